@@ -1,0 +1,137 @@
+"""The task contract: samples, an episode loop, and the benchmark's own checker.
+
+A task talks to an agent through `AgentClient` in messages or text; it never sees tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+from agentbench_kv.results.records import TrialStatus
+
+Message = dict[str, Any]
+ScriptedAgent = Literal["gold", "corrupt", "null"]
+SCRIPTED_AGENTS: tuple[ScriptedAgent, ...] = ("gold", "corrupt", "null")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One assistant message.
+
+    Attributes
+    ----------
+    content, reasoning : str
+        Visible text and think block, markers removed.
+    tool_calls : list of dict
+        OpenAI form: `{"id", "type": "function", "function": {"name", "arguments": <JSON text>}}`.
+    finish_reason : str
+        `stop`, `tool_calls`, `length` or `context_limit`.
+    unparsable : bool
+        The text held a tool-call marker whose payload is not a JSON call.
+    raw : str
+        The text as generated, markers included.
+    message : dict
+        The message to append to the history for the next request.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    unparsable: bool
+    raw: str
+    message: Message
+
+
+class AgentClient(Protocol):
+    """One trial's line to the agent: one session, whose cache lives until the trial ends."""
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Send the whole history, get the next assistant message."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One item of a task. `cluster` groups dependent samples (questions of one conversation)."""
+
+    id: str
+    cluster: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What one trial came to. `score` is set only when `status` is `scored`."""
+
+    status: TrialStatus
+    score: float | None = None
+    metrics: dict[str, float | int | str | None] = field(default_factory=dict)
+    transcript: Any = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TrialContext:
+    """Everything a trial gets besides its sample.
+
+    Attributes
+    ----------
+    trial, seed : int
+        Index of the attempt and its own seed (the same for every method).
+    client : AgentClient
+        In-process line to the agent.
+    endpoint : str or None
+        Base URL of the OpenAI-compatible server, for benchmarks that run in a worker process.
+    session : str
+        Session id to send to `endpoint`.
+    temperature, max_tokens : float, int
+        Sampling of every assistant message, for workers that send it themselves.
+    timeout_s : float
+        Most seconds the trial may take; a task past it raises TimeoutError.
+    """
+
+    trial: int
+    seed: int
+    client: AgentClient
+    endpoint: str | None
+    session: str
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    timeout_s: float = 3600.0
+
+
+class Task(ABC):
+    """A benchmark slice. Subclasses are registered under `agentbench_kv.tasks`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    needs_endpoint: ClassVar[bool] = False
+
+    @abstractmethod
+    def samples(self, limit: int | None, seed: int) -> list[Sample]:
+        """Return the samples in a fixed order, the first `limit` of them."""
+
+    @abstractmethod
+    def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
+        """Play one episode and check it with the benchmark's own checker."""
+
+    @abstractmethod
+    def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
+        """Return the raw assistant texts of an agent whose score is known in advance."""
+
+    def provenance(self) -> dict[str, Any]:
+        """Return data hashes and versions for the run record."""
+        return {}
+
+    def close(self) -> None:
+        """Stop workers and free what the task holds."""
+        return None

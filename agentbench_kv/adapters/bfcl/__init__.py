@@ -1,0 +1,1 @@
+"""Berkeley Function-Calling Leaderboard, run in an environment of its own."""

@@ -1,0 +1,86 @@
+"""The official checker, and the simulators' state around it; runs in the bfcl environment."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+
+from .calls import parse, to_python
+
+_INFIXES = ("", "_eval", "_ground_truth_eval")
+
+
+class SimulatorNames:
+    """Names under which trials keep their simulators.
+
+    BFCL keeps simulators in module globals under the model's name and the sample's id, and never
+    resets them. A living trial has a name of its own, and what it kept is deleted when it ends.
+    The smallest free number is used, not a random one: the name can surface in a tool's result,
+    and the prompts of two equal trials must be equal.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used: set[tuple[str, int]] = set()
+
+    @contextmanager
+    def take(self, sample: str) -> Iterator[str]:
+        """Hold a name for one trial of `sample`."""
+        with self._lock:
+            number = next(n for n in range(len(self._used) + 1) if (sample, n) not in self._used)
+            self._used.add((sample, number))
+        try:
+            yield f"kvbench{number}"
+        finally:
+            forget(f"kvbench{number}", sample)
+            with self._lock:
+                self._used.discard((sample, number))
+
+
+def kept(name: str, sample: str) -> list[str]:
+    """Return the simulators that BFCL keeps for a trial."""
+    prefixes = tuple(re.sub(r"[-./:]", "_", f"{name}{infix}_{sample}_") for infix in _INFIXES)
+    return [key for key in list(vars(multi_turn_utils)) if key.startswith(prefixes)]
+
+
+def forget(name: str, sample: str) -> None:
+    """Delete the simulators of a trial."""
+    for key in kept(name, sample):
+        vars(multi_turn_utils).pop(key, None)
+
+
+def lines_of(texts: Sequence[Sequence[str]], tools: frozenset[str]) -> list[list[list[str]]]:
+    """Return the executed lines of every step that called something, by turn."""
+    steps = [[parse(text)[0] for text in turn] for turn in texts]
+    return [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]
+
+
+def verdict(
+    entry: dict[str, Any],
+    ground_truth: Sequence[Sequence[str]],
+    texts: Sequence[Sequence[str]],
+    name: str,
+) -> dict[str, Any]:
+    """Run the official checker.
+
+    Parameters
+    ----------
+    entry : dict
+        The sample, with its tools under `function`.
+    ground_truth : list of list of str
+        Expected calls by turn.
+    texts : list of list of str
+        Visible text of every step by turn.
+    name : str
+        From `SimulatorNames.take`.
+    """
+    tools = frozenset(tool["name"] for tool in entry["function"])
+    lines = lines_of(texts, tools)
+    category = entry["id"].rsplit("_", 1)[0]
+    return dict(multi_turn_checker(lines, ground_truth, entry, category, name))

@@ -1,0 +1,219 @@
+"""Generate episodes: a depot agent stores items, reads pages and ships items, long after.
+
+Four sorts of facts have to be found again, each stated in one phase of the conversation:
+rules and memos (`=`, `@`: others), results (`/`: tool), tags (`#`: act) and plans (`:`: think).
+Tags and plans are made of two passing facts, the job code of the user's turn and the reading of the
+last result. Those are named alike in every turn, so later text cannot say which ones they were:
+a tag or a plan can only be read where it was written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import TypeVar
+
+from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot, UserTurn
+from agentbench_kv.adapters.micro.profiles import Profile, Span
+from agentbench_kv.adapters.micro.tools import schemas
+from agentbench_kv.adapters.micro.words import (
+    ACT,
+    HINT,
+    MEMO,
+    NAMES,
+    READING,
+    RULE,
+    THINK,
+    TOOL,
+    Code,
+    Handle,
+    draw_code,
+)
+
+__all__ = ["generate"]
+
+T = TypeVar("T")
+
+PREAMBLE = (
+    "You are a depot agent. Think, call one tool, then reply.\n"
+    "To ship, open with route, pass, crew and session.\n"
+    "Table:\n"
+)
+
+
+def generate(seed: int, profile: Profile) -> Episode:
+    """Generate the episode of a seed.
+
+    Parameters
+    ----------
+    seed : int
+        See `profiles.test_seed` and `profiles.train_seed`.
+    profile : Profile
+        The sizes to draw from.
+    """
+    return _Depot(seed, profile).episode()
+
+
+class _Depot:
+    """State of one episode while it is being written."""
+
+    def __init__(self, seed: int, profile: Profile) -> None:
+        self.rng = random.Random(f"{profile.name}/{seed}")
+        self.seed = seed
+        self.profile = profile
+        self.reading = self._handle("now", READING)
+        self.plans: dict[str, Handle] = {}
+        self.tags: dict[str, Handle] = {}
+        self.ports: dict[str, Handle] = {}
+        self._cast()
+
+    def _cast(self) -> None:
+        """Draw who plays: items, pages, the table of rules, the user's memos."""
+        count = self._draw(self.profile.stores)
+        reads = self._draw(self.profile.reads)
+        names = self.rng.sample(NAMES, len(NAMES))
+        self.items, self.pages = names[:count], names[count : count + reads]
+        self.extras = names[count + reads :]
+        self.ships = self.rng.sample(self.items, min(count, self._draw(self.profile.ships)))
+        self.by_badge = {item for item in self.ships if self.rng.random() < 0.5}
+        gates = self.rng.sample(NAMES, max(len(self.ships), self._draw(self.profile.rules)))
+        self.rules = {name: self._handle(name, RULE) for name in [*gates, "pass"]}
+        self.gates = dict(zip(self.ships, gates, strict=False))
+        others = max(0, self._draw(self.profile.memos) - len(self.by_badge))
+        memos = [*sorted(self.by_badge), *self.rng.sample(self.extras, others)]
+        self.memos = {name: self._handle(name, MEMO) for name in self._shuffled(memos)}
+
+    def episode(self) -> Episode:
+        """Write the whole episode."""
+        turns = [self._begin()]
+        for verb, name in self._schedule():
+            turns.append({"store": self._store, "ship": self._ship, "read": self._read}[verb](name))
+        names = ("login", "scan", "open", "ship", *(("read",) if self.profile.reads[1] else ()))
+        table = "".join(f"{rule}\n" for rule in self._shuffled(self.rules.values()))
+        tools = schemas(names) if self.profile.tools else []
+        system = (PREAMBLE if self.profile.tools else "") + table.rstrip("\n")
+        return Episode(self.seed, self.profile.name, system, tools, tuple(turns))
+
+    def _schedule(self) -> list[tuple[str, str]]:
+        """Order the requests: a ship comes anywhere after its store, more often late."""
+        order = [("store", item) for item in self.items]
+        for page in self.pages:
+            order.insert(self.rng.randint(0, len(order)), ("read", page))
+        for item in self.ships:
+            first = order.index(("store", item)) + 1
+            place = max(self.rng.randint(first, len(order)) for _ in range(2))
+            order.insert(place, ("ship", item))
+        return order
+
+    def _begin(self) -> UserTurn:
+        job = self._handle("job", HINT)
+        memos = "".join(f"\n{memo}" for memo in self.memos.values())
+        text = f'Please begin "{job}" at "{self.reading}".\nKeep:{memos}'
+        self.crew = self._tag("crew", job)
+        crew_slot = Slot("crew", str(self.crew), "act", "derived")
+        self.session = self._handle("sess", TOOL)
+        result = self._result({"session": str(self.session)}, self.profile.ship_log)
+        call = Call("login", "login", {"crew": str(self.crew)}, result, (crew_slot,))
+        self.route = self._plan("route", job)
+        route_slot = Slot("think", str(self.route), "think", "derived")
+        reply = Reply(
+            str(self.route), f'Ready with "{self.rules["pass"]}".', (route_slot, self._pass("reply"))
+        )
+        return UserTurn(text, (call,), reply)
+
+    def _store(self, item: str) -> UserTurn:
+        job = self._handle("job", HINT)
+        tag = self.tags[item] = self._tag(item, job)
+        port = self.ports[item] = self._handle(item, TOOL)
+        result = self._result({"port": str(port)}, self.profile.scan_log)
+        tag_slot = Slot("tag", str(tag), "act", "derived")
+        call = Call(f'scan "{item}"', "scan", {"tag": str(tag)}, result, (tag_slot,))
+        plan = self.plans[item] = self._plan(item, job)
+        plan_slot = Slot("think", str(plan), "think", "derived")
+        reply = Reply(
+            str(plan), f'Stored with "{self.rules["pass"]}".', (plan_slot, self._pass("reply"))
+        )
+        return UserTurn(f'Please store "{item}" for "{job}".', (call,), reply, item)
+
+    def _ship(self, item: str) -> UserTurn:
+        badge = item in self.by_badge
+        gate = self.memos[item] if badge else self.rules[self.gates[item]]
+        way = "by badge" if badge else f'via "{gate.name}"'
+        calls = (self._open(), self._send(item, gate))
+        # What the slip of the last result says stands just above the reply.
+        slip = calls[1].result["slip"]
+        reply = Reply(None, f'Shipped "{slip}".', (Slot("reply", slip, "tool", "local"),))
+        return UserTurn(f'Please ship "{item}" {way}.', calls, reply, item)
+
+    def _open(self) -> Call:
+        route, rule = str(self.route), str(self.rules["pass"])
+        crew, session = str(self.crew), str(self.session)
+        slots = (
+            Slot("think", route, "think", "recurring"),
+            self._pass("think"),
+            Slot("route", route, "think", "recurring", copied=True),
+            self._pass("pass", copied=True),
+            Slot("crew", crew, "act", "recurring"),
+            Slot("session", session, "tool", "recurring"),
+        )
+        arguments = {"route": route, "pass": rule, "crew": crew, "session": session}
+        result = self._result({"door": str(self._handle("door", READING))}, self.profile.ship_log)
+        return Call(f"{route}\n{rule}", "open", arguments, result, slots)
+
+    def _send(self, item: str, gate: Handle) -> Call:
+        plan, port, tag = str(self.plans[item]), str(self.ports[item]), str(self.tags[item])
+        slots = (
+            Slot("think", plan, "think", "one_shot"),
+            Slot("plan", plan, "think", "one_shot", copied=True),
+            Slot("gate", str(gate), "others", "one_shot"),
+            Slot("port", port, "tool", "one_shot"),
+            Slot("tag", tag, "act", "one_shot"),
+        )
+        arguments = {"plan": plan, "gate": str(gate), "port": port, "tag": tag}
+        result = self._result({"slip": str(self._handle(item, READING))}, self.profile.ship_log)
+        return Call(plan, "ship", arguments, result, slots)
+
+    def _read(self, page: str) -> UserTurn:
+        entry = self._handle(page, READING)
+        mark = {"page": str(self._handle("page", READING))}
+        result = self._result(mark, self.profile.read_log, entry)
+        call = Call(f'read "{page}"', "read", {"page": page}, result, ())
+        slot = Slot("think", str(entry), "tool", "local")
+        copied = Slot("reply", str(entry), "tool", "local", copied=True)
+        reply = Reply(str(entry), f'Read "{entry}".', (slot, copied))
+        return UserTurn(f'Please read "{page}".', (call,), reply)
+
+    def _result(
+        self, fields: dict[str, str], log: Span, entry: Handle | None = None
+    ) -> dict[str, str]:
+        """Fill a tool's answer: its subject, a log of noise (with `entry` in it), a new reading."""
+        names = self.rng.sample(self.extras, max(1, self._draw(log)))
+        noise = [self._handle(name, self.rng.choice((TOOL, READING))) for name in names]
+        if entry:
+            noise[self.rng.randrange(len(noise))] = entry
+        self.reading = self._handle("now", READING)
+        return {**fields, "log": ",".join(map(str, noise)), "now": str(self.reading)}
+
+    def _tag(self, name: str, job: Handle) -> Handle:
+        return self._mixed(name, ACT, self.reading.code[0], job.code[1])
+
+    def _plan(self, name: str, job: Handle) -> Handle:
+        return self._mixed(name, THINK, job.code[0], self.reading.code[1])
+
+    @staticmethod
+    def _mixed(name: str, separator: str, first: str, second: str) -> Handle:
+        return Handle(name, separator, (first, second))
+
+    def _pass(self, where: str, copied: bool = False) -> Slot:
+        return Slot(where, str(self.rules["pass"]), "others", "recurring", copied)
+
+    def _handle(self, name: str, separator: str) -> Handle:
+        code: Code = draw_code(self.rng)
+        return Handle(name, separator, code)
+
+    def _draw(self, span: Span) -> int:
+        return self.rng.randint(*span)
+
+    def _shuffled(self, things: Iterable[T]) -> list[T]:
+        listed = list(things)
+        return self.rng.sample(listed, len(listed))

@@ -1,0 +1,72 @@
+"""Sizes of episodes: the two tasks and the stages of the training curriculum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CURRICULUM", "PROFILES", "Profile", "Span", "test_seed", "train_seed"]
+
+Span = tuple[int, int]
+"""Inclusive range that a count is drawn from."""
+
+TEST_SEEDS = 1 << 32
+"""Test seeds lie below this number, training seeds from it on."""
+
+
+def test_seed(index: int) -> int:
+    """Return the seed of the `index`-th held-out episode."""
+    return index % TEST_SEEDS
+
+
+def train_seed(index: int) -> int:
+    """Return the seed of the `index`-th training episode."""
+    return TEST_SEEDS + index
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long an episode is and how far apart its facts lie.
+
+    Parameters
+    ----------
+    name : str
+        Part of the random state: equal seeds of two profiles are unrelated episodes.
+    stores, ships, reads : Span
+        User turns of each sort; ships never outnumber stores.
+    rules, memos : Span
+        Handles in the system prompt's table and in the first user message.
+    scan_log, ship_log, read_log : Span
+        Handles of noise in the results of the tools.
+    tools : bool
+        Whether the schemas stand in the system prompt (left out of the shortest training rows).
+    """
+
+    name: str
+    stores: Span
+    ships: Span
+    reads: Span
+    rules: Span
+    memos: Span
+    scan_log: Span
+    ship_log: Span
+    read_log: Span
+    tools: bool = True
+
+
+PROFILES = {
+    "recall-1k": Profile(
+        "recall-1k", (3, 3), (2, 2), (0, 0), (4, 6), (2, 4), (2, 8), (0, 4), (4, 8)
+    ),
+    "recall-5k": Profile(
+        "recall-5k", (6, 7), (5, 6), (5, 6), (78, 92), (36, 46), (10, 24), (6, 20), (24, 36)
+    ),
+}
+"""The profiles behind the tasks `micro/recall-1k` and `micro/recall-5k`."""
+
+CURRICULUM = (
+    Profile("s0", (2, 3), (2, 2), (0, 0), (2, 3), (2, 3), (0, 1), (0, 1), (2, 3), tools=False),
+    Profile("s1", (2, 4), (2, 3), (0, 1), (3, 8), (2, 6), (0, 4), (0, 3), (3, 8)),
+    Profile("s2", (3, 4), (2, 4), (0, 2), (4, 30), (2, 16), (2, 10), (0, 8), (4, 20)),
+    Profile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),
+)
+"""Profiles of the training stages, shortest first."""

@@ -1,0 +1,33 @@
+"""The depot's tools as OpenAI function schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["PARAMETERS", "schemas"]
+
+PARAMETERS = {
+    "login": ("crew",),
+    "scan": ("tag",),
+    "open": ("route", "pass", "crew", "session"),
+    "ship": ("plan", "gate", "port", "tag"),
+    "read": ("page",),
+}
+"""Argument names of every tool, in the order they are written."""
+
+
+def schemas(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the function schemas of some tools.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Keys of `PARAMETERS`.
+    """
+    return [_schema(name) for name in names]
+
+
+def _schema(name: str) -> dict[str, Any]:
+    properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}

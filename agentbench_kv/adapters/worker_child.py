@@ -1,0 +1,259 @@
+"""The worker's side of the worker protocol; runs in another interpreter, standard library only.
+
+Started as `python worker_child.py CONFIG`, where CONFIG is the JSON object that
+`agentbench_kv.adapters.worker` writes. It loads the module named there, calls its
+`setup(guard) -> {command: handler(request) -> JSON value}` and answers requests, each in a thread
+of its own. This file must not import agentbench_kv: the other interpreter does not have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+PROTOCOL = 1
+_PROCESS_EVENTS = frozenset({
+    "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn",
+    "os.spawn", "os.startfile", "pty.spawn", "os.kill", "os.killpg", "signal.pthread_kill",
+    "ctypes.dlopen", "ctypes.dlsym",
+})  # fmt: skip
+_FILE_EVENTS = frozenset({
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink",
+    "os.chmod", "os.chown", "shutil.rmtree", "shutil.move", "shutil.copyfile",
+})  # fmt: skip
+_ADDRESS_EVENTS = frozenset({"socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg"})
+_LOOKUP_EVENTS = frozenset({
+    "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr", "socket.getnameinfo",
+})  # fmt: skip
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class RefusedError(PermissionError):
+    """The guard refused what the code in this process tried to do."""
+
+
+class Guard:
+    """An audit hook: after `install`, no processes, no writing, no network but to endpoints.
+
+    It stops what evaluated model text could do through Python's own functions. It is a second
+    line behind checking that text, not a sandbox against native code.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: set[tuple[Any, ...]] = set()
+        self._addresses: set[tuple[Any, ...]] = set()
+        self._adding = threading.Lock()
+
+    def allow(self, host: str, port: int) -> None:
+        """Let sockets connect to `host:port`."""
+        # Held while names are looked up: who finds the host known finds its addresses, too.
+        with self._adding:
+            if (host, port) in self._hosts:
+                return
+            self._hosts.add((host, port))
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError:
+                self._hosts.discard((host, port))
+                raise
+            self._addresses.update(tuple(address[:2]) for *_, address in found)
+
+    def install(self) -> None:
+        """Start refusing; there is no way back in this process."""
+        # The name codec of getaddrinfo is imported on first use; do it while files are free.
+        "localhost".encode("idna")
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in _PROCESS_EVENTS or event in _FILE_EVENTS:
+            raise RefusedError(f"refused in this worker: {event}")
+        if event == "open" and _writes(args):
+            raise RefusedError(f"refused in this worker: writing {args[0]!r}")
+        if event in _ADDRESS_EVENTS and not self._known(args[1]):
+            raise RefusedError(f"refused in this worker: {event} to {args[1]!r}")
+        if event in _LOOKUP_EVENTS and tuple(args[:2]) not in self._hosts:
+            raise RefusedError(f"refused in this worker: {event} of {args[0]!r}")
+
+    def _known(self, address: Any) -> bool:
+        return isinstance(address, tuple) and tuple(address[:2]) in self._addresses
+
+
+class Request:
+    """One request in progress.
+
+    Attributes
+    ----------
+    args : dict
+        What the caller sent.
+    cancelled : threading.Event
+        Set when the caller no longer wants the answer.
+    guard : Guard
+        To allow the endpoint that the request names.
+    """
+
+    def __init__(self, number: str, args: dict[str, Any], guard: Guard, port: Port) -> None:
+        self.id = number
+        self.args = args
+        self.cancelled = threading.Event()
+        self.guard = guard
+        self._port = port
+        self._on_cancel: Callable[[], None] | None = None
+
+    def log(self, text: str) -> None:
+        """Send a line to the caller while the work goes on."""
+        self._port.send(self.id, "log", text)
+
+    def on_cancel(self, action: Callable[[], None] | None) -> None:
+        """Call `action` at cancellation, to break off a blocking read."""
+        self._on_cancel = action
+        if action is not None and self.cancelled.is_set():
+            action()
+
+    def cancel(self) -> None:
+        """Ask the handler to stop."""
+        self.cancelled.set()
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+
+class Port:
+    """Writes events as JSON lines, one thread at a time."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def send(self, number: str | None, event: str, data: Any) -> None:
+        """Write one event."""
+        fields = {"v": PROTOCOL, "id": number, "event": event, "data": data}
+        # Escaped: model text may hold lone surrogates, which no encoding can write.
+        line = json.dumps(fields, default=repr)
+        with self._lock:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class Server:
+    """Reads requests until standard input ends."""
+
+    def __init__(self, port: Port, guard: Guard) -> None:
+        self._port = port
+        self._guard = guard
+        self._handlers: dict[str, Callable[[Request], Any]] = {}
+        self._running: dict[str, Request] = {}
+        self._ready = False
+
+    def beat(self, every_s: float) -> None:
+        """Send heartbeats from a thread of their own."""
+        tick = threading.Event()
+
+        def loop() -> None:
+            while True:
+                self._port.send(None, "heartbeat", {"ready": self._ready})
+                tick.wait(every_s)
+
+        threading.Thread(target=loop, daemon=True).start()
+
+    def load(self, module_file: Path) -> None:
+        """Import the worker module and let it set itself up."""
+        module = _import(module_file)
+        self._handlers = module.setup(self._guard)
+        self._ready = True
+        self._port.send(None, "heartbeat", {"ready": True})
+
+    def serve(self, lines: TextIO) -> None:
+        """Answer every request line."""
+        for line in lines:
+            message = json.loads(line)
+            if message["cmd"] == "cancel":
+                self._cancel(message["args"]["target"])
+                continue
+            request = Request(message["id"], message["args"], self._guard, self._port)
+            self._running[request.id] = request
+            work = (request, message["cmd"])
+            threading.Thread(target=self._answer, args=work, daemon=True).start()
+
+    def _cancel(self, target: str) -> None:
+        if request := self._running.get(target):
+            request.cancel()
+
+    def _answer(self, request: Request, command: str) -> None:
+        try:
+            event, data = "result", self._handlers[command](request)
+        except Exception as error:  # noqa: BLE001  the parent decides what a failure means
+            with contextlib.suppress(OSError):  # the log may have reached its size limit
+                traceback.print_exc()
+            event, data = "error", {"kind": type(error).__name__, "message": str(error)}
+        self._running.pop(request.id, None)
+        self._port.send(request.id, event, data)
+
+
+def limit_resources(limits: dict[str, int | None]) -> None:
+    """Set the limits that the parent asked for, and never write a core file."""
+    kinds = {
+        "cpu_s": resource.RLIMIT_CPU,
+        "address_space": resource.RLIMIT_AS,
+        "file_size": resource.RLIMIT_FSIZE,
+        "open_files": resource.RLIMIT_NOFILE,
+    }
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name, kind in kinds.items():
+        if (wanted := limits.get(name)) is not None:
+            hard = resource.getrlimit(kind)[1]
+            value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            try:
+                resource.setrlimit(kind, (value, value))
+            except (ValueError, OSError) as error:  # macOS knows limits that it cannot set
+                sys.stderr.write(f"limit {name}={value} not set: {error}\n")
+
+
+def _writes(open_args: tuple[Any, ...]) -> bool:
+    flags = open_args[2]
+    return isinstance(flags, int) and bool(flags & _WRITE_FLAGS)
+
+
+def _import(module_file: Path) -> types.ModuleType:
+    # A package that stands for the module's folder: its parts may import one another relatively,
+    # without the folder being on the search path or its __init__ being run.
+    package = types.ModuleType("kvbench_worker")
+    package.__path__ = [str(module_file.parent)]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.{module_file.stem}")
+
+
+def _private_stdout() -> TextIO:
+    # Whatever prints, in Python or below it, must not end up between protocol lines.
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stream
+
+
+def main() -> None:
+    """Serve until the parent closes standard input."""
+    config = json.loads(sys.argv[1])
+    port = Port(_private_stdout())
+    server = Server(port, Guard())
+    limit_resources(config["limits"])
+    server.beat(config["heartbeat_s"])
+    try:
+        server.load(Path(config["module"]))
+    except Exception as error:  # noqa: BLE001  whatever it is, the parent must hear of it
+        traceback.print_exc()
+        port.send(None, "error", {"kind": type(error).__name__, "message": str(error)})
+        raise SystemExit(3) from None
+    server.serve(sys.stdin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The command line: one file per verb, loaded when it is used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from agentbench_kv import __version__
+from agentbench_kv.errors import KVBenchError
+
+VERBS = ("completion", "doctor", "env", "ls", "run", "serve", "show", "summarize")
+
+
+class LazyGroup(click.Group):
+    """Loads a verb's module only when the verb is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the verbs."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import the verb's module and return its command."""
+        if cmd_name not in VERBS:
+            return None
+        command = getattr(import_module(f"agentbench_kv.cli.{cmd_name}"), cmd_name)
+        return command if isinstance(command, click.Command) else None
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvbench")
+def kvbench() -> None:
+    """Measure KV-cache methods on LLM agents, with the proof that the budget was applied.
+
+    Exit codes: 0 done, 1 failed, 2 the request or the set-up is wrong.
+    """
+
+
+def main() -> None:
+    """Run the command line; user errors become one line and exit code 2."""
+    try:
+        sys.exit(kvbench.main(standalone_mode=False) or 0)
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except KVBenchError as error:
+        _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted; the same command goes on where it stopped", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"kvbench: {' '.join(message.split())}", err=True)
+    sys.exit(code)

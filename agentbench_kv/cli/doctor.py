@@ -1,0 +1,183 @@
+"""`kvbench doctor`: what works on this machine, and the command that mends what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from agentbench_kv import __version__
+
+Verdict = Literal["ok", "optional", "broken"]
+_CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pandas", "httpx")
+_REINSTALL = "pip install --upgrade agentbench-kv"
+_MORE_SPACE = "free some space, or: export KVBENCH_HOME=/elsewhere"
+_LEAST_FREE_MB = 2000
+_CANNED_CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes
+    ----------
+    name, found : str
+        What was looked at, and what is there.
+    verdict : str
+        `ok`, `optional` (absent, needed for some runs only) or `broken`.
+    mend : str or None
+        The command that mends it.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    mend: str | None = None
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Look at versions, GPU, engines, environments, model, tool parser and disk.
+
+    Exit code 2 if something is broken; what is merely absent does not count.
+    """
+    findings = diagnose()
+    if as_json:
+        click.echo(json.dumps([asdict(each) for each in findings], indent=1))
+    else:
+        click.echo("\n".join(_line(each) for each in findings))
+    if any(each.verdict == "broken" for each in findings):
+        ctx.exit(2)
+
+
+def diagnose() -> list[Finding]:
+    """Look at everything; one examination that fails never hides the others."""
+    return [finding for examine in EXAMINATIONS for finding in _guarded(examine)]
+
+
+def _guarded(examine: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    name = examine.__name__.strip("_").replace("_", " ")
+    try:
+        return list(examine())
+    except Exception as error:  # noqa: BLE001  a broken installation can fail in any way
+        return [Finding(name, "broken", f"{type(error).__name__}: {error}", _REINSTALL)]
+
+
+def _versions() -> Iterator[Finding]:
+    python = platform.python_version()
+    old = sys.version_info < (3, 11)
+    yield Finding(
+        "kvbench",
+        "broken" if old else "ok",
+        f"{__version__} on Python {python}, {platform.system()} {platform.machine()}",
+        "install Python 3.11 or newer" if old else None,
+    )
+    for package in _CORE:
+        try:
+            yield Finding(package, "ok", metadata.version(package))
+        except metadata.PackageNotFoundError:
+            yield Finding(package, "broken", "not installed", _REINSTALL)
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        mend = "on a machine with an NVIDIA GPU: pip install torch (CUDA build); see nvidia-smi"
+        yield Finding("gpu", "optional", f"none visible to torch ({built})", mend)
+        return
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        memory = about.total_memory / 2**30
+        found = f"{about.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+        yield Finding(f"gpu {index}", "ok", found)
+
+
+def _engines() -> Iterator[Finding]:
+    points = sorted(metadata.entry_points(group="agentbench_kv.engines"), key=lambda p: p.name)
+    if not points:
+        yield Finding("engines", "broken", "none registered", _REINSTALL)
+    for point in points:
+        try:
+            point.load()
+            yield Finding(f"engine {point.name}", "ok", point.value)
+        except Exception as error:  # noqa: BLE001  a plug-in can fail in any way
+            found = f"does not import: {error}"
+            yield Finding(f"engine {point.name}", "broken", found, _REINSTALL)
+
+
+def _environments() -> Iterator[Finding]:
+    from agentbench_kv import environments
+
+    for each in environments.list_environments():
+        ready = each.state == "ready"
+        found = f"{each.state}: {each.detail}"
+        yield Finding(f"env {each.name}", "ok" if ready else "optional", found, each.mend)
+
+
+def _micro_model() -> Iterator[Finding]:
+    folder = resources.files("agentbench_kv.models") / "micro"
+    weights = [f.name for f in folder.iterdir() if f.name.endswith(".safetensors")]
+    if weights:
+        yield Finding("micro model", "ok", f"{folder} ({', '.join(sorted(weights))})")
+    else:
+        yield Finding("micro model", "broken", f"no weights in {folder}", _REINSTALL)
+
+
+def _tool_parser() -> Iterator[Finding]:
+    from agentbench_kv.gateway.parsing import OutputParser, choose_parser
+
+    parser = OutputParser(choose_parser("hermes", ()), lambda: "call_0")
+    deltas = [*parser.feed(_CANNED_CALL), *parser.finish()]
+    calls = [delta.call["function"] for delta in deltas if delta.call is not None]
+    wanted = {"city": "Z\u00fcrich"}
+    if [json.loads(call["arguments"]) for call in calls] == [wanted]:
+        yield Finding("tool parser", "ok", f"a canned call parses: {calls[0]['name']}")
+    else:
+        yield Finding("tool parser", "broken", f"a canned call became {calls!r}", _REINSTALL)
+
+
+def _disk() -> Iterator[Finding]:
+    from agentbench_kv import environments
+
+    for name, folder in (("disk here", Path.cwd()), ("disk of KVBENCH_HOME", environments.home())):
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(there).free >> 20
+        writable = os.access(there, os.W_OK)
+        found = f"{free} MB free at {there}" + ("" if writable else ", not writable")
+        if writable and free >= _LEAST_FREE_MB:
+            yield Finding(name, "ok", found)
+        else:
+            yield Finding(name, "optional", found, _MORE_SPACE)
+
+
+EXAMINATIONS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _versions,
+    _accelerator,
+    _engines,
+    _environments,
+    _micro_model,
+    _tool_parser,
+    _disk,
+)
+
+
+def _line(each: Finding) -> str:
+    mark = {"ok": "ok", "optional": "absent", "broken": "BROKEN"}[each.verdict]
+    mend = f"\n{'':10}mend: {each.mend}" if each.mend else ""
+    return f"{mark:<8}  {each.name}: {each.found}{mend}"

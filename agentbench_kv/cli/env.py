@@ -1,0 +1,90 @@
+"""`kvbench env`: environments for dependencies that cannot share kvbench's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from agentbench_kv.environments import EnvironmentStatus
+
+_JSON = click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print JSON.")
+
+
+@click.group()
+def env() -> None:
+    """Create, list, check and remove managed environments.
+
+    They live under $KVBENCH_HOME (default: ~/.cache/kvbench). An interpreter of your own serves
+    instead if KVBENCH_ENV_<NAME> names it.
+    """
+
+
+@env.command()
+@click.argument("name")
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    envvar="KVBENCH_PYTHON",
+    help="Interpreter to build from; by default the one that runs kvbench.",
+)
+@click.option("--recreate", is_flag=True, envvar="KVBENCH_RECREATE", help="Build from nothing.")
+@_JSON
+def create(name: str, python: Path | None, recreate: bool, as_json: bool) -> None:
+    """Build an environment from its lock, or finish an interrupted build."""
+    from agentbench_kv import environments
+
+    made = environments.create(
+        name, python=python, recreate=recreate, report=lambda line: click.echo(line, err=True)
+    )
+    _print(made.as_dict() if as_json else _line(made))
+
+
+@env.command(name="list")
+@_JSON
+def list_(as_json: bool) -> None:
+    """List the environments there can be and the state of each."""
+    from agentbench_kv import environments
+
+    found = environments.list_environments()
+    _print([each.as_dict() for each in found] if as_json else "\n".join(map(_line, found)))
+
+
+@env.command()
+@click.argument("name")
+@_JSON
+@click.pass_context
+def check(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Run an environment's own test; exit code 2 if it is not ready."""
+    from agentbench_kv import environments
+
+    found = environments.check(name)
+    _print(found.as_dict() if as_json else _line(found))
+    if found.state != "ready":
+        ctx.exit(2)
+
+
+@env.command()
+@click.argument("name")
+@_JSON
+def remove(name: str, as_json: bool) -> None:
+    """Delete an environment that kvbench built; never one of your own."""
+    from agentbench_kv import environments
+
+    removed = [str(folder) for folder in environments.remove(name)]
+    text = "\n".join(f"removed {folder}" for folder in removed)
+    _print({"removed": removed} if as_json else text or f"{name}: nothing to remove")
+
+
+def _print(content: Any) -> None:
+    click.echo(content if isinstance(content, str) else json.dumps(content, indent=1))
+
+
+def _line(found: EnvironmentStatus) -> str:
+    size = f" ({found.size_mb} MB)" if found.size_mb else ""
+    source = "" if found.source == "managed" else f" from {found.source}"
+    mend = f"; mend with: {found.mend}" if found.mend else ""
+    return f"{found.name:<8} {found.state}{source}: {found.detail}{size}{mend}"

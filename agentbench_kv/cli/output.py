@@ -1,0 +1,172 @@
+"""What the verbs print: tables for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentbench_kv.engines.base import Capability
+from agentbench_kv.registry import load_engine, load_method, load_task, names
+from agentbench_kv.results import render
+from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.summary import Summary
+from agentbench_kv.results.summary import build as build_summary
+from agentbench_kv.spec import RunSpec
+
+LINES_PER_RUN = 10
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    json.dump(document, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+class TrialProgress:
+    """Tells on stderr how a run advances: a line when it starts and about ten on the way."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def __call__(
+        self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None
+    ) -> None:
+        """Report the state after `record`, or the start if there is none."""
+        if record is None:
+            self._start(spec, done, expected)
+        elif done == expected or done % max(1, expected // LINES_PER_RUN) == 0:
+            self._console.print(f"  {done}/{expected} trials", markup=False)
+
+    def _start(self, spec: RunSpec, done: int, expected: int) -> None:
+        budget = "" if spec.budget is None else f" at {spec.budget} tokens"
+        resumed = f" ({done} done before)" if done else ""
+        self._console.print(
+            f"{spec.method}{budget} on {spec.task}: {expected} trials{resumed}", markup=False
+        )
+
+
+def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
+    """Print what would run."""
+    if as_json:
+        print_json([{"run_id": spec.id, "spec": asdict(spec)} for spec in specs])
+        return
+    console = render.console()
+    for spec in specs:
+        console.print(f"{out / spec.id}", markup=False, soft_wrap=True)
+    console.print(f"{len(specs)} runs; nothing was started", markup=False)
+
+
+def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
+    """Print the tables of finished runs and where they are; return the exit code."""
+    if as_json:
+        print_json(
+            [
+                {**summary.model_dump(mode="json"), "path": str(out / summary.run_id)}
+                for summary in summaries
+            ]
+        )
+        return 0
+    console = render.console()
+    console.print(render.summary_table(summaries))
+    sub_scores = render.sub_score_table(summaries)
+    if sub_scores is not None:
+        console.print(sub_scores)
+    for summary in summaries:
+        for note in (*summary.validity.reasons, *summary.notes):
+            console.print(f"{summary.run_id}: {note}", markup=False, soft_wrap=True)
+    for summary in summaries:
+        console.print(str(out / summary.run_id), markup=False, soft_wrap=True)
+    return 0
+
+
+def show_listing(kind: str, engine: str | None, out: Path, as_json: bool) -> None:
+    """Print the methods, engines, tasks or runs there are."""
+    if kind == "runs":
+        _show_runs(out, as_json)
+        return
+    rows = {"methods": _methods, "engines": _engines, "tasks": _tasks}[kind](engine)
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0] if rows else ():
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    render.console().print(table)
+
+
+def _methods(engine: str | None) -> list[dict[str, Any]]:
+    rows = []
+    for name in names("method"):
+        cls = load_method(name)
+        row: dict[str, Any] = {
+            "name": name,
+            "summary": cls.summary,
+            "presets": {key: dict(value) for key, value in cls.presets.items()},
+            "default_preset": cls.default_preset or None,
+            "needs_budget": cls.compresses,
+            "parameters": [
+                {
+                    "name": spec.name,
+                    "default": spec.default,
+                    "allowed": spec.allowed(),
+                    "doc": spec.doc,
+                }
+                for spec in cls.parameters().values()
+            ],
+            "source": cls.source,
+        }
+        if engine is not None:
+            capable = Capability.COMPRESS in load_engine(engine).capabilities
+            row[f"on_{engine}"] = capable or not cls.compresses
+        rows.append(row)
+    return rows
+
+
+def _engines(_: str | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "summary": (load_engine(name).__doc__ or "").strip().splitlines()[0],
+            "capabilities": sorted(load_engine(name).capabilities),
+        }
+        for name in names("engine")
+    ]
+
+
+def _tasks(_: str | None) -> list[dict[str, Any]]:
+    return [{"name": name, "summary": load_task(name).summary} for name in names("task")]
+
+
+def _show_runs(out: Path, as_json: bool) -> None:
+    store = RunStore(out)
+    summaries = [build_summary(store.find(name)) for name in store.names()]
+    if as_json:
+        print_json([summary.model_dump(mode="json") for summary in summaries])
+        return
+    if not summaries:
+        render.console().print(f"no runs in {out}", markup=False)
+        return
+    render.console().print(render.summary_table(summaries))
+    for summary in summaries:
+        render.console().print(summary.run_id, markup=False, soft_wrap=True)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(map(str, value))
+    if isinstance(value, list):
+        return ", ".join(
+            f"{item['name']}={item['default']}" if isinstance(item, dict) else str(item)
+            for item in value
+        )
+    return "" if value is None else str(value).replace("[", "\\[")

@@ -1,0 +1,225 @@
+"""The engine contract: sessions of token ids whose KV state lives across turns.
+
+An engine never sees messages or text. It is given token ids with their phases, keeps the KV rows of
+each session, evicts what the method tells it to evict, and reports what it holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from agentbench_kv.methods.phases import Phase
+
+__all__ = [
+    "Capability",
+    "Engine",
+    "EngineInfo",
+    "FinishReason",
+    "Generation",
+    "KVEvent",
+    "KVStats",
+    "Phase",
+    "PhaseLabeller",
+    "Sampling",
+]
+
+
+class Capability(StrEnum):
+    """What an engine can do to a session's cache; a method states which it needs."""
+
+    COMPRESS = "compress"
+    EVICT_SPANS = "evict_spans"
+    FORK = "fork"
+    SAVE_BLOCK = "save_block"
+    RESTORE_BLOCK = "restore_block"
+    CAPTURE = "capture"
+    MEMORY_BLOCKS = "memory_blocks"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CONTEXT_LIMIT = "context_limit"
+    CANCELLED = "cancelled"
+
+
+class PhaseLabeller(Protocol):
+    """Labels a session's tokens one by one; holds the state between them."""
+
+    def label(self, token: int) -> Phase:
+        """Return the phase of the next token of the session."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one generation picks its tokens.
+
+    Attributes
+    ----------
+    max_tokens : int
+        Most tokens to generate, at least 1.
+    temperature : float
+        0 means greedy.
+    top_p, top_k : float, int
+        Nucleus and top-k cut-offs; 1.0 and 0 switch them off.
+    seed : int
+        Seed of this generation's own random stream.
+    stop_token_ids : frozenset of int
+        Ids that end the generation; the id itself is kept in the session.
+    stop : callable, optional
+        Called with every new token id; True ends the generation after that token.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: Callable[[int], bool] | None = None
+
+
+@dataclass(frozen=True)
+class KVEvent:
+    """One compression of one session.
+
+    `decoded` and `logical` are token counts at the event; live counts are per (layer, KV head).
+    """
+
+    decoded: int
+    logical: int
+    live_before: int
+    live_after: int
+    rows_moved: int
+
+
+@dataclass
+class KVStats:
+    """KV accounting of one session; token counts are per (layer, KV head), bytes are totals."""
+
+    logical: int = 0
+    live: int = 0
+    peak_live: int = 0
+    evicted: int = 0
+    restored: int = 0
+    prefill_tokens: int = 0
+    longest_prefill: int = 0
+    decode_tokens: int = 0
+    decode_kv_sum: int = 0
+    bytes_read: int = 0
+    rows_moved: int = 0
+    recomputed: int = 0
+    events: list[KVEvent] = field(default_factory=list)
+
+    @property
+    def mean_decode_kv(self) -> float:
+        """Mean live tokens over the decode steps; 0 before the first."""
+        return self.decode_kv_sum / self.decode_tokens if self.decode_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is and can do.
+
+    Attributes
+    ----------
+    name, model : str
+        Engine name and the model as the user named it.
+    model_path : Path
+        Folder with the tokenizer (and the weights where the engine is local).
+    model_sha : str
+        Hash over config and weights; part of a run's provenance.
+    context_limit : int
+        Last position + 1 a session may reach.
+    eos_token_ids : tuple of int
+        Ids that end the model's turn.
+    """
+
+    name: str
+    model: str
+    model_path: Path
+    model_sha: str
+    device: str
+    dtype: str
+    context_limit: int
+    eos_token_ids: tuple[int, ...]
+    capabilities: frozenset[Capability] = frozenset()
+
+
+class Generation(ABC):
+    """A running generation: iterate for its token ids, in order, until it is exhausted.
+
+    After `cancel` the iterator still yields every token the session really holds, so that a token
+    log built from it is exact. Times are seconds from the call of `Engine.generate`.
+    """
+
+    finish_reason: FinishReason | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Yield the generated ids."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ask the engine to stop after the token in flight."""
+
+
+class Engine(ABC):
+    """Sessions of tokens over a KV cache. Thread-safe: sessions may be driven from many threads.
+
+    One session is driven by one thread at a time.
+    """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    info: EngineInfo
+
+    @classmethod
+    def check_model(cls, model: str) -> None:  # noqa: ARG003
+        """Refuse a model name this engine cannot use, before anything starts.
+
+        Raises
+        ------
+        UsageError, PrerequisiteError
+            With what is known or needed.
+        """
+        return None
+
+    @abstractmethod
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        """Start an empty session; `labeller` is called for every generated token, in order."""
+
+    @abstractmethod
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Append prompt tokens with their phases; they are prefilled by the next `generate`.
+
+        Raises
+        ------
+        ContextLimitError
+            If the session would pass the model's context.
+        """
+
+    @abstractmethod
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        """Prefill what is pending, then decode until a stop or a limit."""
+
+    @abstractmethod
+    def stats(self, session: str) -> KVStats:
+        """Return a snapshot of the session's accounting."""
+
+    @abstractmethod
+    def close(self, session: str) -> KVStats:
+        """Free the session's cache and return its final accounting. Unknown sessions raise KeyError."""
+
+    def shutdown(self) -> None:
+        """Release threads, processes and memory. The engine is unusable afterwards."""
+        return None

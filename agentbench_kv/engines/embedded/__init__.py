@@ -1,0 +1,168 @@
+"""The embedded engine: a Hugging Face decoder with a session cache of our own.
+
+It is the reference every other engine is checked against: token-exact, batched over sessions,
+every method, CPU or GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from agentbench_kv.engines.base import (
+    Capability,
+    Engine,
+    EngineInfo,
+    Generation,
+    KVStats,
+    PhaseLabeller,
+    Sampling,
+)
+from agentbench_kv.engines.embedded.model import LoadedModel, load_model, model_path, wrap_model
+from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, Scheduler, StepTimes
+from agentbench_kv.engines.embedded.session import Recorder
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.phases import Phase
+
+__all__ = ["EmbeddedEngine", "Recorder"]
+
+
+class EmbeddedEngine(Engine):
+    """Sessions over a Hugging Face decoder.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    method : Method
+        Decides what every session keeps.
+    max_live_tokens : int, optional
+        Cached tokens all sessions together may hold; half of the free memory if not given.
+    recorder : Recorder, optional
+    """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        method: Method,
+        *,
+        name: str = "",
+        max_live_tokens: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model = model
+        limit = max_live_tokens or free_tokens(model)
+        self._scheduler = Scheduler(model, method, limit, recorder)
+        self.info = EngineInfo(
+            name="embedded",
+            model=name or str(model.path),
+            model_path=model.path,
+            model_sha=model.sha,
+            device=_device_name(model.shape.device),
+            dtype=str(model.shape.dtype).removeprefix("torch."),
+            context_limit=model.context_limit,
+            eos_token_ids=model.eos_token_ids,
+            capabilities=self.capabilities,
+        )
+
+    @classmethod
+    def create(
+        cls, options: EngineOptions, *, model: Any = None, recorder: Recorder | None = None
+    ) -> Self:
+        """Build the engine from options; `model` may be a network already in memory."""
+        if model is None:
+            loaded = load_model(options.model, options.dtype, options.device)
+        else:
+            loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
+        return cls(
+            loaded,
+            options.method,
+            name=options.model,
+            max_live_tokens=options.max_live_tokens,
+            recorder=recorder,
+        )
+
+    @classmethod
+    def check_model(cls, model: str) -> None:
+        """Refuse a model that is neither shipped nor a readable folder."""
+        model_path(model)
+
+    @property
+    def times(self) -> StepTimes:
+        """Seconds spent in forwards and events since the start."""
+        return replace(self._scheduler.times)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV cache per token, all layers and heads."""
+        return self._model.shape.bytes_per_token
+
+    def allocated_bytes(self, session: str) -> int:
+        """Bytes of the session's cache slot."""
+        return self._scheduler.get(session).cache.nbytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes all cache pools have allocated."""
+        return self._scheduler.pools.nbytes
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        """Start an empty session."""
+        self._scheduler.open(session, labeller)
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Queue prompt tokens; raises ContextLimitError if they pass the model's context."""
+        state = self._scheduler.get(session)
+        if state.logical + len(tokens) >= self.info.context_limit:
+            raise ContextLimitError(
+                f"session {session} would reach {state.logical + len(tokens)} tokens; "
+                f"the model's context is {self.info.context_limit}"
+            )
+        state.extend(tokens, phases)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        """Prefill what is pending and decode."""
+        state = self._scheduler.get(session)
+        if state.broken is not None:
+            raise KVBenchError(f"session {session} broke earlier: {state.broken}")
+        if not state.pending:
+            raise KVBenchError(f"session {session} has no tokens to start from")
+        generation = EmbeddedGeneration(state, sampling)
+        self._scheduler.submit(generation)
+        return generation
+
+    def stats(self, session: str) -> KVStats:
+        """Return a snapshot of the accounting."""
+        return self._scheduler.get(session).stats()
+
+    def close(self, session: str) -> KVStats:
+        """Free the session and return its accounting."""
+        return self._scheduler.remove(session).stats()
+
+    def shutdown(self) -> None:
+        """Stop the scheduler thread."""
+        self._scheduler.stop()
+
+
+def free_tokens(model: LoadedModel) -> int:
+    """Return how many cached tokens fit in half of the memory that is free now."""
+    if model.shape.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.shape.device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = free // 2 // model.shape.bytes_per_token
+    if tokens < 1:
+        raise PrerequisiteError("no memory is free for a KV cache; close other programs")
+    return int(tokens)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

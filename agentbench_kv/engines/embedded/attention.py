@@ -1,0 +1,157 @@
+"""Attention over session caches, plugged into transformers' attention-interface registry.
+
+One forward packs tokens of many sessions into a single row. Linear layers run over all of them;
+attention runs over each session's own cache: prefill chunks one by one, decoding sessions together,
+one call per pool of equal slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.pool import CachePool
+from agentbench_kv.engines.embedded.queries import QueryBuffer, RingWrite
+
+ATTENTION_NAME = "kvbench"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A session's rows in a packed forward: `[start, end)` of the packed axis."""
+
+    cache: SessionCache
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sessions of one pool that feed one token each.
+
+    Attributes
+    ----------
+    start : int
+        First packed row; the sessions follow each other by slot.
+    slots, lengths : Tensor [n], int64
+        Slot of each, and its rows before this token.
+    first, last : int
+        Range of slots the call covers, `last` excluded.
+    tokens : int
+        Rows of the longest session, this token included.
+    mask : Tensor [last - first, 1, 1, tokens]
+        0 where a slot has a row, -inf elsewhere.
+    """
+
+    pool: CachePool
+    start: int
+    slots: Tensor
+    lengths: Tensor
+    first: int
+    last: int
+    tokens: int
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What attention needs to know of a packed forward."""
+
+    prefills: list[Segment]
+    decodes: list[DecodeGroup]
+    queries: QueryBuffer
+    ring_write: RingWrite | None
+
+
+def session_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  the caches are the mask
+    scaling: float,
+    kvbench: StepPlan,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Write the new rows of every session and attend to its cache.
+
+    Parameters
+    ----------
+    query : Tensor [1, q_heads, n, head_dim]
+        Post-RoPE.
+    key, value : Tensor [1, kv_heads, n, head_dim]
+    kvbench : StepPlan
+        Which rows belong to which session.
+
+    Returns
+    -------
+    Tensor [1, n, q_heads, head_dim]
+    """
+    layer = int(module.layer_idx)
+    q, k, v = query[0], key[0], value[0]
+    if kvbench.ring_write is not None:
+        kvbench.queries.write(layer, q, kvbench.ring_write)
+    output = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
+    for group in kvbench.decodes:
+        rows = slice(group.start, group.start + len(group.slots))
+        output[rows] = _decode(layer, group, q[:, rows], k[:, rows], v[:, rows], scaling)
+    for segment in kvbench.prefills:
+        rows = slice(segment.start, segment.end)
+        end = segment.cache.write(layer, k[:, rows], v[:, rows])
+        keys = segment.cache.keys[layer, :, :end]
+        values = segment.cache.values[layer, :, :end]
+        output[rows] = _prefill(q[:, rows], keys, values, scaling).transpose(0, 1)
+    return output.unsqueeze(0), None
+
+
+def _decode(
+    layer: int, group: DecodeGroup, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """One token of n sessions; query [q_heads, n, d] -> [n, q_heads, d]."""
+    pool, slots = group.pool, group.slots
+    pool.keys[slots, layer, :, group.lengths] = key.transpose(0, 1)
+    pool.values[slots, layer, :, group.lengths] = value.transpose(0, 1)
+    covered = slice(group.first, group.last)
+    keys = pool.keys[covered, layer, :, : group.tokens]
+    values = pool.values[covered, layer, :, : group.tokens]
+    heads, n, head_dim = query.shape
+    rows = query.transpose(0, 1)
+    if n < group.last - group.first:
+        rows = rows.new_zeros(group.last - group.first, heads, head_dim)
+        rows[slots - group.first] = query.transpose(0, 1)
+    grouped = rows.reshape(rows.shape[0], keys.shape[1], -1, head_dim)
+    out = F.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=group.mask, scale=scaling
+    ).reshape(rows.shape[0], heads, head_dim)
+    return out if n == rows.shape[0] else out[slots - group.first]
+
+
+def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """[q_heads, n, d] over [kv_heads, T, d]; the last n cache rows are the queries' own.
+
+    A group's query heads are laid along the query axis, so grouped keys are never repeated.
+    """
+    heads, n, head_dim = query.shape
+    kv_heads, tokens, _ = keys.shape
+    grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
+    mask = _causal(n, tokens, heads // kv_heads, query.device)
+    out = F.scaled_dot_product_attention(
+        grouped, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scaling
+    )
+    return out.reshape(heads, n, head_dim)
+
+
+def _causal(n: int, tokens: int, group: int, device: torch.device) -> Tensor:
+    mask = torch.ones(n, tokens, dtype=torch.bool, device=device).tril(tokens - n)
+    return mask.repeat(group, 1)
+
+
+def register() -> None:
+    """Make `attn_implementation="kvbench"` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, session_attention)

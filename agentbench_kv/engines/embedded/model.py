@@ -1,0 +1,175 @@
+"""Loading a Hugging Face decoder and describing it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
+from agentbench_kv.engines.embedded.pool import CacheShape
+from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
+
+SHIPPED = ("micro",)
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder ready for session attention, with the shapes the caches need."""
+
+    network: Any
+    path: Path
+    sha: str
+    shape: CacheShape
+    query_heads: int
+    context_limit: int
+    eos_token_ids: tuple[int, ...]
+
+
+def model_path(name: str) -> Path:
+    """Return the folder of a shipped model or of the one the user names.
+
+    Raises
+    ------
+    UsageError
+        If there is no such model.
+    PrerequisiteError
+        If the folder cannot be read as a Hugging Face model.
+    """
+    if name in SHIPPED:
+        return Path(str(files("agentbench_kv.models"))) / name
+    path = Path(name).expanduser()
+    if not path.exists():
+        if "/" in name or name.startswith((".", "~")):
+            raise UsageError(f"model folder {name} does not exist; give a folder or one of: micro")
+        raise unknown_name("model", name, SHIPPED)
+    if not path.is_dir():
+        raise PrerequisiteError(f"model {name} is not a folder; give a Hugging Face model folder")
+    try:
+        json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise PrerequisiteError(
+            f"cannot read {path / 'config.json'} ({error}); give a Hugging Face model folder"
+        ) from None
+    return path
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve `auto` and check that a named device exists."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is none; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PrerequisiteError("device cuda was asked for but torch sees no GPU; use --device cpu")
+    return device
+
+
+def load_model(name: str, dtype: str, device: str) -> LoadedModel:
+    """Load the decoder called `name` with session attention switched on."""
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    path = model_path(name)
+    where = pick_device(device)
+    return _load(path, dtype, str(where))
+
+
+@lru_cache(maxsize=1)
+def _load(path: Path, dtype: str, device: str) -> LoadedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    register()
+    logging.disable_progress_bar()
+    try:
+        check_config(AutoConfig.from_pretrained(path, local_files_only=True))
+        network = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise PrerequisiteError(f"cannot load the model in {path}: {first}") from None
+    return wrap_model(network.to(device).eval(), path, folder_sha(path))
+
+
+def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
+    """Describe a network that is already in memory; switches its attention to ours."""
+    register()
+    config = network.config
+    check_config(config)
+    network.set_attn_implementation(ATTENTION_NAME)
+    parameter = next(network.parameters())
+    heads = int(config.num_attention_heads)
+    shape = CacheShape(
+        layers=int(config.num_hidden_layers),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+    return LoadedModel(
+        network=network,
+        path=path,
+        sha=sha,
+        shape=shape,
+        query_heads=heads,
+        context_limit=int(config.max_position_embeddings),
+        eos_token_ids=_eos_ids(network),
+    )
+
+
+def check_config(config: Any) -> None:
+    """Refuse decoders whose attention is not plain causal attention over all rows.
+
+    Raises
+    ------
+    UsageError
+        With the family or the option that is not supported.
+    """
+    if config.model_type not in FAMILIES:
+        raise UsageError(
+            f"model family {config.model_type!r} is not supported by the embedded engine; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
+    layers = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in layers or (config.model_type == "mistral" and window)
+    if sliding and window is not None and window < config.max_position_embeddings:
+        raise UsageError(
+            f"the model uses a sliding window of {window} tokens; the embedded engine needs full "
+            "attention (set sliding_window to null in config.json if the model allows it)"
+        )
+
+
+def folder_sha(path: Path) -> str:
+    """Hash config, tokenizer and weights of a model folder."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in {".json", ".jinja", ".safetensors"}:
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _eos_ids(network: Any) -> tuple[int, ...]:
+    generation = getattr(network, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = network.config.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

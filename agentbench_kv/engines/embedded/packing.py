@@ -1,0 +1,127 @@
+"""Packing chunks of many sessions into one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.embedded.attention import DecodeGroup, Segment, StepPlan
+from agentbench_kv.engines.embedded.pool import CachePool
+from agentbench_kv.engines.embedded.queries import QueryBuffer, RingWrite
+from agentbench_kv.engines.embedded.session import EmbeddedSession
+
+SPARSE = 0.5
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A forward's input.
+
+    Attributes
+    ----------
+    tokens, positions : list of int
+        Ids and logical positions, session after session.
+    rows : list of int
+        Tokens each session feeds, in the order of `sessions`.
+    """
+
+    sessions: list[EmbeddedSession]
+    tokens: list[int]
+    positions: list[int]
+    rows: list[int]
+    plan: StepPlan
+
+
+def pack(sessions: Sequence[EmbeddedSession], chunk: int, queries: QueryBuffer) -> Packed:
+    """Take a chunk of pending tokens from every session and plan their attention.
+
+    Decoding sessions come first, ordered by pool and slot, so that each pool's are neighbours.
+    """
+    for session in sessions:
+        session.cache.reserve(min(chunk, len(session.pending)))
+    ordered = sorted(sessions, key=_order)
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    ring_rows: list[int] = []
+    ring_slots: list[int] = []
+    for session in ordered:
+        taken = session.take(chunk)
+        stored, slots = session.queries.place([p for _, p in taken], session.fed, len(tokens))
+        ring_rows += stored
+        ring_slots += slots
+        positions += range(session.fed, session.fed + len(taken))
+        tokens += [token for token, _ in taken]
+        rows.append(len(taken))
+    prefills, decodes = _attention_plan(ordered, rows)
+    write = _ring_write(ring_rows, ring_slots, queries.device)
+    return Packed(ordered, tokens, positions, rows, StepPlan(prefills, decodes, queries, write))
+
+
+def _order(session: EmbeddedSession) -> tuple[bool, int, int]:
+    return len(session.pending) > 1, session.cache.pool.capacity, session.cache.slot
+
+
+def _ring_write(rows: list[int], slots: list[int], device: torch.device) -> RingWrite | None:
+    if not rows:
+        return None
+    return RingWrite(_ids(rows, device), _ids(slots, device))
+
+
+def _attention_plan(
+    sessions: Sequence[EmbeddedSession], rows: Sequence[int]
+) -> tuple[list[Segment], list[DecodeGroup]]:
+    prefills: list[Segment] = []
+    decodes: list[DecodeGroup] = []
+    start = 0
+    for (single, _), members in groupby(
+        zip(sessions, rows, strict=True), key=lambda item: (item[1] == 1, id(item[0].cache.pool))
+    ):
+        group = list(members)
+        if single and _is_dense([session for session, _ in group]):
+            decodes.append(_decode_group([session for session, _ in group], start))
+            start += len(group)
+            continue
+        for session, n in group:
+            prefills.append(Segment(session.cache, start, start + n))
+            start += n
+    return prefills, decodes
+
+
+def _is_dense(sessions: Sequence[EmbeddedSession]) -> bool:
+    """Whether one call over the slots' range wastes less than calls of their own would."""
+    covered = sessions[-1].cache.slot - sessions[0].cache.slot + 1
+    return len(sessions) >= SPARSE * covered
+
+
+def _decode_group(sessions: Sequence[EmbeddedSession], start: int) -> DecodeGroup:
+    pool: CachePool = sessions[0].cache.pool
+    device = pool.keys.device
+    slots = [session.cache.slot for session in sessions]
+    lengths = [session.cache.length for session in sessions]
+    first, last, tokens = slots[0], slots[-1] + 1, max(lengths) + 1
+    # A slot nobody decodes in shows its first row: an empty softmax would be NaN.
+    ends = [1] * (last - first)
+    for slot, length in zip(slots, lengths, strict=True):
+        ends[slot - first] = length + 1
+    hidden = torch.arange(tokens, device=device) >= _ids(ends, device)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=pool.keys.dtype, device=device)
+    mask.masked_fill_(hidden, float("-inf"))
+    return DecodeGroup(
+        pool=pool,
+        start=start,
+        slots=_ids(slots, device),
+        lengths=_ids(lengths, device),
+        first=first,
+        last=last,
+        tokens=tokens,
+        mask=mask[:, None, None],
+    )
+
+
+def _ids(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -1,0 +1,129 @@
+"""The queries a method wants kept, in rings on the device, all sessions in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.kernels import ring_write
+from agentbench_kv.methods.base import Queries, QueryKind, QueryPlan
+from agentbench_kv.methods.phases import Phase
+
+_RINGS = {QueryKind.NONE: 0, QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
+
+
+@dataclass(frozen=True)
+class RingWrite:
+    """Which rows of a packed forward go to which ring slots; equal for all layers."""
+
+    rows: Tensor
+    slots: Tensor
+
+
+class QueryBuffer:
+    """Rings of all sessions: [layers, sessions · slots, q_heads, head_dim].
+
+    One scatter per layer and forward serves every session.
+    """
+
+    def __init__(
+        self,
+        plan: QueryPlan,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.rings = _RINGS[plan.kind]
+        self.per_session = self.rings * plan.size
+        self.device = device
+        self._free: list[int] = []
+        self._vectors = torch.zeros(layers, 0, heads, head_dim, dtype=dtype, device=device)
+
+    def take(self) -> int:
+        """Take a session's place in the buffer, doubling it if it is full."""
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def give_back(self, place: int) -> None:
+        """Free a session's place."""
+        self._free.append(place)
+
+    def write(self, layer: int, queries: Tensor, write: RingWrite) -> None:
+        """Store one layer's queries [heads, packed rows, head_dim]."""
+        chosen = queries[:, write.rows].transpose(0, 1)
+        ring_write(self._vectors[layer], chosen, write.slots)
+
+    def read(self, place: int, slots: Tensor) -> Tensor:
+        """Return vectors [layers, heads, n, head_dim] of a session's slots."""
+        first = place * self.per_session
+        return self._vectors[:, first + slots].transpose(1, 2)
+
+    def _grow(self) -> None:
+        layers, slots, heads, head_dim = self._vectors.shape
+        places = slots // self.per_session if self.per_session else 0
+        more = max(4, places)
+        extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
+        self._vectors = torch.cat([self._vectors, extra], 1)
+        self._free = list(range(places + more - 1, places - 1, -1))
+
+
+class QueryStore:
+    """One session's rings: which slot holds the query of which position and phase."""
+
+    def __init__(self, buffer: QueryBuffer) -> None:
+        self._buffer = buffer
+        self._place = -1
+        self._seen = [0] * buffer.rings
+        self._held: dict[int, tuple[int, Phase]] = {}
+
+    def place(
+        self, phases: Sequence[Phase], first_position: int, first_row: int
+    ) -> tuple[list[int], list[int]]:
+        """Plan a chunk: which packed rows to store, and in which slots of the buffer.
+
+        Of each ring only the last `size` queries survive.
+
+        Parameters
+        ----------
+        phases : sequence of Phase
+            Of the chunk's tokens.
+        first_position, first_row : int
+            Logical position and packed row of the first token.
+        """
+        size, rings = self._buffer.plan.size, self._buffer.rings
+        if not rings:
+            return [], []
+        if self._place < 0:
+            self._place = self._buffer.take()
+        chosen: dict[int, int] = {}
+        for offset, phase in enumerate(phases):
+            ring = int(phase) if rings > 1 else 0
+            slot = ring * size + self._seen[ring] % size
+            self._seen[ring] += 1
+            chosen[slot] = offset
+            self._held[slot] = (first_position + offset, phase)
+        base = self._place * self._buffer.per_session
+        return [first_row + offset for offset in chosen.values()], [base + slot for slot in chosen]
+
+    def layer_queries(self, layers: int) -> list[Queries]:
+        """Return what is kept, oldest first, for every layer."""
+        device = self._buffer.device
+        held = sorted((position, int(phase), slot) for slot, (position, phase) in self._held.items())
+        positions = torch.tensor([item[0] for item in held], dtype=torch.int64, device=device)
+        phases = torch.tensor([item[1] for item in held], dtype=torch.int64, device=device)
+        slots = torch.tensor([item[2] for item in held], dtype=torch.int64, device=device)
+        vectors = self._buffer.read(max(self._place, 0), slots)
+        return [Queries(vectors[i], positions, phases) for i in range(layers)]
+
+    def free(self) -> None:
+        """Give the place back."""
+        if self._place >= 0:
+            self._buffer.give_back(self._place)
+            self._place = -1

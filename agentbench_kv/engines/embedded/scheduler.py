@@ -1,0 +1,346 @@
+"""Continuous batching: one thread that prefills and decodes every running session together."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, compress
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.base import FinishReason, Generation, Sampling
+from agentbench_kv.engines.embedded.model import LoadedModel
+from agentbench_kv.engines.embedded.packing import Packed, pack
+from agentbench_kv.engines.embedded.pool import CachePools
+from agentbench_kv.engines.embedded.queries import QueryBuffer
+from agentbench_kv.engines.embedded.sampling import Sampler
+from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
+from agentbench_kv.engines.base import PhaseLabeller
+from agentbench_kv.errors import CapacityError, KVBenchError
+from agentbench_kv.methods.base import Method
+
+PREFILL_CHUNK = 512
+STEP_TOKENS = 2048
+
+
+@dataclass
+class StepTimes:
+    """Seconds the scheduler spent, for benchmarks and metrics."""
+
+    forward_s: float = 0.0
+    event_s: float = 0.0
+    steps: int = 0
+    events: int = 0
+
+
+class EmbeddedGeneration(Generation):
+    """A generation that the scheduler thread feeds through a queue."""
+
+    def __init__(self, session: EmbeddedSession, sampling: Sampling) -> None:
+        self.session = session
+        self.sampling = sampling
+        self.sampler = Sampler(sampling)
+        self.produced = 0
+        self.cancelled = False
+        self._started = time.perf_counter()
+        self._tokens: queue.SimpleQueue[int | None | BaseException] = queue.SimpleQueue()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield tokens as they come; re-raise what broke the generation."""
+        while (item := self._tokens.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def cancel(self) -> None:
+        """End after the token in flight."""
+        self.cancelled = True
+
+    def push(self, token: int) -> None:
+        """Hand a token to the reader."""
+        now = time.perf_counter() - self._started
+        if self.produced == 0:
+            self.first_token_s = now
+        self.last_token_s = now
+        self.produced += 1
+        self._tokens.put(token)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the stream."""
+        self.finish_reason = reason
+        self._tokens.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error."""
+        self._tokens.put(error)
+
+
+class Scheduler:
+    """Admits generations against a memory limit and steps all of them together.
+
+    Chunk boundaries depend on a session's own tokens only, never on who else is running, so that a
+    session's result does not depend on its company.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    method : Method
+    max_live_tokens : int
+        Cached tokens all sessions together may hold.
+    recorder : Recorder, optional
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        method: Method,
+        max_live_tokens: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        shape = model.shape
+        self.times = StepTimes()
+        self.max_live_tokens = max_live_tokens
+        self._model = model
+        self._method = method
+        self._recorder = recorder
+        self.pools = CachePools(shape)
+        self._queries = QueryBuffer(
+            method.query_plan(),
+            shape.layers,
+            model.query_heads,
+            shape.head_dim,
+            shape.dtype,
+            shape.device,
+        )
+        self._leaving: list[EmbeddedSession] = []
+        self._work = threading.Condition()
+        self._waiting: deque[EmbeddedGeneration] = deque()
+        self._running: list[EmbeddedGeneration] = []
+        self._sessions: dict[str, EmbeddedSession] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="kvbench-engine", daemon=True)
+        self._thread.start()
+
+    def open(self, name: str, labeller: PhaseLabeller) -> None:
+        """Start an empty session."""
+        with self._work:
+            if name in self._sessions:
+                raise KVBenchError(f"session {name} is open already")
+            self._sessions[name] = EmbeddedSession(
+                name, labeller, self._method, self.pools, self._queries
+            )
+
+    def get(self, name: str) -> EmbeddedSession:
+        """Return an open session; KeyError if there is none."""
+        with self._work:
+            return self._sessions[name]
+
+    def remove(self, name: str) -> EmbeddedSession:
+        """Forget a session and let its memory go; a generation of it in flight is cancelled."""
+        with self._work:
+            session = self._sessions.pop(name)
+            for generation in (*self._running, *self._waiting):
+                if generation.session is session:
+                    generation.cancel()
+            self._leaving.append(session)
+            self._work.notify()
+        return session
+
+    def submit(self, generation: EmbeddedGeneration) -> None:
+        """Queue a generation."""
+        with self._work:
+            if self._stopping:
+                raise KVBenchError("the engine has been shut down")
+            self._waiting.append(generation)
+            self._work.notify()
+
+    def stop(self) -> None:
+        """End the thread; running generations are cancelled."""
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while self._admit():
+                batch = self._plan()
+                try:
+                    self._step(batch)
+                except Exception as error:  # noqa: BLE001  a failed step must not end the engine
+                    self._break(batch, error)
+
+    def _admit(self) -> bool:
+        """Wait for work and move what fits to the running list; False when stopping."""
+        with self._work:
+            while True:
+                if self._stopping:
+                    self._cancel_all()
+                    return False
+                self._drop_cancelled()
+                self._free_closed()
+                while self._waiting and self._fits(self._waiting[0]):
+                    self._running.append(self._start(self._waiting.popleft()))
+                if self._running:
+                    return True
+                self._refuse_stuck()
+                if not self._waiting:
+                    self._work.wait()
+                elif not self._running:
+                    self._work.wait(0.05)
+
+    def _start(self, generation: EmbeddedGeneration) -> EmbeddedGeneration:
+        session = generation.session
+        session.reserved = self._need(generation)
+        session.begin_turn()
+        return generation
+
+    def _need(self, generation: EmbeddedGeneration) -> int:
+        """Rows the session may hold before it ends or an event frees some."""
+        session, method = generation.session, generation.session.method
+        start = session.cache.length + len(session.pending)
+        whole = start + generation.sampling.max_tokens
+        if not method.compresses or method.trigger == "turn":
+            return whole
+        return min(whole, max(start, method.budget or 0) + method.interval)
+
+    def _fits(self, generation: EmbeddedGeneration) -> bool:
+        others = (s for s in self._sessions.values() if s is not generation.session)
+        return sum(s.reserved for s in others) + self._need(generation) <= self.max_live_tokens
+
+    def _refuse_stuck(self) -> None:
+        """Fail the first waiting generation if nothing that could free memory will come."""
+        if not self._waiting:
+            return
+        stuck = {generation.session.name for generation in self._waiting}
+        holders = {s.name for s in self._sessions.values() if s.reserved}
+        if holders <= stuck:
+            generation = self._waiting.popleft()
+            generation.fail(
+                CapacityError(
+                    f"the KV cache holds {self.max_live_tokens} tokens, session "
+                    f"{generation.session.name} needs {self._need(generation)} beside the others; "
+                    "lower --concurrency, the budget or max tokens"
+                )
+            )
+
+    def _free_closed(self) -> None:
+        """Free closed sessions here: only this thread may touch the pools."""
+        busy = {id(generation.session) for generation in self._running}
+        for session in [s for s in self._leaving if id(s) not in busy]:
+            self._leaving.remove(session)
+            session.free()
+
+    def _drop_cancelled(self) -> None:
+        for generation in [g for g in self._waiting if g.cancelled]:
+            self._waiting.remove(generation)
+            generation.finish(FinishReason.CANCELLED)
+
+    def _cancel_all(self) -> None:
+        for generation in (*self._running, *self._waiting):
+            generation.finish(FinishReason.CANCELLED)
+        self._running.clear()
+        self._waiting.clear()
+
+    def _plan(self) -> list[EmbeddedGeneration]:
+        """Choose who takes part in the next forward: all that decode, prefills while they fit."""
+        batch, room = [], STEP_TOKENS
+        for generation in self._running:
+            rows = min(len(generation.session.pending), PREFILL_CHUNK)
+            if rows == 1 or room >= rows or not batch:
+                batch.append(generation)
+                room -= rows
+        return batch
+
+    def _step(self, batch: list[EmbeddedGeneration]) -> None:
+        started = time.perf_counter()
+        logits, ready = self._forward(batch)
+        best = logits.argmax(-1).tolist()
+        self.times.forward_s += time.perf_counter() - started
+        self.times.steps += 1
+        for row, generation in enumerate(ready):
+            self._advance(generation, logits[row], best[row])
+
+    def _forward(
+        self, batch: list[EmbeddedGeneration]
+    ) -> tuple[Tensor, list[EmbeddedGeneration]]:
+        """Feed a chunk of every session; return logits [ready, vocab] of those fully fed."""
+        by_session = {id(generation.session): generation for generation in batch}
+        packed = pack([g.session for g in batch], PREFILL_CHUNK, self._queries)
+        ends = list(accumulate(packed.rows))
+        ready = [not session.pending for session in packed.sessions]
+        logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
+        generations = [by_session[id(session)] for session in packed.sessions]
+        for generation, rows in zip(generations, packed.rows, strict=True):
+            generation.session.fed_rows(rows, generation.produced > 0)
+        return logits, list(compress(generations, ready))
+
+    def _run_network(self, packed: Packed, last: list[int]) -> Tensor:
+        device = self._model.shape.device
+        output = self._model.network(
+            input_ids=torch.tensor([packed.tokens], device=device),
+            position_ids=torch.tensor([packed.positions], device=device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(last, dtype=torch.int64, device=device),
+            kvbench=packed.plan,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def _advance(self, generation: EmbeddedGeneration, logits: Tensor, best: int) -> None:
+        """Sample one token for a session whose pending tokens are all fed; run due events."""
+        session = generation.session
+        if self._recorder is not None:
+            self._recorder.on_logits(session.name, session.fed, logits)
+        if generation.produced == 0 and session.schedule.after_prefill(session.cache.length):
+            self._compress(session)
+        token = best if generation.sampler.greedy else generation.sampler.draw(logits)
+        session.accept(token)
+        if session.schedule.after_decode(session.cache.length):
+            self._compress(session)
+        generation.push(token)
+        reason = self._finish_reason(generation, token)
+        if reason is not None:
+            self._finish(generation, reason)
+
+    def _finish_reason(self, generation: EmbeddedGeneration, token: int) -> FinishReason | None:
+        sampling = generation.sampling
+        if token in sampling.stop_token_ids or (sampling.stop is not None and sampling.stop(token)):
+            return FinishReason.STOP
+        if generation.cancelled:
+            return FinishReason.CANCELLED
+        if generation.produced >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if generation.session.logical >= self._model.context_limit:
+            return FinishReason.CONTEXT_LIMIT
+        return None
+
+    def _finish(self, generation: EmbeddedGeneration, reason: FinishReason) -> None:
+        session = generation.session
+        if session.schedule.after_turn(session.cache.length):
+            self._compress(session)
+        self._retire(generation)
+        generation.finish(reason)
+
+    def _retire(self, generation: EmbeddedGeneration) -> None:
+        with self._work:
+            self._running.remove(generation)
+            generation.session.reserved = generation.session.cache.length
+
+    def _compress(self, session: EmbeddedSession) -> None:
+        started = time.perf_counter()
+        session.compress(self._recorder)
+        self.times.event_s += time.perf_counter() - started
+        self.times.events += 1
+
+    def _break(self, batch: list[EmbeddedGeneration], error: Exception) -> None:
+        for generation in batch:
+            if generation in self._running:
+                generation.session.broken = error
+                self._retire(generation)
+                generation.fail(error)

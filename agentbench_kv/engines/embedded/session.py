@@ -1,0 +1,129 @@
+"""One session of the embedded engine: pending tokens, cache, kept queries, accounting."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from agentbench_kv.engines.base import KVEvent, KVStats, PhaseLabeller
+from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.pool import CachePools
+from agentbench_kv.engines.embedded.queries import QueryBuffer, QueryStore
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.phases import Phase
+from agentbench_kv.methods.schedule import Schedule
+
+
+class Recorder(Protocol):
+    """Watches an engine at work; used by conformance checks and captures."""
+
+    def on_logits(self, session: str, logical: int, logits: Tensor) -> None:
+        """See the logits [vocab] that predict logical position `logical`."""
+        ...
+
+    def on_event(self, session: str, logical: int, kept_positions: Tensor) -> None:
+        """See what an event kept, as original positions [layers, kv_heads, budget].
+
+        Rows before `logical` that are not in it are invisible to every later query.
+        """
+        ...
+
+
+class EmbeddedSession:
+    """State of one session. `fed` counts tokens the model has seen: the next logical position.
+
+    The newest generated token is pending until its own forward, so `logical` may exceed `fed`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        labeller: PhaseLabeller,
+        method: Method,
+        pools: CachePools,
+        queries: QueryBuffer,
+    ) -> None:
+        self.name = name
+        self.labeller = labeller
+        self.method = method
+        self.cache = SessionCache(pools)
+        self.queries = QueryStore(queries)
+        self.schedule = Schedule(method)
+        self.pending: deque[tuple[int, Phase]] = deque()
+        self.fed = 0
+        self.prompt_pending = 0
+        self.reserved = 0
+        self.broken: BaseException | None = None
+        self._stats = KVStats()
+
+    @property
+    def logical(self) -> int:
+        """Tokens of the session, fed and pending."""
+        return self.fed + len(self.pending)
+
+    def extend(self, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Queue prompt tokens."""
+        self.pending.extend(zip(tokens, phases, strict=True))
+        self.prompt_pending += len(tokens)
+
+    def begin_turn(self) -> None:
+        """Count the queued prompt tokens as one prefill."""
+        stats = self._stats
+        stats.prefill_tokens += self.prompt_pending
+        stats.longest_prefill = max(stats.longest_prefill, self.prompt_pending)
+        self.prompt_pending = 0
+
+    def take(self, limit: int) -> list[tuple[int, Phase]]:
+        """Take up to `limit` pending tokens for a forward."""
+        return [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
+
+    def fed_rows(self, rows: int, decoding: bool) -> None:
+        """Account for a forward that wrote `rows` rows into the cache."""
+        self.cache.advance(self.fed, rows)
+        self.fed += rows
+        live = self.cache.length
+        stats = self._stats
+        stats.peak_live = max(stats.peak_live, live)
+        if decoding:
+            stats.bytes_read += live * self.cache.shape.bytes_per_token
+
+    def accept(self, token: int) -> None:
+        """Add a generated token: labelled now, fed by the next forward."""
+        self.pending.append((token, self.labeller.label(token)))
+        self._stats.decode_tokens += 1
+        self._stats.decode_kv_sum += self.cache.length
+
+    def compress(self, recorder: Recorder | None = None) -> None:
+        """Run one event: select, compact, account."""
+        before = self.cache.length
+        selection = self.method.select(
+            self.cache.layer_views(),
+            self.queries.layer_queries(self.cache.shape.layers),
+            self.fed,
+        )
+        moved = self.cache.keep(selection.kept)
+        stats = self._stats
+        stats.evicted += before - self.cache.length
+        stats.rows_moved += moved
+        stats.events.append(
+            KVEvent(stats.decode_tokens, self.fed, before, self.cache.length, moved)
+        )
+        if recorder is not None:
+            kept = self.cache.positions[:, :, : self.cache.length].clone()
+            recorder.on_event(self.name, self.fed, kept)
+
+    def free(self) -> None:
+        """Give cache and rings back; the session is unusable afterwards."""
+        self.cache.free()
+        self.queries.free()
+
+    def stats(self) -> KVStats:
+        """Return a snapshot of the accounting."""
+        snapshot = KVStats(**vars(self._stats))
+        snapshot.events = list(self._stats.events)
+        snapshot.logical = self.logical
+        snapshot.live = self.cache.length
+        return snapshot

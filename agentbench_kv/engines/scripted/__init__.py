@@ -1,0 +1,226 @@
+"""The scripted engine: replays texts written in advance, so a task can be checked without a model.
+
+Agents whose score is known (gold, corrupt, null) run through the same gateway and sessions as a
+model does. Nothing is computed and nothing is ever evicted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
+
+from agentbench_kv.engines.base import (
+    Engine,
+    EngineInfo,
+    FinishReason,
+    Generation,
+    KVStats,
+    Phase,
+    PhaseLabeller,
+    Sampling,
+)
+from agentbench_kv.engines.options import EngineOptions, ScriptSource
+from agentbench_kv.errors import ContextLimitError, PrerequisiteError, unknown_name
+
+__all__ = ["ScriptedEngine", "ScriptedGeneration"]
+
+
+AGENTS = ("gold", "corrupt", "null")
+EXHAUSTED = "Done."
+# Scripts are not a model: their length is the task's business.
+_CONTEXT_LIMIT = 1 << 24
+
+
+@dataclass
+class _Session:
+    labeller: PhaseLabeller
+    stats: KVStats = field(default_factory=KVStats)
+    pending: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+class ScriptedEngine(Engine):
+    """Replays texts as token ids; the k-th generation of a session id is its k-th text.
+
+    The count of a session id goes on when the session is closed and opened again, because that is
+    what a reset does in the middle of a trial.
+
+    Parameters
+    ----------
+    scripts : callable
+        From session id to the assistant texts, in order, without turn ends. Past the last one
+        the engine says `Done.`
+    tokenizer_path : Path
+        Folder with the tokenizer.
+    model : str
+        Label for records.
+    context_limit : int
+        Last position + 1 a session may reach.
+    """
+
+    def __init__(
+        self,
+        scripts: ScriptSource,
+        *,
+        tokenizer_path: Path,
+        model: str = "gold",
+        context_limit: int = _CONTEXT_LIMIT,
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(tokenizer_path), local_files_only=True
+        )
+        self._scripts = scripts
+        self._sessions: dict[str, _Session] = {}
+        self._turns: defaultdict[str, int] = defaultdict(int)
+        self._lock = threading.Lock()
+        self.info = EngineInfo(
+            name="scripted",
+            model=model,
+            model_path=tokenizer_path,
+            model_sha=_sha(tokenizer_path),
+            device="cpu",
+            dtype="none",
+            context_limit=context_limit,
+            eos_token_ids=(int(self._tokenizer.eos_token_id),),
+        )
+
+    @classmethod
+    def check_model(cls, model: str) -> None:
+        """Refuse what is not a scripted agent."""
+        if model not in AGENTS:
+            raise unknown_name("scripted agent", model, AGENTS)
+
+    @classmethod
+    def create(cls, options: EngineOptions) -> Self:
+        """Build the engine over the micro model's tokenizer."""
+        if options.scripts is None:
+            raise PrerequisiteError(
+                "the scripted engine replays a task's scripts, and there is no task here; "
+                "use it through `kvbench selftest task NAME`"
+            )
+        path = Path(str(files("agentbench_kv.models"))) / "micro"
+        if not (path / "tokenizer.json").is_file():
+            raise PrerequisiteError(f"no tokenizer in {path}; reinstall agentbench-kv")
+        return cls(options.scripts, tokenizer_path=path, model=options.model)
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        """Start an empty session."""
+        with self._lock:
+            if session in self._sessions:
+                raise ValueError(f"session {session!r} is open already")
+            self._sessions[session] = _Session(labeller)
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Append prompt tokens."""
+        state = self._sessions[session]
+        if len(tokens) != len(phases):
+            raise ValueError(f"{len(tokens)} tokens but {len(phases)} phases")
+        self._check_room(state, len(tokens))
+        state.tokens.extend(tokens)
+        state.pending += len(tokens)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        """Replay the session's next text."""
+        state = self._sessions[session]
+        with self._lock:
+            turn = self._turns[session]
+            self._turns[session] += 1
+        texts = self._scripts(session)
+        text = texts[turn] if turn < len(texts) else EXHAUSTED
+        with self._lock:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        room = self.info.context_limit - len(state.tokens)
+        return ScriptedGeneration(state, [*ids, *self.info.eos_token_ids[:1]], sampling, room)
+
+    def stats(self, session: str) -> KVStats:
+        """Return a snapshot: everything ever seen is live."""
+        stats = self._sessions[session].stats
+        return KVStats(**{**vars(stats), "events": []})
+
+    def close(self, session: str) -> KVStats:
+        """Forget a session's tokens and return its accounting."""
+        with self._lock:
+            return self._sessions.pop(session).stats
+
+    def token_log(self, session: str) -> list[int]:
+        """Return every id the session was given or generated."""
+        return list(self._sessions[session].tokens)
+
+    def _check_room(self, state: _Session, count: int) -> None:
+        length = len(state.tokens) + count
+        if length > self.info.context_limit:
+            raise ContextLimitError(
+                f"the session would be {length} tokens; the limit is {self.info.context_limit}"
+            )
+
+
+class ScriptedGeneration(Generation):
+    """One text being replayed."""
+
+    def __init__(self, state: _Session, ids: Sequence[int], sampling: Sampling, room: int) -> None:
+        self._state = state
+        self._ids = ids
+        self._sampling = sampling
+        self._room = room
+        self._cancelled = threading.Event()
+        self._start = time.perf_counter()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the text's ids."""
+        self._prefill()
+        for count, token in enumerate(self._ids, start=1):
+            if self._cancelled.is_set():
+                self.finish_reason = FinishReason.CANCELLED
+                return
+            if count > self._room:
+                self.finish_reason = FinishReason.CONTEXT_LIMIT
+                return
+            self._decode(token)
+            self.finish_reason = self._reason(token, count)
+            yield token
+            if self.finish_reason is not None:
+                return
+
+    def cancel(self) -> None:
+        """Stop after the token in flight."""
+        self._cancelled.set()
+
+    def _reason(self, token: int, count: int) -> FinishReason | None:
+        asked = self._sampling.stop is not None and self._sampling.stop(token)
+        if asked or token in self._sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= self._sampling.max_tokens else None
+
+    def _prefill(self) -> None:
+        state, stats = self._state, self._state.stats
+        stats.prefill_tokens += state.pending
+        stats.longest_prefill = max(stats.longest_prefill, state.pending)
+        state.pending = 0
+        self._count_live()
+
+    def _decode(self, token: int) -> None:
+        state = self._state
+        state.tokens.append(token)
+        state.labeller.label(token)
+        state.stats.decode_tokens += 1
+        state.stats.decode_kv_sum += len(state.tokens)
+        self._count_live()
+        self.last_token_s = time.perf_counter() - self._start
+        self.first_token_s = self.first_token_s or self.last_token_s
+
+    def _count_live(self) -> None:
+        state = self._state
+        state.stats.logical = state.stats.live = state.stats.peak_live = len(state.tokens)
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()

@@ -1,0 +1,188 @@
+"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentbench_kv.environments.locations import Report, interpreter
+from agentbench_kv.environments.marker import Marker
+from agentbench_kv.environments.profiles import Profile
+from agentbench_kv.errors import PrerequisiteError
+
+_PIP = ("-m", "pip", "install", "--no-deps", "--no-input", "--disable-pip-version-check")
+_WHEELS_ONLY = ("--only-binary", ":all:")
+# Settings that would send packages, or the interpreter's search path, somewhere else.
+_MISLEADING = (
+    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__",
+    "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_REQUIRE_VIRTUALENV",
+)  # fmt: skip
+_LIST_PACKAGES = (
+    "import importlib.metadata as m, json;"
+    "print(json.dumps({d.name: d.version for d in m.distributions()}))"
+)
+_TAIL_LINES = 8
+
+
+def build(profile: Profile, folder: Path, python: Path, report: Report) -> None:
+    """Build `profile` in `folder`, picking up what an interrupted build left.
+
+    Parameters
+    ----------
+    profile : Profile
+        What to build.
+    folder : Path
+        Where; without a marker it counts as unfinished.
+    python : Path
+        Interpreter the environment is made from.
+    report : callable
+        Gets one line at a time for the person who waits.
+    """
+    version = _supported_version(profile, python)
+    _require_space(profile, folder)
+    log = folder.with_name(f"{folder.name}.log")
+    log.unlink(missing_ok=True)
+    if not _runs(interpreter(folder), version):
+        shutil.rmtree(folder, ignore_errors=True)
+        report(f"creating {folder}")
+        _step(profile, log, (str(python), "-m", "venv", str(folder)), report)
+    report(f"installing {profile.lock.name} (log: {log})")
+    install = (str(interpreter(folder)), "-I", *_PIP, *_WHEELS_ONLY, "-r", str(profile.lock))
+    _step(profile, log, install, report)
+    report("checking that it works")
+    _step(profile, log, (str(interpreter(folder)), "-I", "-c", profile.probe), report)
+    _write_marker(profile, folder, version)
+
+
+def probe(profile: Profile, python: Path) -> str | None:
+    """Run the profile's probe under `python`; return what went wrong, or None."""
+    command = (str(python), "-I", "-c", profile.probe)
+    try:
+        run = subprocess.run(
+            command, env=_clean_environment(), capture_output=True, text=True, timeout=300
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+    return None if run.returncode == 0 else lines[-1]
+
+
+def default_python() -> Path:
+    """Return the interpreter that kvbench itself runs on."""
+    return Path(sys.executable)
+
+
+def _clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in _MISLEADING}
+
+
+def _version(python: Path) -> tuple[int, int] | None:
+    code = "import sys; print(sys.version_info[0], sys.version_info[1])"
+    try:
+        run = subprocess.run(
+            (str(python), "-I", "-c", code), capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    numbers = run.stdout.split()
+    return (int(numbers[0]), int(numbers[1])) if run.returncode == 0 else None
+
+
+def _runs(python: Path, version: tuple[int, int]) -> bool:
+    return python.exists() and _version(python) == version
+
+
+def _supported_version(profile: Profile, python: Path) -> tuple[int, int]:
+    version = _version(python)
+    if version is None:
+        raise PrerequisiteError(
+            f"{python} does not run; name a working Python: "
+            f"kvbench env create {profile.name} --python /path/to/python"
+        )
+    if not profile.oldest <= version <= profile.newest:
+        wanted = " to ".join(f"{major}.{minor}" for major, minor in _span(profile))
+        raise PrerequisiteError(
+            f"{python} is Python {version[0]}.{version[1]}, but the pins of {profile.name} have "
+            f"wheels for {wanted}: kvbench env create {profile.name} --python /path/to/python"
+        )
+    return version
+
+
+def _span(profile: Profile) -> list[tuple[int, int]]:
+    return sorted({profile.oldest, profile.newest})
+
+
+def _require_space(profile: Profile, folder: Path) -> None:
+    free_mb = shutil.disk_usage(folder.parent).free >> 20
+    if free_mb < profile.disk_mb:
+        raise _disk_full(profile, folder, f"{free_mb} MB free")
+
+
+def _disk_full(profile: Profile, folder: Path, found: str) -> PrerequisiteError:
+    return PrerequisiteError(
+        f"disk full at {folder.parent}: {found}, {profile.name} needs {profile.disk_mb} MB; "
+        "free some space or set KVBENCH_HOME to another disk, then run the command again"
+    )
+
+
+def _step(profile: Profile, log: Path, command: Sequence[str], report: Report) -> None:
+    try:
+        code, tail = _run_logged(command, log, report)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _disk_full(profile, log, "none left") from error
+        raise
+    if code == 0:
+        return
+    last = "\n".join(tail)
+    if os.strerror(errno.ENOSPC) in last:
+        raise _disk_full(profile, log, "none left")
+    raise PrerequisiteError(
+        f"building {profile.name} failed (exit code {code}); last lines of {log}:\n{last}\n"
+        f"mend the cause, then run again: kvbench env create {profile.name}"
+    )
+
+
+def _run_logged(command: Sequence[str], log: Path, report: Report) -> tuple[int, deque[str]]:
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    with (
+        log.open("a", encoding="utf-8") as out,
+        subprocess.Popen(
+            command,
+            env=_clean_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            out.write(line)
+            out.flush()
+            tail.append(line.rstrip())
+            report(f"  {line.rstrip()}")
+    return process.returncode, tail
+
+
+def _write_marker(profile: Profile, folder: Path, version: tuple[int, int]) -> None:
+    listing = subprocess.run(
+        (str(interpreter(folder)), "-I", "-c", _LIST_PACKAGES),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    packages: dict[str, str] = json.loads(listing.stdout)
+    Marker(
+        name=profile.name,
+        lock_sha256=profile.lock_sha256(),
+        python=f"{version[0]}.{version[1]}",
+        packages=packages,
+    ).write(folder)

@@ -1,0 +1,152 @@
+"""What a turn and a session cost: the figures of `usage.kvbench` and of the run's records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from agentbench_kv.engines.base import KVStats, Phase
+
+__all__ = ["SessionReport", "TurnInfo", "count_phases", "kvbench_usage", "merge_stats"]
+
+_SUMMED = (
+    "evicted",
+    "restored",
+    "prefill_tokens",
+    "decode_tokens",
+    "decode_kv_sum",
+    "bytes_read",
+    "rows_moved",
+    "recomputed",
+)
+_NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset"})
+
+
+@dataclass(frozen=True)
+class TurnInfo:
+    """Figures of one turn. Token counts are per (layer, KV head), bytes are totals.
+
+    Attributes
+    ----------
+    turn : int
+        Index of the request in its session, from 0.
+    prompt_tokens, output_tokens, cached_tokens : int
+        Logical tokens before the generation, generated, and those of the prompt that were in the
+        session before the request.
+    phases : dict
+        Tokens this turn added, prompt and output, by phase name.
+    live_before, live_after : int
+        Live tokens before the prompt was added and after the last token.
+    reset : bool
+        The request did not extend the token log, so the session started over.
+    """
+
+    turn: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    phases: dict[str, int]
+    live_before: int
+    live_after: int
+    events: int
+    evicted: int
+    restored: int
+    prefill_tokens: int
+    kv_bytes_read: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    finish_reason: str
+    reset: bool
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of `results.records.TurnRecord`, sample and trial aside."""
+        names = (field.name for field in fields(self) if field.name not in _NOT_RECORDED)
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """A session's accounting so far, carried over resets.
+
+    Attributes
+    ----------
+    stats : KVStats
+        Sums over the whole session; `logical` and `live` are those of now.
+    prompt_sha : str or None
+        sha256 of the ids of the first rendered prompt.
+    """
+
+    session: str
+    turns: tuple[TurnInfo, ...]
+    resets: int
+    prompt_sha: str | None
+    stats: KVStats
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Prompt and completion tokens and requests, as an API client would be billed."""
+        return {
+            "prompt_tokens": sum(turn.prompt_tokens for turn in self.turns),
+            "completion_tokens": sum(turn.output_tokens for turn in self.turns),
+            "requests": len(self.turns),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON object: the last turn's accounting, usage and prompt hash."""
+        totals = stats_dict(self.stats)
+        head = {"session": self.session, "turns": len(self.turns)}
+        tail = {"session_resets": self.resets, "prompt_sha": self.prompt_sha, "usage": self.usage}
+        return {**head, **totals, **tail}
+
+
+def merge_stats(before: KVStats, now: KVStats) -> KVStats:
+    """Return the accounting of a session that was closed with `before` and goes on as `now`."""
+    merged = KVStats(
+        logical=now.logical,
+        live=now.live,
+        peak_live=max(before.peak_live, now.peak_live),
+        longest_prefill=max(before.longest_prefill, now.longest_prefill),
+        events=[*before.events, *now.events],
+    )
+    for name in _SUMMED:
+        setattr(merged, name, getattr(before, name) + getattr(now, name))
+    return merged
+
+
+def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
+    """Return how many tokens each phase has, all four named."""
+    counts = Counter(phases)
+    return {phase.name.lower(): counts[phase] for phase in Phase}
+
+
+def stats_dict(stats: KVStats) -> dict[str, Any]:
+    """Return the accounting as a JSON object; events are counted, not listed."""
+    names = ("logical", "live", "peak_live", "evicted", "restored", "prefill_tokens")
+    more = ("longest_prefill", "decode_tokens", "bytes_read", "rows_moved", "recomputed")
+    plain = {name: getattr(stats, name) for name in (*names, *more)}
+    return {**plain, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}
+
+
+def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
+    """Return `usage.kvbench`: the session's totals, then this turn's own figures."""
+    return {
+        "session": report.session,
+        "turn": turn.turn,
+        **stats_dict(report.stats),
+        "session_resets": report.resets,
+        "phases": turn.phases,
+        "live_before": turn.live_before,
+        "live_after": turn.live_after,
+        "turn_events": turn.events,
+        "turn_evicted": turn.evicted,
+        "turn_restored": turn.restored,
+        "turn_prefill_tokens": turn.prefill_tokens,
+        "turn_bytes_read": turn.kv_bytes_read,
+        "ttft_ms": turn.ttft_ms,
+        "tpot_ms": turn.tpot_ms,
+        "reset": turn.reset,
+        "finish_reason": turn.finish_reason,
+        "prompt_sha": report.prompt_sha,
+    }

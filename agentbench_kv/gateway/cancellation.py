@@ -1,0 +1,34 @@
+"""Ending a request from another thread."""
+
+from __future__ import annotations
+
+import threading
+
+from agentbench_kv.engines.base import Generation
+
+__all__ = ["Cancellation"]
+
+
+class Cancellation:
+    """Lets another thread end a request; safe before, during and after its generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._generation: Generation | None = None
+        self._asked = False
+
+    def cancel(self) -> None:
+        """End the generation after the token in flight."""
+        with self._lock:
+            self._asked = True
+            generation = self._generation
+        if generation is not None:
+            generation.cancel()
+
+    def attach(self, generation: Generation) -> None:
+        """Name the generation that `cancel` is for."""
+        with self._lock:
+            self._generation = generation
+            asked = self._asked
+        if asked:
+            generation.cancel()

@@ -1,0 +1,261 @@
+"""Reasoning and tool calls in generated text: one incremental parser, syntaxes as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentbench_kv.errors import UsageError, unknown_name
+
+__all__ = ["PARSERS", "Delta", "OutputParser", "ToolSyntax", "choose_parser", "parse_calls"]
+
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class ToolSyntax:
+    """How a model writes calls.
+
+    Attributes
+    ----------
+    name : str
+        Name for `--parser`.
+    open, close : str or None
+        Markers around the JSON payload; no `open`: the text has no calls.
+    bare : bool
+        A text that starts with `{` is a call without markers.
+    """
+
+    name: str
+    open: str | None
+    close: str | None
+    bare: bool = False
+
+
+PARSERS: Mapping[str, ToolSyntax] = {
+    syntax.name: syntax
+    for syntax in (
+        ToolSyntax("hermes", "<tool_call>", "</tool_call>"),
+        ToolSyntax("llama3_json", "<|python_tag|>", None, bare=True),
+        ToolSyntax("none", None, None),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an assistant message as it becomes certain."""
+
+    kind: Literal["content", "reasoning", "tool_call"]
+    text: str = ""
+    call: dict[str, Any] | None = None
+
+
+def choose_parser(name: str, vocabulary: Container[str]) -> ToolSyntax:
+    """Return the syntax called `name`; `auto` picks it from the model's added tokens.
+
+    Raises
+    ------
+    UsageError
+        If the name is unknown, or `auto` meets a format that is not in the table.
+    """
+    if name == "auto":
+        if "<|channel|>" in vocabulary:
+            raise UsageError(
+                "this model writes harmony channels, for which there is no parser yet; "
+                "--parser none leaves calls and thoughts in the text"
+            )
+        return PARSERS["llama3_json" if "<|python_tag|>" in vocabulary else "hermes"]
+    if name not in PARSERS:
+        raise unknown_name("parser", name, [*PARSERS, "auto"])
+    return PARSERS[name]
+
+
+class OutputParser:
+    """Splits generated text into reasoning, content and tool calls while it arrives.
+
+    Text that may still turn out to be the beginning of a marker, and white space that may turn out
+    to be trailing, is held back, so the pieces joined are the final message whatever the chunks.
+
+    Parameters
+    ----------
+    syntax : ToolSyntax
+        How calls are written.
+    next_id : callable
+        Gives the id of each new call.
+    thinking : bool
+        The prompt already opened the think block.
+    """
+
+    def __init__(
+        self, syntax: ToolSyntax, next_id: Callable[[], str], *, thinking: bool = False
+    ) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
+        self.unparsable = False
+        self._syntax = syntax
+        self._next_id = next_id
+        self._mode: Literal["content", "reasoning", "call"] = "reasoning" if thinking else "content"
+        self._buffer = ""
+        self._spaces = {"content": "", "reasoning": ""}
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text, return what is certain now."""
+        self._buffer += text
+        deltas: list[Delta] = []
+        while self._step(deltas):
+            pass
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """Take the end of the text, return the rest of the message."""
+        deltas: list[Delta] = []
+        if self._mode == "call":
+            self._close_call(self._buffer, deltas, closed=False)
+        else:
+            self._emit(self._buffer, deltas)
+        self._buffer = ""
+        return deltas
+
+    def _step(self, deltas: list[Delta]) -> bool:
+        """Advance over the next marker; False when more text is needed."""
+        if self._mode == "call":
+            return self._step_call(deltas)
+        if self._starts_bare():
+            self._mode = "call"
+            return False
+        markers = self._markers()
+        found = [(at, mark) for mark in markers if (at := self._buffer.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._emit(self._buffer[:at], deltas)
+            self._buffer = self._buffer[at + len(mark) :]
+            self._switch(mark)
+            return True
+        keep = _held_back(self._buffer, markers)
+        self._emit(self._buffer[: len(self._buffer) - keep], deltas)
+        self._buffer = self._buffer[len(self._buffer) - keep :]
+        return False
+
+    def _step_call(self, deltas: list[Delta]) -> bool:
+        close = self._syntax.close
+        if close is None or close not in self._buffer:
+            return False
+        payload, _, self._buffer = self._buffer.partition(close)
+        self._mode = "content"
+        self._close_call(payload, deltas, closed=True)
+        return True
+
+    def _markers(self) -> tuple[str, ...]:
+        if self._mode == "reasoning":
+            return (_THINK_CLOSE,)
+        return (_THINK_OPEN, *((self._syntax.open,) if self._syntax.open else ()))
+
+    def _switch(self, mark: str) -> None:
+        modes: dict[str, Literal["content", "reasoning", "call"]] = {
+            _THINK_OPEN: "reasoning",
+            _THINK_CLOSE: "content",
+        }
+        self._mode = modes.get(mark, "call")
+
+    def _starts_bare(self) -> bool:
+        bare = self._syntax.bare and self._mode == "content" and not self.content
+        return bare and self._buffer.lstrip().startswith("{")
+
+    def _emit(self, text: str, deltas: list[Delta]) -> None:
+        kind: Literal["content", "reasoning"] = (
+            "reasoning" if self._mode == "reasoning" else "content"
+        )
+        so_far: str = getattr(self, kind)
+        text = self._spaces[kind] + text if so_far else text.lstrip()
+        body = text.rstrip()
+        self._spaces[kind] = text[len(body) :]
+        if body:
+            setattr(self, kind, so_far + body)
+            deltas.append(Delta(kind, body))
+
+    def _close_call(self, payload: str, deltas: list[Delta], *, closed: bool) -> None:
+        calls = parse_calls(payload)
+        if calls is None:
+            self._keep_text(payload, deltas, closed=closed)
+            return
+        for name, arguments in calls:
+            function = {"name": name, "arguments": arguments}
+            call = {"id": self._next_id(), "type": "function", "function": function}
+            self.tool_calls.append(call)
+            deltas.append(Delta("tool_call", call=call))
+
+    def _keep_text(self, payload: str, deltas: list[Delta], *, closed: bool) -> None:
+        bare = payload.lstrip().startswith("{") and self._syntax.bare
+        looks_like_call = not bare or payload.lstrip()[1:].lstrip().startswith('"name"')
+        self.unparsable = self.unparsable or looks_like_call
+        self._mode = "content"
+        marked = "" if bare else self._syntax.open or ""
+        close = (self._syntax.close or "") if closed else ""
+        self._emit(marked + payload + close, deltas)
+
+
+def parse_calls(payload: str) -> list[tuple[str, str]] | None:
+    """Return (name, arguments as JSON text) of each call in a payload, None if it is not calls.
+
+    A payload is one or several JSON objects with a `name` and `arguments` (or `parameters`),
+    separated by white space, commas or semicolons, or one JSON list of them.
+    """
+    values = _json_values(payload)
+    if not values:
+        return None
+    calls = [_call_of(value) for value in values]
+    known = [call for call in calls if call is not None]
+    return known if len(known) == len(calls) else None
+
+
+def _json_values(payload: str) -> list[object] | None:
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    values: list[object] = []
+    rest = payload.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return None
+        values.extend(value if isinstance(value, list) else [value])
+        rest = rest[end:].lstrip().lstrip(",;").lstrip()
+    return values
+
+
+def _call_of(value: object) -> tuple[str, str] | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        inner = _json_values(arguments)
+        arguments = inner[0] if inner and len(inner) == 1 else None
+    if not isinstance(arguments, dict):
+        return None
+    return _encodable(value["name"]), _json_text(arguments)
+
+
+def _json_text(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text == _encodable(text) else json.dumps(value)
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a JSON escape can smuggle in and no response can carry."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _held_back(text: str, markers: tuple[str, ...]) -> int:
+    """Return how many characters at the end may be the beginning of a marker."""
+    longest = 0
+    for marker in markers:
+        sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+        longest = max(longest, next((n for n in sizes if text.endswith(marker[:n])), 0))
+    return longest

@@ -1,0 +1,187 @@
+"""The phase machine: one label per token id, from markers alone.
+
+Labels are causal: a token's phase depends on it and the tokens before it, so that a prompt labelled
+in one piece, in any chunks, or token by token while decoding gets the same labels. It follows:
+
+* A marker belongs to the phase it introduces, a closing marker to the phase it closes. Of a marker
+  that takes several tokens the completing one is the first of the new phase.
+* `<|im_start|>` of a tool message is `others`: nobody knows the role yet. From the token that
+  completes the role name up to and including `<|im_end|>`, the message is `tool`.
+* Qwen3's form is a user message holding `<tool_response>` spans: the spans with their markers are
+  `tool`; its header, its `<|im_end|>` and text between spans are `others`, as in any user message.
+* Think and act spans count in the assistant's messages only. They nest: a call inside a thought is
+  `act`, what follows it is `think` again. Opening what is already open or closing what is not
+  changes nothing. A span without an end ends with its message, whose end marker is the message's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from agentbench_kv.engines.base import Phase
+from agentbench_kv.gateway.families import FAMILIES, PLAIN, Family, SpanRule
+from agentbench_kv.gateway.tokens import TokenCodec
+
+__all__ = ["PhaseMachine", "PhaseState", "PhaseTable"]
+
+
+class PhaseTable:
+    """A family's markers, resolved against a vocabulary. Immutable; shared by all sessions.
+
+    Parameters
+    ----------
+    family : Family
+        The marker table.
+    codec : TokenCodec
+        Vocabulary of the model.
+    """
+
+    def __init__(self, family: Family, codec: TokenCodec) -> None:
+        self.family = family
+        self.codec = codec
+        markers = _markers(family)
+        # An added token is matched by id only: the same text in ordinary tokens is no marker.
+        self.atomic = {codec.added[text]: text for text in markers if text in codec.added}
+        self.textual = tuple(text for text in _span_markers(family) if text not in codec.added)
+        self.reach = max((len(text) for text in self.textual), default=1) - 1
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Any) -> Self:
+        """Pick the family whose own token the vocabulary has; without one all is `others`."""
+        codec = tokenizer if isinstance(tokenizer, TokenCodec) else TokenCodec(tokenizer)
+        family = next((known for known in FAMILIES if known.detect in codec.added), PLAIN)
+        return cls(family, codec)
+
+    def header_phase(self, header: str) -> Phase:
+        """Return the phase of a message from its header as far as it is known."""
+        for rule in self.family.headers:
+            if re.match(rule.pattern, header, re.DOTALL):
+                return rule.phase
+        return Phase.OTHERS
+
+    def spans_in(self, header: str) -> tuple[SpanRule, ...]:
+        """Return the spans that count in a message with this header."""
+        return tuple(span for span in self.family.spans if re.match(span.header, header))
+
+
+@dataclass(frozen=True)
+class PhaseState:
+    """Where a machine is; immutable, so that a copy is an assignment."""
+
+    place: str = "outside"
+    header: str = ""
+    base: Phase = Phase.OTHERS
+    spans: tuple[SpanRule, ...] = ()
+    open: tuple[SpanRule, ...] = ()
+    tail: str = ""
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of an ordinary token here."""
+        return self.open[-1].phase if self.open else self.base
+
+
+class PhaseMachine:
+    """Labels one session's tokens in order. Satisfies `engines.base.PhaseLabeller`.
+
+    Parameters
+    ----------
+    table : PhaseTable
+        The model's markers.
+    state : PhaseState, optional
+        Where to start; by default before the first token.
+    """
+
+    def __init__(self, table: PhaseTable, state: PhaseState | None = None) -> None:
+        self.table = table
+        self.state = state or PhaseState()
+
+    def copy(self) -> PhaseMachine:
+        """Return a machine that goes on from here on its own."""
+        return PhaseMachine(self.table, self.state)
+
+    def label(self, token: int) -> Phase:
+        """Return the phase of the next token."""
+        marker = self.table.atomic.get(token)
+        if marker is not None:
+            return self._marker(marker)
+        if self.state.place == "outside":
+            return Phase.OTHERS
+        piece = self.table.codec.piece(token)
+        return self._header(piece) if self.state.place == "header" else self._text(piece)
+
+    def label_many(self, tokens: Iterable[int]) -> list[Phase]:
+        """Return the phases of the next tokens."""
+        return [self.label(token) for token in tokens]
+
+    def _marker(self, marker: str) -> Phase:
+        family = self.table.family
+        if marker == family.message_open:
+            self.state = PhaseState(place="header")
+            return Phase.OTHERS
+        if marker in family.message_close:
+            base, self.state = self.state.base, PhaseState()
+            return base
+        if self.state.place == "header":
+            return self._header(marker)
+        self.state = replace(self.state, tail="")
+        return self._span_marker(marker)
+
+    def _header(self, piece: str) -> Phase:
+        close = self.table.family.header_close
+        header, closed, rest = (self.state.header + piece).partition(close)
+        base = self.table.header_phase(header)
+        self.state = replace(self.state, header=header, base=base)
+        if not closed:
+            return base
+        self.state = replace(self.state, place="message", spans=self.table.spans_in(header))
+        return self._text(rest)
+
+    def _text(self, piece: str) -> Phase:
+        state, table = self.state, self.table
+        phase = state.phase
+        if state.spans and table.textual:
+            window = state.tail + piece
+            for marker in _completed(table.textual, window, len(state.tail)):
+                phase = self._span_marker(marker)
+            tail = window[-table.reach :] if table.reach else ""
+            self.state = replace(self.state, tail=tail)
+        return phase
+
+    def _span_marker(self, marker: str) -> Phase:
+        for span in self.state.spans:
+            if marker == span.open:
+                if span not in self.state.open:
+                    self.state = replace(self.state, open=(*self.state.open, span))
+                return span.phase
+            if marker == span.close and span in self.state.open:
+                self.state = replace(
+                    self.state, open=self.state.open[: self.state.open.index(span)]
+                )
+                return span.phase
+        return self.state.phase
+
+
+def _markers(family: Family) -> tuple[str, ...]:
+    # Channel and constrain markers of harmony are part of the header's text and need no entry.
+    outer = (family.message_open, family.header_close, *family.message_close)
+    return tuple(text for text in (*outer, *_span_markers(family)) if text)
+
+
+def _span_markers(family: Family) -> tuple[str, ...]:
+    pairs = ((span.open, span.close) for span in family.spans)
+    return tuple(text for pair in pairs for text in pair if text)
+
+
+def _completed(markers: tuple[str, ...], window: str, start: int) -> list[str]:
+    """Return the markers that end behind `start` in `window`, in order of their ends."""
+    ends = []
+    for marker in markers:
+        at = window.find(marker, max(0, start - len(marker) + 1))
+        while at >= 0:
+            ends.append((at + len(marker), marker))
+            at = window.find(marker, at + 1)
+    return [marker for _, marker in sorted(ends)]

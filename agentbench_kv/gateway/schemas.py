@@ -1,0 +1,140 @@
+"""Request bodies of the HTTP surface. Fields we cannot honour are refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentbench_kv.gateway.api_errors import ApiError
+from agentbench_kv.gateway.types import Options
+
+__all__ = ["ChatRequest", "CompletionRequest", "parse_request"]
+
+Body = TypeVar("Body", bound=BaseModel)
+TokenId = Annotated[int, Field(ge=0)]
+Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+
+# Each with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+}
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _KVBench(BaseModel):
+    session: str | None = None
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    session_id: str | None = None
+    kvbench: _KVBench | None = None
+    tool_choice: Any = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        for name, harmless in _UNSUPPORTED.items():
+            if isinstance(data, dict) and data.get(name) not in harmless:
+                raise ApiError(
+                    400,
+                    f"this server does not support {name}={data[name]!r}",
+                    code="unsupported_parameter",
+                    param=name,
+                )
+        return data
+
+    @property
+    def session(self) -> str | None:
+        """The session named in the body."""
+        return self.session_id or (self.kvbench.session if self.kvbench else None)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def options(self) -> Options:
+        """Return the sampling; greedy unless a temperature is given."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Options(
+            max_tokens=self.limit,
+            temperature=self.temperature or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            # -1 is how vLLM clients switch it off.
+            top_k=max(self.top_k or 0, 0),
+            seed=self.seed or 0,
+            stop=tuple(stop for stop in stops if stop),
+            parse_tools=self.tool_choice != "none",
+        )
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate."""
+        return self.max_tokens
+
+
+class ChatRequest(_Request):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate, by either of its names."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(_Request):
+    """Body of `POST /v1/completions`; a prompt is text or token ids, one of them."""
+
+    prompt: Prompt
+
+    def one_prompt(self) -> str | list[int]:
+        """Return the prompt; a batch of one is one."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        nested = [part for part in self.prompt if not isinstance(part, int)]
+        if not nested:
+            return [part for part in self.prompt if isinstance(part, int)]
+        if len(nested) > 1:
+            raise ApiError(400, "one prompt per request, please", param="prompt")
+        return nested[0]
+
+
+def parse_request(kind: type[Body], data: object) -> Body:
+    """Return the validated body; the first thing wrong with it becomes a 400."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param or None) from error

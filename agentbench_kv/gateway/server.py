@@ -1,0 +1,145 @@
+"""Running the application: in the foreground, or in a thread for benchmarks that need a URL."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Self
+
+import uvicorn
+from starlette.applications import Starlette
+
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.gateway.app import ServerSettings, create_app
+from agentbench_kv.gateway.gateway import Gateway
+
+__all__ = ["BackgroundServer", "ServerSettings", "check_exposure", "create_app", "run_server"]
+
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 5
+
+
+def check_exposure(host: str, api_key: str | None) -> None:
+    """Refuse to be reachable from other machines without a key."""
+    if not api_key and not _is_loopback(host):
+        raise UsageError(
+            f"{host!r} can be reached from other machines and no API key is set; "
+            "set KVBENCH_API_KEY, or bind 127.0.0.1"
+        )
+
+
+def run_server(
+    gateway: Gateway, host: str, port: int, settings: ServerSettings | None = None
+) -> None:
+    """Serve a gateway until interrupted.
+
+    Raises
+    ------
+    UsageError
+        If other machines could reach the server and no key is set.
+    PrerequisiteError
+        If the port is taken.
+    """
+    settings = settings or ServerSettings()
+    check_exposure(host, settings.api_key)
+    # uvicorn has shut down in good order when it passes Ctrl-C on.
+    with _listen(host, port) as listener, suppress(KeyboardInterrupt):
+        config = _config(create_app(gateway, settings), host, port, log_level="info")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+class BackgroundServer:
+    """Serves a gateway on a free loopback port from a thread; use it in a `with`.
+
+    Parameters
+    ----------
+    gateway : Gateway
+        Who answers.
+    concurrency : int
+        Requests answered at once; many more may wait.
+    settings : ServerSettings, optional
+        Everything else; by default no key, because only this machine can ask.
+    """
+
+    def __init__(
+        self, gateway: Gateway, *, concurrency: int = 16, settings: ServerSettings | None = None
+    ) -> None:
+        settings = replace(settings or ServerSettings(), threads=concurrency)
+        app = create_app(gateway, settings)
+        self._socket = _listen("127.0.0.1", 0)
+        self.port: int = self._socket.getsockname()[1]
+        self._server = uvicorn.Server(_config(app, "127.0.0.1", self.port, log_level="warning"))
+        self._thread = threading.Thread(target=self._run, name="kvbench-server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Base URL for OpenAI clients."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def start(self) -> Self:
+        """Start and wait until requests are answered."""
+        self._thread.start()
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise PrerequisiteError("the HTTP server did not start; see the log above")
+            time.sleep(0.005)
+        return self
+
+    def stop(self) -> None:
+        """Stop and wait for the thread; requests in flight get a few seconds."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(2 * _STOP_TIMEOUT_S)
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=_address_family(host), backlog=2048)
+    except OSError as error:
+        raise PrerequisiteError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+        ) from error
+
+
+def _address_family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _config(app: Starlette, host: str, port: int, log_level: str) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level=log_level,
+        access_log=False,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,122 @@
+"""What goes into the gateway and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, kvbench_usage
+
+__all__ = [
+    "ChatResult",
+    "Options",
+    "SessionBusyError",
+    "SessionLimitError",
+    "UnknownSessionError",
+]
+
+
+class SessionBusyError(KVBenchError):
+    """A session answers one request at a time; a second one at the same moment is refused."""
+
+
+class SessionLimitError(KVBenchError):
+    """The gateway holds as many sessions as it may."""
+
+
+class UnknownSessionError(KVBenchError):
+    """No open session has this id."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one request wants its tokens picked.
+
+    Attributes
+    ----------
+    max_tokens : int or None
+        Most tokens to generate; None takes the gateway's default.
+    seed : int
+        Seed of the session; every turn draws from a stream of its own.
+    stop : tuple of str
+        Strings that end the text; they are cut off.
+    parse_tools : bool
+        False leaves tool calls in the content.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    parse_tools: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine can do."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise UsageError(f"temperature must be between 0 and 100, not {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise UsageError(f"top_k must be at least 0, not {self.top_k}")
+        if not all(self.stop):
+            raise UsageError("a stop string must not be empty")
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """One answered request.
+
+    Attributes
+    ----------
+    content, reasoning : str
+        Visible text and think block, markers removed.
+    tool_calls : list of dict
+        Calls in OpenAI form, arguments as JSON text.
+    finish_reason : str
+        `stop`, `tool_calls`, `length`, `context_limit` or `cancelled`.
+    unparsable : bool
+        A tool-call marker was followed by something else than a call; the text is in `content`.
+    raw : str
+        The text as generated, markers included, turn end and stop string removed.
+    token_ids : list of int
+        The generated ids, all of them.
+    turn, report : TurnInfo, SessionReport
+        Figures of this turn and of the session after it.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    unparsable: bool
+    raw: str
+    token_ids: list[int]
+    turn: TurnInfo
+    report: SessionReport
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message in OpenAI form."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The `usage` object of a response."""
+        turn = self.turn
+        return {
+            "prompt_tokens": turn.prompt_tokens,
+            "completion_tokens": turn.output_tokens,
+            "total_tokens": turn.prompt_tokens + turn.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+            "kvbench": kvbench_usage(self.report, turn),
+        }

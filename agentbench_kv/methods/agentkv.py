@@ -1,0 +1,68 @@
+"""AgentKV: representatives from every agentic phase (Liu et al., Imperial College London)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.kernels import attention_mass
+from agentbench_kv.kernels.ops import GqaMode
+from agentbench_kv.methods.base import (
+    GQA_MODES,
+    Method,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    ScoreContext,
+)
+from agentbench_kv.methods.params import param
+from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentKV(Method):
+    """Score keys by their mean attention from the last queries of each phase.
+
+    `A_i = 1/|Q| Σ_{q∈Q} softmax(q·K/√d)_i`, Q the union of four rings of `representatives / 4`
+    queries, one per phase; the top `budget` tokens stay (paper, section 3.2). `@paper` protects no
+    recent token; the default keeps the last 8, so that the newest tokens cannot vanish.
+    """
+
+    name: ClassVar[str] = "agentkv"
+    summary: ClassVar[str] = "mean attention of recent queries from each phase"
+    source: ClassVar[str] = "Liu et al., AgentKV: Phase-Aware KV Eviction for Agentic LLMs"
+    ordered: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {"keep_recent": 8},
+        "paper": {"keep_recent": 0},
+    }
+    default_preset: ClassVar[str] = "default"
+
+    representatives: int = param(32, "queries kept in all, a multiple of 4", low=4)
+    gqa: str = param("mean_prob", "how a group's query heads are merged", choices=GQA_MODES)
+    drop_phase: str = param(
+        "none", "ablation: phase whose queries are not used", choices=("none", *PHASE_NAMES)
+    )
+
+    def validate(self) -> None:
+        """Check that the rings divide evenly."""
+        if self.representatives % len(Phase):
+            raise UsageError(
+                f"representatives={self.representatives}: expected a multiple of {len(Phase)}"
+            )
+        super().validate()
+
+    def query_plan(self) -> QueryPlan:
+        """Ask for one ring per phase."""
+        return QueryPlan(QueryKind.PER_PHASE, self.representatives // len(Phase))
+
+    def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
+        """Average the attention of all representatives."""
+        vectors = queries.vectors
+        if self.drop_phase != "none":
+            vectors = vectors[:, queries.phases != PHASE_NAMES.index(self.drop_phase)]
+        return attention_mass(vectors, keys, gqa=cast("GqaMode", self.gqa))

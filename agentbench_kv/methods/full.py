@@ -1,0 +1,29 @@
+"""The uncompressed baselines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from agentbench_kv.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(Method):
+    """Nothing is evicted; the engine as shipped."""
+
+    name: ClassVar[str] = "full"
+    summary: ClassVar[str] = "no eviction, engine as shipped"
+    source: ClassVar[str] = "baseline"
+    compresses: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullConstrained(Full):
+    """Nothing is evicted, under the flags of the compressed arm.
+
+    On the embedded engine there are no such flags, so it runs the same path as `full`.
+    """
+
+    name: ClassVar[str] = "full-constrained"
+    summary: ClassVar[str] = "no eviction, same engine flags as a compressed run"

@@ -1,0 +1,97 @@
+"""Parameters of methods: declared once as dataclass fields, parsed from `--set key=value`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, cast
+
+from agentbench_kv.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a parameter is and which values it takes."""
+
+    name: str
+    type: type
+    default: Any
+    doc: str
+    choices: tuple[Any, ...] | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def allowed(self) -> str:
+        """Say in words which values are valid."""
+        if self.choices is not None:
+            return "one of " + ", ".join(str(choice) for choice in self.choices)
+        kind = "an integer" if self.type is int else "a number"
+        low = "" if self.low is None else f" >= {self.low:g}"
+        high = "" if self.high is None else f" <= {self.high:g}"
+        return f"{kind}{low}{' and' if low and high else ''}{high}"
+
+    def parse(self, value: Any) -> Any:
+        """Turn `value` (text or already typed) into a valid value.
+
+        Raises
+        ------
+        UsageError
+            If it is not one; the message names the allowed values.
+        """
+        try:
+            parsed = self.type(value)
+        except (TypeError, ValueError):
+            raise self._wrong(value) from None
+        outside = (self.low is not None and parsed < self.low) or (
+            self.high is not None and parsed > self.high
+        )
+        if outside or parsed != parsed or (self.choices and parsed not in self.choices):
+            raise self._wrong(value)
+        return parsed
+
+    def _wrong(self, value: Any) -> UsageError:
+        return UsageError(f"{self.name}={value}: expected {self.allowed()}")
+
+
+def param(
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """Declare a method parameter as a dataclass field."""
+    metadata = {
+        "doc": doc,
+        "choices": tuple(choices) if choices is not None else None,
+        "low": low,
+        "high": high,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def param_specs(cls: type) -> dict[str, ParamSpec]:
+    """Return the parameters a dataclass declares with `param`, by name."""
+    declared = cast("tuple[Field[Any], ...]", fields(cls))
+    return {f.name: _spec(f) for f in declared if "doc" in f.metadata}
+
+
+def _spec(f: Field[Any]) -> ParamSpec:
+    default = None if f.default is MISSING else f.default
+    return ParamSpec(name=f.name, type=type(default), default=default, **f.metadata)
+
+
+def parse_settings(owner: str, cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Check `settings` against the parameters of `cls` and return them typed.
+
+    Raises
+    ------
+    UsageError
+        For an unknown key (near match named) or a value out of range.
+    """
+    specs = param_specs(cls)
+    for key in settings:
+        if key not in specs:
+            raise unknown_name(f"{owner} parameter", key, specs)
+    return {key: specs[key].parse(value) for key, value in settings.items()}

@@ -1,0 +1,44 @@
+"""When a session's cache is compressed: the trigger's state, one object per session."""
+
+from __future__ import annotations
+
+from agentbench_kv.methods.base import Method
+
+
+class Schedule:
+    """Counts decoded tokens of one session and says when an event fires.
+
+    Parameters
+    ----------
+    method : Method
+        Gives trigger, interval and budget.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._since_due = 0
+
+    def after_decode(self, live: int) -> bool:
+        """Count one decoded token; True if an event fires now, at `live` cached tokens."""
+        self._since_due += 1
+        trigger = self._method.trigger
+        if trigger == "slack":
+            return self._over(live, self._method.interval)
+        if trigger == "turn" or self._since_due < self._method.interval:
+            return False
+        self._since_due = 0
+        return self._over(live)
+
+    def after_prefill(self, live: int) -> bool:
+        """Return True if an event fires right after a prefill."""
+        return self._method.trigger == "prefill+every" and self._over(live)
+
+    def after_turn(self, live: int) -> bool:
+        """Return True if an event fires at the end of an assistant turn."""
+        return self._method.trigger == "turn" and self._over(live)
+
+    def _over(self, live: int, slack: int = 0) -> bool:
+        budget = self._method.budget
+        if budget is None or not self._method.compresses:
+            return False
+        return live >= budget + slack if slack else live > budget

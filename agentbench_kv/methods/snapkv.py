@@ -1,0 +1,110 @@
+"""SnapKV: attention of a short observation window (Li et al., NeurIPS 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.kernels import attention_mass
+from agentbench_kv.methods.base import (
+    GQA_MODES,
+    Method,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    ScoreContext,
+)
+from agentbench_kv.methods.params import param
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Method):
+    """Keep the last `window` tokens and the best of the rest by pooled window attention.
+
+    Presets (methods.md, section snapkv): `rkv` is the form R-KV's authors run as their baseline,
+    `kvpress` the one of NVIDIA's kvpress.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    summary: ClassVar[str] = "pooled attention of the last tokens' queries"
+    source: ClassVar[str] = "Li et al., SnapKV: LLM Knows What You Are Looking for before Generation"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "rkv": {"window": 32, "kernel": 7, "pool": "max", "gqa": "max_logit", "columns": "past"},
+        "kvpress": {
+            "window": 64,
+            "kernel": 5,
+            "pool": "avg",
+            "gqa": "mean_prob",
+            "columns": "all",
+        },
+    }
+    default_preset: ClassVar[str] = "rkv"
+
+    window: int = param(32, "observation window, its tokens always kept", low=1)
+    kernel: int = param(7, "pooling width, odd", low=1)
+    pool: str = param("max", "pooling of the score along tokens", choices=("avg", "max", "none"))
+    gqa: str = param("max_logit", "how a group's query heads are merged", choices=GQA_MODES)
+    columns: str = param(
+        "past",
+        "softmax over the tokens before the window, or over all with a causal window",
+        choices=("past", "all"),
+    )
+
+    def validate(self) -> None:
+        """Check the kernel too; it must be odd to keep scores aligned with tokens."""
+        if self.kernel % 2 == 0:
+            raise UsageError(f"kernel={self.kernel}: expected an odd width")
+        super().validate()
+
+    def recent_kept(self) -> int:
+        """Return the window, or more if asked for."""
+        return max(self.window, self.keep_recent)
+
+    def query_plan(self) -> QueryPlan:
+        """Ask for the queries of the window."""
+        return QueryPlan(QueryKind.RECENT, self.window)
+
+    def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
+        """Pool the window's attention over earlier tokens; the window itself scores 0."""
+        past = keys.shape[1] - self.window
+        mass = self._past_mass(queries, keys, context, past)
+        pooled = self._pooled(mass)
+        merged = pooled.amax(1) if self.gqa == "max_prob" else pooled.mean(1)
+        return F.pad(merged, (0, self.window))
+
+    def _past_mass(
+        self, queries: Queries, keys: Tensor, context: ScoreContext, past: int
+    ) -> Tensor:
+        """Return [kv_heads, group, past]; the group is 1 when raw logits were merged."""
+        if self.gqa == "max_logit":
+            merged = self._mass(queries, keys, context, past, "max_logit")
+            return merged[:, None]
+        return self._mass(queries, keys, context, past, "per_head")
+
+    def _mass(
+        self, queries: Queries, keys: Tensor, context: ScoreContext, past: int, gqa: Any
+    ) -> Tensor:
+        if self.columns == "past":
+            return attention_mass(queries.vectors, keys[:, :past], gqa=gqa)
+        mass = attention_mass(
+            queries.vectors,
+            keys,
+            gqa=gqa,
+            query_positions=queries.positions,
+            key_positions=context.positions,
+        )
+        return mass[..., :past]
+
+    def _pooled(self, mass: Tensor) -> Tensor:
+        half = self.kernel // 2
+        if self.pool == "none":
+            return mass
+        if self.pool == "avg":
+            return F.avg_pool1d(mass, self.kernel, stride=1, padding=half)
+        return torch.max_pool1d(mass, self.kernel, stride=1, padding=half)

@@ -1,0 +1,71 @@
+"""Where a figure comes from: versions, commit, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv import __version__
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, git commit and hardware of this process."""
+    return {
+        "kvbench": __version__,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hardware": hardware(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Return processor, cores and accelerator."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
+
+
+def git_commit() -> str | None:
+    """Return the commit of the checkout the package runs from; None outside one."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

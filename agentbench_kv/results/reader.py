@@ -1,0 +1,105 @@
+"""Reading a run directory, whether it is finished, interrupted or being written right now."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.files import Lines, read_lines
+from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.runinfo import RunInfo, RunStatus, holder, read_info
+
+__all__ = ["RunReader", "TrialKey"]
+
+TrialKey = tuple[str, int]
+
+
+class RunReader:
+    """The files of one run. Nothing here writes, locks, or fails on a damaged line.
+
+    Parameters
+    ----------
+    path : Path
+        The run directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def info(self) -> RunInfo:
+        """The current `run.json`.
+
+        Raises
+        ------
+        UsageError
+            If the directory is not a run.
+        """
+        info = read_info(self.path)
+        if info is None:
+            raise UsageError(f"{self.path} is not a run directory: it has no run.json")
+        return info
+
+    @property
+    def engine_log(self) -> Path:
+        """Where the backend's own output goes."""
+        return self.path / "engine.log"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run says `running` but nobody is writing it."""
+        info = self.info
+        return info.status is RunStatus.RUNNING and holder(info, time.time()) is None
+
+    def trial_lines(self) -> Lines[TrialRecord]:
+        """Read `samples.jsonl` as it is: superseded records, alien lines and all."""
+        return read_lines(self.path / "samples.jsonl", TrialRecord)
+
+    def turn_lines(self) -> Lines[TurnRecord]:
+        """Read `turns.jsonl` as it is."""
+        return read_lines(self.path / "turns.jsonl", TurnRecord)
+
+    def trials(self) -> list[TrialRecord]:
+        """Return the record that counts for each (sample, trial): the last one."""
+        return latest_trials(self.trial_lines().records)
+
+    def turns(self) -> list[TurnRecord]:
+        """Return the turns of the last attempt at each trial, in the order they were written."""
+        return latest_turns(self.turn_lines().records)
+
+    def finished_trials(self) -> set[TrialKey]:
+        """Return the (sample id, trial) pairs that need not be run again."""
+        return {record.key for record in self.trials() if record.finished}
+
+    def infra_errors(self) -> Counter[TrialKey]:
+        """Count the recorded infrastructure failures of each (sample id, trial)."""
+        return Counter(r.key for r in self.trial_lines().records if not r.finished)
+
+    def transcript(self, record: TrialRecord) -> Any:
+        """Load a trial's transcript; None if it has none or the file is gone."""
+        if record.transcript is None:
+            return None
+        path = (self.path / record.transcript).resolve()
+        if not path.is_relative_to(self.path.resolve()) or not path.is_file():
+            return None
+        return json.loads(path.read_bytes())
+
+
+def latest_trials(records: list[TrialRecord]) -> list[TrialRecord]:
+    """Keep the last record of each key, in the order the keys first appeared."""
+    return list({record.key: record for record in records}.values())
+
+
+def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
+    """Keep each trial's last attempt: a turn index that does not grow begins a new one."""
+    attempts: dict[TrialKey, list[TurnRecord]] = {}
+    for record in records:
+        turns = attempts.setdefault(record.key, [])
+        if turns and record.turn <= turns[-1].turn:
+            turns.clear()
+        turns.append(record)
+    return [turn for turns in attempts.values() for turn in turns]

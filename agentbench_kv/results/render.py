@@ -1,0 +1,223 @@
+"""Tables for the terminal. Every cell is data: markup and control characters stay visible text."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.statistics import Interval
+from agentbench_kv.results.summary import Summary
+
+__all__ = [
+    "console",
+    "facts_table",
+    "failure_table",
+    "plain",
+    "sub_score_table",
+    "summary_table",
+    "turn_overview",
+    "turn_table",
+]
+
+_PIPE_WIDTH = 200
+_NONE = "-"
+_MOST_ROWS = 50
+
+
+def console() -> Console:
+    """Return a console on stdout; wide where stdout is no terminal, so that no row is broken."""
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(width=width, highlight=False)
+
+
+def plain(value: object) -> Text:
+    """Return a cell that shows `value` literally: no markup, no terminal escapes."""
+    text = _NONE if value is None else str(value)
+    return Text("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+
+
+def summary_table(summaries: Sequence[Summary]) -> Table:
+    """Return one row per run: scores, KV figures, speed, failures, validity.
+
+    Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
+    """
+    table = _table(
+        "run", "method", "budget", "score [95% CI]", "triggered only", "peak live", "logical",
+        "events", "evicted", "tok/s", "failures", "validity",
+    )  # fmt: skip
+    for summary in summaries:
+        kv = summary.kv
+        row = (
+            summary.run_id,
+            summary.method,
+            summary.budget,
+            _percent(summary.score),
+            _percent(summary.score_triggered),
+            kv and _number(kv.median_peak_live),
+            kv and _number(kv.median_logical),
+            kv and kv.events,
+            kv and kv.evicted,
+            _number(summary.tokens_per_s),
+            _failures(summary),
+            summary.validity.state,
+        )
+        table.add_row(*map(plain, row))
+    return table
+
+
+def sub_score_table(summaries: Sequence[Summary]) -> Table | None:
+    """Return one row per run and sub-score; None if no run has any."""
+    table = _table("run", "sub-score", "right", "asked", "ratio [95% CI]", "samples")
+    for summary in summaries:
+        for name, score in summary.sub_scores.items():
+            counts = (_number(score.right), _number(score.asked))
+            row = (summary.run_id, name, *counts, _percent(score.interval), score.interval.n)
+            table.add_row(*map(plain, row))
+    return table if table.row_count else None
+
+
+def facts_table(summary: Summary) -> Table:
+    """Return everything about one run that the summary table has no column for."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _facts(summary):
+        table.add_row(plain(name), plain(value))
+    return table
+
+
+def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
+    """Return one row per trial without a score; None if there is none."""
+    failed = [record for record in trials if record.score is None]
+    table = _table("sample", "trial", "status", "attempts", "transcript", "error")
+    for record in failed[:_MOST_ROWS]:
+        row = (
+            record.sample_id,
+            record.trial,
+            record.status,
+            record.attempts,
+            record.transcript,
+            record.error,
+        )
+        table.add_row(*map(plain, row))
+    if len(failed) > _MOST_ROWS:
+        table.add_row(f"and {len(failed) - _MOST_ROWS} more; --json shows all")
+    return table if failed else None
+
+
+def turn_table(turns: Sequence[TurnRecord]) -> Table:
+    """Return one row per turn; live tokens before and after, times in milliseconds."""
+    table = _table(
+        "sample", "trial", "turn", "prompt", "output", "phases", "live", "events", "evicted",
+        "restored", "prefill", "KV MB read", "TTFT ms", "TPOT ms",
+    )  # fmt: skip
+    for turn in turns:
+        row = (
+            turn.sample_id,
+            turn.trial,
+            turn.turn,
+            turn.prompt_tokens,
+            turn.output_tokens,
+            " ".join(f"{name} {count}" for name, count in turn.phases.items()),
+            f"{turn.live_before} > {turn.live_after}",
+            turn.events,
+            turn.evicted,
+            turn.restored,
+            turn.prefill_tokens,
+            _number(turn.kv_bytes_read / 1e6),
+            _number(turn.ttft_ms),
+            _number(turn.tpot_ms),
+        )
+        table.add_row(*map(plain, row))
+    return table
+
+
+def turn_overview(turns: Sequence[TurnRecord]) -> Table:
+    """Return one row per turn index: medians over trials, totals of events and evicted tokens."""
+    table = _table(
+        "turn", "trials", "prompt", "output", "live before", "live after", "events", "evicted",
+        "TTFT ms", "TPOT ms",
+    )  # fmt: skip
+    for index in sorted({turn.turn for turn in turns}):
+        group = [turn for turn in turns if turn.turn == index]
+        row = (
+            index,
+            len(group),
+            _median(turn.prompt_tokens for turn in group),
+            _median(turn.output_tokens for turn in group),
+            _median(turn.live_before for turn in group),
+            _median(turn.live_after for turn in group),
+            sum(turn.events for turn in group),
+            sum(turn.evicted for turn in group),
+            _median(turn.ttft_ms for turn in group),
+            _median(turn.tpot_ms for turn in group),
+        )
+        table.add_row(*map(plain, row))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _percent(interval: Interval | None) -> str | None:
+    if interval is None:
+        return None
+    low, high = 100 * interval.low, 100 * interval.high
+    return f"{100 * interval.point:.1f}% [{low:.1f}, {high:.1f}]"
+
+
+def _number(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def _median(values: Iterable[float | None]) -> str | None:
+    known = [value for value in values if value is not None]
+    return _number(statistics.median(known)) if known else None
+
+
+def _failures(summary: Summary) -> str | None:
+    return ", ".join(f"{count} {kind}" for kind, count in summary.failures.items()) or None
+
+
+def _facts(summary: Summary) -> list[tuple[str, object]]:
+    kv = summary.kv
+    facts: list[tuple[str, object]] = [
+        ("status", summary.status),
+        ("task", summary.task),
+        ("engine", summary.engine),
+        ("model", summary.model),
+        ("seed", summary.seed),
+        ("samples", f"{summary.samples}, {summary.validity.triggered_samples} with an event"),
+        ("trials", f"{summary.trials} of {summary.expected_trials or 'unknown'}"),
+        ("score, failures left out", _percent(summary.score_completed)),
+        ("failed trials", f"{100 * summary.non_completion_rate:.1f}%"),
+        ("infra retries", summary.infra_retries),
+        ("session resets", summary.session_resets),
+        ("wall s", _number(summary.wall_s)),
+        ("TTFT / TPOT ms", f"{_number(summary.ttft_ms)} / {_number(summary.tpot_ms)}"),
+    ]
+    if kv is not None:
+        facts += [
+            ("peak live, worst", kv.max_peak_live),
+            ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
+            (
+                "rows moved / restored / recomputed",
+                _triple(kv.rows_moved, kv.restored, kv.recomputed),
+            ),
+            ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
+        ]
+    return facts + [("note", note) for note in summary.notes]
+
+
+def _triple(*values: int) -> str:
+    return " / ".join(str(value) for value in values)

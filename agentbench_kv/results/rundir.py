@@ -1,0 +1,291 @@
+"""Writing a run directory: claim it, keep its heartbeat, append what finishes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel
+
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.results.files import (
+    append_lines,
+    exclusive,
+    json_bytes,
+    write_atomic,
+    writing,
+)
+from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.runinfo import (
+    STALE_S,
+    Resume,
+    RunInfo,
+    RunStatus,
+    hold,
+    holder,
+    hostname,
+    read_info,
+    release,
+    write_info,
+)
+
+__all__ = ["BEAT_S", "RunDir"]
+
+BEAT_S = 5.0
+
+
+class RunDir(RunReader):
+    """A run this process is writing; made by `RunStore.open`.
+
+    Use it as a context manager: a clean exit marks the run `complete`, an exception `failed`.
+    Appending is thread-safe, and what an append returned from survives `kill -9`. Append a trial's
+    turns before the trial itself: the trial record is what says that both are on the disk.
+    """
+
+    def __init__(self, path: Path, info: RunInfo) -> None:
+        super().__init__(path)
+        self._info = info
+        self._base_wall_s = info.wall_s
+        self._started = time.monotonic()
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._lost: UsageError | None = None
+        self._beat = threading.Thread(target=self._keep_beating, name="kvbench-beat", daemon=True)
+        self._beat.start()
+
+    @classmethod
+    def claim(
+        cls,
+        path: Path,
+        spec: Mapping[str, Any],
+        provenance: Mapping[str, Any] | None = None,
+        expected_trials: int | None = None,
+    ) -> Self:
+        """Create the directory, or take over the one an earlier process left.
+
+        Raises
+        ------
+        UsageError
+            If another process is writing the run, or the directory holds another spec.
+        PrerequisiteError
+            If the directory cannot be written.
+        """
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with exclusive(path):
+            _drop_temporaries(path)
+            info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
+            write_info(path, info)
+            hold(info.owner)
+        return cls(path, info)
+
+    def append_trial(self, record: TrialRecord) -> None:
+        """Append one trial to `samples.jsonl`; on return it is on the disk.
+
+        Raises
+        ------
+        PrerequisiteError
+            If the disk is full or read-only; everything appended before is safe.
+        UsageError
+            If another process took the run over.
+        """
+        self._append("samples.jsonl", [record])
+
+    def append_turns(self, records: Sequence[TurnRecord]) -> None:
+        """Append turns to `turns.jsonl`; raises like `append_trial`."""
+        self._append("turns.jsonl", records)
+
+    def save_transcript(self, sample_id: str, trial: int, data: Any) -> str:
+        """Write a transcript as JSON and return its path inside the run directory.
+
+        Raises
+        ------
+        PrerequisiteError
+            If it cannot be written.
+        """
+        name = f"transcripts/{_file_stem(sample_id)}-t{trial}.json"
+        path = self.path / name
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json_bytes(data, indent=1))
+        return name
+
+    def annotate(self, provenance: Mapping[str, Any]) -> None:
+        """Add provenance that is known only once the engine runs.
+
+        In a resumed run the first start's values stay and differences are recorded as changes.
+        """
+        with self._lock:
+            self._update(**_annotated(self._info, _plain(provenance)))
+
+    def expect(self, trials: int) -> None:
+        """Set how many trials make the run complete."""
+        self._update(expected_trials=trials)
+
+    def close(self, status: RunStatus = RunStatus.COMPLETE, error: str | None = None) -> None:
+        """Stop the heartbeat and write the final status; further calls do nothing.
+
+        Raises
+        ------
+        PrerequisiteError
+            If the status cannot be written.
+        UsageError
+            If another process took the run over.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._beat.join()
+        try:
+            self._update(status=status, error=error)
+        finally:
+            release(self._info.owner)
+
+    def __enter__(self) -> Self:
+        """Return the run itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the run; an error on the way out never hides the one that caused it."""
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(KVBenchError):
+            self.close(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+
+    def _append(self, name: str, records: Sequence[BaseModel]) -> None:
+        with self._lock:
+            self._check_ownership()
+            append_lines(self.path / name, (r.model_dump_json().encode() for r in records))
+
+    def _check_ownership(self) -> None:
+        # A process that was suspended may have been taken for dead before its next heartbeat.
+        if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
+            self._update()
+        if self._lost is not None:
+            raise self._lost
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock, exclusive(self.path):
+            current = read_info(self.path)
+            if current is not None and current.owner != self._info.owner:
+                self._lost = UsageError(
+                    f"run {self._info.run_id} was taken over by pid {current.pid} on "
+                    f"{current.host}; this process stops writing it"
+                )
+                raise self._lost
+            self._info = self._info.model_copy(update=changes | self._clock())
+            write_info(self.path, self._info)
+
+    def _clock(self) -> dict[str, float]:
+        active = time.monotonic() - self._started
+        return {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
+
+    def _keep_beating(self) -> None:
+        while self._lost is None and not self._stop.wait(BEAT_S):
+            # A full disk may be freed again; whoever appends meanwhile is told.
+            with contextlib.suppress(PrerequisiteError, UsageError):
+                self._update()
+
+
+def _claimed(
+    path: Path, spec: dict[str, Any], provenance: dict[str, Any], expected_trials: int | None
+) -> RunInfo:
+    old = read_info(path)
+    now = time.time()
+    mine: dict[str, Any] = {
+        "status": RunStatus.RUNNING,
+        "heartbeat": now,
+        "pid": os.getpid(),
+        "host": hostname(),
+        "owner": uuid.uuid4().hex,
+        "error": None,
+    }
+    if old is None:
+        return RunInfo(
+            run_id=path.name,
+            spec=spec,
+            created=now,
+            provenance=provenance,
+            expected_trials=expected_trials,
+            **mine,
+        )
+    _refuse_if_held(old, now)
+    _refuse_other_spec(path, old.spec, spec)
+    if expected_trials is not None:
+        mine["expected_trials"] = expected_trials
+    resumed = old.model_copy(update=mine | {"resumes": [*old.resumes, Resume(at=now)]})
+    return resumed.model_copy(update=_annotated(resumed, provenance))
+
+
+def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `info` that new provenance changes."""
+    if not info.resumes:
+        return {"provenance": info.provenance | provenance}
+    shared = {name: value for name, value in provenance.items() if name in info.provenance}
+    *earlier, last = info.resumes
+    changed = last.changed | _changes(info.provenance, shared)
+    return {
+        "provenance": provenance | info.provenance,
+        "resumes": [*earlier, last.model_copy(update={"changed": changed})],
+    }
+
+
+def _refuse_if_held(info: RunInfo, now: float) -> None:
+    who = holder(info, now)
+    if who is not None:
+        raise UsageError(f"run {info.run_id} is being written by {who}; wait for it or stop it")
+
+
+def _refuse_other_spec(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    changed = _changes(old, new) | _changes(new, old)
+    if changed:
+        name = min(changed)
+        raise UsageError(
+            f"{path} holds a run of another spec: {name} is {old.get(name)!r} there and "
+            f"{new.get(name)!r} here; choose another --out"
+        )
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        key: (old.get(key), value)
+        for key, value in new.items()
+        if key not in old or old[key] != value
+    }
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping as it will read back from JSON."""
+    plain: dict[str, Any] = json.loads(json_bytes(dict(data)))
+    return plain
+
+
+def _drop_temporaries(path: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for leftover in path.glob(".*.tmp"):
+        with writing(leftover):
+            leftover.unlink(missing_ok=True)
+
+
+def _file_stem(sample_id: str) -> str:
+    """Return a file name for any sample id; the hash keeps ids apart that look alike."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "_", sample_id).strip("._")[:80] or "sample"
+    digest = hashlib.sha256(sample_id.encode("utf-8", "replace")).hexdigest()
+    return f"{slug}-{digest[:8]}"

@@ -1,0 +1,154 @@
+"""`run.json`: what a run is, who is writing it, and whether it may be taken over."""
+
+from __future__ import annotations
+
+import os
+import socket
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.files import write_atomic
+
+__all__ = ["STALE_S", "Resume", "RunInfo", "RunStatus", "holder", "read_info", "write_info"]
+
+STALE_S = 30.0
+FILE = "run.json"
+
+# Tokens of the runs this very process holds: a restarted container often gets the same pid.
+_HELD: set[str] = set()
+
+
+class RunStatus(StrEnum):
+    """How the last process that wrote the run left it; whether trials are missing is `RunState`.
+
+    `running` without a fresh heartbeat means it was interrupted.
+    """
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+class Resume(BaseModel):
+    """A later start of the same run: when (seconds since 1970) and which provenance changed.
+
+    `changed` maps a provenance key to its value in the first start and in this one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    at: float
+    changed: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
+
+
+class RunInfo(BaseModel):
+    """The content of `run.json`.
+
+    Attributes
+    ----------
+    spec, provenance : dict
+        The resolved spec; versions, git commit, hardware, hashes and whatever else is known.
+    created, heartbeat : float
+        Seconds since 1970.
+    pid, host, owner : int, str, str
+        Process that writes the run, its machine, and a token that is new at every start.
+    wall_s : float
+        Seconds the run was active, summed over its starts.
+    expected_trials : int or None
+        Samples times trials; None while unknown.
+    resumes : list of Resume
+        Later starts.
+    error : str or None
+        Why the run failed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run_id: str
+    spec: dict[str, Any]
+    status: RunStatus
+    created: float
+    heartbeat: float
+    pid: PositiveInt
+    host: str
+    owner: str
+    wall_s: NonNegativeFloat = 0.0
+    expected_trials: int | None = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+    resumes: list[Resume] = Field(default_factory=list)
+    error: str | None = None
+
+
+def read_info(folder: Path) -> RunInfo | None:
+    """Read `run.json`; None if the folder has none.
+
+    Raises
+    ------
+    UsageError
+        If the file is not what kvbench writes.
+    """
+    path = folder / FILE
+    try:
+        return RunInfo.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]["msg"]
+        raise UsageError(f"{path} is not a kvbench run record: {detail}") from error
+
+
+def write_info(folder: Path, info: RunInfo) -> None:
+    """Replace `run.json` atomically.
+
+    Raises
+    ------
+    PrerequisiteError
+        If it cannot be written.
+    """
+    write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
+
+
+def holder(info: RunInfo, now: float) -> str | None:
+    """Say who is writing the run at time `now` (seconds since 1970); None if nobody is."""
+    age = max(0.0, now - info.heartbeat)
+    if info.status is not RunStatus.RUNNING or age >= STALE_S or _is_gone(info):
+        return None
+    return f"pid {info.pid} on {info.host} (heartbeat {age:.0f} s ago)"
+
+
+def hold(owner: str) -> None:
+    """Note that this process writes the run with this owner token."""
+    _HELD.add(owner)
+
+
+def release(owner: str) -> None:
+    """Note that this process no longer writes the run with this owner token."""
+    _HELD.discard(owner)
+
+
+def hostname() -> str:
+    """Return this machine's name as run records show it."""
+    return socket.gethostname()
+
+
+def _is_gone(info: RunInfo) -> bool:
+    """Whether the writer is certainly dead; only its own machine can tell."""
+    if info.host != hostname():
+        return False
+    if info.pid == os.getpid():
+        return info.owner not in _HELD
+    return not _is_alive(info.pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

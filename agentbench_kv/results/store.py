@@ -1,0 +1,130 @@
+"""The folder of runs: names derived from specs, opening, listing, finding."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results.rundir import RunDir
+from agentbench_kv.results.runinfo import RunInfo, RunStatus
+
+__all__ = ["RunDir", "RunInfo", "RunReader", "RunStatus", "RunStore", "prefix_parts", "run_id"]
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
+_PART_LENGTH = 40
+_PREFIX_LENGTH = 160
+
+
+def prefix_parts(spec: Mapping[str, Any]) -> list[str]:
+    """Return what a run is called for people: task, method, budget, model name, seed."""
+    budget = spec.get("budget")
+    return [
+        str(spec.get("task", "task")),
+        str(spec.get("method", "method")),
+        "bnone" if budget is None else f"b{budget}",
+        str(spec.get("model", "model")).rstrip("/").rsplit("/", 1)[-1],
+        f"s{spec.get('seed', 0)}",
+    ]
+
+
+def run_id(parts: Sequence[str], spec: Mapping[str, Any]) -> str:
+    """Name a run: readable parts, then 10 hex digits of the SHA-256 of the spec as canonical JSON.
+
+    The same spec gives the same name in every process and on every machine, whatever the order
+    of its keys; so the same command finds its own directory.
+
+    Parameters
+    ----------
+    parts : sequence of str
+        Words for people, see `prefix_parts`; unsafe characters become `_`.
+    spec : mapping
+        The resolved spec: only JSON types.
+
+    Raises
+    ------
+    UsageError
+        If the spec holds something JSON has no exact form for.
+    """
+    try:
+        canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the spec cannot be written as JSON: {error}") from error
+    safe = [_UNSAFE.sub("_", part).strip("._-")[:_PART_LENGTH] for part in parts]
+    prefix = "-".join(part for part in safe if part)[:_PREFIX_LENGTH] or "run"
+    return f"{prefix}-{hashlib.sha256(canonical.encode()).hexdigest()[:10]}"
+
+
+class RunStore:
+    """A folder of run directories.
+
+    Parameters
+    ----------
+    root : Path
+        The folder, `runs/` by default on the command line; made when the first run is opened.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def open(
+        self,
+        name: str,
+        spec: Mapping[str, Any],
+        provenance: Mapping[str, Any] | None = None,
+        expected_trials: int | None = None,
+    ) -> RunDir:
+        """Create the run or resume it.
+
+        Parameters
+        ----------
+        name : str
+            What `run_id` returned.
+        spec : mapping
+            The resolved spec; must equal the one the directory holds.
+        provenance : mapping, optional
+            Versions, commit, hardware, hashes; what a resume changes is recorded.
+        expected_trials : int, optional
+            Samples times trials; fewer finished ones make the run `incomplete`.
+
+        Raises
+        ------
+        UsageError
+            If another process is writing it or it holds another spec.
+        PrerequisiteError
+            If the folder cannot be written.
+        """
+        return RunDir.claim(self.root / name, spec, provenance, expected_trials)
+
+    def names(self) -> list[str]:
+        """Return the run ids in the folder, sorted."""
+        if not self.root.is_dir():
+            return []
+        return sorted(path.parent.name for path in self.root.glob("*/run.json"))
+
+    def find(self, run: str) -> RunReader:
+        """Find a run by path or by id.
+
+        Raises
+        ------
+        UsageError
+            If there is no such run; the message names the nearest ids.
+        """
+        for path in (Path(run), self.root / run):
+            if (path / "run.json").is_file():
+                return RunReader(path)
+        near = nearest(run, self.names())
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(f"no run {run!r} here or in {self.root}/{hint}")
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return up to three of the known names that hold `name` or are spelled like it."""
+    holding = [candidate for candidate in known if name and name.lower() in candidate.lower()]
+    return holding[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.4)

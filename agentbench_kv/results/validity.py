@@ -1,0 +1,161 @@
+"""Whether a run's figures may be ranked (methods.md, 'What counts as an applied budget')."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from agentbench_kv.results.records import TrialRecord
+
+__all__ = ["RunState", "Validity", "assess", "budget_bound"]
+
+UNCOMPRESSED = frozenset({"full", "full-constrained"})
+DEFAULT_INTERVAL = 128
+_PARAMETER_FIELDS = ("params", "set", "method_params")
+
+
+class RunState(StrEnum):
+    """The verdict on a run; only `valid` runs are ranked."""
+
+    VALID = "valid"
+    INCOMPLETE = "incomplete"
+    BUDGET_NOT_APPLIED = "budget_not_applied"
+    DRIFT = "drift"
+
+
+class Validity(BaseModel):
+    """The verdict on a run with all its reasons.
+
+    Attributes
+    ----------
+    state : RunState
+        The gravest finding.
+    reasons : list of str
+        Every finding, one line each; empty for a valid run.
+    triggered_samples, samples : int
+        Samples with at least one event; samples with at least one trial.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    state: RunState
+    reasons: list[str]
+    triggered_samples: int
+    samples: int
+
+
+def assess(
+    spec: Mapping[str, Any],
+    trials: Sequence[TrialRecord],
+    expected: int | None = None,
+    reference: Sequence[TrialRecord] | None = None,
+) -> Validity:
+    """Judge a run by the records that count.
+
+    Prompts that drifted weigh most, then a budget that was exceeded, then missing trials, then a
+    method that never triggered (which missing trials might still show to be wrong).
+
+    Parameters
+    ----------
+    spec : mapping
+        The resolved spec; read are `method`, `budget` and `interval`.
+    trials : sequence of TrialRecord
+        The last record of each (sample, trial).
+    expected : int, optional
+        Samples times trials; `spec["expected_trials"]` if not given.
+    reference : sequence of TrialRecord, optional
+        Trials of an arm that must have had the same prompts.
+    """
+    if expected is None:
+        expected = spec.get("expected_trials")
+    findings = [
+        (RunState.DRIFT, _drifted(trials, reference or ())),
+        (RunState.BUDGET_NOT_APPLIED, _exceeded(spec, trials)),
+        (RunState.INCOMPLETE, _missing(trials, expected)),
+        (RunState.BUDGET_NOT_APPLIED, _never_triggered(spec, trials)),
+    ]
+    found = [(state, reason) for state, reason in findings if reason is not None]
+    return Validity(
+        state=found[0][0] if found else RunState.VALID,
+        reasons=[reason for _, reason in found],
+        triggered_samples=len(triggered_samples(trials)),
+        samples=len({record.sample_id for record in trials}),
+    )
+
+
+def budget_bound(spec: Mapping[str, Any], record: TrialRecord) -> int | None:
+    """Return the most live tokens the budget allows this trial; None where there is no budget.
+
+    That is B + Δ + the longest single prefill, all in tokens per (layer, KV head).
+    """
+    budget = spec.get("budget")
+    if budget is None or not _is_compressed(spec):
+        return None
+    return int(budget) + _interval(spec) + record.kv.longest_prefill
+
+
+def triggered_samples(trials: Sequence[TrialRecord]) -> set[str]:
+    """Return the ids of the samples with at least one event."""
+    return {record.sample_id for record in trials if record.kv.events}
+
+
+def _is_compressed(spec: Mapping[str, Any]) -> bool:
+    method = str(spec.get("method", "full")).partition("@")[0]
+    return method not in UNCOMPRESSED and spec.get("budget") is not None
+
+
+def _interval(spec: Mapping[str, Any]) -> int:
+    """Return Δ: from the spec itself, else from the method's parameters, else the default."""
+    places = [spec, *(spec.get(name) for name in _PARAMETER_FIELDS)]
+    for place in places:
+        if isinstance(place, Mapping) and place.get("interval") is not None:
+            return int(place["interval"])
+    return DEFAULT_INTERVAL
+
+
+def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
+    excess = [
+        (record.kv.peak_live - bound, record)
+        for record in trials
+        if (bound := budget_bound(spec, record)) is not None and record.kv.peak_live > bound
+    ]
+    if not excess:
+        return None
+    over, worst = max(excess, key=lambda item: item[0])
+    return (
+        f"{len(excess)} trials exceeded the budget; worst: sample {worst.sample_id} trial "
+        f"{worst.trial} held {worst.kv.peak_live} tokens, {over} over the bound "
+        f"{spec['budget']} + {_interval(spec)} + {worst.kv.longest_prefill} "
+        "(budget + interval + longest prefill)"
+    )
+
+
+def _never_triggered(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
+    if not trials or not _is_compressed(spec) or triggered_samples(trials):
+        return None
+    longest = max(record.kv.logical for record in trials)
+    relation = "<=" if longest <= int(spec["budget"]) else ">"
+    return f"never triggered; logical tokens at most {longest} {relation} budget {spec['budget']}"
+
+
+def _missing(trials: Sequence[TrialRecord], expected: int | None) -> str | None:
+    finished = sum(record.finished for record in trials)
+    wanted = max(expected or 0, len(trials))
+    if finished >= wanted and trials:
+        return None
+    return f"{finished} of {wanted} trials finished" if wanted else "no trials"
+
+
+def _drifted(trials: Sequence[TrialRecord], reference: Sequence[TrialRecord]) -> str | None:
+    theirs = {record.key: record.prompt_sha for record in reference if record.prompt_sha}
+    shared = [record for record in trials if record.prompt_sha and record.key in theirs]
+    different = [record for record in shared if record.prompt_sha != theirs[record.key]]
+    if not different:
+        return None
+    return (
+        f"prompts differ from the other arm in {len(different)} of {len(shared)} trials, "
+        f"first in sample {different[0].sample_id} trial {different[0].trial}"
+    )

@@ -1,0 +1,168 @@
+"""The micro model's tokenizer: byte-level BPE over a closed vocabulary, built rather than trained.
+
+Every merge is written down by rule, so that a code is always two tokens (its syllables), a name is
+always one, and the words of the chat template are one each. Any other text falls back to syllables
+and bytes and comes back unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
+from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, train_seed
+from agentbench_kv.adapters.micro.words import NAMES, SYLLABLES
+
+__all__ = ["MARKERS", "SPECIALS", "build_tokenizer", "chat_template"]
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Tokens that decoding may skip."""
+
+MARKERS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+"""Tokens that are text: they survive decoding, as the parsers of serving engines expect."""
+
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's pre-tokenizer, so that every engine knows it."""
+
+PADDED_TO = 64
+HANDLE_PIECE = re.compile(r"[/#:=@~+,][a-z]+|[a-z]{4}")
+
+
+def chat_template() -> str:
+    """Read the chat template that ships beside this module."""
+    return Path(__file__).with_name("chat_template.jinja").read_text("utf-8")
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer; the same one every time."""
+    merges = _Merges()
+    merges.add_all(SYLLABLES)
+    syllables = set(merges.vocabulary)
+    merges.add_all(NAMES)
+    merges.add_all(_words())
+    clashes = [pair for pair in merges.merges if pair[0] in syllables and pair[1] in syllables]
+    clashes = [pair for pair in clashes if len(pair[0]) == len(pair[1]) == 2]
+    if clashes:
+        raise ValueError(f"merges {clashes} would glue the syllables of a code together")
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *MARKERS])}
+    for token in merges.vocabulary:
+        vocabulary[token] = len(vocabulary)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges.merges))
+    core.pre_tokenizer = _pre_tokenizer()
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
+    return _wrapped(core)
+
+
+def _wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+    )
+    wrapped.chat_template = chat_template()
+    return wrapped
+
+
+class _Merges:
+    """A BPE merge table that grows by whole words, each spelled from what is there already."""
+
+    def __init__(self) -> None:
+        self.vocabulary = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+        self.merges: list[tuple[str, str]] = []
+        self._ranks: dict[tuple[str, str], int] = {}
+
+    def add_all(self, words: Iterable[str]) -> None:
+        for word in words:
+            self._add(word)
+
+    def _add(self, word: str) -> None:
+        pieces = self._spell(word)
+        while len(pieces) > 1:
+            self._merge(pieces[0], pieces[1])
+            # Spelling anew: an older merge may apply to the result.
+            pieces = self._spell(word)
+
+    def _merge(self, left: str, right: str) -> None:
+        self._ranks[left, right] = len(self.merges)
+        self.merges.append((left, right))
+        self.vocabulary[left + right] = None
+
+    def _spell(self, word: str) -> list[str]:
+        pieces = list(word)
+        while True:
+            ranked = [
+                (self._ranks[pair], place)
+                for place, pair in enumerate(zip(pieces, pieces[1:], strict=False))
+                if pair in self._ranks
+            ]
+            if not ranked:
+                return pieces
+            place = min(ranked)[1]
+            pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+
+
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _words() -> list[str]:
+    """Collect what the template and the episodes' fixed texts are made of, most frequent first."""
+    splitter = _pre_tokenizer()
+    counts: Counter[str] = Counter()
+    for text in _texts():
+        counts.update(piece for piece, _ in splitter.pre_tokenize_str(text))
+    fixed = {word: count for word, count in counts.items() if not _random(word)}
+    return sorted(fixed, key=lambda word: (-fixed[word], word))
+
+
+def _random(piece: str) -> bool:
+    """Tell pieces of handles, which must stay apart, from words."""
+    fixed = {"sess", "pass", "crew", "keep", "done", "door", "page", "port", "plan", "name", "type"}
+    fixed |= {"open", "scan", "ship", "read", "slip", "gate", "user", "tool"}
+    return bool(HANDLE_PIECE.fullmatch(piece)) and piece not in fixed
+
+
+def _texts() -> Iterator[str]:
+    """Yield sample texts, cut at the markers."""
+    yield from ("system", "user", "assistant", "\n", "\n\n", "<tools>\n{}\n</tools>", "keep", "done")
+    yield TRIGGER
+    for index, profile in enumerate((*CURRICULUM, *PROFILES.values())):
+        for seed in range(8):
+            episode = generate(train_seed(1 << 40 | index << 8 | seed), profile)
+            yield f"{episode.system}\n\n<tools>\n"
+            yield from (json.dumps(tool) + "\n" for tool in episode.tools)
+            listed = cursors(episode, len(episode.turns))
+            raws = [auxiliary_reply(listed), auxiliary_reply(listed[:1])]
+            for turn in episode.turns:
+                yield turn.text
+                yield from (f"\n{call.result_json(7)}\n" for call in turn.calls)
+                raws += [call.raw for call in turn.calls] + [turn.reply.raw]
+            marker = "|".join(map(re.escape, MARKERS))
+            yield from (part for raw in raws for part in re.split(marker, raw))

@@ -1,0 +1,118 @@
+"""The HTTP line to the server."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from agentbench_kv.adapters.bfcl.completions import (
+    CancelledError,
+    Completions,
+    ContextLimitError,
+    Endpoint,
+    EndpointError,
+    UnreachableError,
+)
+
+
+class Canceller:
+    def __init__(self):
+        self.cancelled = threading.Event()
+        self.action = None
+
+    def register(self, action):
+        self.action = action
+
+    def cancel(self):
+        self.cancelled.set()
+        if self.action:
+            self.action()
+
+
+def line(url, canceller=None, key=None, timeout_s=5.0):
+    canceller = canceller or Canceller()
+    return Completions(
+        Endpoint.of(url),
+        "s1",
+        {"max_tokens": 5, "seed": 3},
+        key,
+        timeout_s,
+        canceller.cancelled,
+        canceller.register,
+    )
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_base_url_with_and_without_version(endpoint, suffix):
+    endpoint.scripts["s1"] = ["Grüße"]
+    answer = line(endpoint.url + suffix).complete("prompt")
+    assert (answer.text, answer.finish_reason) == ("Grüße", "stop")
+    assert answer.usage["prompt_tokens"] == 1
+
+
+def test_what_is_sent(endpoint):
+    line(endpoint.url, key="k").complete("p")
+    wanted = {"model": "scripted", "max_tokens": 5, "seed": 3, "prompt": "p"}
+    assert endpoint.bodies["s1"] == [wanted]
+    assert endpoint.headers["Authorization"] == "Bearer k"
+
+
+def test_waits_for_a_busy_server(endpoint):
+    endpoint.busy_answers = 3
+    started = time.monotonic()
+    line(endpoint.url).complete("p")
+    assert time.monotonic() - started >= 0.3
+    assert len(endpoint.prompts["s1"]) == 1
+
+
+def test_gives_up_on_a_server_that_stays_busy(endpoint):
+    endpoint.busy_answers = 1000
+    with pytest.raises(EndpointError, match="HTTP 429"):
+        line(endpoint.url, timeout_s=0.5).complete("p")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        ((500, {"error": "boom"}), EndpointError),
+        ((400, {"error": {"code": "bad_request"}}), EndpointError),
+        ((400, {"error": {"code": "context_length_exceeded"}}), ContextLimitError),
+        ((200, {"choices": []}), EndpointError),
+        ((200, {"choices": [{"text": None}]}), EndpointError),
+        ((200, []), EndpointError),
+    ],
+)
+def test_errors(endpoint, failure, kind):
+    endpoint.failure = failure
+    with pytest.raises(kind):
+        line(endpoint.url).complete("p")
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(UnreachableError, match=f"127.0.0.1:{port}"):
+        line(f"http://127.0.0.1:{port}").complete("p")
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "localhost:80", "", "http://"])
+def test_not_a_url(url):
+    with pytest.raises(EndpointError, match="not an http"):
+        Endpoint.of(url)
+
+
+def test_cancelling_breaks_off_a_read(endpoint):
+    endpoint.release.clear()
+    canceller = Canceller()
+    threading.Timer(0.3, canceller.cancel).start()
+    started = time.monotonic()
+    with pytest.raises(CancelledError):
+        line(endpoint.url, canceller, timeout_s=30).complete("p")
+    assert time.monotonic() - started < 3
+
+
+def test_server_that_does_not_answer_in_time(endpoint):
+    endpoint.release.clear()
+    with pytest.raises(UnreachableError, match="TimeoutError"):
+        line(endpoint.url, timeout_s=0.3).complete("p")

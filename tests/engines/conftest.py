@@ -1,0 +1,103 @@
+"""Tiny random decoders of every supported family, and helpers to drive an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentbench_kv.engines.base import Phase
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.registry import make_method
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def tiny(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """A random decoder with logits far enough apart for argmax to be robust."""
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **overrides}
+    made = {
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=8, **sizes)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=None, **sizes)),
+    }[family]()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6)
+    return made.eval()
+
+
+class ModuloPhase:
+    """Labels a token by its id, so that all phases occur."""
+
+    def label(self, token: int) -> Phase:
+        return Phase(token % 4)
+
+
+def start(engine: EmbeddedEngine, name: str, ids: list[int]) -> None:
+    """Open a session and queue its prompt."""
+    engine.open(name, ModuloPhase())
+    engine.extend(name, ids, [Phase(token % 4) for token in ids])
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
+    """Build engines over tiny models; shut down afterwards."""
+    made: list[EmbeddedEngine] = []
+
+    def build(
+        model: Any = None,
+        method: str = "full",
+        budget: int | None = None,
+        settings: dict[str, Any] | None = None,
+        recorder: Any = None,
+        **options: Any,
+    ) -> EmbeddedEngine:
+        chosen = EngineOptions(
+            model="tiny", method=make_method(method, budget, settings), **options
+        )
+        network = tiny("qwen3") if model is None else model
+        engine = EmbeddedEngine.create(chosen, model=network, recorder=recorder)
+        made.append(engine)
+        return engine
+
+    yield build
+    for engine in made:
+        engine.shutdown()
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., Any]:
+    return tiny
+
+
+@pytest.fixture
+def start_session() -> Callable[[EmbeddedEngine, str, list[int]], None]:
+    return start

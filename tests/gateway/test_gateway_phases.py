@@ -1,0 +1,266 @@
+"""The phase machine against a reference that works on characters."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from agentbench_kv.engines.base import Phase
+from agentbench_kv.gateway.families import CHATML, HARMONY, LLAMA3, PLAIN
+from agentbench_kv.gateway.phases import PhaseMachine, PhaseTable
+from agentbench_kv.gateway.tokens import TokenCodec
+
+OPEN = {"<think>": Phase.THINK, "<tool_call>": Phase.ACT, "<tool_response>": Phase.TOOL}
+CLOSE = {"</think>": Phase.THINK, "</tool_call>": Phase.ACT, "</tool_response>": Phase.TOOL}
+OWNERS = {"assistant": {Phase.THINK, Phase.ACT}, "user": {Phase.TOOL}}
+STRUCTURE = ["<|im_start|>", "<|im_end|>"]
+ALL = [*OPEN, *CLOSE, *STRUCTURE]
+
+
+class Characters:
+    """Phases of a ChatML text, one character (or one whole marker) at a time."""
+
+    def __init__(self) -> None:
+        self.role: str | None = None
+        self.header: str | None = None
+        self.stack: list[Phase] = []
+
+    def here(self) -> Phase:
+        if self.stack:
+            return self.stack[-1]
+        return Phase.TOOL if self.role == "tool" else Phase.OTHERS
+
+    def character(self, char: str) -> Phase:
+        if self.header is not None:
+            if char == "\n":
+                self.role, self.header = self.header, None
+                return self.here()
+            self.header += char
+            return Phase.TOOL if self.header == "tool" else Phase.OTHERS
+        return self.here()
+
+    def marker(self, marker: str) -> Phase:
+        if marker == "<|im_start|>":
+            self.role, self.header, self.stack = None, "", []
+            return Phase.OTHERS
+        if marker == "<|im_end|>":
+            self.stack = []
+            phase = self.here()
+            self.role = self.header = None
+            return phase
+        return self.span(marker)
+
+    def span(self, marker: str) -> Phase:
+        phase = OPEN.get(marker, CLOSE.get(marker, Phase.OTHERS))
+        if phase not in OWNERS.get(self.role or "", set()):
+            return self.here()
+        if marker in OPEN:
+            if phase not in self.stack:
+                self.stack.append(phase)
+            return phase
+        if phase not in self.stack:
+            return self.here()
+        while self.stack.pop() != phase:
+            pass
+        return phase
+
+
+def reference(codec: TokenCodec, tokens: list[int]) -> list[Phase]:
+    """Label tokens through the characters they consist of (ASCII texts only)."""
+    single = {codec.added[m]: m for m in ALL if m in codec.added}
+    textual = [m for m in ALL if m not in codec.added]
+    chars, text, labels = Characters(), "", []
+    for token in tokens:
+        if token in single:
+            labels.append(chars.marker(single[token]))
+            text = ""
+            continue
+        label, completed = Phase.OTHERS, None
+        for char in codec.piece(token):
+            in_header = chars.header is not None
+            label = chars.character(char)
+            text = "" if in_header else text + char
+            done = next((m for m in textual if text.endswith(m)), None)
+            if done and chars.role is not None:
+                owned = chars.here()
+                phase = OPEN.get(done, CLOSE.get(done, Phase.OTHERS))
+                label = chars.span(done)
+                if phase in OWNERS.get(chars.role, set()):
+                    completed = label
+                else:
+                    label = owned
+        labels.append(label if completed is None else completed)
+    return labels
+
+
+def transcript(rng: random.Random) -> str:
+    """Return a random conversation, well-formed or not."""
+    words = ["the", " weather", "\n", " ok", "{", '"x"', " tool", "<", "think>", "toolbox\n", ">"]
+    parts = []
+    for _ in range(rng.randrange(1, 7)):
+        role = rng.choice(["system", "user", "user", "assistant", "assistant", "tool", "toolbox"])
+        body = []
+        for _ in range(rng.randrange(0, 8)):
+            kind = rng.random()
+            if kind < 0.35:
+                body.append(rng.choice([*OPEN, *CLOSE]))
+            elif kind < 0.5:
+                name = rng.choice(["think", "tool_call", "tool_response"])
+                body.append(f"<{name}>\n{rng.choice(words)}\n</{name}>")
+            else:
+                body.append("".join(rng.choices(words, k=rng.randrange(1, 5))))
+        end = "<|im_end|>\n" if rng.random() < 0.85 else ""
+        parts.append(f"<|im_start|>{role}\n{''.join(body)}{end}")
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "full_tokenizer"])
+def test_500_transcripts_match_the_reference(kind: str, request: pytest.FixtureRequest) -> None:
+    codec = TokenCodec(request.getfixturevalue(kind))
+    table = PhaseTable.for_tokenizer(codec)
+    rng = random.Random(20)
+    seen: set[Phase] = set()
+    for _ in range(500):
+        text = transcript(rng)
+        tokens = codec.encode(text)
+        labels = PhaseMachine(table).label_many(tokens)
+        expected = reference(codec, tokens)
+        assert labels == expected, [
+            (codec.piece(t), a.name, b.name)
+            for t, a, b in zip(tokens, labels, expected, strict=True)
+        ]
+        seen |= set(labels)
+    assert seen == set(Phase)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "full_tokenizer"])
+def test_any_split_gives_the_same_labels(kind: str, request: pytest.FixtureRequest) -> None:
+    codec = TokenCodec(request.getfixturevalue(kind))
+    table = PhaseTable.for_tokenizer(codec)
+    rng = random.Random(21)
+    for _ in range(100):
+        tokens = codec.encode(transcript(rng))
+        whole = PhaseMachine(table).label_many(tokens)
+        machine, labels, at = PhaseMachine(table), [], 0
+        while at < len(tokens):
+            size = rng.randrange(1, 9)
+            machine = machine.copy()
+            labels += machine.label_many(tokens[at : at + size])
+            at += size
+        assert labels == whole
+        one = PhaseMachine(table)
+        assert [one.label(token) for token in tokens] == whole
+
+
+def labelled(tokenizer: Any, text: str) -> list[tuple[str, str]]:
+    codec = TokenCodec(tokenizer)
+    tokens = codec.encode(text)
+    phases = PhaseMachine(PhaseTable.for_tokenizer(codec)).label_many(tokens)
+    runs: list[tuple[str, str]] = []
+    for token, phase in zip(tokens, phases, strict=True):
+        if runs and runs[-1][1] == phase.name:
+            runs[-1] = (runs[-1][0] + codec.piece(token), phase.name)
+        else:
+            runs.append((codec.piece(token), phase.name))
+    return runs
+
+
+def test_both_forms_of_tool_messages(full_tokenizer: Any) -> None:
+    assert labelled(full_tokenizer, "<|im_start|>tool\n1<|im_end|>\n") == [
+        ("<|im_start|>", "OTHERS"),
+        ("tool\n1<|im_end|>", "TOOL"),
+        ("\n", "OTHERS"),
+    ]
+    text = "<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n"
+    assert labelled(full_tokenizer, text) == [
+        ("<|im_start|>user\n", "OTHERS"),
+        ("<tool_response>\n1\n</tool_response>", "TOOL"),
+        ("<|im_end|>\n", "OTHERS"),
+    ]
+
+
+def test_a_marker_of_several_tokens_starts_its_phase_where_it_is_complete(tokenizer: Any) -> None:
+    runs = labelled(tokenizer, "<|im_start|>user\n<tool_response>\n1\n</tool_response> and")
+    assert "".join(text for text, phase in runs if phase == "TOOL").endswith("1\n</tool_response>")
+    assert runs[0][0].startswith("<|im_start|>user\n")
+    assert runs[-1] == (" and", "OTHERS")
+
+
+def test_spans_nest_and_end_with_their_message(tokenizer: Any) -> None:
+    text = "<|im_start|>assistant\n<think>a<tool_call>b</tool_call>c<|im_end|>\n<|im_start|>user\nd"
+    assert labelled(tokenizer, text) == [
+        ("<|im_start|>assistant\n", "OTHERS"),
+        ("<think>a", "THINK"),
+        ("<tool_call>b</tool_call>", "ACT"),
+        ("c", "THINK"),
+        ("<|im_end|>\n<|im_start|>user\nd", "OTHERS"),
+    ]
+
+
+class Vocabulary:
+    """A tokenizer whose tokens are its added tokens and single characters."""
+
+    def __init__(self, added: list[str]) -> None:
+        self.names = added
+        self.added_tokens_decoder: dict[int, Any] = {}
+        self.all_special_ids: list[int] = []
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {name: 1000 + index for index, name in enumerate(self.names)}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        ids = []
+        while text:
+            name = next((n for n in self.names if text.startswith(n)), text[0])
+            ids.append(self.get_added_vocab().get(name, ord(name[0])))
+            text = text[len(name) :]
+        return ids
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(self.names[i - 1000] if i >= 1000 else chr(i) for i in ids)
+
+
+def test_llama3_is_a_table() -> None:
+    names = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]
+    vocabulary = Vocabulary(names)
+    assert PhaseTable.for_tokenizer(vocabulary).family is LLAMA3
+    text = (
+        "<|start_header_id|>assistant<|end_header_id|>\n\n<|python_tag|>{}<|eot_id|>"
+        "<|start_header_id|>ipython<|end_header_id|>\n\n7<|eot_id|>"
+    )
+    assert labelled(vocabulary, text) == [
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n", "OTHERS"),
+        ("<|python_tag|>{}", "ACT"),
+        ("<|eot_id|><|start_header_id|>ipytho", "OTHERS"),
+        ("n<|end_header_id|>\n\n7<|eot_id|>", "TOOL"),
+    ]
+
+
+def test_harmony_is_a_table() -> None:
+    names = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"]
+    vocabulary = Vocabulary(names)
+    assert PhaseTable.for_tokenizer(vocabulary).family is HARMONY
+    text = (
+        "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>ok<|return|>"
+    )
+    runs = labelled(vocabulary, text)
+    assert [(part.strip(), phase) for part, phase in runs] == [
+        ("<|start|>assistant<|channel|>analysi", "OTHERS"),
+        ("s<|message|>hm<|end|>", "THINK"),
+        ("<|start|>assistant<|channel|>commentary to", "OTHERS"),
+        ("=functions.f<|message|>{}<|call|>", "ACT"),
+        ("<|start|>functions", "OTHERS"),
+        (".f to=assistant<|channel|>commentary<|message|>7<|end|>", "TOOL"),
+        ("<|start|>assistant<|channel|>final<|message|>ok<|return|>", "OTHERS"),
+    ]
+
+
+def test_a_vocabulary_without_markers_is_all_others(tokenizer: Any) -> None:
+    assert PhaseTable.for_tokenizer(Vocabulary([])).family is PLAIN
+    assert {phase for _, phase in labelled(Vocabulary([]), "<think>x</think>")} == {"OTHERS"}
+    assert PhaseTable.for_tokenizer(tokenizer).family is CHATML

@@ -1,0 +1,48 @@
+"""`kvbench serve`: what reaches the engine and the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agentbench_kv.cli.serve import serve
+from agentbench_kv.engines.scripted import ScriptedEngine
+from agentbench_kv.errors import UsageError
+
+
+@pytest.fixture
+def asked(
+    monkeypatch: pytest.MonkeyPatch, engine_of: Callable[..., ScriptedEngine]
+) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def build(*args: Any, **options: Any) -> ScriptedEngine:
+        seen.update(build=args, options=options)
+        return engine_of("x")
+
+    def run(gateway: Any, host: str, port: int, settings: Any) -> None:
+        seen.update(gateway=gateway, host=host, port=port, settings=settings)
+
+    monkeypatch.setattr("agentbench_kv.runner.build_engine", build)
+    monkeypatch.setattr("agentbench_kv.gateway.server.run_server", run)
+    return seen
+
+
+def test_options_and_their_variables(asked: dict[str, Any]) -> None:
+    arguments = ["--method", "agentkv", "--budget", "64", "--set", "window=8", "--port", "9"]
+    variables = {"KVBENCH_API_KEY": "k", "KVBENCH_HOST": "0.0.0.0", "KVBENCH_MAX_SESSIONS": "3"}
+    result = CliRunner().invoke(serve, arguments, env=variables, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert asked["build"] == ("embedded", "micro", "agentkv", 64, {"window": "8"})
+    assert asked["options"]["concurrency"] == 16
+    assert (asked["host"], asked["port"], asked["settings"].api_key) == ("0.0.0.0", 9, "k")
+    assert asked["gateway"].max_sessions == 3
+
+
+def test_an_open_door_is_refused_before_anything_starts(asked: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="KVBENCH_API_KEY"):
+        CliRunner().invoke(serve, ["--host", "0.0.0.0"], catch_exceptions=False)
+    assert not asked

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results import rundir, runinfo
+from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.runinfo import STALE_S, RunStatus, read_info, write_info
+from agentbench_kv.results.store import RunStore, nearest, prefix_parts, run_id
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return RunStore(tmp_path / "runs")
+
+
+def rewrite(path, **changes):
+    write_info(path, read_info(path).model_copy(update=changes))
+
+
+def test_the_run_id_is_readable_and_safe(spec):
+    name = run_id(prefix_parts(spec), spec)
+    prefix, _, digest = name.rpartition("-")
+    assert prefix == "micro_recall-1k-agentkv-b256-micro-s3"
+    assert len(digest) == 10
+    assert int(digest, 16) >= 0
+    wild = run_id(["../..", "a/b c", "", "é" * 500, "." * 9], {})
+    assert "/" not in wild
+    assert not wild.startswith(".")
+    assert len(wild) < 200
+    assert prefix_parts({"budget": None, "model": "org/name/"})[2:4] == ["bnone", "name"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(spec=st.dictionaries(st.text(max_size=5), json_values, min_size=1), data=st.data())
+def test_the_run_id_ignores_the_order_of_keys_and_sees_every_value(spec, data):
+    shuffled = dict(data.draw(st.permutations(list(spec.items()))))
+    assert run_id(["x"], shuffled) == run_id(["x"], spec)
+    name = data.draw(st.sampled_from(sorted(spec)))
+    assert run_id(["x"], spec | {name: "another value"}) != run_id(["x"], spec)
+
+
+@pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}])
+def test_a_spec_without_an_exact_json_form_is_refused(value):
+    with pytest.raises(UsageError, match="cannot be written as JSON"):
+        run_id(["x"], {"odd": value})
+
+
+def test_a_clean_exit_completes_and_an_exception_fails_the_run(store, spec):
+    with store.open("a", spec):
+        assert RunReader(store.root / "a").info.status is RunStatus.RUNNING
+    assert RunReader(store.root / "a").info.status is RunStatus.COMPLETE
+
+    def crash():
+        with store.open("b", spec):
+            raise RuntimeError("engine fell over")
+
+    with pytest.raises(RuntimeError):
+        crash()
+    info = RunReader(store.root / "b").info
+    assert (info.status, info.error) == (RunStatus.FAILED, "RuntimeError: engine fell over")
+
+
+def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make_trial):
+    with store.open("a", spec, {"git": "1", "gpu": None}, expected_trials=3) as run:
+        run.append_trial(make_trial("x"))
+        time.sleep(0.05)
+    first = run.info
+    with store.open("a", spec, {"git": "2", "gpu": None}) as run:
+        run.annotate({"git": "3", "engine": "9"})
+        assert run.finished_trials() == {("x", 0)}
+        run.append_trial(make_trial("y"))
+        time.sleep(0.05)
+    last = run.info
+    assert first.wall_s >= 0.05
+    assert last.wall_s >= first.wall_s + 0.05
+    assert last.created == first.created
+    assert last.expected_trials == 3
+    assert last.provenance == {"git": "1", "gpu": None, "engine": "9"}
+    assert last.resumes[0].changed == {"git": ("1", "3")}
+
+
+def test_annotations_and_expectations_reach_the_disk(store, spec):
+    with store.open("a", spec, {"git": "1"}) as run:
+        run.annotate({"template_sha": "abc", "when": rundir.Path("/x")})
+        run.expect(12)
+        info = RunReader(run.path).info
+    assert info.provenance == {"git": "1", "template_sha": "abc", "when": "/x"}
+    assert info.expected_trials == 12
+
+
+def test_the_last_record_of_a_trial_wins(store, spec, make_trial):
+    with store.open("a", spec) as run:
+        for status in ("infra_error", "infra_error", "timeout"):
+            run.append_trial(make_trial("x", status=status))
+        run.append_trial(make_trial("y", status="infra_error"))
+        assert [record.status for record in run.trials()] == ["timeout", "infra_error"]
+        assert run.finished_trials() == {("x", 0)}
+        assert run.infra_errors() == {("x", 0): 2, ("y", 0): 1}
+
+
+def test_turns_of_an_abandoned_attempt_are_dropped(store, spec):
+    def turns(*indexes, **fields):
+        return [TurnRecord(sample_id="x", trial=0, turn=i, **fields) for i in indexes]
+
+    with store.open("a", spec) as run:
+        run.append_turns(turns(0, 1, 2, 3, events=1))
+        run.append_turns([])
+        run.append_turns(turns(0, 1))
+        assert run.turns() == turns(0, 1)
+
+
+def test_another_spec_in_the_same_directory_is_refused(store, spec):
+    store.open("a", spec).close()
+    for other in (spec | {"budget": 512}, spec | {"extra": 1}, {"task": spec["task"]}):
+        with pytest.raises(UsageError, match="another spec") as caught:
+            store.open("a", other)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_second_writer_in_the_same_process_is_refused(store, spec):
+    with store.open("a", spec), pytest.raises(UsageError, match=f"pid {os.getpid()}"):
+        store.open("a", spec)
+    store.open("a", spec).close()
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"age": 0}, True),
+        ({"age": STALE_S - 10}, True),
+        ({"age": STALE_S}, False),
+        ({"age": -3600}, True),
+        ({"age": 0, "status": RunStatus.FAILED}, False),
+    ],
+)
+def test_another_machine_holds_the_run_while_its_heartbeat_is_fresh(store, spec, change, refused):
+    store.open("a", spec).close()
+    change = {"status": RunStatus.RUNNING, "host": "elsewhere", "pid": 1} | change
+    rewrite(store.root / "a", heartbeat=time.time() - change.pop("age"), **change)
+    if not refused:
+        store.open("a", spec).close()
+        return
+    with pytest.raises(UsageError, match=r"pid 1 on elsewhere \(heartbeat \d+ s ago\)"):
+        store.open("a", spec)
+
+
+def test_the_same_pid_after_a_restart_does_not_hold_the_run(store, spec):
+    """A restarted container gives the new process the pid of the dead one."""
+    store.open("a", spec).close()
+    rewrite(store.root / "a", status=RunStatus.RUNNING, heartbeat=time.time(), owner="before")
+    assert RunReader(store.root / "a").interrupted
+    store.open("a", spec).close()
+
+
+def test_the_heartbeat_is_refreshed_in_the_background(store, spec, monkeypatch):
+    monkeypatch.setattr(rundir, "BEAT_S", 0.01)
+    with store.open("a", spec) as run:
+        before = run.info
+        deadline = time.monotonic() + 10
+        while run.info.heartbeat == before.heartbeat and time.monotonic() < deadline:
+            time.sleep(0.01)
+        after = run.info
+    assert after.heartbeat > before.heartbeat
+    assert after.wall_s > before.wall_s
+
+
+def test_a_writer_whose_run_was_taken_over_stops(store, spec, make_trial, monkeypatch):
+    run = store.open("a", spec)
+    run.append_trial(make_trial("mine"))
+    rewrite(run.path, owner="thief", pid=4242, host="elsewhere")
+    real = time.time
+    monkeypatch.setattr(rundir.time, "time", lambda: real() + 2 * STALE_S)
+    with pytest.raises(UsageError, match="taken over by pid 4242 on elsewhere"):
+        run.append_trial(make_trial("late"))
+    with pytest.raises(UsageError, match="taken over"):
+        run.close()
+    assert run.info.owner == "thief"
+    assert run.finished_trials() == {("mine", 0)}
+
+
+def test_a_suspended_writer_that_kept_its_run_goes_on(store, spec, make_trial, monkeypatch):
+    with store.open("a", spec) as run:
+        real = time.time
+        monkeypatch.setattr(rundir.time, "time", lambda: real() + 2 * STALE_S)
+        run.append_trial(make_trial("late"))
+        assert run.finished_trials() == {("late", 0)}
+
+
+def test_many_threads_append_whole_lines(store, spec, make_trial):
+    with store.open("a", spec) as run:
+
+        def work(worker):
+            for trial in range(10):
+                run.append_trial(make_trial(f"s{worker}", trial))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(run.finished_trials()) == 60
+        assert not run.trial_lines().alien
+
+
+def test_transcripts_of_any_sample_id_stay_inside_the_run(store, spec, make_trial):
+    ids = ["a/b", "a_b", "../../etc/passwd", "", ".", "A" * 900, "é\ud800", "a b", "A_B"]
+    with store.open("a", spec) as run:
+        paths = {run.save_transcript(name, 0, {"id": name}) for name in ids}
+        assert len({path.lower() for path in paths}) == len(ids)
+        for path in paths:
+            assert (run.path / path).resolve().parent == (run.path / "transcripts").resolve()
+        name = run.save_transcript("x", 1, [{"role": "user", "content": "\ud800"}])
+        assert run.transcript(make_trial("x", 1, transcript=name))[0]["content"] == "\ud800"
+        assert run.transcript(make_trial("x", 1)) is None
+
+
+def test_a_transcript_path_out_of_the_run_is_not_followed(store, spec, make_trial):
+    store.root.mkdir()
+    (store.root / "secret.json").write_text("1")
+    with store.open("a", spec) as run:
+        assert run.transcript(make_trial(transcript="../secret.json")) is None
+
+
+def test_leftovers_of_a_killed_process_are_removed(store, spec):
+    store.open("a", spec).close()
+    leftover = store.root / "a" / ".run.json.1.2.tmp"
+    leftover.write_text("half")
+    store.open("a", spec).close()
+    assert not leftover.exists()
+
+
+def test_a_place_that_cannot_be_a_folder_is_one_clear_line(tmp_path, spec):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrerequisiteError, match="cannot write") as caught:
+        RunStore(tmp_path / "file").open("a", spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_deleted_run_directory_is_noticed(store, spec, make_trial):
+    run = store.open("a", spec)
+    shutil.rmtree(run.path)
+    with pytest.raises(PrerequisiteError, match="cannot write"):
+        run.append_trial(make_trial())
+    with pytest.raises(PrerequisiteError, match="cannot write"):
+        run.close()
+
+
+def test_a_closing_error_never_hides_the_real_one(store, spec):
+    def crash():
+        with store.open("a", spec) as run:
+            shutil.rmtree(run.path)
+            raise KeyError("the real one")
+
+    with pytest.raises(KeyError, match="the real one"):
+        crash()
+
+
+def test_a_broken_run_json_is_one_clear_line(store, spec):
+    store.open("a", spec).close()
+    (store.root / "a" / "run.json").write_text('{"run_id": 3')
+    with pytest.raises(UsageError, match="not a kvbench run record"):
+        store.open("a", spec)
+
+
+def test_run_json_of_a_newer_version_is_read(store, spec):
+    store.open("a", spec).close()
+    path = store.root / "a" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"newer": True}))
+    assert RunReader(path.parent).info.run_id == "a"
+
+
+def test_runs_are_found_by_path_and_id_and_near_misses_suggested(store, spec):
+    store.open("micro-agentkv-b256-1a2b", spec).close()
+    (store.root / "not-a-run").mkdir()
+    assert store.names() == ["micro-agentkv-b256-1a2b"]
+    for name in (store.names()[0], str(store.root / store.names()[0])):
+        assert store.find(name).info.spec == spec
+    for typo in ("micro-agentkv-b255-1a2b", "agentkv-B256"):
+        with pytest.raises(UsageError, match=r"did you mean micro-agentkv-b256-1a2b\?"):
+            store.find(typo)
+    with pytest.raises(UsageError, match="no run 'zzz'"):
+        store.find("zzz")
+    assert RunStore(store.root / "none").names() == []
+    assert nearest("", ["a"]) == []
+
+
+def test_a_dead_pid_is_told_from_one_we_may_not_signal(monkeypatch):
+    def refuse(_pid, _signal):
+        raise PermissionError
+
+    monkeypatch.setattr(runinfo.os, "kill", refuse)
+    assert runinfo._is_alive(1)
+
+
+def test_records_read_back_as_written(store, spec, make_trial):
+    record = make_trial("x", kv={"events": 2}, metrics={"think_right": 1, "think_asked": 2})
+    with store.open("a", spec) as run:
+        run.append_trial(record)
+        assert run.trials() == [record]
+        assert isinstance(run.trials()[0], TrialRecord)
+        assert run.engine_log.parent == run.path

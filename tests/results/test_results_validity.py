@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+
+from agentbench_kv.results.validity import assess, budget_bound
+
+BUDGET, INTERVAL, PREFILL = 256, 128, 90
+BOUND = BUDGET + INTERVAL + PREFILL
+
+
+@pytest.fixture
+def compressed(make_trial):
+    """Build one trial of a compressed run with one event and the given peak."""
+
+    def build(sample="s0", peak=BOUND, events=1, logical=900, **fields):
+        kv = {"peak_live": peak, "longest_prefill": PREFILL, "events": events, "logical": logical}
+        return make_trial(sample, kv=kv, **fields)
+
+    return build
+
+
+@pytest.mark.parametrize(("peak", "state"), [(BOUND, "valid"), (BOUND + 1, "budget_not_applied")])
+def test_the_bound_itself_is_within_the_budget(spec, compressed, peak, state):
+    record = compressed(peak=peak)
+    assert budget_bound(spec, record) == BOUND
+    assert assess(spec, [record], expected=1).state == state
+
+
+def test_the_worst_sample_is_named_with_its_figures(spec, compressed):
+    trials = [
+        compressed("mild", BOUND + 3),
+        compressed("worst", BOUND + 50),
+        compressed("fine", BOUND),
+    ]
+    (reason,) = assess(spec, trials, expected=3).reasons
+    assert "2 trials" in reason
+    assert f"sample worst trial 0 held {BOUND + 50} tokens, 50 over" in reason
+    assert "256 + 128 + 90" in reason
+
+
+def test_a_failed_trial_is_evidence_too(spec, compressed):
+    trials = [compressed("a"), compressed("b", BOUND + 1, status="timeout")]
+    assert assess(spec, trials).state == "budget_not_applied"
+
+
+@pytest.mark.parametrize("logical", [BUDGET, BUDGET + 1])
+def test_a_compressed_run_that_never_triggered_did_not_apply_its_budget(spec, compressed, logical):
+    trials = [compressed(name, 200, events=0, logical=logical) for name in "ab"]
+    verdict = assess(spec, trials, expected=2)
+    relation = "<=" if logical == BUDGET else ">"
+    assert verdict.state == "budget_not_applied"
+    assert verdict.reasons == [
+        f"never triggered; logical tokens at most {logical} {relation} budget 256"
+    ]
+    assert (verdict.triggered_samples, verdict.samples) == (0, 2)
+
+
+def test_one_triggered_sample_is_enough(spec, compressed):
+    trials = [compressed("a", events=0), compressed("b", events=1), compressed("b", trial=1)]
+    verdict = assess(spec, trials, expected=3)
+    assert (verdict.state, verdict.triggered_samples, verdict.samples) == ("valid", 1, 2)
+
+
+@pytest.mark.parametrize("method", ["full", "full-constrained", "full@any"])
+def test_runs_without_compression_need_no_events(spec, compressed, method):
+    trials = [compressed(peak=10**6, events=0)]
+    assert assess(spec | {"method": method}, trials).state == "valid"
+    assert assess(spec | {"method": method, "budget": None}, trials).state == "valid"
+
+
+def test_a_method_without_a_budget_has_no_bound(spec, compressed):
+    sidequest = spec | {"method": "sidequest", "budget": None}
+    assert assess(sidequest, [compressed(peak=10**6, events=0)]).state == "valid"
+    assert budget_bound(sidequest, compressed()) is None
+
+
+def test_the_interval_comes_from_the_spec_then_the_method_then_the_default(spec, compressed):
+    bare = {key: value for key, value in spec.items() if key != "interval"}
+    assert budget_bound(bare, compressed()) == BOUND
+    assert budget_bound(bare | {"params": {"interval": 8}}, compressed()) == BOUND - 120
+    assert budget_bound(bare | {"params": None, "set": {"interval": "8"}}, compressed()) == (
+        BOUND - 120
+    )
+    assert budget_bound(spec | {"interval": 0}, compressed()) == BOUND - 128
+
+
+def test_missing_and_unfinished_trials_make_a_run_incomplete(spec, compressed):
+    one = [compressed("a")]
+    assert assess(spec, one, expected=1).state == "valid"
+    missing = assess(spec, one, expected=2)
+    assert (missing.state, missing.reasons) == ("incomplete", ["1 of 2 trials finished"])
+    assert assess(spec | {"expected_trials": 2}, one).state == "incomplete"
+    infra = [*one, compressed("b", status="infra_error")]
+    assert assess(spec, infra).reasons == ["1 of 2 trials finished"]
+    failed = [*one, compressed("b", status="timeout")]
+    assert assess(spec, failed, expected=2).state == "valid"
+    assert assess(spec, []).reasons == ["no trials"]
+
+
+def test_excess_outweighs_incompleteness_which_outweighs_silence(spec, compressed):
+    excess = assess(spec, [compressed(peak=BOUND + 1)], expected=9)
+    assert (excess.state, len(excess.reasons)) == ("budget_not_applied", 2)
+    silent = assess(spec, [compressed(events=0)], expected=9)
+    assert (silent.state, len(silent.reasons)) == ("incomplete", 2)
+
+
+def test_prompts_that_differ_from_the_other_arm_are_drift(spec, compressed):
+    ours = [compressed("a", prompt_sha="1"), compressed("b", prompt_sha="2"), compressed("c")]
+    same = [compressed("a", prompt_sha="1"), compressed("z", prompt_sha="9")]
+    assert assess(spec, ours, reference=same).state == "valid"
+    other = [compressed("a", prompt_sha="1"), compressed("b", prompt_sha="x")]
+    verdict = assess(spec, ours, reference=other)
+    assert verdict.state == "drift"
+    assert "1 of 2 trials, first in sample b trial 0" in verdict.reasons[0]
