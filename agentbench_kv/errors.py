@@ -28,6 +28,9 @@ class ContextLimitError(KVBenchError):
     """A session would pass the model's last position."""
 
 
+LISTED = ("method", "engine", "task")
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """Build the error for a name that is not registered, with the near match if there is one.
 
@@ -42,5 +45,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}."
-    return UsageError(f"unknown {kind} {name!r}; {hint} (kvbench ls {kind}s shows all)")
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
+    more = f" (kvbench ls {kind}s shows all)" if kind in LISTED else ""
+    return UsageError(f"unknown {kind} {name!r}; {hint}{more}")

@@ -74,7 +74,16 @@ def _check(kind: str, name: str, cls: Any) -> None:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
         raise UsageError(f"{kind} {name!r} does not implement: {', '.join(missing)}")
-    if issubclass(cls, Method) and tuple(inspect.signature(cls.score).parameters) != _SCORE_ARGS:
+    if issubclass(cls, Method):
+        _check_score(name, cls)
+
+
+def _check_score(name: str, cls: type[Method]) -> None:
+    if cls.compresses and cls.score is Method.score and cls.select is Method.select:
+        raise UsageError(
+            f"method {name!r} has no score; expected score{inspect.signature(Method.score)}"
+        )
+    if tuple(inspect.signature(cls.score).parameters) != _SCORE_ARGS:
         raise UsageError(
             f"method {name!r} defines score{inspect.signature(cls.score)}; "
             f"expected score{inspect.signature(Method.score)}"

@@ -123,7 +123,9 @@ def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
             ]
             progress(spec, expected - len(todo), expected, None)
             if todo:
-                _play(spec, task, todo, run, _counted(spec, expected - len(todo), expected, progress))
+                _play(
+                    spec, task, todo, run, _counted(spec, expected - len(todo), expected, progress)
+                )
         return summarize(run)
     finally:
         task.close()
@@ -333,5 +335,3 @@ def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
 def _transcript(outcome: Outcome, report: SessionReport) -> dict[str, Any]:
     events = [asdict(event) for event in report.stats.events]
     return {"transcript": outcome.transcript, "error": outcome.error, "events": events}
-
-

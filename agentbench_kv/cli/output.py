@@ -36,9 +36,7 @@ class TrialProgress:
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-    def __call__(
-        self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None
-    ) -> None:
+    def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
         """Report the state after `record`, or the start if there is none."""
         if record is None:
             self._start(spec, done, expected)

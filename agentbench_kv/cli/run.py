@@ -131,7 +131,9 @@ def run(
         device=device,
     )
     sizes = [parse_budget(text) for text in budgets] or [None]
-    specs = grid(base, methods or default_methods(engine), sizes, tasks, seeds, parse_settings(pairs))
+    specs = grid(
+        base, methods or default_methods(engine), sizes, tasks, seeds, parse_settings(pairs)
+    )
     if dry_run:
         show_plan(specs, out, as_json)
         return 0

@@ -306,7 +306,10 @@ def check_masked_cache(
     """
     model = tiny_model() if model is None else model
     vocab = int(model.config.vocab_size)
-    sessions = {"first": list(turns or default_turns(vocab)), "second": default_turns(vocab, 1)[:2]}
+    sessions = {
+        "first": list(turns or default_turns(vocab)),
+        "second": default_turns(vocab, 1)[2:4],
+    }
     traces = drive(model, replace(method, interval=interval), sessions)
     results = [_check_reference(model, traces["second"], tolerance)]
     for name, trace in traces.items():

@@ -79,7 +79,13 @@ def select_top(scores: Tensor, budget: int, always: Tensor | None = None) -> Ten
 
 
 def compact(
-    keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, length: int, *, sort: bool = False
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    kept: Tensor,
+    length: int,
+    *,
+    sort: bool = False,
 ) -> int:
     """Move the kept rows of a cache into its first `kept.shape[-1]` rows, in place.
 

@@ -27,21 +27,23 @@ class TorchBackend:
     ) -> Tensor:
         """Score keys by the mean attention they get."""
         kv_heads, _, head_dim = keys.shape
-        grouped = queries.reshape(kv_heads, -1, queries.shape[1], head_dim)
+        heads, n, _ = queries.shape
+        grouped = queries.reshape(kv_heads, heads // kv_heads, n, head_dim)
         logits = _logits(grouped.float(), keys.float())
         if query_positions is not None and key_positions is not None:
             later = key_positions[:, None, None, :] > query_positions[None, None, :, None]
             logits = logits.masked_fill(later, float("-inf"))
         if gqa == "max_logit":
             logits = logits.amax(1, keepdim=True)
-        mass = torch.softmax(logits, -1).sum(2) / max(queries.shape[1], 1)
-        return _merge_group(mass, gqa)
+        # A query that sees no key gives no mass; its softmax alone would be NaN.
+        probs = torch.softmax(logits, -1).masked_fill(torch.isneginf(logits), 0.0)
+        return _merge_group(probs.sum(2) / max(n, 1), gqa)
 
     def select_top(self, scores: Tensor, budget: int, always: Tensor | None) -> Tensor:
         """Take the rows above the threshold, then the first of those that equal it."""
-        ranked = torch.where(torch.isnan(scores), float("-inf"), scores.float())
+        ranked = _sortable(scores)
         if always is not None:
-            ranked = ranked.masked_fill(always, float("inf"))
+            ranked = ranked.masked_fill(always, torch.iinfo(torch.int64).max)
         if budget >= ranked.shape[-1]:
             every = torch.arange(ranked.shape[-1], device=scores.device)
             return every.expand(*ranked.shape[:-1], -1).contiguous()
@@ -69,7 +71,14 @@ def _logits(grouped: Tensor, keys: Tensor) -> Tensor:
     """[kv_heads, group, n, d] x [kv_heads, tokens, d] -> [kv_heads, group, n, tokens]."""
     kv_heads, group, n, head_dim = grouped.shape
     flat = grouped.reshape(kv_heads, group * n, head_dim) / math.sqrt(head_dim)
-    return torch.bmm(flat, keys.transpose(1, 2)).reshape(kv_heads, group, n, -1)
+    return torch.bmm(flat, keys.transpose(1, 2)).reshape(kv_heads, group, n, keys.shape[1])
+
+
+def _sortable(scores: Tensor) -> Tensor:
+    """Map scores to int64 of the same order: exact for float64, one zero, NaN below everything."""
+    bits = (scores.double() + 0.0).view(torch.int64)
+    ordered = bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)
+    return ordered.masked_fill(torch.isnan(scores), torch.iinfo(torch.int64).min)
 
 
 def _merge_group(mass: Tensor, gqa: str) -> Tensor:

@@ -233,6 +233,8 @@ class Method:
             Logical length of the session.
         """
         budget = self.budget or 0
+        if layers[0].positions.shape[-1] <= budget:
+            return _everything(layers)
         orders = [view.positions.argsort(-1) for view in layers]
         places = [view.positions.gather(-1, o) for view, o in zip(layers, orders, strict=True)]
         scores = torch.stack(
@@ -272,6 +274,12 @@ class Method:
 
     def _always(self, positions: Tensor, now: int) -> Tensor:
         return (positions < self.sinks) | (positions >= now - self.recent_kept())
+
+
+def _everything(layers: Sequence[LayerView]) -> Selection:
+    positions = torch.stack([view.positions for view in layers])
+    kept = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
+    return Selection(kept.contiguous(), torch.full_like(positions, torch.nan, dtype=torch.float32))
 
 
 def _sorted_view(view: LayerView, order: Tensor) -> LayerView:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agentbench_kv.methods.base import Method
 
@@ -16,6 +16,10 @@ class Full(Method):
     summary: ClassVar[str] = "no eviction, engine as shipped"
     source: ClassVar[str] = "baseline"
     compresses: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return nothing: no parameter of the base has an effect without eviction."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

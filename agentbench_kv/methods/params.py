@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 from agentbench_kv.errors import UsageError, unknown_name
 
@@ -42,6 +42,8 @@ class ParamSpec:
             parsed = self.type(value)
         except (TypeError, ValueError):
             raise self._wrong(value) from None
+        if isinstance(value, bool) or (isinstance(value, float) and parsed != value):
+            raise self._wrong(value)
         outside = (self.low is not None and parsed < self.low) or (
             self.high is not None and parsed > self.high
         )
@@ -73,8 +75,7 @@ def param(
 
 def param_specs(cls: type) -> dict[str, ParamSpec]:
     """Return the parameters a dataclass declares with `param`, by name."""
-    declared = cast("tuple[Field[Any], ...]", fields(cls))
-    return {f.name: _spec(f) for f in declared if "doc" in f.metadata}
+    return {f.name: _spec(f) for f in fields(cls) if "doc" in f.metadata}
 
 
 def _spec(f: Field[Any]) -> ParamSpec:

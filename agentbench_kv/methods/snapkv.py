@@ -33,7 +33,9 @@ class SnapKV(Method):
 
     name: ClassVar[str] = "snapkv"
     summary: ClassVar[str] = "pooled attention of the last tokens' queries"
-    source: ClassVar[str] = "Li et al., SnapKV: LLM Knows What You Are Looking for before Generation"
+    source: ClassVar[str] = (
+        "Li et al., SnapKV: LLM Knows What You Are Looking for before Generation"
+    )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "rkv": {"window": 32, "kernel": 7, "pool": "max", "gqa": "max_logit", "columns": "past"},
         "kvpress": {

@@ -123,11 +123,12 @@ def ratio_interval(
 def _over_clusters(
     ids: Sequence[str], means: Floats, clusters: Mapping[str, str], resamples: int
 ) -> Interval:
-    names = np.array([clusters.get(name, name) for name in ids])
-    members = [names == cluster for cluster in np.unique(names)]
-    totals = np.array([means[member].sum() for member in members])
-    sizes = np.array([member.sum() for member in members], dtype=np.float64)
-    return _bootstrap(totals, sizes, "cluster_bca", resamples)
+    names = [clusters.get(name, name) for name in ids]
+    unique, group = np.unique(names, return_inverse=True)
+    totals, weights = np.zeros(len(unique)), np.zeros(len(unique))
+    np.add.at(totals, group, means)
+    np.add.at(weights, group, 1.0)
+    return _bootstrap(totals, weights, "cluster_bca", resamples)
 
 
 def _bootstrap(

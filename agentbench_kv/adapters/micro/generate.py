@@ -47,7 +47,7 @@ def generate(seed: int, profile: Profile) -> Episode:
     Parameters
     ----------
     seed : int
-        See `profiles.test_seed` and `profiles.train_seed`.
+        See `profiles.held_out_seed` and `profiles.train_seed`.
     profile : Profile
         The sizes to draw from.
     """
@@ -116,9 +116,8 @@ class _Depot:
         call = Call("login", "login", {"crew": str(self.crew)}, result, (crew_slot,))
         self.route = self._plan("route", job)
         route_slot = Slot("think", str(self.route), "think", "derived")
-        reply = Reply(
-            str(self.route), f'Ready with "{self.rules["pass"]}".', (route_slot, self._pass("reply"))
-        )
+        said = f'Ready with "{self.rules["pass"]}".'
+        reply = Reply(str(self.route), said, (route_slot, self._pass("reply")))
         return UserTurn(text, (call,), reply)
 
     def _store(self, item: str) -> UserTurn:
@@ -130,9 +129,8 @@ class _Depot:
         call = Call(f'scan "{item}"', "scan", {"tag": str(tag)}, result, (tag_slot,))
         plan = self.plans[item] = self._plan(item, job)
         plan_slot = Slot("think", str(plan), "think", "derived")
-        reply = Reply(
-            str(plan), f'Stored with "{self.rules["pass"]}".', (plan_slot, self._pass("reply"))
-        )
+        said = f'Stored with "{self.rules["pass"]}".'
+        reply = Reply(str(plan), said, (plan_slot, self._pass("reply")))
         return UserTurn(f'Please store "{item}" for "{job}".', (call,), reply, item)
 
     def _ship(self, item: str) -> UserTurn:

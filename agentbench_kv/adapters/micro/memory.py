@@ -1,8 +1,8 @@
 """SideQuest's auxiliary turn: which tool results will never be needed again, and saying so.
 
-At the end of a user turn a message is appended, and the agent answers by going over the results that
-are still open and naming those that can go. Only the login's result and the scans of items that have
-not been shipped are worth keeping.
+At the end of a user turn a message is appended, and the agent answers by going over the results
+that are still open and naming those that can go. Only the login's result and the scans of items
+that have not been shipped are worth keeping.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CURRICULUM", "PROFILES", "Profile", "Span", "test_seed", "train_seed"]
+__all__ = ["CURRICULUM", "PROFILES", "Profile", "Span", "held_out_seed", "train_seed"]
 
 Span = tuple[int, int]
 """Inclusive range that a count is drawn from."""
@@ -13,7 +13,7 @@ TEST_SEEDS = 1 << 32
 """Test seeds lie below this number, training seeds from it on."""
 
 
-def test_seed(index: int) -> int:
+def held_out_seed(index: int) -> int:
     """Return the seed of the `index`-th held-out episode."""
     return index % TEST_SEEDS
 
@@ -55,16 +55,16 @@ class Profile:
 
 PROFILES = {
     "recall-1k": Profile(
-        "recall-1k", (3, 3), (2, 2), (0, 0), (4, 6), (2, 4), (2, 8), (0, 4), (4, 8)
+        "recall-1k", (2, 3), (2, 2), (0, 0), (2, 4), (2, 3), (1, 4), (0, 2), (4, 8)
     ),
     "recall-5k": Profile(
-        "recall-5k", (6, 7), (5, 6), (5, 6), (78, 92), (36, 46), (10, 24), (6, 20), (24, 36)
+        "recall-5k", (6, 7), (6, 6), (4, 5), (78, 92), (36, 46), (4, 14), (4, 12), (18, 28)
     ),
 }
 """The profiles behind the tasks `micro/recall-1k` and `micro/recall-5k`."""
 
 CURRICULUM = (
-    Profile("s0", (2, 3), (2, 2), (0, 0), (2, 3), (2, 3), (0, 1), (0, 1), (2, 3), tools=False),
+    Profile("s0", (1, 2), (1, 1), (0, 1), (1, 3), (1, 3), (0, 1), (0, 1), (2, 3), tools=False),
     Profile("s1", (2, 4), (2, 3), (0, 1), (3, 8), (2, 6), (0, 4), (0, 3), (3, 8)),
     Profile("s2", (3, 4), (2, 4), (0, 2), (4, 30), (2, 16), (2, 10), (0, 8), (4, 20)),
     Profile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),

@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 # Left out: syllables that would merge with the words of the chat template when tokenised.
-SYLLABLES = tuple(
-    c + v for c in "bdfghklmnprstv" for v in "aeiou" if c + v not in {"ge", "gi", "me", "ne", "ra", "te"}
-)
+CLASHING = {"ge", "gi", "me", "ne", "ra", "te"}
+SYLLABLES = tuple(c + v for c in "bdfghklmnprstv" for v in "aeiou" if c + v not in CLASHING)
 
-NAMES = tuple(
-    "bag ban bar bat bay bed bell bib bin bog bow box bud bug bun bus dab dam day den dew dig dip "
-    "dog dot dug fan fat fax fig fin fir fog fox fun fur gag gap gas god gum gun gut ham hat hay "
-    "hen hip hog hop hub hug hut kid kin kit lab lad lap law leg lid lip lot mat map mop mud mug "
-    "nap nib nod nun nut pad pan paw peg pen pet pig pin pit pod pot pub pup rib rim rod rot rug "
-    "rum run sap saw sax set sip sob sod son sum sun tab tan tap tar tax tin tip top tub tug van "
-    "vat vet vow".split()
-)
+_WORDS = """
+bag ban bar bat bay bed bet bib bin bog bow box bud bug bun bus dab dam day den dew
+dig dip dog dot dug fan fat fax fig fin fir fog fox fun fur gag gap gas god gum gun
+gut ham hat hay hen hip hog hop hub hug hut kid kin kit lab lad lap law leg lid lip
+lot mat map mop mud mug nap nib nod nun nut pad pan paw peg pen pet pig pin pit pod
+pot pub pup rib rim rod rot rug rum run sap saw sax set sip sob sod son sum sun tab
+tan tap tar tax tin tip top tub tug van vat vet vow
+"""
+NAMES = tuple(_WORDS.split())
 
 TOOL, ACT, THINK, RULE, MEMO = "/", "#", ":", "=", "@"
 """Separators by source: tool results, call arguments, conclusions, system rules, the user."""

@@ -115,7 +115,9 @@ class QueryStore:
     def layer_queries(self, layers: int) -> list[Queries]:
         """Return what is kept, oldest first, for every layer."""
         device = self._buffer.device
-        held = sorted((position, int(phase), slot) for slot, (position, phase) in self._held.items())
+        held = sorted(
+            (position, int(phase), slot) for slot, (position, phase) in self._held.items()
+        )
         positions = torch.tensor([item[0] for item in held], dtype=torch.int64, device=device)
         phases = torch.tensor([item[1] for item in held], dtype=torch.int64, device=device)
         slots = torch.tensor([item[2] for item in held], dtype=torch.int64, device=device)

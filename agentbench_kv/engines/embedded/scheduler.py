@@ -266,9 +266,7 @@ class Scheduler:
         for row, generation in enumerate(ready):
             self._advance(generation, logits[row], best[row])
 
-    def _forward(
-        self, batch: list[EmbeddedGeneration]
-    ) -> tuple[Tensor, list[EmbeddedGeneration]]:
+    def _forward(self, batch: list[EmbeddedGeneration]) -> tuple[Tensor, list[EmbeddedGeneration]]:
         """Feed a chunk of every session; return logits [ready, vocab] of those fully fed."""
         by_session = {id(generation.session): generation for generation in batch}
         packed = pack([g.session for g in batch], PREFILL_CHUNK, self._queries)

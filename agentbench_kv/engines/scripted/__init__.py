@@ -44,6 +44,7 @@ class _Session:
     stats: KVStats = field(default_factory=KVStats)
     pending: int = 0
     tokens: list[int] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
 
 
 class ScriptedEngine(Engine):
@@ -126,6 +127,7 @@ class ScriptedEngine(Engine):
             raise ValueError(f"{len(tokens)} tokens but {len(phases)} phases")
         self._check_room(state, len(tokens))
         state.tokens.extend(tokens)
+        state.phases.extend(phases)
         state.pending += len(tokens)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
@@ -151,9 +153,18 @@ class ScriptedEngine(Engine):
         with self._lock:
             return self._sessions.pop(session).stats
 
+    def sessions(self) -> list[str]:
+        """Return the ids of the open sessions."""
+        with self._lock:
+            return sorted(self._sessions)
+
     def token_log(self, session: str) -> list[int]:
         """Return every id the session was given or generated."""
         return list(self._sessions[session].tokens)
+
+    def phase_log(self, session: str) -> list[Phase]:
+        """Return the phases of those ids as the engine was told them."""
+        return list(self._sessions[session].phases)
 
     def _check_room(self, state: _Session, count: int) -> None:
         length = len(state.tokens) + count
@@ -210,7 +221,7 @@ class ScriptedGeneration(Generation):
     def _decode(self, token: int) -> None:
         state = self._state
         state.tokens.append(token)
-        state.labeller.label(token)
+        state.phases.append(state.labeller.label(token))
         state.stats.decode_tokens += 1
         state.stats.decode_kv_sum += len(state.tokens)
         self._count_live()

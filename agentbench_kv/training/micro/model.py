@@ -1,7 +1,7 @@
 """A small Qwen3 with Hugging Face's parameter names, written for training speed.
 
-It computes what `Qwen3ForCausalLM` computes (a test compares the logits), takes explicit position ids
-and saves a folder that `AutoModelForCausalLM.from_pretrained` loads.
+It computes what `Qwen3ForCausalLM` computes (a test compares the logits), takes explicit position
+ids and saves a folder that `AutoModelForCausalLM.from_pretrained` loads.
 """
 
 from __future__ import annotations

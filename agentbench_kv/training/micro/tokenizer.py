@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -114,7 +114,7 @@ class _Merges:
         while True:
             ranked = [
                 (self._ranks[pair], place)
-                for place, pair in enumerate(zip(pieces, pieces[1:], strict=False))
+                for place, pair in enumerate(pairwise(pieces))
                 if pair in self._ranks
             ]
             if not ranked:
@@ -133,13 +133,10 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def _words() -> list[str]:
-    """Collect what the template and the episodes' fixed texts are made of, most frequent first."""
+    """Collect what the template and the episodes' fixed texts are made of."""
     splitter = _pre_tokenizer()
-    counts: Counter[str] = Counter()
-    for text in _texts():
-        counts.update(piece for piece, _ in splitter.pre_tokenize_str(text))
-    fixed = {word: count for word, count in counts.items() if not _random(word)}
-    return sorted(fixed, key=lambda word: (-fixed[word], word))
+    pieces = {piece for text in _texts() for piece, _ in splitter.pre_tokenize_str(text)}
+    return sorted(piece for piece in pieces if not _random(piece))
 
 
 def _random(piece: str) -> bool:
@@ -151,7 +148,7 @@ def _random(piece: str) -> bool:
 
 def _texts() -> Iterator[str]:
     """Yield sample texts, cut at the markers."""
-    yield from ("system", "user", "assistant", "\n", "\n\n", "<tools>\n{}\n</tools>", "keep", "done")
+    yield from ("system", "user", "assistant", "keep", "done", "\n", "\n\n", "\n</tools>")
     yield TRIGGER
     for index, profile in enumerate((*CURRICULUM, *PROFILES.values())):
         for seed in range(8):

@@ -1,0 +1,168 @@
+"""The micro tasks: generated tool-use sessions for the micro model, executed and checked exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from agentbench_kv.adapters.base import (
+    AgentClient,
+    Message,
+    Outcome,
+    Reply,
+    Sample,
+    ScriptedAgent,
+    Task,
+    TrialContext,
+)
+from agentbench_kv.adapters.micro.environment import Environment
+from agentbench_kv.adapters.micro.episode import Call, Episode
+from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.profiles import PROFILES, TEST_SEEDS, held_out_seed
+from agentbench_kv.adapters.micro.score import Score, Tally, score
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.records import TrialStatus
+
+DEFAULT_SAMPLES = 64
+SEED_STRIDE = 1_000_000
+MAX_MESSAGE_TOKENS = 192
+
+
+class RecallTask(Task):
+    """Sessions of one profile; a session scores 1 if every call and reply was exactly right.
+
+    Sub-scores in every record say which phase the needed evidence was in (`think`, `act`, `tool`,
+    `others`) and whether it is needed again and again or once, long after (`recurring`,
+    `one_shot`), also crossed (`tool_one_shot`).
+    """
+
+    profile: ClassVar[str]
+
+    def samples(self, limit: int | None, seed: int) -> list[Sample]:
+        """Return held-out episodes; they are generated, so `limit` may be any number."""
+        count = DEFAULT_SAMPLES if limit is None else limit
+        first = seed * SEED_STRIDE
+        if seed < 0 or count > SEED_STRIDE or first + count > TEST_SEEDS:
+            raise UsageError(
+                f"seed {seed} with {count} samples: expected a seed from 0 to "
+                f"{TEST_SEEDS // SEED_STRIDE - 1} and at most {SEED_STRIDE} samples"
+            )
+        return [Sample(id=f"{self.profile}-{first + index}") for index in range(count)]
+
+    def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
+        """Play the session and score it."""
+        episode = self._episode(sample)
+        environment = Environment(episode)
+        messages: list[Message] = [{"role": "system", "content": episode.system}]
+        limit = min(MAX_MESSAGE_TOKENS, context.max_tokens)
+        if not _play(context.client, environment, messages, limit):
+            return Outcome(TrialStatus.CONTEXT_LIMIT, transcript=messages)
+        result = score(environment)
+        return Outcome(
+            TrialStatus.SCORED,
+            score=float(result.success),
+            metrics=_metrics(result),
+            transcript=messages,
+        )
+
+    def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
+        """Return what the gold, corrupt (last call wrong) or null agent says."""
+        episode = self._episode(sample)
+        if agent == "null":
+            return ["I would rather not." for _ in episode.turns]
+        texts = [message.raw for turn in episode.turns for message in (*turn.calls, turn.reply)]
+        if agent == "corrupt":
+            last = episode.calls[-1]
+            texts[texts.index(last.raw)] = _corrupted(last).raw
+        return texts
+
+    def provenance(self) -> dict[str, Any]:
+        """Return a hash of the first episodes: it changes when the grammar does."""
+        digest = hashlib.sha256()
+        for index in range(8):
+            episode = generate(held_out_seed(index), PROFILES[self.profile])
+            digest.update(repr((episode.system, episode.tools, episode.turns)).encode())
+        return {"episodes_sha": digest.hexdigest()}
+
+    def _episode(self, sample: Sample) -> Episode:
+        index = int(sample.id.rpartition("-")[2])
+        return generate(held_out_seed(index), PROFILES[self.profile])
+
+
+class Recall1k(RecallTask):
+    """Sessions of about 1,000 tokens."""
+
+    name: ClassVar[str] = "micro/recall-1k"
+    summary: ClassVar[str] = "generated tool-use sessions, about 1,000 tokens each"
+    profile: ClassVar[str] = "recall-1k"
+
+
+class Recall5k(RecallTask):
+    """Sessions of about 5,000 tokens; the default task."""
+
+    name: ClassVar[str] = "micro/recall-5k"
+    summary: ClassVar[str] = "generated tool-use sessions, about 5,000 tokens each"
+    profile: ClassVar[str] = "recall-5k"
+
+
+def _play(
+    client: AgentClient, environment: Environment, messages: list[Message], limit: int
+) -> bool:
+    """Hold the session; False if it ran into the model's context limit."""
+    while not environment.done:
+        messages.append({"role": "user", "content": environment.request})
+        turn_over = False
+        while not turn_over:
+            reply = client.chat(messages, environment.episode.tools, max_tokens=limit)
+            messages.append(reply.message)
+            if reply.finish_reason == "context_limit":
+                return False
+            turn_over = _act(environment, reply, messages)
+    return True
+
+
+def _act(environment: Environment, reply: Reply, messages: list[Message]) -> bool:
+    """Execute an assistant message; True if it ended the user turn."""
+    if reply.finish_reason == "length" or reply.unparsable:
+        return environment.abandon().turn_over
+    if not reply.tool_calls:
+        return environment.reply(reply.content).turn_over
+    turn_over = False
+    for call in reply.tool_calls:
+        if turn_over:
+            break
+        function = call["function"]
+        observation = environment.call(function["name"], _arguments(function["arguments"]))
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": observation.text}
+        messages.append(answer)
+        turn_over = observation.turn_over
+    return turn_over
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    parsed = json.loads(text)
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _corrupted(call: Call) -> Call:
+    name = next(iter(call.arguments))
+    return replace(call, arguments={**call.arguments, name: call.arguments[name] + "x"})
+
+
+def _metrics(result: Score) -> dict[str, float | int | str | None]:
+    tallies: dict[str, Tally] = {
+        "messages": result.messages,
+        **result.by_source,
+        **{
+            kind: result.by_kind[kind]
+            for kind in ("recurring", "one_shot")
+            if kind in result.by_kind
+        },
+        **{name.replace("/", "_"): tally for name, tally in result.by_both.items()},
+    }
+    metrics: dict[str, float | int | str | None] = {}
+    for name, (right, asked) in tallies.items():
+        metrics[f"{name}_right"], metrics[f"{name}_asked"] = right, asked
+    return metrics

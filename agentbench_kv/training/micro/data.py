@@ -1,0 +1,220 @@
+"""Training rows: token ids, positions and labels, each row a pure function of its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from agentbench_kv.adapters.micro.episode import Episode
+from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.memory import cursors
+from agentbench_kv.adapters.micro.profiles import Profile, train_seed
+from agentbench_kv.training.micro.conversation import (
+    COPIED,
+    LABELS,
+    MEMORY,
+    NOISE,
+    PAD,
+    PROMPT,
+    TEMPLATE,
+    Conversation,
+    auxiliary,
+    main,
+)
+from agentbench_kv.training.micro.drills import drill
+
+__all__ = ["Batch", "Encoder", "Mix", "Row", "batch", "episode_row"]
+
+Ints = npt.NDArray[np.int64]
+
+WEIGHTS = np.full(len(LABELS) + 1, 5.0, np.float32)
+WEIGHTS[[PROMPT, NOISE, TEMPLATE, MEMORY, COPIED, PAD]] = (0.05, 0.01, 1.0, 2.0, 2.0, 0.0)
+
+FARTHEST = 8192
+"""Positions that gaps may reach in rows shorter than that."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence.
+
+    Parameters
+    ----------
+    ids, positions, labels : ndarray of int64
+        Of equal length; labels index `conversation.LABELS`.
+    """
+
+    ids: Ints
+    positions: Ints
+    labels: Ints
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What rows of a batch are drawn from.
+
+    Parameters
+    ----------
+    length : int
+        Tokens per row.
+    rows : int
+        Rows per batch.
+    profiles : tuple of Profile
+        Drawn from uniformly.
+    drills, auxiliary : float
+        Shares of drills and of auxiliary turns.
+    gaps : float
+        Share of rows whose positions leap ahead at some messages.
+    """
+
+    length: int
+    rows: int
+    profiles: tuple[Profile, ...]
+    drills: float = 0.0
+    auxiliary: float = 0.0
+    gaps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows side by side; the model sees `ids[:, :-1]` and is asked for `ids[:, 1:]`.
+
+    Parameters
+    ----------
+    ids, positions, labels : Tensor
+        (rows, length + 1).
+    weights : Tensor
+        Of the loss, (rows, length), aligned with what is asked for.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    weights: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the model computes, padding included."""
+        return self.ids.shape[0] * (self.ids.shape[1] - 1)
+
+
+class Encoder:
+    """Turn conversations into rows.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerFast
+        The micro tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._core = tokenizer.backend_tokenizer
+        self.pad: int = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+        self.start: int = tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+    def row(self, conversation: Conversation, gone: frozenset[int] = frozenset()) -> Row:
+        """Tokenise; tokens of the evicted cursors `gone` leave, positions keep their gaps."""
+        encoding = self._core.encode(conversation.text, add_special_tokens=False)
+        starts = np.fromiter((start for start, _ in encoding.offsets), np.int64)
+        ids = np.array(encoding.ids, np.int64)
+        keep = ~np.isin(conversation.cursor[starts], list(gone))
+        labels = conversation.labels[starts].astype(np.int64)
+        return Row(ids[keep], np.arange(len(ids))[keep], labels[keep])
+
+
+def episode_row(encoder: Encoder, seed: int, profile: Profile) -> Row:
+    """Return the row of a whole episode.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        The tokenizer's side.
+    seed : int
+        Of the episode.
+    profile : Profile
+        Its sizes.
+    """
+    return encoder.row(main(generate(seed, profile)))
+
+
+def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
+    """Build the batch of a training step.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        The tokenizer's side.
+    mix : Mix
+        What to draw from.
+    seed : int
+        Of the run.
+    step : int
+        Steps of all stages are numbered through, so no episode is seen twice.
+    """
+    rows = [_row(encoder, mix, (seed * 1_000_000 + step) * 64 + index) for index in range(mix.rows)]
+    shape = (mix.rows, mix.length + 1)
+    ids, positions = np.full(shape, encoder.pad), np.zeros(shape, np.int64)
+    labels = np.full(shape, PAD)
+    for index, row in enumerate(rows):
+        size = min(len(row.ids), mix.length + 1)
+        ids[index, :size], labels[index, :size] = row.ids[:size], row.labels[:size]
+        positions[index, :size] = row.positions[:size]
+    weights = WEIGHTS[labels[:, 1:]]
+    return Batch(*map(torch.from_numpy, (ids, positions, labels, weights)))
+
+
+def _row(encoder: Encoder, mix: Mix, number: int) -> Row:
+    rng = random.Random(f"row/{number}")
+    kind = rng.random()
+    seed = train_seed(number * 4)
+    if kind < mix.drills:
+        row = encoder.row(drill(seed, mix.length))
+    elif kind < mix.drills + mix.auxiliary:
+        row = _auxiliary_row(encoder, mix, rng, seed)
+    else:
+        row = _longest(encoder, mix, rng, seed)
+    return _with_gaps(encoder, row, rng) if rng.random() < mix.gaps else row
+
+
+def _longest(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> Row:
+    """Of two episodes take the one that fills the row better; a longer one is cut at its end."""
+    profile = rng.choice(mix.profiles)
+    rows = [episode_row(encoder, seed + index, profile) for index in range(2)]
+    return max(rows, key=lambda row: min(len(row.ids), mix.length + 1))
+
+
+def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> Row:
+    """Ask which cursors are stale, some stale ones being gone already."""
+    episode = generate(seed, rng.choice(mix.profiles))
+    for turns in range(rng.randint(2, len(episode.turns)), 0, -1):
+        row = _auxiliary_at(encoder, rng, episode, turns)
+        if len(row.ids) <= mix.length + 1:
+            return row
+    return _longest(encoder, mix, rng, seed)
+
+
+def _auxiliary_at(encoder: Encoder, rng: random.Random, episode: Episode, turns: int) -> Row:
+    stale = [cursor.number for cursor in cursors(episode, turns) if cursor.stale]
+    gone = frozenset(rng.sample(stale, rng.choice((0, rng.randint(0, len(stale))))))
+    return encoder.row(auxiliary(episode, turns, gone), gone)
+
+
+def _with_gaps(encoder: Encoder, row: Row, rng: random.Random) -> Row:
+    """Let positions leap ahead at a few messages, as if more had been said in between."""
+    room = FARTHEST - int(row.positions[-1]) - 1
+    heads = np.flatnonzero(row.ids == encoder.start)
+    if room <= 0 or len(heads) < 2:
+        return row
+    cuts = rng.sample(list(heads[1:]), min(len(heads) - 1, rng.randint(1, 6)))
+    total = rng.randint(0, rng.choice((room, room // 4)))
+    shares = [rng.random() for _ in cuts]
+    leaps = np.zeros(len(row.ids), np.int64)
+    for cut, share in zip(cuts, shares, strict=True):
+        leaps[cut] = int(total * share / sum(shares))
+    return Row(row.ids, row.positions + np.cumsum(leaps), row.labels)

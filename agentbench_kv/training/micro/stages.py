@@ -1,0 +1,76 @@
+"""The curriculum: what is trained on, in which order, and when to go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES
+from agentbench_kv.training.micro.data import Mix
+
+__all__ = ["RECIPE", "Stage"]
+
+SHORT, MEDIUM, LONG, LONGER = CURRICULUM
+TASKS = (PROFILES["recall-1k"], PROFILES["recall-5k"])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training.
+
+    Parameters
+    ----------
+    name : str
+        For the log.
+    mixes : tuple of Mix
+        Taken in turn, one per step.
+    tokens : int
+        The stage is over after so many tokens.
+    recall : float
+        It is over earlier once every sort of code is recalled this well.
+    decay : bool
+        Whether the learning rate falls to zero over the stage's tokens.
+    """
+
+    name: str
+    mixes: tuple[Mix, ...]
+    tokens: int
+    recall: float = 2.0
+    decay: bool = False
+
+
+RECIPE = (
+    Stage("drills", (Mix(160, 14, (SHORT,), drills=1.0),), 4_000_000, recall=0.93),
+    Stage(
+        "turns",
+        (Mix(512, 4, (SHORT,), drills=0.3), Mix(512, 4, (SHORT, MEDIUM), drills=0.3)),
+        3_000_000,
+        recall=0.95,
+    ),
+    Stage(
+        "sessions",
+        (Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.1, auxiliary=0.1, gaps=0.4),),
+        3_000_000,
+        recall=0.96,
+    ),
+    Stage(
+        "long",
+        (
+            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.05, auxiliary=0.12, gaps=0.5),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3),
+        ),
+        1_500_000,
+        recall=0.97,
+    ),
+    Stage(
+        "final",
+        (
+            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3),
+            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5),
+            Mix(5632, 1, (TASKS[1],), auxiliary=0.08),
+        ),
+        3_000_000,
+        decay=True,
+    ),
+)
+"""From dense drills to whole sessions; only the last stage lowers the learning rate."""

@@ -1,0 +1,229 @@
+"""The training loop: deterministic for a seed, checkpointed, resumable at any step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name all of torch uses
+from torch import Tensor
+
+from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, PAD
+from agentbench_kv.training.micro.data import Batch, Encoder, batch
+from agentbench_kv.training.micro.model import MicroConfig, MicroModel, save_model
+from agentbench_kv.training.micro.optim import Optimizers
+from agentbench_kv.training.micro.stages import Stage
+from agentbench_kv.training.micro.tokenizer import build_tokenizer
+
+__all__ = ["Options", "Trainer"]
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 100
+"""Steps over which the learning rate rises."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Parameters
+    ----------
+    out : Path
+        Folder of the checkpoint, the log and the exported model.
+    seed : int
+        Of weights and data.
+    device : str
+        Where to compute.
+    threads : int
+        CPU threads.
+    log_every, save_every : int
+        In steps.
+    """
+
+    out: Path
+    seed: int = 0
+    device: str = "cpu"
+    threads: int = 1
+    log_every: int = 50
+    save_every: int = 200
+
+
+@dataclass
+class _Progress:
+    """Everything beside weights and optimizer state that the next step depends on."""
+
+    stage: int = 0
+    step: int = 0
+    tokens: int = 0
+    stage_tokens: int = 0
+    stage_step: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    recall: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Train one model.
+
+    Parameters
+    ----------
+    options : Options
+        How to run.
+    recipe : sequence of Stage
+        What to train on.
+    config : MicroConfig
+        Sizes of the model.
+    """
+
+    def __init__(
+        self, options: Options, recipe: Sequence[Stage], config: MicroConfig | None = None
+    ) -> None:
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(options.seed)
+        self.options = options
+        self.recipe = recipe
+        self.tokenizer = build_tokenizer()
+        self.encoder = Encoder(self.tokenizer)
+        self.model = MicroModel(config or MicroConfig()).to(options.device)
+        self.optimizers = Optimizers(self.model)
+        self.progress = _Progress()
+
+    @property
+    def done(self) -> bool:
+        """Whether the recipe is over."""
+        return self.progress.stage >= len(self.recipe)
+
+    def run(self, steps: int | None = None) -> None:
+        """Train until the recipe is over.
+
+        Parameters
+        ----------
+        steps : int, optional
+            Stop after so many more steps.
+        """
+        last = None if steps is None else self.progress.step + steps
+        # One batch ahead: rows are made by a thread while the model computes.
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self._batch, self.progress.step, *self._place())
+            while not self.done and self.progress.step != last:
+                began = time.perf_counter()
+                current, place = ahead.result(), self._place()
+                ahead = pool.submit(self._batch, self.progress.step + 1, place[0], place[1] + 1)
+                self._step(current)
+                self.progress.seconds += time.perf_counter() - began
+                self._after_step()
+                if not self.done and self._place()[0] != place[0]:
+                    ahead = pool.submit(self._batch, self.progress.step, *self._place())
+
+    def _place(self) -> tuple[int, int]:
+        return self.progress.stage, self.progress.stage_step
+
+    def _batch(self, step: int, stage: int, stage_step: int) -> Batch:
+        mixes = self.recipe[stage].mixes
+        return batch(self.encoder, mixes[stage_step % len(mixes)], self.options.seed, step)
+
+    def _step(self, current: Batch) -> None:
+        device = self.options.device
+        ids, positions = current.ids.to(device), current.positions.to(device)
+        logits = self.model(ids[:, :-1], positions[:, :-1])
+        targets, weights = ids[:, 1:].flatten(), current.weights.to(device).flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        loss = (losses * weights).sum() / weights.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizers.step(self._factor())
+        self._observe(current, logits.detach(), loss.item())
+
+    def _factor(self) -> float:
+        """Learning-rate factor: by tokens, since seconds depend on what else the machine does."""
+        stage = self.recipe[self.progress.stage]
+        rising = min(1.0, (self.progress.step + 1) / WARM_UP)
+        left = 1.0 - self.progress.stage_tokens / stage.tokens
+        return rising * (max(0.0, left) if stage.decay else 1.0)
+
+    def _observe(self, current: Batch, logits: Tensor, loss: float) -> None:
+        """Update running means; no row comes twice, so training recall is held-out recall."""
+        progress = self.progress
+        labels, targets = current.labels[:, 1:].flatten(), current.ids[:, 1:].flatten()
+        asked = labels.ge(2) & labels.ne(PAD)
+        right = (logits.flatten(0, 1)[asked].argmax(-1).cpu() == targets[asked]).float()
+        for label in labels[asked].unique().tolist():
+            seen = right[labels[asked] == label]
+            keep = 0.998 ** len(seen)
+            old = progress.recall.get(LABELS[label], 0.0)
+            progress.recall[LABELS[label]] = keep * old + (1 - keep) * float(seen.mean())
+        progress.loss = loss if not progress.step else 0.98 * progress.loss + 0.02 * loss
+        progress.step += 1
+        progress.stage_step += 1
+        progress.tokens += current.tokens
+        progress.stage_tokens += current.tokens
+
+    def _after_step(self) -> None:
+        progress, stage = self.progress, self.recipe[self.progress.stage]
+        worst = min((progress.recall.get(LABELS[label], 0.0) for label in EVIDENCE), default=0.0)
+        if stage.name == "drills":
+            known = [value for name, value in progress.recall.items() if "/" in name]
+            worst = min(known, default=0.0)
+        over = progress.stage_tokens >= stage.tokens
+        if over or (worst >= stage.recall and progress.stage_step >= 50):
+            self._log(event=f"{stage.name} done")
+            progress.stage += 1
+            progress.stage_step = progress.stage_tokens = 0
+            progress.recall.clear()
+            self.save()
+        elif progress.step % self.options.log_every == 0:
+            self._log()
+        if progress.step % self.options.save_every == 0:
+            self.save()
+
+    def _log(self, event: str = "") -> None:
+        progress = self.progress
+        recall = {name: round(value, 4) for name, value in sorted(progress.recall.items())}
+        entry = {
+            "stage": self.recipe[progress.stage].name,
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 1),
+            "loss": round(progress.loss, 4),
+            "recall": recall,
+            **({"event": event} if event else {}),
+        }
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        with (self.options.out / "curve.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        logger.info("%s", json.dumps(entry))
+
+    def save(self) -> None:
+        """Write the checkpoint and export the model as it is."""
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state(),
+            "progress": asdict(self.progress),
+        }
+        partial = self.options.out / "state.partial"
+        torch.save(state, partial)
+        partial.replace(self.options.out / "state.pt")
+        self.export(self.options.out / "model")
+
+    def resume(self) -> None:
+        """Go on from the checkpoint in the output folder."""
+        path = self.options.out / "state.pt"
+        state = torch.load(path, map_location=self.options.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizers.restore(state["optimizers"])
+        self.progress = _Progress(**state["progress"])
+
+    def export(self, folder: Path) -> None:
+        """Write the model and its tokenizer as a Hugging Face folder."""
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        save_model(self.model, folder, end, self.encoder.pad)
+        self.tokenizer.save_pretrained(folder)

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+
+from agentbench_kv.adapters.micro.environment import Environment
+from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.profiles import PROFILES
+from agentbench_kv.adapters.micro.score import score
+
+
+def play(episode, alter=lambda call: (call.name, call.arguments)):
+    """Act as the gold agent, its calls altered."""
+    environment = Environment(episode)
+    for turn in episode.turns:
+        assert environment.request == turn.text
+        for call in turn.calls:
+            if environment.call(*alter(call)).turn_over:
+                break
+        else:
+            environment.reply(turn.reply.text)
+    return environment
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_gold_agent_succeeds(name):
+    for seed in range(10):
+        result = score(play(generate(seed, PROFILES[name])))
+        assert result.success
+        assert set(result.by_source) == {"think", "act", "tool", "others"}
+        assert all(right == asked > 0 for right, asked in result.by_source.values())
+
+
+def test_a_wrong_argument_fails_the_episode_but_not_the_world():
+    episode = generate(1, PROFILES["recall-1k"])
+
+    def forget_the_port(call):
+        return call.name, {**call.arguments, **({"port": "?"} if "port" in call.arguments else {})}
+
+    environment = play(episode, forget_the_port)
+    result = score(environment)
+    assert environment.done
+    assert not result.success
+    assert result.by_both["tool/one_shot"][0] == 0
+    right, asked = result.by_both["act/one_shot"]
+    assert right == asked > 0
+
+
+def test_an_extra_argument_is_not_exact():
+    episode = generate(1, PROFILES["recall-1k"])
+    result = score(play(episode, lambda call: (call.name, {**call.arguments, "more": "x"})))
+    assert not result.success
+    assert result.by_source["tool"][0] == result.by_source["tool"][1]
+
+
+def test_a_wrong_tool_ends_the_turn_with_an_error():
+    episode = generate(1, PROFILES["recall-1k"])
+    environment = Environment(episode)
+    seen = environment.call("fly", {})
+    assert "error" in json.loads(seen.text)
+    assert seen.turn_over
+    assert not seen.exact
+    assert environment.request == episode.turns[1].text
+
+
+def test_null_agent_gets_nothing_and_comes_to_an_end():
+    episode = generate(1, PROFILES["recall-1k"])
+    environment = Environment(episode)
+    while not environment.done:
+        environment.reply("")
+    result = score(environment)
+    assert not result.success
+    assert result.messages[0] == 0
+    assert all(right == 0 for right, _ in result.by_source.values())
+
+
+def test_every_agent_is_asked_for_the_same_facts():
+    episode = generate(2, PROFILES["recall-5k"])
+    gold = score(play(episode))
+    mute = Environment(episode)
+    while not mute.done:
+        mute.abandon()
+    silent = score(mute)
+    for name, (_, asked) in gold.by_both.items():
+        assert silent.by_both[name] == (0, asked)
+    assert silent.messages[1] == gold.messages[1]
+
+
+def test_cursors_count_up_also_over_errors():
+    episode = generate(1, PROFILES["recall-1k"])
+    environment = Environment(episode)
+    environment.call("fly", {})
+    call = episode.turns[1].calls[0]
+    assert json.loads(environment.call(call.name, call.arguments).text)["cursor"] == 1
+    with pytest.raises(RuntimeError, match="over"):
+        while True:
+            environment.reply("")

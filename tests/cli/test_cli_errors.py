@@ -1,0 +1,60 @@
+"""Whatever a user gets wrong is one clear line and exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WRONG = [
+    (["--budget", "0"], "budget '0': expected a number of tokens"),
+    (["--budget", "many"], "budget 'many': expected a number of tokens"),
+    ([], "agentkv needs a budget: add --budget"),
+    (["--method", "agentk", "--budget", "64"], "did you mean 'agentkv'"),
+    (["--method", "snapkv@rvk", "--budget", "64"], "did you mean 'rkv'"),
+    (["--method", "snapkv", "--budget", "32"], "always keeps"),
+    (["--task", "micro/recall5k", "--budget", "64"], "did you mean 'micro/recall-5k'"),
+    (["--engine", "embeded", "--budget", "64"], "did you mean 'embedded'"),
+    (["--model", "mikro", "--budget", "64"], "did you mean 'micro'"),
+    (["--model", "./nowhere", "--budget", "64"], "does not exist"),
+    (["--dtype", "float31", "--budget", "64"], "did you mean 'float32'"),
+    (["--set", "window=3", "--budget", "64"], "unknown agentkv parameter 'window'"),
+    (["--set", "gqa=median", "--budget", "64"], "expected one of mean_prob, max_prob, max_logit"),
+    (["--set", "interval", "--budget", "64"], "expected key=value"),
+    (["--set", "interval=0", "--budget", "64"], "expected an integer >= 1"),
+    (["--limit", "0", "--budget", "64"], "limit 0: expected at least 1"),
+    (["--trials", "-1", "--budget", "64"], "trials -1: expected at least 1"),
+    (["--engine", "scripted", "--method", "agentkv", "--budget", "64"], "does not compress"),
+    (["--engine", "scripted", "--model", "golden"], "did you mean 'gold'"),
+    (["--bugdet", "64"], "No such option"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), WRONG, ids=[" ".join(w[0]) or "-" for w in WRONG])
+def test_one_line_and_exit_code_two(
+    args: list[str], message: str, kvbench: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = kvbench("run", *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_unreadable_model_folder(kvbench: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{ not json")
+    done = kvbench("run", "--budget", "64", "--model", "./model")
+    assert done.returncode == 2
+    assert "cannot read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_read_only_output(kvbench: Callable[..., Any]) -> None:
+    done = kvbench("run", "--budget", "64", "--out", "/proc/nowhere")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "/proc/nowhere" in done.stderr
