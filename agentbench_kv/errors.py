@@ -13,11 +13,11 @@ class KVBenchError(Exception):
 
 
 class UsageError(KVBenchError):
-    """The request itself is wrong: an unknown name, a value out of range, two options that clash."""
+    """The request is wrong: an unknown name, a value out of range, two options that clash."""
 
 
 class PrerequisiteError(KVBenchError):
-    """Something the request needs is missing; the message names it and the command that mends it."""
+    """Something needed is missing; the message names it and the command that mends it."""
 
 
 class CapacityError(KVBenchError):

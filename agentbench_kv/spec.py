@@ -17,7 +17,7 @@ from agentbench_kv.results.store import prefix_parts, run_id
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: method × budget × engine × model × task × trials × seed.
+    """One run: a method at a budget, on an engine, model and task, with trials and a seed.
 
     Everything that can change a figure is here and in the run id; nothing else is.
 

@@ -130,9 +130,14 @@ def run(
         dtype=dtype,
         device=device,
     )
-    sizes = [parse_budget(text) for text in budgets] or [None]
+    sizes: list[int | None] = [parse_budget(text) for text in budgets]
     specs = grid(
-        base, methods or default_methods(engine), sizes, tasks, seeds, parse_settings(pairs)
+        base,
+        methods or default_methods(engine),
+        sizes or [None],
+        tasks,
+        seeds,
+        parse_settings(pairs),
     )
     if dry_run:
         show_plan(specs, out, as_json)

@@ -218,7 +218,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self, session: str) -> KVStats:
-        """Free the session's cache and return its final accounting. Unknown sessions raise KeyError."""
+        """Free the session's cache and return its final accounting; KeyError if unknown."""
 
     def shutdown(self) -> None:
         """Release threads, processes and memory. The engine is unusable afterwards."""

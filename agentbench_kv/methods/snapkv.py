@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
@@ -78,7 +78,7 @@ class SnapKV(Method):
         mass = self._past_mass(queries, keys, context, past)
         pooled = self._pooled(mass)
         merged = pooled.amax(1) if self.gqa == "max_prob" else pooled.mean(1)
-        return F.pad(merged, (0, self.window))
+        return pad(merged, (0, self.window))
 
     def _past_mass(
         self, queries: Queries, keys: Tensor, context: ScoreContext, past: int
@@ -108,5 +108,5 @@ class SnapKV(Method):
         if self.pool == "none":
             return mass
         if self.pool == "avg":
-            return F.avg_pool1d(mass, self.kernel, stride=1, padding=half)
+            return avg_pool1d(mass, self.kernel, stride=1, padding=half)
         return torch.max_pool1d(mass, self.kernel, stride=1, padding=half)

@@ -72,14 +72,23 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def sub_score_table(summaries: Sequence[Summary]) -> Table | None:
-    """Return one row per run and sub-score; None if no run has any."""
-    table = _table("run", "sub-score", "right", "asked", "ratio [95% CI]", "samples")
+    """Return one row per run, one column per sub-score; None if no run has any.
+
+    A sub-score that crosses two others (`tool_one_shot`) is left to `summary.json`.
+    """
+    names = _plain_sub_scores(summaries)
+    table = _table("method", "budget", "task", *names)
     for summary in summaries:
-        for name, score in summary.sub_scores.items():
-            counts = (_number(score.right), _number(score.asked))
-            row = (summary.run_id, name, *counts, _percent(score.interval), score.interval.n)
-            table.add_row(*map(plain, row))
-    return table if table.row_count else None
+        scores = (summary.sub_scores.get(name) for name in names)
+        cells = (_percent(score.interval) if score else None for score in scores)
+        table.add_row(*map(plain, (summary.method, summary.budget, summary.task, *cells)))
+    return table if names else None
+
+
+def _plain_sub_scores(summaries: Sequence[Summary]) -> list[str]:
+    names = dict.fromkeys(name for summary in summaries for name in summary.sub_scores)
+    crossed = {f"{a}_{b}" for a in names for b in names}
+    return [name for name in names if name not in crossed]
 
 
 def facts_table(summary: Summary) -> Table:

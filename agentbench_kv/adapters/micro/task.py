@@ -1,4 +1,4 @@
-"""The micro tasks: generated tool-use sessions for the micro model, executed and checked exactly."""
+"""The micro tasks: generated tool-use sessions, executed and checked exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentbench_kv.adapters.base import (
     TrialContext,
 )
 from agentbench_kv.adapters.micro.environment import Environment
-from agentbench_kv.adapters.micro.episode import Call, Episode
+from agentbench_kv.adapters.micro.episode import Call, Episode, UserTurn
 from agentbench_kv.adapters.micro.generate import generate
 from agentbench_kv.adapters.micro.profiles import PROFILES, TEST_SEEDS, held_out_seed
 from agentbench_kv.adapters.micro.score import Score, Tally, score
@@ -72,7 +72,7 @@ class RecallTask(Task):
         episode = self._episode(sample)
         if agent == "null":
             return ["I would rather not." for _ in episode.turns]
-        texts = [message.raw for turn in episode.turns for message in (*turn.calls, turn.reply)]
+        texts = [text for turn in episode.turns for text in _raw_texts(turn)]
         if agent == "corrupt":
             last = episode.calls[-1]
             texts[texts.index(last.raw)] = _corrupted(last).raw
@@ -144,6 +144,10 @@ def _act(environment: Environment, reply: Reply, messages: list[Message]) -> boo
 def _arguments(text: str) -> dict[str, Any]:
     parsed = json.loads(text)
     return parsed if isinstance(parsed, dict) else {}
+
+
+def _raw_texts(turn: UserTurn) -> list[str]:
+    return [*(call.raw for call in turn.calls), turn.reply.raw]
 
 
 def _corrupted(call: Call) -> Call:

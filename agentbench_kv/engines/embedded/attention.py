@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agentbench_kv.engines.embedded.cache import SessionCache
@@ -93,7 +93,7 @@ def session_attention(
     -------
     Tensor [1, n, q_heads, head_dim]
     """
-    layer = int(module.layer_idx)
+    layer: int = getattr(module, "layer_idx")  # noqa: B009  modules have no typed attributes
     q, k, v = query[0], key[0], value[0]
     if kvbench.ring_write is not None:
         kvbench.queries.write(layer, q, kvbench.ring_write)
@@ -126,7 +126,7 @@ def _decode(
         rows = rows.new_zeros(group.last - group.first, heads, head_dim)
         rows[slots - group.first] = query.transpose(0, 1)
     grouped = rows.reshape(rows.shape[0], keys.shape[1], -1, head_dim)
-    out = F.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         grouped, keys, values, attn_mask=group.mask, scale=scaling
     ).reshape(rows.shape[0], heads, head_dim)
     return out if n == rows.shape[0] else out[slots - group.first]
@@ -141,7 +141,7 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Ten
     kv_heads, tokens, _ = keys.shape
     grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
     mask = _causal(n, tokens, heads // kv_heads, query.device)
-    out = F.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         grouped, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scaling
     )
     return out.reshape(heads, n, head_dim)

@@ -90,10 +90,10 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
     from transformers.utils import logging
 
     register()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         check_config(AutoConfig.from_pretrained(path, local_files_only=True))
-        network = AutoModelForCausalLM.from_pretrained(
+        network: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,

@@ -1,4 +1,4 @@
-"""Where KV rows live: pools of equal slots, one pool per capacity, so that decode attention batches.
+"""Where KV rows live: pools of equal slots, one per capacity, so that decode attention batches.
 
 A session has one slot. It moves to a slot of twice the capacity when it outgrows its own, and to a
 smaller one when an event left it nearly empty, so allocated memory follows live memory within a
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 SMALLEST = 256
 

@@ -13,14 +13,13 @@ from itertools import accumulate, compress
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import FinishReason, Generation, Sampling
+from agentbench_kv.engines.base import FinishReason, Generation, PhaseLabeller, Sampling
 from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.packing import Packed, pack
 from agentbench_kv.engines.embedded.pool import CachePools
 from agentbench_kv.engines.embedded.queries import QueryBuffer
 from agentbench_kv.engines.embedded.sampling import Sampler
 from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
-from agentbench_kv.engines.base import PhaseLabeller
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 
@@ -48,7 +47,7 @@ class EmbeddedGeneration(Generation):
         self.produced = 0
         self.cancelled = False
         self._started = time.perf_counter()
-        self._tokens: queue.SimpleQueue[int | None | BaseException] = queue.SimpleQueue()
+        self._tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
 
     def __iter__(self) -> Iterator[int]:
         """Yield tokens as they come; re-raise what broke the generation."""
@@ -249,7 +248,8 @@ class Scheduler:
 
     def _plan(self) -> list[EmbeddedGeneration]:
         """Choose who takes part in the next forward: all that decode, prefills while they fit."""
-        batch, room = [], STEP_TOKENS
+        batch: list[EmbeddedGeneration] = []
+        room = STEP_TOKENS
         for generation in self._running:
             rows = min(len(generation.session.pending), PREFILL_CHUNK)
             if rows == 1 or room >= rows or not batch:

@@ -29,7 +29,7 @@ from agentbench_kv.training.micro.conversation import (
 )
 from agentbench_kv.training.micro.drills import drill
 
-__all__ = ["Batch", "Encoder", "Mix", "Row", "batch", "episode_row"]
+__all__ = ["Batch", "Encoder", "Mix", "Row", "auxiliary_row", "batch", "episode_row"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -197,6 +197,22 @@ def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) ->
         if len(row.ids) <= mix.length + 1:
             return row
     return _longest(encoder, mix, rng, seed)
+
+
+def auxiliary_row(encoder: Encoder, seed: int, profile: Profile) -> Row:
+    """Return a row that asks which cursors of an episode are stale.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        The tokenizer's side.
+    seed : int
+        Of the episode, and of when it is asked and what is gone by then.
+    profile : Profile
+        Its sizes.
+    """
+    episode, rng = generate(seed, profile), random.Random(f"memory/{seed}")
+    return _auxiliary_at(encoder, rng, episode, rng.randint(2, len(episode.turns)))
 
 
 def _auxiliary_at(encoder: Encoder, rng: random.Random, episode: Episode, turns: int) -> Row:

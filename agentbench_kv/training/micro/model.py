@@ -68,7 +68,7 @@ class _Attention(nn.Module):
         self.q_norm = _Norm(config.head_dim, config.rms_norm_eps, self.GAIN)
         self.k_norm = _Norm(config.head_dim, config.rms_norm_eps, self.GAIN)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         rows, length, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(rows, length, self.heads, self.head_dim))
         k = self.k_norm(self.k_proj(x).view(rows, length, self.kv_heads, self.head_dim))
@@ -77,7 +77,7 @@ class _Attention(nn.Module):
         q, k = _rotate(q.transpose(1, 2), cos, sin), _rotate(k.transpose(1, 2), cos, sin)
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
         return mixed
 
@@ -103,8 +103,8 @@ class _Layer(nn.Module):
         self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x
 
@@ -144,13 +144,15 @@ class MicroModel(nn.Module):
                     std /= math.sqrt(depth)
                 nn.init.normal_(weight, 0.0, std)
 
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the logits.
 
         Parameters
         ----------
         ids, positions : Tensor
             Token ids and their logical positions, (rows, length).
+        mask : Tensor, optional
+            What each token may attend to, boolean, (length, length); causal by default.
 
         Returns
         -------
@@ -162,7 +164,7 @@ class MicroModel(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 
@@ -182,6 +184,7 @@ def save_model(model: MicroModel, folder: Path, end: int, pad: int) -> None:
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     partial = folder / "model.safetensors.partial"
     save_file(state, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")
     config = _hub_config(model.config, end, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

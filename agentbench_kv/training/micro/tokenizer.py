@@ -21,7 +21,7 @@ from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursor
 from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, train_seed
 from agentbench_kv.adapters.micro.words import NAMES, SYLLABLES
 
-__all__ = ["MARKERS", "SPECIALS", "build_tokenizer", "chat_template"]
+__all__ = ["MARKERS", "SPECIALS", "build_tokenizer", "chat_template", "save_tokenizer"]
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens that decoding may skip."""
@@ -71,6 +71,24 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
     return _wrapped(core)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer and its chat template for any release of transformers.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerFast
+        What `build_tokenizer` returned.
+    folder : Path
+        The model's folder.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    # transformers 5 writes a class that its predecessors and other engines do not know.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def _wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:

@@ -20,7 +20,7 @@ from agentbench_kv.training.micro.data import Batch, Encoder, batch
 from agentbench_kv.training.micro.model import MicroConfig, MicroModel, save_model
 from agentbench_kv.training.micro.optim import Optimizers
 from agentbench_kv.training.micro.stages import Stage
-from agentbench_kv.training.micro.tokenizer import build_tokenizer
+from agentbench_kv.training.micro.tokenizer import build_tokenizer, save_tokenizer
 
 __all__ = ["Options", "Trainer"]
 
@@ -226,4 +226,4 @@ class Trainer:
         """Write the model and its tokenizer as a Hugging Face folder."""
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         save_model(self.model, folder, end, self.encoder.pad)
-        self.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
