@@ -104,6 +104,7 @@ def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Sum
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.make_method())
         cls.check_model(spec.model)
+        cls.check_compute(spec.dtype, spec.device)
     return [run_one(spec, out, progress) for spec in specs]
 
 

@@ -194,6 +194,17 @@ class Engine(ABC):
         """
         return None
 
+    @classmethod
+    def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
+        """Refuse a dtype or device this engine cannot use, before anything starts.
+
+        Raises
+        ------
+        UsageError, PrerequisiteError
+            With what is known or needed.
+        """
+        return None
+
     @abstractmethod
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         """Start an empty session; `labeller` is called for every generated token, in order."""

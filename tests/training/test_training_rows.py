@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.adapters.micro.generate import generate
 from agentbench_kv.adapters.micro.profiles import PROFILES, held_out_seed, train_seed
 from agentbench_kv.training.micro import data
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, MEMORY, PROMPT, TEMPLATE
@@ -65,7 +64,7 @@ def test_the_agent_says_about_a_third(encoder, small_rows):
 
 @pytest.mark.parametrize("profile", [SMALL, LARGE], ids=lambda it: it.name)
 def test_no_burst_of_prompt_exceeds_the_first(encoder, profile):
-    """Between two evictions, 128 spoken tokens apart, fewer tokens arrive than in the first prompt."""
+    """Evictions are 128 spoken tokens apart; what arrives in between must stay below the peak."""
     for index in range(10):
         row = data.episode_row(encoder, held_out_seed(index), profile)
         spoken = row.labels >= TEMPLATE

@@ -33,7 +33,7 @@ def as_messages(episode, arguments=lambda given: given):
     return messages
 
 
-@pytest.mark.parametrize("profile", (*PROFILES.values(), *CURRICULUM), ids=lambda it: it.name)
+@pytest.mark.parametrize("profile", [*PROFILES.values(), *CURRICULUM], ids=lambda it: it.name)
 @pytest.mark.parametrize("arguments", [json.dumps, dict], ids=["string", "dict"])
 def test_template_gives_the_training_text(tokenizer, profile, arguments):
     for seed in range(8):

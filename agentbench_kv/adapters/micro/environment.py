@@ -139,8 +139,8 @@ class Environment:
 
     def _fail_turn(self) -> None:
         """Count everything that the turn still asked for as wrong."""
-        left = [*self._current.calls, self._current.reply][self._step :]
-        for message in left:
+        messages: list[Call | Reply] = [*self._current.calls, self._current.reply]
+        for message in messages[self._step :]:
             self.judged.extend(Judged(slot, right=False) for slot in _spoken(message))
             self.exact.append(False)
         self._next_turn()

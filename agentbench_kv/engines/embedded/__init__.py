@@ -23,7 +23,14 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.embedded.model import LoadedModel, load_model, model_path, wrap_model
+from agentbench_kv.engines.embedded.model import (
+    LoadedModel,
+    check_dtype,
+    load_model,
+    model_path,
+    pick_device,
+    wrap_model,
+)
 from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, Scheduler, StepTimes
 from agentbench_kv.engines.embedded.session import Recorder
 from agentbench_kv.engines.options import EngineOptions
@@ -94,6 +101,12 @@ class EmbeddedEngine(Engine):
     def check_model(cls, model: str) -> None:
         """Refuse a model that is neither shipped nor a readable folder."""
         model_path(model)
+
+    @classmethod
+    def check_compute(cls, dtype: str, device: str) -> None:
+        """Refuse an unknown dtype or a device that is not there."""
+        check_dtype(dtype)
+        pick_device(device)
 
     @property
     def times(self) -> StepTimes:

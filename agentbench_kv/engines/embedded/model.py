@@ -75,10 +75,15 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def check_dtype(name: str) -> None:
+    """Refuse an unknown dtype."""
+    if name not in DTYPES:
+        raise unknown_name("dtype", name, DTYPES)
+
+
 def load_model(name: str, dtype: str, device: str) -> LoadedModel:
     """Load the decoder called `name` with session attention switched on."""
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+    check_dtype(dtype)
     path = model_path(name)
     where = pick_device(device)
     return _load(path, dtype, str(where))

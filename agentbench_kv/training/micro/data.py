@@ -115,8 +115,10 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._core = tokenizer.backend_tokenizer
-        self.pad: int = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-        self.start: int = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        ids: dict[str, int] = self._core.get_vocab()
+        self.pad = ids["<|endoftext|>"]
+        self.end = ids["<|im_end|>"]
+        self.start = ids["<|im_start|>"]
 
     def row(self, conversation: Conversation, gone: frozenset[int] = frozenset()) -> Row:
         """Tokenise; tokens of the evicted cursors `gone` leave, positions keep their gaps."""

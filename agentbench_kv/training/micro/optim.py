@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 def _orthogonal(stack: Tensor) -> Tensor:
     """Bring all singular values near one by five Newton-Schulz steps; (matrices, rows, columns)."""
     tall = stack.shape[-2] > stack.shape[-1]
-    x = stack.mT if tall else stack
+    x: Tensor = stack.mT if tall else stack
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = x @ x.mT

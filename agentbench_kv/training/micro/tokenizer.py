@@ -92,7 +92,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",

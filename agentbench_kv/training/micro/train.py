@@ -155,7 +155,7 @@ class Trainer:
         labels, targets = current.labels[:, 1:].flatten(), current.ids[:, 1:].flatten()
         asked = labels.ge(2) & labels.ne(PAD)
         right = (logits.flatten(0, 1)[asked].argmax(-1).cpu() == targets[asked]).float()
-        for label in labels[asked].unique().tolist():
+        for label in sorted(set(labels[asked].tolist())):
             seen = right[labels[asked] == label]
             keep = 0.998 ** len(seen)
             old = progress.recall.get(LABELS[label], 0.0)
@@ -224,6 +224,5 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         """Write the model and its tokenizer as a Hugging Face folder."""
-        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        save_model(self.model, folder, end, self.encoder.pad)
+        save_model(self.model, folder, self.encoder.end, self.encoder.pad)
         save_tokenizer(self.tokenizer, folder)
