@@ -30,13 +30,16 @@ class TorchBackend:
         heads, n, _ = queries.shape
         grouped = queries.reshape(kv_heads, heads // kv_heads, n, head_dim)
         logits = _logits(grouped.float(), keys.float())
+        causal = query_positions is not None and key_positions is not None
         if query_positions is not None and key_positions is not None:
             later = key_positions[:, None, None, :] > query_positions[None, None, :, None]
             logits = logits.masked_fill(later, float("-inf"))
         if gqa == "max_logit":
             logits = logits.amax(1, keepdim=True)
-        # A query that sees no key gives no mass; its softmax alone would be NaN.
-        probs = torch.softmax(logits, -1).masked_fill(torch.isneginf(logits), 0.0)
+        probs = torch.softmax(logits, -1)
+        if causal:
+            # A query that sees no key gives no mass; its softmax alone would be NaN.
+            probs = probs.masked_fill(torch.isneginf(logits), 0.0)
         return _merge_group(probs.sum(2) / max(n, 1), gqa)
 
     def select_top(self, scores: Tensor, budget: int, always: Tensor | None) -> Tensor:

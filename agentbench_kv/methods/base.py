@@ -235,8 +235,7 @@ class Method:
         budget = self.budget or 0
         if layers[0].positions.shape[-1] <= budget:
             return _everything(layers)
-        orders = [view.positions.argsort(-1) for view in layers]
-        places = [view.positions.gather(-1, o) for view, o in zip(layers, orders, strict=True)]
+        positions, orders = torch.stack([view.positions for view in layers]).sort(-1)
         scores = torch.stack(
             [
                 self._score_layer(index, layers[index], queries[index], orders[index], now)
@@ -244,9 +243,9 @@ class Method:
             ]
         )
         merged = self._merge(scores)
-        always = self._always(torch.stack(places), now)
+        always = self._always(positions, now)
         ranked = select_top(merged, budget, always)
-        kept = torch.stack(orders).gather(-1, ranked).sort(-1).values
+        kept = orders.gather(-1, ranked).sort(-1).values
         return Selection(kept, merged.masked_fill(always, float("nan")))
 
     def _score_layer(

@@ -86,11 +86,11 @@ class SessionCache:
     def keep(self, kept: Tensor) -> int:
         """Drop all rows but `kept` [layers, kv_heads, budget]; return rows moved.
 
-        The session moves to a smaller slot if it now fills less than a quarter of its own.
+        The session moves to a smaller slot if it now fills a quarter of its own or less.
         """
         moved = compact(self.keys, self.values, self.positions, kept, self.length)
         self.length = kept.shape[-1]
-        if 4 * self.length < self.pool.capacity:
+        if 4 * self.length <= self.pool.capacity:
             self._move(2 * self.length)
         return moved
 
