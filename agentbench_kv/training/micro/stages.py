@@ -49,7 +49,7 @@ RECIPE = (
     Stage(
         "sessions",
         (Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.1, auxiliary=0.1, gaps=0.4),),
-        1_500_000,
+        1_000_000,
         recall=0.96,
     ),
     Stage(
@@ -58,7 +58,7 @@ RECIPE = (
             Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.05, auxiliary=0.12, gaps=0.5),
             Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3),
         ),
-        600_000,
+        500_000,
         recall=0.97,
     ),
     Stage(
@@ -69,7 +69,7 @@ RECIPE = (
             Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5),
             Mix(5632, 1, (TASKS[1],), auxiliary=0.08),
         ),
-        1_800_000,
+        1_600_000,
         decay=True,
     ),
 )
