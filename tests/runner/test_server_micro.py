@@ -87,9 +87,7 @@ def test_a_tool_using_session_keeps_its_compressed_cache(
                 continue
             function = calls[0]["function"]
             seen = environment.call(function["name"], json.loads(function["arguments"]))
-            messages.append(
-                {"role": "tool", "tool_call_id": calls[0]["id"], "content": seen.text}
-            )
+            messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": seen.text})
             over = seen.turn_over
     assert last is not None
     assert requests >= 10

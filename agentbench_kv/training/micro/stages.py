@@ -65,11 +65,11 @@ RECIPE = (
         "final",
         (
             Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5),
+            Mix(5632, 1, (TASKS[1],), auxiliary=0.1),
             Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3),
-            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5),
-            Mix(5632, 1, (TASKS[1],), auxiliary=0.08),
+            Mix(5632, 1, (TASKS[1],), auxiliary=0.1),
         ),
-        1_600_000,
+        2_000_000,
         decay=True,
     ),
 )
