@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,14 @@ import numpy.typing as npt
 
 from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot
 from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
-from agentbench_kv.adapters.micro.words import HANDLE
+from agentbench_kv.adapters.micro.words import HANDLE, NAMES
 
 __all__ = [
     "COPIED",
     "EVIDENCE",
     "LABELS",
     "MEMORY",
+    "NAME",
     "NOISE",
     "PAD",
     "PROMPT",
@@ -31,6 +33,7 @@ LABELS = (
     "prompt",
     "noise",
     "template",
+    "name",
     "memory",
     "copied",
     "think/derived",
@@ -45,12 +48,15 @@ LABELS = (
     "tool/one_shot",
     "others/one_shot",
 )
-"""What a token is: given, given and random, the agent's format, the auxiliary answer, a recall."""
+"""What a token is: given, given and random, the agent's format, a name it picks, the auxiliary
+answer, a code it repeats, or a code it recalls, by source and kind."""
 
-PROMPT, NOISE, TEMPLATE, MEMORY, COPIED = range(5)
+PROMPT, NOISE, TEMPLATE, NAME, MEMORY, COPIED = range(6)
 PAD = len(LABELS)
 EVIDENCE = range(COPIED + 1, len(LABELS))
 """Labels of codes that have to be found in the context."""
+
+NAMED = re.compile(rf"\b({'|'.join(NAMES)})[/#:=@~+\"]")
 
 Labels = npt.NDArray[np.uint8]
 
@@ -161,6 +167,9 @@ def _join(parts: Iterable[_Part], handles: bool = True) -> Conversation:
 
 def _labels(part: _Part, handles: bool) -> Labels:
     labels = np.full(len(part.text), part.label, np.uint8)
+    if part.label == TEMPLATE:
+        for match in NAMED.finditer(part.text):
+            labels[match.start(1) : match.end(1)] = NAME
     if handles:
         for index, match in enumerate(HANDLE.finditer(part.text)):
             label = _slot_label(part.slots[index]) if part.label == TEMPLATE else NOISE

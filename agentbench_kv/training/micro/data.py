@@ -19,6 +19,7 @@ from agentbench_kv.training.micro.conversation import (
     COPIED,
     LABELS,
     MEMORY,
+    NAME,
     NOISE,
     PAD,
     PROMPT,
@@ -71,6 +72,8 @@ class Mix:
         Shares of drills and of auxiliary turns.
     gaps : float
         Share of rows whose positions leap ahead at some messages.
+    names : float
+        Weight of the names that the agent has to pick, which decide what it recalls.
     """
 
     length: int
@@ -79,6 +82,7 @@ class Mix:
     drills: float = 0.0
     auxiliary: float = 0.0
     gaps: float = 0.0
+    names: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
         ids[index, :size], labels[index, :size] = row.ids[:size], row.labels[:size]
         positions[index, :size] = row.positions[:size]
     weights = WEIGHTS[labels[:, 1:]]
+    weights[labels[:, 1:] == NAME] = mix.names
     return Batch(*map(torch.from_numpy, (ids, positions, labels, weights)))
 
 

@@ -64,10 +64,10 @@ RECIPE = (
     Stage(
         "final",
         (
-            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5),
-            Mix(5632, 1, (TASKS[1],), auxiliary=0.1),
-            Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3),
-            Mix(5632, 1, (TASKS[1],), auxiliary=0.1),
+            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5, names=5.0),
+            Mix(5632, 1, (TASKS[1],), auxiliary=0.1, names=5.0),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3, names=5.0),
+            Mix(5632, 1, (TASKS[1],), auxiliary=0.1, names=5.0),
         ),
         2_000_000,
         decay=True,
