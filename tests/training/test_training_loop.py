@@ -16,7 +16,7 @@ from agentbench_kv.training.micro.train import Options, Trainer
 TINY = MicroConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
 STAGES = (
     Stage("drills", (Mix(48, 2, CURRICULUM[:1], drills=1.0),), 300),
-    Stage("end", (Mix(64, 2, CURRICULUM[:1], auxiliary=0.2, gaps=0.5),), 600, decay=True),
+    Stage("end", (Mix(64, 2, CURRICULUM[:1], auxiliary=0.2, gaps=0.5),), 600, rates=(1.0, 0.0)),
 )
 
 
@@ -66,8 +66,9 @@ def test_learning_rate_falls_with_tokens(tmp_path):
     assert trainer._factor() == 1.0
 
 
-def test_only_the_last_stage_of_the_recipe_decays():
-    assert [stage.decay for stage in RECIPE] == [False] * (len(RECIPE) - 1) + [True]
+def test_the_recipe_ends_at_rate_zero():
+    assert RECIPE[0].rates == (1.0, 1.0)
+    assert RECIPE[-1].rates[1] == 0.0
 
 
 def test_hugging_face_computes_the_same_logits(tmp_path):

@@ -25,7 +25,7 @@ from agentbench_kv.adapters.micro.score import Score, Tally, score
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialStatus
 
-DEFAULT_SAMPLES = 64
+DEFAULT_SAMPLES = 50
 SEED_STRIDE = 1_000_000
 MAX_MESSAGE_TOKENS = 192
 

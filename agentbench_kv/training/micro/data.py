@@ -35,7 +35,7 @@ __all__ = ["Batch", "Encoder", "Mix", "Row", "auxiliary_row", "batch", "episode_
 Ints = npt.NDArray[np.int64]
 
 WEIGHTS = np.full(len(LABELS) + 1, 5.0, np.float32)
-WEIGHTS[[PROMPT, NOISE, TEMPLATE, MEMORY, COPIED, PAD]] = (0.05, 0.01, 1.0, 2.0, 2.0, 0.0)
+WEIGHTS[[PROMPT, NOISE, TEMPLATE, COPIED, PAD]] = (0.05, 0.01, 1.0, 2.0, 0.0)
 
 FARTHEST = 8192
 """Positions that gaps may reach in rows shorter than that."""
@@ -74,6 +74,8 @@ class Mix:
         Share of rows whose positions leap ahead at some messages.
     names : float
         Weight of the names that the agent has to pick, which decide what it recalls.
+    memory : float
+        Weight of the answer in an auxiliary turn.
     """
 
     length: int
@@ -83,6 +85,7 @@ class Mix:
     auxiliary: float = 0.0
     gaps: float = 0.0
     names: float = 1.0
+    memory: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
         positions[index, :size] = row.positions[:size]
     weights = WEIGHTS[labels[:, 1:]]
     weights[labels[:, 1:] == NAME] = mix.names
+    weights[labels[:, 1:] == MEMORY] = mix.memory
     return Batch(*map(torch.from_numpy, (ids, positions, labels, weights)))
 
 

@@ -9,8 +9,8 @@ from agentbench_kv.training.micro.data import Mix
 
 __all__ = ["RECIPE", "Stage"]
 
-SHORT, MEDIUM, LONG, LONGER = CURRICULUM
-TASKS = (PROFILES["recall-1k"], PROFILES["recall-5k"])
+SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
+TASK_1K = PROFILES["recall-1k"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Stage:
         The stage is over after so many tokens.
     recall : float
         It is over earlier once every sort of code is recalled this well.
-    decay : bool
-        Whether the learning rate falls to zero over the stage's tokens.
+    rates : tuple of float
+        Learning-rate factors at the stage's first and last token.
     """
 
     name: str
     mixes: tuple[Mix, ...]
     tokens: int
     recall: float = 2.0
-    decay: bool = False
+    rates: tuple[float, float] = (1.0, 1.0)
 
 
 RECIPE = (
@@ -48,14 +48,14 @@ RECIPE = (
     ),
     Stage(
         "sessions",
-        (Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.1, auxiliary=0.1, gaps=0.4),),
+        (Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.1, auxiliary=0.1, gaps=0.4),),
         1_000_000,
         recall=0.96,
     ),
     Stage(
         "long",
         (
-            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.05, auxiliary=0.12, gaps=0.5),
+            Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.05, auxiliary=0.12, gaps=0.5),
             Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3),
         ),
         500_000,
@@ -64,13 +64,24 @@ RECIPE = (
     Stage(
         "final",
         (
-            Mix(1152, 2, (MEDIUM, TASKS[0]), drills=0.02, auxiliary=0.12, gaps=0.5, names=5.0),
-            Mix(5632, 1, (TASKS[1],), auxiliary=0.1, names=5.0),
+            Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.02, auxiliary=0.12, gaps=0.5, names=5.0),
+            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0),
             Mix(2560, 1, (LONG, LONGER), auxiliary=0.1, gaps=0.3, names=5.0),
-            Mix(5632, 1, (TASKS[1],), auxiliary=0.1, names=5.0),
+            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0),
         ),
         2_000_000,
-        decay=True,
+        rates=(1.0, 0.0),
+    ),
+    Stage(
+        "polish",
+        (
+            Mix(512, 4, (SHORT,), auxiliary=0.7, names=5.0, memory=5.0),
+            Mix(5632, 1, (TASKS[1],), names=5.0, memory=5.0),
+            Mix(1152, 2, (MEDIUM, TASKS[0]), auxiliary=0.35, gaps=0.3, names=5.0, memory=5.0),
+            Mix(5632, 1, (TASKS[1],), auxiliary=0.15, names=5.0, memory=5.0),
+        ),
+        2_000_000,
+        rates=(0.5, 0.0),
     ),
 )
-"""From dense drills to whole sessions; only the last stage lowers the learning rate."""
+"""From dense drills to whole sessions; the last two stages lower the learning rate to zero."""

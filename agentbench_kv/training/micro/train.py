@@ -146,8 +146,9 @@ class Trainer:
         """Learning-rate factor: by tokens, since seconds depend on what else the machine does."""
         stage = self.recipe[self.progress.stage]
         rising = min(1.0, (self.progress.step + 1) / WARM_UP)
-        left = 1.0 - self.progress.stage_tokens / stage.tokens
-        return rising * (max(0.0, left) if stage.decay else 1.0)
+        done = min(1.0, self.progress.stage_tokens / stage.tokens)
+        first, last = stage.rates
+        return rising * (first + (last - first) * done)
 
     def _observe(self, current: Batch, logits: Tensor, loss: float) -> None:
         """Update running means; no row comes twice, so training recall is held-out recall."""
