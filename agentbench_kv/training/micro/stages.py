@@ -72,16 +72,5 @@ RECIPE = (
         2_000_000,
         rates=(1.0, 0.0),
     ),
-    Stage(
-        "polish",
-        (
-            Mix(512, 4, (SHORT,), auxiliary=0.7, names=5.0, memory=5.0),
-            Mix(5632, 1, (TASKS[1],), names=5.0, memory=5.0),
-            Mix(1152, 2, (MEDIUM, TASKS[0]), auxiliary=0.35, gaps=0.3, names=5.0, memory=5.0),
-            Mix(5632, 1, (TASKS[1],), auxiliary=0.15, names=5.0, memory=5.0),
-        ),
-        2_000_000,
-        rates=(0.5, 0.0),
-    ),
 )
-"""From dense drills to whole sessions; the last two stages lower the learning rate to zero."""
+"""From dense drills to whole sessions; the last stage lowers the learning rate to zero."""
