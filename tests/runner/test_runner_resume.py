@@ -19,7 +19,7 @@ RUN = [
 ]
 
 
-def command(out: Path) -> list[str]:
+def command(out: Path, *more: str) -> list[str]:
     return [
         sys.executable,
         "-c",
@@ -27,6 +27,7 @@ def command(out: Path) -> list[str]:
         *RUN,
         "--out",
         str(out),
+        *more,
     ]
 
 
@@ -72,15 +73,17 @@ def test_kill_nine_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Long enough to be running still when the second process has started.
+    endless = command(tmp_path, "--limit", "100000")
     first = subprocess.Popen(
-        command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        endless, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
     try:
         while not list(tmp_path.glob("*/run.json")):
             assert first.poll() is None
             time.sleep(0.02)
         second = subprocess.run(
-            command(tmp_path), capture_output=True, text=True, check=False, env=environment
+            endless, capture_output=True, text=True, check=False, env=environment
         )
     finally:
         first.kill()
