@@ -295,8 +295,10 @@ class Scheduler:
         session = generation.session
         if self._recorder is not None:
             self._recorder.on_logits(session.name, session.fed, logits)
-        if generation.produced == 0 and session.schedule.after_prefill(session.cache.length):
-            self._compress(session)
+        if session.prefilling:
+            session.prefilling = False
+            if session.schedule.after_prefill(session.cache.length):
+                self._compress(session)
         token = best if generation.sampler.greedy else generation.sampler.draw(logits)
         session.accept(token)
         if session.schedule.after_decode(session.cache.length):

@@ -55,6 +55,7 @@ class EmbeddedSession:
         self.pending: deque[tuple[int, Phase]] = deque()
         self.fed = 0
         self.prompt_pending = 0
+        self.prefilling = False
         self.reserved = 0
         self.broken: BaseException | None = None
         self._stats = KVStats()
@@ -74,6 +75,7 @@ class EmbeddedSession:
         stats = self._stats
         stats.prefill_tokens += self.prompt_pending
         stats.longest_prefill = max(stats.longest_prefill, self.prompt_pending)
+        self.prefilling = self.prompt_pending > 0
         self.prompt_pending = 0
 
     def take(self, limit: int) -> list[tuple[int, Phase]]:
