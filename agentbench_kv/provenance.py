@@ -11,7 +11,7 @@ from typing import Any
 
 from agentbench_kv import __version__
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
 
 
 def environment() -> dict[str, Any]:

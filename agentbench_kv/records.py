@@ -67,6 +67,7 @@ def _account(stats: KVStats) -> KVAccount:
         mean_decode_kv=stats.mean_decode_kv,
         rows_moved=stats.rows_moved,
         recomputed=stats.recomputed,
+        budget=stats.budget,
     )
 
 

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.adapters.base import (
-    AgentClient,
-    Message,
-    Outcome,
-    Reply,
-    Sample,
-    ScriptedAgent,
-    Task,
-    TrialContext,
-)
+from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
+from agentbench_kv.calibrations import calibrated, calibration_used
 from agentbench_kv.engines.base import Capability, Engine
 from agentbench_kv.engines.options import EngineOptions, ScriptSource
-from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
-from agentbench_kv.gateway.accounting import SessionReport
-from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.gateway import Gateway
 from agentbench_kv.gateway.server import BackgroundServer
 from agentbench_kv.methods.base import Method
 from agentbench_kv.provenance import environment
-from agentbench_kv.records import trial_record, turn_records
 from agentbench_kv.registry import load_engine, load_task, make_method
-from agentbench_kv.results.records import TrialRecord, TrialStatus
+from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.rundir import RunDir
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.spec import RunSpec
-
-MAX_ATTEMPTS = 3
+from agentbench_kv.trials import Stage, play_trial, sample_key
 
 Progress = Callable[[RunSpec, int, int, TrialRecord | None], None]
 """Called with the spec, finished and expected trials, and the trial that just ended."""
@@ -49,15 +35,21 @@ def build_engine(
     engine: str,
     model: str,
     method: str,
-    budget: int | None,
+    budget: int | str | None,
     settings: Mapping[str, Any],
     *,
     device: str = "auto",
     dtype: str = "float32",
     concurrency: int = 16,
     scripts: ScriptSource | None = None,
+    observer: Any = None,
 ) -> Engine:
     """Start an engine with a method, after checking that the two fit.
+
+    Parameters
+    ----------
+    observer : object, optional
+        What an engine that can be looked into calls, such as `engines.embedded.Observer`.
 
     Raises
     ------
@@ -69,18 +61,28 @@ def build_engine(
     check_pair(engine, cls, built)
     options = EngineOptions(
         model=model,
-        method=built,
+        method=calibrated(built, model, dtype, device),
         device=device,
         dtype=dtype,
         concurrency=concurrency,
         scripts=scripts,
     )
-    made: Engine = cls.create(options)
+    if observer is None:
+        made: Engine = cls.create(options)
+    elif Capability.CAPTURE in cls.capabilities:
+        made = cls.create(options, observer=observer)
+    else:
+        raise UsageError(f"engine {engine!r} cannot be looked into; use --engine embedded")
     return made
 
 
 def check_pair(name: str, engine: type[Engine], method: Method) -> None:
     """Refuse a method the engine cannot run."""
+    if method.offline:
+        raise UsageError(
+            f"method {method.label!r} ranks by what happens later, so no engine can run it; "
+            "use it on a capture: kvbench select --method oracle --capture FILE"
+        )
     if method.compresses and Capability.COMPRESS not in engine.capabilities:
         raise UsageError(
             f"engine {name!r} cannot run method {method.label!r}: it does not compress a cache; "
@@ -151,26 +153,17 @@ def _play(
     run: RunDir,
     report: Callable[[TrialRecord], None],
 ) -> None:
-    with _stage(spec, task, [sample for sample, _ in todo]) as stage:
+    with open_stage(spec, task, [sample for sample, _ in todo]) as stage:
         _note_provenance(run, stage)
         jobs = ((stage, run, sample, trial) for sample, trial in todo)
         for record in _in_parallel(jobs, spec.concurrency):
             report(record)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What the trials of a run share."""
-
-    spec: RunSpec
-    task: Task
-    engine: Engine
-    gateway: Gateway
-    endpoint: str | None
-
-
 @contextmanager
-def _stage(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> Iterator[Stage]:
+def open_stage(
+    spec: RunSpec, task: Task, samples: Sequence[Sample], observer: Any = None
+) -> Iterator[Stage]:
     """Start engine, gateway and, if the task needs one, the loopback server."""
     with ExitStack() as stack:
         engine = build_engine(
@@ -183,6 +176,7 @@ def _stage(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> Iterator[Sta
             dtype=spec.dtype,
             concurrency=spec.concurrency,
             scripts=_scripts(spec, task, samples),
+            observer=observer,
         )
         stack.callback(engine.shutdown)
         gateway = Gateway(engine, default_max_tokens=spec.max_tokens)
@@ -195,23 +189,14 @@ def _stage(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> Iterator[Sta
 
 def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSource:
     """Give the scripted engine a session's texts: the session id names the sample."""
-    by_id = {sample.id: sample for sample in samples}
+    by_key = {sample_key(sample.id): sample for sample in samples}
 
     def texts(session: str) -> list[str]:
-        sample = by_id[_sample_of(session)]
+        sample = by_key[session.rpartition("|")[2]]
         agent: ScriptedAgent = spec.model  # type: ignore[assignment]  # checked by check_model
         return task.script(sample, agent)
 
     return texts
-
-
-def session_id(run: str, sample: str, trial: int, attempt: int) -> str:
-    """Name the session of one attempt at a trial."""
-    return f"{run}|{trial}|{attempt}|{sample}"
-
-
-def _sample_of(session: str) -> str:
-    return session.split("|", 3)[3]
 
 
 def _note_provenance(run: RunDir, stage: Stage) -> None:
@@ -227,6 +212,7 @@ def _note_provenance(run: RunDir, stage: Stage) -> None:
             "determinism": "greedy" if stage.spec.temperature == 0 else "seeded sampling",
             "concurrency": stage.spec.concurrency,
             "task": stage.task.provenance(),
+            **calibration_used(stage.spec.make_method(), info.model_sha),
             **stage.gateway.provenance(),
         }
     )
@@ -238,101 +224,16 @@ def _note_provenance(run: RunDir, stage: Stage) -> None:
         )
 
 
-class TimedClient:
-    """An agent client that refuses another message once the trial's time is up."""
-
-    def __init__(self, client: AgentClient, seconds: float) -> None:
-        self._client = client
-        self._seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Reply:
-        """Pass the request on, or raise TimeoutError."""
-        if time.monotonic() > self._end:
-            raise TimeoutError(f"the trial took more than {self._seconds:g} s")
-        return self._client.chat(messages, tools, max_tokens, stop)
-
-
 def _in_parallel(
     jobs: Iterable[tuple[Stage, RunDir, Sample, int]], width: int
 ) -> Iterator[TrialRecord]:
     """Run trials `width` at a time; the first error that is not a trial's own ends the run."""
     queue = iter(jobs)
     with ThreadPoolExecutor(width, thread_name_prefix="kvbench-trial") as pool:
-        running: set[Future[TrialRecord]] = set()
-        try:
-            running |= {pool.submit(_trial, *job) for job in islice(queue, width)}
-            while running:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                running |= {pool.submit(_trial, *job) for job in islice(queue, len(finished))}
-                for future in finished:
-                    yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _trial(stage: Stage, run: RunDir, sample: Sample, trial: int) -> TrialRecord:
-    """Attempt a trial until it is not an infrastructure failure, at most `MAX_ATTEMPTS` times."""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        record = _attempt(stage, run, sample, trial, attempt)
-        if record.finished:
-            break
-    return record
-
-
-def _attempt(stage: Stage, run: RunDir, sample: Sample, trial: int, attempt: int) -> TrialRecord:
-    spec = stage.spec
-    session = session_id(spec.id, sample.id, trial, attempt)
-    seed = spec.trial_seed(sample.id, trial)
-    client = InProcessClient(
-        stage.gateway,
-        session,
-        seed=seed,
-        temperature=spec.temperature,
-        max_tokens=spec.max_tokens,
-    )
-    context = TrialContext(
-        trial=trial,
-        seed=seed,
-        client=TimedClient(client, spec.timeout_s),
-        endpoint=stage.endpoint,
-        session=session,
-        temperature=spec.temperature,
-        max_tokens=spec.max_tokens,
-        timeout_s=spec.timeout_s,
-    )
-    started = time.perf_counter()
-    outcome = _outcome(stage.task, sample, context)
-    seconds = time.perf_counter() - started
-    report = client.close()
-    saved = run.save_transcript(sample.id, trial, _transcript(outcome, report))
-    record = trial_record(sample, context, outcome, report, seconds, saved, attempt)
-    run.append_turns(turn_records(sample, trial, report))
-    run.append_trial(record)
-    return record
-
-
-def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
-    """Play the trial; whatever breaks is a status, never the end of the run."""
-    try:
-        return task.run_trial(sample, context)
-    except (UsageError, PrerequisiteError):
-        raise
-    except TimeoutError as error:
-        return Outcome(TrialStatus.TIMEOUT, error=str(error))
-    except (CapacityError, KVBenchError) as error:
-        return Outcome(TrialStatus.ENGINE_ERROR, error=str(error))
-    except Exception:  # noqa: BLE001  one broken trial must not end the run
-        return Outcome(TrialStatus.INFRA_ERROR, error=traceback.format_exc(limit=20))
-
-
-def _transcript(outcome: Outcome, report: SessionReport) -> dict[str, Any]:
-    events = [asdict(event) for event in report.stats.events]
-    return {"transcript": outcome.transcript, "error": outcome.error, "events": events}
+        running = {pool.submit(play_trial, *job) for job in islice(queue, width)}
+        while running:
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            # All of them first: after an error nothing more is started.
+            records = [future.result() for future in finished]
+            running |= {pool.submit(play_trial, *job) for job in islice(queue, len(finished))}
+            yield from records

@@ -25,8 +25,9 @@ class RunSpec:
     ----------
     method : str
         `name` or `name@preset`.
-    budget : int or None
-        Tokens per (layer, KV head); None for methods without one.
+    budget : int, str or None
+        Tokens per (layer, KV head), or a share of the logical length such as `25%`; None for
+        methods without one.
     params : dict
         Every parameter of the method with its value.
     limit : int or None
@@ -46,7 +47,7 @@ class RunSpec:
     engine: str
     model: str
     method: str
-    budget: int | None
+    budget: int | str | None
     task: str
     params: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
@@ -108,7 +109,7 @@ def default_methods(engine: str) -> tuple[str, ...]:
 def grid(
     base: RunSpec,
     methods: Sequence[str],
-    budgets: Sequence[int | None],
+    budgets: Sequence[int | str | None],
     tasks: Sequence[str],
     seeds: Sequence[int],
     settings: Mapping[str, str],

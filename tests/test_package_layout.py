@@ -15,9 +15,10 @@ SHADOWED = {"adapters", "engines", "kernels", "results", "sglang", "tau2", "vllm
 CORE_MUST_NOT_IMPORT = {"litellm", "bfcl_eval", "vllm", "sglang", "llama_cpp"}
 ALLOWED = {
     "kernels": {"kernels", "errors"},
-    "methods": {"methods", "kernels", "errors"},
+    "methods": {"methods", "kernels", "budget", "errors"},
     "engines": {"engines", "methods", "kernels", "errors"},
-    "results": {"results", "errors"},
+    "analysis": {"analysis", "methods", "kernels", "results", "budget", "errors"},
+    "results": {"results", "budget", "errors"},
     "environments": {"environments", "errors"},
     "adapters": {"adapters", "results", "environments", "errors"},
     "gateway": {"gateway", "engines", "adapters", "errors"},

@@ -68,6 +68,28 @@ class Sample:
     cluster: str | None = None
 
 
+@dataclass(frozen=True)
+class Fact:
+    """Something that had to be remembered, from tasks that know what an answer needs.
+
+    Attributes
+    ----------
+    text : str
+        As it stands in the session where it was first stated.
+    source : str
+        Phase of that text: think, act, tool or others.
+    kind : str
+        `recurring` (needed again and again) or `one_shot`.
+    right : bool
+        Whether the agent knew it.
+    """
+
+    text: str
+    source: str
+    kind: str
+    right: bool
+
+
 @dataclass
 class Outcome:
     """What one trial came to. `score` is set only when `status` is `scored`."""
@@ -77,6 +99,7 @@ class Outcome:
     metrics: dict[str, float | int | str | None] = field(default_factory=dict)
     transcript: Any = None
     error: str | None = None
+    facts: tuple[Fact, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,22 @@ import click
 from agentbench_kv import __version__
 from agentbench_kv.errors import KVBenchError
 
-VERBS = ("completion", "doctor", "env", "ls", "run", "serve", "show", "summarize")
+VERBS = (
+    "ablate",
+    "analyze",
+    "calibrate",
+    "capture",
+    "completion",
+    "doctor",
+    "env",
+    "ls",
+    "run",
+    "select",
+    "selftest",
+    "serve",
+    "show",
+    "summarize",
+)
 
 
 class LazyGroup(click.Group):

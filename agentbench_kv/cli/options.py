@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 
 
@@ -26,18 +27,17 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
     return settings
 
 
-def parse_budget(text: str) -> int:
-    """Read a budget in tokens.
+def parse_budget(text: str) -> int | str:
+    """Read a budget: tokens (`3072`, `3k`) or a share of the logical length (`25%`).
+
+    Returns
+    -------
+    int or str
+        Tokens, or the share as `25%`.
 
     Raises
     ------
     UsageError
-        If it is not a whole number of at least 1.
+        If it is neither.
     """
-    try:
-        budget = int(text)
-    except ValueError:
-        budget = 0
-    if budget < 1:
-        raise UsageError(f"budget {text!r}: expected a number of tokens >= 1, e.g. --budget 3072")
-    return budget
+    return Budget.parse(text).spelled

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentbench_kv.engines.base import Capability
+from agentbench_kv.methods.kvpress_adapter import HINT as KVPRESS_HINT
 from agentbench_kv.registry import load_engine, load_method, load_task, names
 from agentbench_kv.results import render
 from agentbench_kv.results.records import TrialRecord
@@ -44,11 +45,26 @@ class TrialProgress:
             self._console.print(f"  {done}/{expected} trials", markup=False)
 
     def _start(self, spec: RunSpec, done: int, expected: int) -> None:
-        budget = "" if spec.budget is None else f" at {spec.budget} tokens"
+        budget = "" if spec.budget is None else f" at {_budget_text(spec.budget)}"
         resumed = f" ({done} done before)" if done else ""
         self._console.print(
             f"{spec.method}{budget} on {spec.task}: {expected} trials{resumed}", markup=False
         )
+
+
+def evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
+    """Return one row per source, kind and outcome of evidence, see `audits.by_outcome`."""
+    table = render.new_table("source", "kind", "agent", "facts", "still held", "rank / places")
+    for (source, kind, right), values in groups.items():
+        table.add_row(
+            *(source, kind, "knew it" if right else "got it wrong", f"{values['facts']:.0f}"),
+            *(f"{values['held']:.0%}", f"{values['rank_over_places']:.2f}"),
+        )
+    return table
+
+
+def _budget_text(budget: int | str) -> str:
+    return f"{budget} tokens" if isinstance(budget, int) else f"{budget} of the session"
 
 
 def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
@@ -100,6 +116,8 @@ def show_listing(kind: str, engine: str | None, out: Path, as_json: bool) -> Non
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     render.console().print(table)
+    if kind == "methods":
+        render.console().print(KVPRESS_HINT, markup=False, soft_wrap=True)
 
 
 def _methods(engine: str | None) -> list[dict[str, Any]]:

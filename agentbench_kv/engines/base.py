@@ -117,6 +117,7 @@ class KVStats:
     bytes_read: int = 0
     rows_moved: int = 0
     recomputed: int = 0
+    budget: int | None = None
     events: list[KVEvent] = field(default_factory=list)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agentbench_kv.engines.base import KVStats, Phase
+from agentbench_kv.engines.base import FinishReason, KVStats, Phase
 
 __all__ = ["SessionReport", "TurnInfo", "count_phases", "kvbench_usage", "merge_stats"]
 
@@ -93,6 +93,11 @@ class SessionReport:
             "requests": len(self.turns),
         }
 
+    @property
+    def at_context_limit(self) -> bool:
+        """Whether the last request ended at the model's last position, or would have passed it."""
+        return bool(self.turns) and self.turns[-1].finish_reason == FinishReason.CONTEXT_LIMIT
+
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON object: the last turn's accounting, usage and prompt hash."""
         totals = stats_dict(self.stats)
@@ -106,6 +111,7 @@ def merge_stats(before: KVStats, now: KVStats) -> KVStats:
     merged = KVStats(
         logical=now.logical,
         live=now.live,
+        budget=now.budget,
         peak_live=max(before.peak_live, now.peak_live),
         longest_prefill=max(before.longest_prefill, now.longest_prefill),
         events=[*before.events, *now.events],
@@ -124,7 +130,7 @@ def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
 def stats_dict(stats: KVStats) -> dict[str, Any]:
     """Return the accounting as a JSON object; events are counted, not listed."""
     names = ("logical", "live", "peak_live", "evicted", "restored", "prefill_tokens")
-    more = ("longest_prefill", "decode_tokens", "bytes_read", "rows_moved", "recomputed")
+    more = ("longest_prefill", "decode_tokens", "bytes_read", "rows_moved", "recomputed", "budget")
     plain = {name: getattr(stats, name) for name in (*names, *more)}
     return {**plain, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}
 

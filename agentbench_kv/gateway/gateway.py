@@ -86,6 +86,7 @@ class Gateway:
         self._eos = frozenset(engine.info.eos_token_ids)
         self._sessions: dict[str, Session] = {}
         self._closed: dict[str, SessionReport] = {}
+        self._cancelled: set[str] = set()
         self._lock = threading.Lock()
         self._one_shots = itertools.count(1)
 
@@ -149,11 +150,26 @@ class Gateway:
 
     def close_report(self, session: str) -> SessionReport:
         """Free a session and return its final report; a request it is answering is cancelled."""
-        running = self._find(session).running
+        try:
+            self._find(session)
+            self.cancel(session)
+            with self._owned(session, wait_s=_CLOSE_WAIT_S) as state:
+                return self._drop(state)
+        finally:
+            with self._lock:
+                self._cancelled.discard(session)
+
+    def cancel(self, session: str) -> None:
+        """End the request a session is answering, and every later one until it is closed.
+
+        From any thread, at any time: a session that is not open yet is cancelled in advance.
+        """
+        with self._lock:
+            self._cancelled.add(session)
+            state = self._sessions.get(session)
+            running = state.running if state else None
         if running is not None:
             running.cancel()
-        with self._owned(session, wait_s=_CLOSE_WAIT_S) as state:
-            return self._drop(state)
 
     def stats(self, session: str) -> KVStats:
         """Return a session's accounting so far, resets included."""
@@ -205,7 +221,7 @@ class Gateway:
         options: Options,
         cancellation: Cancellation | None,
     ) -> Iterator[Delta | ChatResult]:
-        cancellation = state.running = cancellation or Cancellation()
+        cancellation = self._register(state, cancellation or Cancellation())
         setup = TurnSetup(
             codec=self.codec,
             reader=reader,
@@ -224,6 +240,15 @@ class Gateway:
             if self.on_turn and len(state.turns) > turns:
                 self.on_turn(state.id, state.turns[-1])
         yield turn.result()
+
+    def _register(self, state: Session, cancellation: Cancellation) -> Cancellation:
+        """Make a request the one that `cancel` ends; it may be so already."""
+        with self._lock:
+            state.running = cancellation
+            cancelled = state.id in self._cancelled
+        if cancelled:
+            cancellation.cancel()
+        return cancellation
 
     @contextmanager
     def _using(self, session: str | None) -> Iterator[Session]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -35,9 +36,7 @@ class Backend(Protocol):
         """See `kernels.ops.select_top`."""
         ...
 
-    def compact(
-        self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, length: int, sort: bool
-    ) -> int:
+    def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:
         """See `kernels.ops.compact`."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -85,6 +86,7 @@ def compact(
     kept: Tensor,
     length: int,
     *,
+    extras: Sequence[Tensor] = (),
     sort: bool = False,
 ) -> int:
     """Move the kept rows of a cache into its first `kept.shape[-1]` rows, in place.
@@ -102,6 +104,8 @@ def compact(
         Rows to keep, ascending and distinct.
     length : int
         Rows in use before.
+    extras : sequence of Tensor [layers, kv_heads, capacity]
+        Whatever else belongs to a row; moved along.
     sort : bool
         Keep the rows in the order of `kept` instead of filling holes; moves more rows.
 
@@ -110,4 +114,4 @@ def compact(
     int
         Rows moved, summed over layers and heads.
     """
-    return active_backend().compact(keys, values, positions, kept, length, sort)
+    return active_backend().compact((keys, values, positions, *extras), kept, length, sort)

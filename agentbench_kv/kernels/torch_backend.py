@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -57,15 +58,13 @@ class TorchBackend:
         kept = above | (level & (level.cumsum(-1) <= room))
         return kept.nonzero()[:, -1].reshape(*ranked.shape[:-1], budget)
 
-    def compact(
-        self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, length: int, sort: bool
-    ) -> int:
+    def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:
         """Move rows by advanced indexing over flattened (layer, head)s."""
         layers, heads, budget = kept.shape
         flat = kept.reshape(layers * heads, budget)
         row, source, target = _sorted_moves(flat) if sort else _hole_moves(flat, length)
         layer, head = row // heads, row % heads
-        for cache in (keys, values, positions):
+        for cache in caches:
             cache[layer, head, target] = cache[layer, head, source]
         return int(row.numel())
 

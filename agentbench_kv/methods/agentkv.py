@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from agentbench_kv.errors import UsageError
@@ -21,6 +22,7 @@ from agentbench_kv.methods.base import (
 )
 from agentbench_kv.methods.params import param
 from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+from agentbench_kv.methods.samplers import HISTORY, SAMPLERS, sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class AgentKV(Method):
         "none", "ablation: phase whose queries are not used", choices=("none", *PHASE_NAMES)
     )
 
+    sampler: str = param("last", "which queries of a phase represent it", choices=SAMPLERS)
+
     def validate(self) -> None:
         """Check that the rings divide evenly."""
         if self.representatives % len(Phase):
@@ -57,12 +61,39 @@ class AgentKV(Method):
         super().validate()
 
     def query_plan(self) -> QueryPlan:
-        """Ask for one ring per phase."""
-        return QueryPlan(QueryKind.PER_PHASE, self.representatives // len(Phase))
+        """Ask for one ring per phase, as long as the sampler looks back."""
+        return QueryPlan(QueryKind.PER_PHASE, max(self._each, HISTORY[self.sampler]))
 
-    def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
+    @property
+    def _each(self) -> int:
+        """Representatives of one phase."""
+        return self.representatives // len(Phase)
+
+    def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         """Average the attention of all representatives."""
-        vectors = queries.vectors
-        if self.drop_phase != "none":
-            vectors = vectors[:, queries.phases != PHASE_NAMES.index(self.drop_phase)]
+        vectors = self._representatives(queries, keys, context)
         return attention_mass(vectors, keys, gqa=cast("GqaMode", self.gqa))
+
+    def _representatives(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
+        """Return [q_heads, n, head_dim]; n is at most `representatives`."""
+        dropped = PHASE_NAMES.index(self.drop_phase) if self.drop_phase != "none" else -1
+        if self.sampler == "last":
+            return queries.vectors[:, queries.phases != dropped]
+        chosen = [
+            self._of_phase(queries.vectors[:, queries.phases == phase], keys, context, phase)
+            for phase in map(int, Phase)
+            if phase != dropped
+        ]
+        return torch.cat(chosen, 1)
+
+    def _of_phase(self, vectors: Tensor, keys: Tensor, context: ScoreContext, phase: int) -> Tensor:
+        """Let the sampler choose per KV head among a phase's queries [q_heads, n, head_dim]."""
+        heads, n, head_dim = vectors.shape
+        grouped = vectors.reshape(keys.shape[0], heads // keys.shape[0], n, head_dim)
+        taken = []
+        for head, group in enumerate(grouped):
+            own = keys[head]
+            if context.phases is not None:
+                own = own[context.phases[head] == phase]
+            taken.append(group[:, sample(self.sampler, group, own, self._each)])
+        return torch.cat(taken)

@@ -8,107 +8,44 @@ rest is here (shared specification: methods.md, notation).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.kernels import select_top
+from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.methods.params import ParamSpec, param, param_specs, parse_settings
+from agentbench_kv.methods.views import (
+    LayerView,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    ScoreContext,
+    Selection,
+)
+
+__all__ = [
+    "GQA_MODES",
+    "KEPT_SETS",
+    "TRIGGERS",
+    "LayerView",
+    "Method",
+    "Queries",
+    "QueryKind",
+    "QueryPlan",
+    "ScoreContext",
+    "Selection",
+]
 
 GQA_MODES = ("mean_prob", "max_prob", "max_logit")
 KEPT_SETS = ("per_head", "per_kv_head", "shared")
+POSITIONS = ("logical", "cache")
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
-
-
-class QueryKind(StrEnum):
-    """Which past queries an engine keeps for a method."""
-
-    NONE = "none"
-    RECENT = "recent"
-    PER_PHASE = "per_phase"
-
-
-@dataclass(frozen=True)
-class QueryPlan:
-    """The queries a method wants kept: `size` of them (per phase for `PER_PHASE`)."""
-
-    kind: QueryKind = QueryKind.NONE
-    size: int = 0
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Kept queries of one layer, post-RoPE.
-
-    Attributes
-    ----------
-    vectors : Tensor [q_heads, n, head_dim]
-    positions, phases : Tensor [n], int64
-    """
-
-    vectors: Tensor
-    positions: Tensor
-    phases: Tensor
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """The live rows of one layer of one session's cache, in cache order.
-
-    Attributes
-    ----------
-    keys, values : Tensor [kv_heads, tokens, head_dim]
-        Keys are post-RoPE at their original positions.
-    positions : Tensor [kv_heads, tokens], int64
-        Original position of every row; may differ between heads.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-
-
-@dataclass(frozen=True)
-class ScoreContext:
-    """What `score` may know besides queries and keys.
-
-    Attributes
-    ----------
-    positions : Tensor [kv_heads, tokens], int64
-        Original positions; ascending unless the method sets `ordered = False`.
-    values : Tensor [kv_heads, tokens, head_dim]
-        In the order of the keys.
-    now : int
-        Logical length: tokens ever seen.
-    budget : int
-    layer : int
-    """
-
-    positions: Tensor
-    values: Tensor
-    now: int
-    budget: int
-    layer: int
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The outcome of one event.
-
-    Attributes
-    ----------
-    kept : Tensor [layers, kv_heads, budget], int64
-        Cache rows to keep, ascending.
-    scores : Tensor [layers, kv_heads, tokens], float32
-        Scores by ascending position, after `kept_set` merging; NaN where always kept.
-    """
-
-    kept: Tensor
-    scores: Tensor
+ENDLESS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +56,8 @@ class Method:
     ----------
     budget : int or None
         Tokens kept per (layer, KV head); None for methods without one.
+    share : float or None
+        The budget as a share of the tokens ever seen, instead of `budget`.
     """
 
     name: ClassVar[str] = ""
@@ -129,21 +68,39 @@ class Method:
     compresses: ClassVar[bool] = True
     ordered: ClassVar[bool] = True
     """Whether `score` needs rows by ascending position; False saves sorting the keys."""
+    treats_heads_alike: ClassVar[bool] = True
+    """Whether what a KV head keeps depends on its rows alone, not on its number."""
+    needs_calibration: ClassVar[bool] = False
+    """Whether it needs `with_calibration` before it can score."""
+    offline: ClassVar[bool] = False
+    """Whether it needs what only a capture has, so that no engine can run it."""
 
     budget: int | None = None
+    share: float | None = None
     preset: str = ""
     interval: int = param(128, "decoded tokens between two events of a session", low=1)
     trigger: str = param("every", "when an event fires", choices=TRIGGERS)
     kept_set: str = param("per_head", "who shares a kept set", choices=KEPT_SETS)
     sinks: int = param(0, "first tokens always kept, counted in the budget", low=0)
     keep_recent: int = param(0, "last tokens always kept, counted in the budget", low=0)
-    positions: str = param("logical", "positions of kept keys", choices=("logical",))
+    positions: str = param(
+        "logical", "RoPE positions: as ever seen, or in the cache", choices=POSITIONS
+    )
 
     @classmethod
     def create(
-        cls, preset: str, budget: int | None, settings: Mapping[str, Any] | None = None
+        cls, preset: str, budget: int | str | None, settings: Mapping[str, Any] | None = None
     ) -> Self:
         """Build a method from a preset name, a budget and `--set` overrides.
+
+        Parameters
+        ----------
+        preset : str
+            One of `presets`; the default one if empty.
+        budget : int, str or None
+            As `Budget.parse` takes it.
+        settings : mapping, optional
+            Parameters by name, typed or as text.
 
         Raises
         ------
@@ -155,7 +112,8 @@ class Method:
             raise unknown_name(f"{cls.name} preset", chosen, cls.presets)
         values = {**cls.presets.get(chosen, {}), **dict(settings or {})}
         parsed = parse_settings(cls.name, cls, values)
-        method = cls(budget=budget, preset=chosen, **parsed)
+        size = Budget() if budget is None else Budget.parse(budget)
+        method = cls(budget=size.tokens, share=size.share, preset=chosen, **parsed)
         method.validate()
         return method
 
@@ -172,8 +130,7 @@ class Method:
 
     def settings(self) -> dict[str, Any]:
         """Return every parameter with its value, for the run record."""
-        names = {f.name for f in fields(self)} - {"budget", "preset"}
-        return {key: value for key, value in asdict(self).items() if key in names}
+        return {key: getattr(self, key) for key in self.parameters()}
 
     def validate(self) -> None:
         """Check that budget and parameters fit together.
@@ -185,20 +142,46 @@ class Method:
         """
         if not self.compresses:
             return
-        if self.budget is None:
+        if self.budget is None and self.share is None:
             raise UsageError(f"{self.name} needs a budget: add --budget TOKENS")
+        if self.budget is None:
+            self._check_share()
+            return
         if self.budget < 1:
             raise UsageError(f"budget {self.budget}: expected a number of tokens >= 1")
-        always = self.sinks + self.recent_kept()
-        if always >= self.budget:
+        recent = self.recent_kept(self.budget)
+        if self.sinks + recent >= self.budget:
             raise UsageError(
-                f"budget {self.budget} is not above the {always} tokens {self.label} always keeps "
-                f"(sinks {self.sinks} + recent {self.recent_kept()}); raise --budget"
+                f"budget {self.budget} is not above the {self.sinks + recent} tokens {self.label} "
+                f"always keeps (sinks {self.sinks} + recent {recent}); raise --budget"
             )
 
-    def recent_kept(self) -> int:
-        """Return how many of the last tokens are always kept."""
+    def _check_share(self) -> None:
+        """Refuse a method that keeps its whole budget recent, however large it gets."""
+        if self.sinks + self.recent_kept(ENDLESS) >= ENDLESS:
+            raise UsageError(f"{self.label} would keep recent tokens only; lower recent_share")
+
+    def budget_at(self, now: int) -> int:
+        """Return the tokens to keep when `now` were seen: a share is never less than the floor."""
+        if self.share is None:
+            return self.budget or 0
+        size = Budget(share=self.share).at(now)
+        while size <= self.sinks + self.recent_kept(size):
+            size += 1
+        return size
+
+    def recent_kept(self, budget: int) -> int:  # noqa: ARG002
+        """Return how many of the last tokens are always kept at a budget."""
         return self.keep_recent
+
+    def with_calibration(self, calibration: Calibration) -> Self:  # noqa: ARG002
+        """Return the method with a model's statistics; itself if it needs none."""
+        return self
+
+    @property
+    def per_query_head(self) -> bool:
+        """Whether every query head has a kept set, so a cache, of its own."""
+        return False
 
     def query_plan(self) -> QueryPlan:
         """Return which queries the engine must keep."""
@@ -222,7 +205,12 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
     def select(
-        self, layers: Sequence[LayerView], queries: Sequence[Queries], now: int
+        self,
+        layers: Sequence[LayerView],
+        queries: Sequence[Queries],
+        now: int,
+        prompt: int = 0,
+        phases: Tensor | None = None,
     ) -> Selection:
         """Choose the rows to keep in every layer and KV head.
 
@@ -231,34 +219,48 @@ class Method:
         layers, queries : sequences, one entry per layer
         now : int
             Logical length of the session.
+        prompt : int
+            Tokens of its first prefill.
+        phases : Tensor [now], int64, optional
+            Phase of every token ever seen.
         """
-        budget = self.budget or 0
+        budget = self.budget_at(now)
         if layers[0].positions.shape[-1] <= budget:
             return _everything(layers)
         positions, orders = torch.stack([view.positions for view in layers]).sort(-1)
+        moment = ScoreContext(
+            positions=positions,
+            values=layers[0].values,
+            now=now,
+            budget=budget,
+            layer=0,
+            prompt=prompt,
+            next_position=now if self.positions == "logical" else positions.shape[-1],
+            phases=phases,
+        )
         scores = torch.stack(
             [
-                self._score_layer(index, layers[index], queries[index], orders[index], now)
-                for index in range(len(layers))
+                self._score_layer(view, queries[i], orders[i], replace(moment, layer=i))
+                for i, view in enumerate(layers)
             ]
         )
         merged = self._merge(scores)
-        always = self._always(positions, now)
+        always = self._always(positions, now, prompt)
         ranked = select_top(merged, budget, always)
         kept = orders.gather(-1, ranked).sort(-1).values
         return Selection(kept, merged.masked_fill(always, float("nan")))
 
     def _score_layer(
-        self, index: int, view: LayerView, queries: Queries, order: Tensor, now: int
+        self, view: LayerView, queries: Queries, order: Tensor, moment: ScoreContext
     ) -> Tensor:
         """Return scores [kv_heads, tokens] by ascending position."""
-        rows = _sorted_view(view, order) if self.ordered else view
-        context = ScoreContext(
+        rows = view.sorted(order) if self.ordered else view
+        context = replace(
+            moment,
             positions=rows.positions,
             values=rows.values,
-            now=now,
-            budget=self.budget or 0,
-            layer=index,
+            sums=rows.sums,
+            phases=None if moment.phases is None else moment.phases[rows.positions],
         )
         scores = self.score(queries, rows.keys, context).float()
         return scores if self.ordered else scores.gather(-1, order)
@@ -271,20 +273,13 @@ class Method:
             return scores.mean(1, keepdim=True).sum(0, keepdim=True).expand_as(scores)
         return scores
 
-    def _always(self, positions: Tensor, now: int) -> Tensor:
-        return (positions < self.sinks) | (positions >= now - self.recent_kept())
+    def _always(self, positions: Tensor, now: int, prompt: int) -> Tensor:  # noqa: ARG002
+        """Mark the positions [layers, kv_heads, tokens] that no event may evict."""
+        recent = self.recent_kept(self.budget_at(now))
+        return (positions < self.sinks) | (positions >= now - recent)
 
 
 def _everything(layers: Sequence[LayerView]) -> Selection:
     positions = torch.stack([view.positions for view in layers])
     kept = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
     return Selection(kept.contiguous(), torch.full_like(positions, torch.nan, dtype=torch.float32))
-
-
-def _sorted_view(view: LayerView, order: Tensor) -> LayerView:
-    if bool((order[:, 1:] > order[:, :-1]).all()):
-        return view
-    rows = order[..., None].expand(-1, -1, view.keys.shape[-1])
-    return LayerView(
-        view.keys.gather(1, rows), view.values.gather(1, rows), view.positions.gather(-1, order)
-    )

@@ -18,27 +18,33 @@ class Schedule:
         self._method = method
         self._since_due = 0
 
-    def after_decode(self, live: int) -> bool:
-        """Count one decoded token; True if an event fires now, at `live` cached tokens."""
+    def after_decode(self, live: int, logical: int) -> bool:
+        """Count one decoded token; True if an event fires now.
+
+        Parameters
+        ----------
+        live, logical : int
+            Tokens in the cache, and tokens ever seen.
+        """
         self._since_due += 1
         trigger = self._method.trigger
         if trigger == "slack":
-            return self._over(live, self._method.interval)
+            return self._over(live, logical, self._method.interval)
         if trigger == "turn" or self._since_due < self._method.interval:
             return False
         self._since_due = 0
-        return self._over(live)
+        return self._over(live, logical)
 
-    def after_prefill(self, live: int) -> bool:
+    def after_prefill(self, live: int, logical: int) -> bool:
         """Return True if an event fires right after a prefill."""
-        return self._method.trigger == "prefill+every" and self._over(live)
+        return self._method.trigger == "prefill+every" and self._over(live, logical)
 
-    def after_turn(self, live: int) -> bool:
+    def after_turn(self, live: int, logical: int) -> bool:
         """Return True if an event fires at the end of an assistant turn."""
-        return self._method.trigger == "turn" and self._over(live)
+        return self._method.trigger == "turn" and self._over(live, logical)
 
-    def _over(self, live: int, slack: int = 0) -> bool:
-        budget = self._method.budget
-        if budget is None or not self._method.compresses:
+    def _over(self, live: int, logical: int, slack: int = 0) -> bool:
+        if not self._method.compresses:
             return False
+        budget = self._method.budget_at(logical)
         return live >= budget + slack if slack else live > budget

@@ -28,7 +28,8 @@ class SnapKV(Method):
     """Keep the last `window` tokens and the best of the rest by pooled window attention.
 
     Presets (methods.md, section snapkv): `rkv` is the form R-KV's authors run as their baseline,
-    `kvpress` the one of NVIDIA's kvpress.
+    `kvpress` the one of NVIDIA's kvpress, `original` the authors' own: a kept set per query head,
+    so that the cache holds as many heads as there are query heads.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -45,6 +46,15 @@ class SnapKV(Method):
             "gqa": "mean_prob",
             "columns": "all",
         },
+        "original": {
+            "window": 32,
+            "kernel": 5,
+            "pool": "avg",
+            "gqa": "mean_prob",
+            "columns": "all",
+            "aggregate": "sum",
+            "cache_heads": "query",
+        },
     }
     default_preset: ClassVar[str] = "rkv"
 
@@ -57,6 +67,10 @@ class SnapKV(Method):
         "softmax over the tokens before the window, or over all with a causal window",
         choices=("past", "all"),
     )
+    aggregate: str = param("mean", "merging the window's rows", choices=("mean", "sum"))
+    cache_heads: str = param(
+        "kv", "one kept set per KV head, or per query head", choices=("kv", "query")
+    )
 
     def validate(self) -> None:
         """Check the kernel too; it must be odd to keep scores aligned with tokens."""
@@ -64,9 +78,14 @@ class SnapKV(Method):
             raise UsageError(f"kernel={self.kernel}: expected an odd width")
         super().validate()
 
-    def recent_kept(self) -> int:
+    def recent_kept(self, budget: int) -> int:  # noqa: ARG002
         """Return the window, or more if asked for."""
         return max(self.window, self.keep_recent)
+
+    @property
+    def per_query_head(self) -> bool:
+        """Whether keys and values are copied for every query head."""
+        return self.cache_heads == "query"
 
     def query_plan(self) -> QueryPlan:
         """Ask for the queries of the window."""
@@ -78,6 +97,8 @@ class SnapKV(Method):
         mass = self._past_mass(queries, keys, context, past)
         pooled = self._pooled(mass)
         merged = pooled.amax(1) if self.gqa == "max_prob" else pooled.mean(1)
+        if self.aggregate == "sum":
+            merged = merged * queries.vectors.shape[1]
         return pad(merged, (0, self.window))
 
     def _past_mass(

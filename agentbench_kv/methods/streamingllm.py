@@ -14,13 +14,20 @@ from agentbench_kv.methods.params import param
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Method):
-    """Keep the first `sinks` tokens and the most recent ones, one set for all heads and layers."""
+    """Keep the first `sinks` tokens and the most recent ones, one set for all heads and layers.
+
+    `@logical` leaves keys where they were rotated; `@paper` gives every kept key the position of
+    its row in the cache, as the authors do, so that positions never pass the budget by much.
+    """
 
     name: ClassVar[str] = "streamingllm"
     summary: ClassVar[str] = "first tokens + most recent tokens"
     source: ClassVar[str] = "Xiao et al., Efficient Streaming Language Models with Attention Sinks"
     ordered: ClassVar[bool] = False
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"logical": {}}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "logical": {"positions": "logical"},
+        "paper": {"positions": "cache"},
+    }
     default_preset: ClassVar[str] = "logical"
 
     sinks: int = param(4, "first tokens always kept, counted in the budget", low=0)

@@ -72,6 +72,8 @@ class KVAccount(_Record):
         Mean live tokens over the decode steps.
     rows_moved, recomputed : int
         Cache rows moved by compaction; tokens whose KV was computed a second time.
+    budget : int or None
+        The budget in tokens at the session's end; for a budget given as a share it grew on the way.
     """
 
     peak_live: NonNegativeInt = 0
@@ -86,6 +88,7 @@ class KVAccount(_Record):
     mean_decode_kv: NonNegativeFloat = 0.0
     rows_moved: NonNegativeInt = 0
     recomputed: NonNegativeInt = 0
+    budget: NonNegativeInt | None = None
 
 
 class Timing(_Record):

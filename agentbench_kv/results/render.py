@@ -47,7 +47,7 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
     Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
     """
-    table = _table(
+    table = new_table(
         "run", "method", "budget", "score [95% CI]", "triggered only", "peak live", "logical",
         "events", "evicted", "tok/s", "failures", "validity",
     )  # fmt: skip
@@ -57,8 +57,8 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
             summary.run_id,
             summary.method,
             summary.budget,
-            _percent(summary.score),
-            _percent(summary.score_triggered),
+            percent(summary.score),
+            percent(summary.score_triggered),
             kv and _number(kv.median_peak_live),
             kv and _number(kv.median_logical),
             kv and kv.events,
@@ -77,10 +77,10 @@ def sub_score_table(summaries: Sequence[Summary]) -> Table | None:
     A sub-score that crosses two others (`tool_one_shot`) is left to `summary.json`.
     """
     names = _plain_sub_scores(summaries)
-    table = _table("method", "budget", "task", *names)
+    table = new_table("method", "budget", "task", *names)
     for summary in summaries:
         scores = (summary.sub_scores.get(name) for name in names)
-        cells = (_percent(score.interval) if score else None for score in scores)
+        cells = (percent(score.interval) if score else None for score in scores)
         table.add_row(*map(plain, (summary.method, summary.budget, summary.task, *cells)))
     return table if names else None
 
@@ -102,7 +102,7 @@ def facts_table(summary: Summary) -> Table:
 def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
     """Return one row per trial without a score; None if there is none."""
     failed = [record for record in trials if record.score is None]
-    table = _table("sample", "trial", "status", "attempts", "transcript", "error")
+    table = new_table("sample", "trial", "status", "attempts", "transcript", "error")
     for record in failed[:_MOST_ROWS]:
         row = (
             record.sample_id,
@@ -120,7 +120,7 @@ def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
 
 def turn_table(turns: Sequence[TurnRecord]) -> Table:
     """Return one row per turn; live tokens before and after, times in milliseconds."""
-    table = _table(
+    table = new_table(
         "sample", "trial", "turn", "prompt", "output", "phases", "live", "events", "evicted",
         "restored", "prefill", "KV MB read", "TTFT ms", "TPOT ms",
     )  # fmt: skip
@@ -147,7 +147,7 @@ def turn_table(turns: Sequence[TurnRecord]) -> Table:
 
 def turn_overview(turns: Sequence[TurnRecord]) -> Table:
     """Return one row per turn index: medians over trials, totals of events and evicted tokens."""
-    table = _table(
+    table = new_table(
         "turn", "trials", "prompt", "output", "live before", "live after", "events", "evicted",
         "TTFT ms", "TPOT ms",
     )  # fmt: skip
@@ -169,14 +169,16 @@ def turn_overview(turns: Sequence[TurnRecord]) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return an empty table in the house's style."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _percent(interval: Interval | None) -> str | None:
+def percent(interval: Interval | None) -> str | None:
+    """Write a share with its interval, in percent."""
     if interval is None:
         return None
     low, high = 100 * interval.low, 100 * interval.high
@@ -208,7 +210,7 @@ def _facts(summary: Summary) -> list[tuple[str, object]]:
         ("seed", summary.seed),
         ("samples", f"{summary.samples}, {summary.validity.triggered_samples} with an event"),
         ("trials", f"{summary.trials} of {summary.expected_trials or 'unknown'}"),
-        ("score, failures left out", _percent(summary.score_completed)),
+        ("score, failures left out", percent(summary.score_completed)),
         ("failed trials", f"{100 * summary.non_completion_rate:.1f}%"),
         ("infra retries", summary.infra_retries),
         ("session resets", summary.session_resets),

@@ -28,7 +28,7 @@ def prefix_parts(spec: Mapping[str, Any]) -> list[str]:
     return [
         str(spec.get("task", "task")),
         str(spec.get("method", "method")),
-        "bnone" if budget is None else f"b{budget}",
+        "bnone" if budget is None else f"b{budget}".replace("%", "pct"),
         str(spec.get("model", "model")).rstrip("/").rsplit("/", 1)[-1],
         f"s{spec.get('seed', 0)}",
     ]

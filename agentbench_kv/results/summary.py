@@ -100,7 +100,7 @@ class Summary(_Derived):
     status: RunStatus
     task: str | None
     method: str | None
-    budget: int | None
+    budget: int | str | None
     engine: str | None
     model: str | None
     seed: int | None
@@ -180,13 +180,14 @@ def _identity(info: RunInfo) -> dict[str, Any]:
     """Return what the run is; a spec of another shape leaves fields empty, never fails."""
     spec = info.spec
     texts = {name: spec.get(name) for name in ("task", "method", "engine", "model")}
-    numbers = {name: spec.get(name) for name in ("budget", "seed")}
+    budget, seed = spec.get("budget"), spec.get("seed")
     return {
         "run_id": info.run_id,
         "status": info.status,
         "expected_trials": info.expected_trials,
         **{name: None if value is None else str(value) for name, value in texts.items()},
-        **{name: value if isinstance(value, int) else None for name, value in numbers.items()},
+        "budget": budget if isinstance(budget, int | str) else None,
+        "seed": seed if isinstance(seed, int) else None,
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.results.records import TrialRecord
 
 __all__ = ["RunState", "Validity", "assess", "budget_bound"]
@@ -89,12 +90,14 @@ def assess(
 def budget_bound(spec: Mapping[str, Any], record: TrialRecord) -> int | None:
     """Return the most live tokens the budget allows this trial; None where there is no budget.
 
-    That is B + Δ + the longest single prefill, all in tokens per (layer, KV head).
+    That is B + Δ + the longest single prefill, all in tokens per (layer, KV head); a budget that is
+    a share counts by the session's final length.
     """
     budget = spec.get("budget")
     if budget is None or not _is_compressed(spec):
         return None
-    return int(budget) + _interval(spec) + record.kv.longest_prefill
+    size = Budget.parse(budget).at(record.kv.logical)
+    return size + _interval(spec) + record.kv.longest_prefill
 
 
 def triggered_samples(trials: Sequence[TrialRecord]) -> set[str]:
@@ -137,7 +140,7 @@ def _never_triggered(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> 
     if not trials or not _is_compressed(spec) or triggered_samples(trials):
         return None
     longest = max(record.kv.logical for record in trials)
-    relation = "<=" if longest <= int(spec["budget"]) else ">"
+    relation = "<=" if longest <= Budget.parse(spec["budget"]).at(longest) else ">"
     return f"never triggered; logical tokens at most {longest} {relation} budget {spec['budget']}"
 
 

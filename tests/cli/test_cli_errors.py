@@ -44,6 +44,15 @@ def test_one_line_and_exit_code_two(
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_nothing_else_reaches_the_terminal(kvbench_process: Callable[..., Any]) -> None:
+    """Libraries that warn on import, interpreters that end noisily: only a process tells."""
+    done = kvbench_process("run", "--model", "mikro", "--budget", "64")
+    assert done.returncode == 2
+    assert "did you mean 'micro'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
 def test_unreadable_model_folder(kvbench: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{ not json")

@@ -11,7 +11,7 @@ def test_ls_methods_lists_presets_and_parameters(kvbench: Callable[..., Any]) ->
     rows = json.loads(kvbench("ls", "methods", "--json").stdout)
     by_name = {row["name"]: row for row in rows}
     assert set(by_name) >= {"full", "full-constrained", "agentkv", "snapkv", "streamingllm"}
-    assert set(by_name["snapkv"]["presets"]) == {"rkv", "kvpress"}
+    assert set(by_name["snapkv"]["presets"]) >= {"rkv", "kvpress"}
     window = next(p for p in by_name["snapkv"]["parameters"] if p["name"] == "window")
     assert window["allowed"] == "an integer >= 1"
 

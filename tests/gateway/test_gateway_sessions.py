@@ -393,6 +393,35 @@ def test_closing_a_session_ends_its_request(gateway_of: GatewayOf) -> None:
     assert gateway.sessions() == []
 
 
+def test_a_cancelled_session_answers_nothing_until_it_is_closed(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("one two three", "one two three", "one two three")
+    stream = gateway.stream("s", USER)
+    next(stream)
+    gateway.cancel("s")
+    *_, cut = stream
+    assert isinstance(cut, ChatResult)
+    assert cut.finish_reason == "cancelled"
+    assert len(cut.token_ids) < 4
+    later = gateway.chat("s", [*USER, cut.message, *USER])
+    assert (later.finish_reason, later.token_ids) == ("cancelled", [])
+    assert_log_exact(gateway, "s")
+    assert len(gateway.close_report("s").turns) == 2
+    assert gateway.chat("s", USER).content == "one two three"
+
+
+def test_a_session_can_be_cancelled_before_it_is_opened(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("one", "two")
+    gateway.cancel("s")
+    assert gateway.sessions() == []
+    assert gateway.chat("other", USER).finish_reason == "stop"
+    assert gateway.chat("s", USER).finish_reason == "cancelled"
+    gateway.close("s")
+    gateway.cancel("t")
+    with pytest.raises(UnknownSessionError):
+        gateway.close("t")
+    assert gateway.chat("t", USER).finish_reason == "stop"
+
+
 def test_closing_and_asking_at_once_leaks_nothing(gateway_of: GatewayOf) -> None:
     gateway = gateway_of(*["x"] * 4000)
     failures: list[BaseException] = []

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-
-@pytest.fixture(scope="session")
-def reference():
-    """The numpy formulation in `methods_reference.py`."""
-    path = Path(__file__).with_name("methods_reference.py")
-    spec = importlib.util.spec_from_file_location("methods_reference", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(Path(__file__).parent))
+"""Where the numpy formulations (`methods_reference*.py`) are imported from."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,114 +1,46 @@
 """Float64 numpy formulation of the methods, written from the specification (methods.md).
 
-Works on positions, never on cache rows: a head's cache is a dict from position to key row.
+Works on positions, never on cache rows. Of a method only its name, budget and settings are read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import methods_reference_agentkv as agentkv
+import methods_reference_triattention as triattention
+import methods_reference_window as window
 import numpy as np
 
 
-def softmax(logits):
-    """Row-wise softmax; -inf columns get zero."""
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+@dataclass
+class Event:
+    """What a method knows when a session is compressed; arrays in any cache order.
 
-
-def logits_of(queries, keys):
-    """[G, n, d] and [T, d] -> [G, n, T]."""
-    return queries @ keys.T / np.sqrt(keys.shape[-1])
-
-
-def agentkv(queries, phases, keys, *, gqa="mean_prob", drop_phase=None):
-    """Mean attention of the union of the rings; one group. queries [G, n, d], keys [T, d]."""
-    if drop_phase is not None:
-        queries = queries[:, phases != drop_phase]
-    logits = logits_of(queries, keys)
-    if gqa == "max_logit":
-        return softmax(logits.max(0)).mean(0)
-    heads = softmax(logits).mean(1)
-    return heads.max(0) if gqa == "max_prob" else heads.mean(0)
-
-
-def average_pool(row, kernel):
-    """Stride 1, zero padding counted in the mean."""
-    padded = np.pad(row, kernel // 2)
-    return np.array([padded[i : i + kernel].sum() / kernel for i in range(len(row))])
-
-
-def maximum_pool(row, kernel):
-    """Stride 1, padding never wins."""
-    half = kernel // 2
-    return np.array([row[max(0, i - half) : i + half + 1].max() for i in range(len(row))])
-
-
-def snapkv_rkv(queries, keys, *, window=32, kernel=7):
-    """Max over the group of raw logits, softmax over the tokens before the window, max pool."""
-    past = keys[: len(keys) - window]
-    logits = logits_of(queries, past).max(0)
-    return maximum_pool(softmax(logits).mean(0), kernel)
-
-
-def snapkv_kvpress(queries, query_positions, keys, key_positions, *, window=64, kernel=5):
-    """Causal softmax over all, window columns dropped, pool per head, mean over the group."""
-    logits = logits_of(queries, keys)
-    logits = np.where(
-        key_positions[None, None, :] > query_positions[None, :, None], -np.inf, logits
-    )
-    heads = softmax(logits)[:, :, : len(keys) - window].mean(1)
-    return np.mean([average_pool(head, kernel) for head in heads], axis=0)
-
-
-def top(positions, scores, budget, always):
-    """Always-kept positions, then by score, ties to the lower position."""
-    ranked = sorted(
-        range(len(positions)),
-        key=lambda i: (positions[i] not in always, -scores[i], positions[i]),
-    )
-    return sorted(int(positions[i]) for i in ranked[:budget])
-
-
-def head_scores(method, queries, keys):
-    """Scores of one KV head of one layer by the method's settings; `keys` by ascending position.
-
-    Parameters
+    Attributes
     ----------
-    method : object
-        Only its name and settings are read.
-    queries : tuple of arrays
-        vectors [G, n, d], positions [n], phases [n].
-    keys : tuple of arrays
-        positions [T] ascending, rows [T, d].
+    layers : list of (keys [H, T, d], positions [H, T], sums [H, T] or None)
+    queries : list of (vectors [Hq, n, d], positions [n], phases [n]), oldest first
+    phases : array [now]
+        Of every token seen.
+    statistics : (mean [L, Hq, d/2], size [L, Hq, d/2], frequencies [d/2], factor), optional
+    next_position : int, optional
+        RoPE position of the next token, if it is not `now`.
     """
-    vectors, query_positions, phases = queries
-    positions, rows = keys
-    settings = method.settings()
-    if method.name == "streamingllm":
-        return positions.astype(float)
-    if method.name == "agentkv":
-        names = ("think", "act", "tool", "others")
-        dropped = settings["drop_phase"]
-        index = None if dropped == "none" else names.index(dropped)
-        return agentkv(vectors, phases, rows, gqa=settings["gqa"], drop_phase=index)
-    window, kernel = settings["window"], settings["kernel"]
-    if settings["columns"] == "past":
-        scores = snapkv_rkv(vectors, rows, window=window, kernel=kernel)
-    else:
-        scores = snapkv_kvpress(
-            vectors, query_positions, rows, positions, window=window, kernel=kernel
-        )
-    return np.concatenate([scores, np.zeros(window)])
+
+    layers: list
+    queries: list
+    now: int
+    prompt: int = 0
+    phases: Any = None
+    statistics: Any = None
+    next_position: int | None = None
 
 
-def always_kept(method, now):
-    """Positions the specification never evicts."""
-    settings = method.settings()
-    recent = max(settings["keep_recent"], settings.get("window", 0))
-    return {*range(settings["sinks"]), *range(now - recent, now)}
-
-
-def select(method, layers, queries, now):
-    """Run one event. `layers`: per layer (keys [H, T, d], positions [H, T]) in any cache order.
+def select(method, event):
+    """Run one event.
 
     Returns
     -------
@@ -116,24 +48,102 @@ def select(method, layers, queries, now):
         By ascending position, after sharing.
     kept : nested list [layers][kv_heads] of positions
     """
-    places, scores = [], []
-    for (keys, positions), (vectors, query_positions, phases) in zip(layers, queries, strict=True):
-        group = vectors.shape[0] // keys.shape[0]
-        for head in range(keys.shape[0]):
-            order = np.argsort(positions[head])
-            own = vectors[head * group : (head + 1) * group].astype(np.float64)
-            ordered = positions[head][order], keys[head][order].astype(np.float64)
-            places.append(ordered[0])
-            scores.append(head_scores(method, (own, query_positions, phases), ordered))
-    heads = layers[0][0].shape[0]
-    merged = np.array(scores).reshape(len(layers), heads, -1)
-    if method.kept_set == "per_kv_head":
-        merged = np.broadcast_to(merged.mean(0, keepdims=True), merged.shape)
-    if method.kept_set == "shared":
-        merged = np.broadcast_to(merged.mean(1).sum(0), merged.shape)
-    always = always_kept(method, now)
+    places = [np.sort(positions, -1) for _, positions, _ in event.layers]
+    scores = np.array(
+        [layer_scores(method, event, index) for index in range(len(event.layers))], dtype=float
+    )
+    merged = np.broadcast_to(merge(method, scores), scores.shape)
+    keeps = always_kept(method, event.now, event.prompt)
+    size = budget(method, event.now)
     kept = [
-        top(where, row, method.budget, always)
-        for where, row in zip(places, merged.reshape(len(places), -1), strict=True)
+        [top(where, row, size, keeps) for where, row in zip(*layer, strict=True)]
+        for layer in zip(places, merged, strict=True)
     ]
-    return merged, [kept[i : i + heads] for i in range(0, len(kept), heads)]
+    return merged, kept
+
+
+def layer_scores(method, event, index):
+    """Scores [kv_heads, T] of one layer by ascending position."""
+    keys, positions, sums = event.layers[index]
+    rows = []
+    for head in range(keys.shape[0]):
+        order = np.argsort(positions[head])
+        cached = {
+            "keys": keys[head][order].astype(np.float64),
+            "positions": positions[head][order],
+            "sums": None if sums is None else sums[head][order].astype(np.float64),
+        }
+        rows.append(head_scores(method, event, index, head, cached))
+    return rows
+
+
+def head_scores(method, event, index, head, cached):
+    """Scores [T] of one KV head."""
+    settings, keys, positions = method.settings(), cached["keys"], cached["positions"]
+    if method.name == "streamingllm":
+        return positions
+    if method.name == "oracle":
+        return cached["sums"]
+    if method.name == "h2o":
+        seen = event.now - positions if settings["normalise"] == "seen" else 1
+        return cached["sums"] / seen
+    if method.name == "triattention":
+        time = event.now if event.next_position is None else event.next_position
+        own = statistics_of(event, index, head)
+        return triattention.head_scores(settings, own, keys, positions, event.prompt, time)
+    vectors, query_positions, query_phases = event.queries[index]
+    group = vectors.shape[0] // event.layers[index][0].shape[0]
+    own = vectors[head * group : (head + 1) * group].astype(np.float64)
+    if method.name == "agentkv":
+        key_phases = np.asarray(event.phases)[positions]
+        return agentkv.scores(settings, (own, query_phases), keys, key_phases)
+    before = {"snapkv": window.snapkv, "rkv": window.rkv}[method.name]
+    past = before(settings, (own, query_positions), keys, positions)
+    return np.concatenate([past, np.zeros(settings["window"])])
+
+
+def statistics_of(event, index, head):
+    """Calibration of every query head under one KV head."""
+    mean, size, frequencies, factor = event.statistics
+    group = mean.shape[1] // event.layers[index][0].shape[0]
+    heads = range(head * group, (head + 1) * group)
+    return [(mean[index, q], size[index, q], frequencies, factor) for q in heads]
+
+
+def merge(method, scores):
+    """Scores [layers, kv_heads, T] where a kept set is shared."""
+    take_max = method.name == "triattention" and method.settings()["aggregate"] == "max"
+    if method.kept_set == "per_kv_head":
+        return scores.max(0, keepdims=True) if take_max else scores.mean(0, keepdims=True)
+    if method.kept_set == "shared":
+        return scores.max((0, 1)) if take_max else scores.mean(1).sum(0)
+    return scores
+
+
+def budget(method, now):
+    """Tokens to keep: a number, or a share of the tokens seen, rounded up."""
+    if method.share is None:
+        return method.budget
+    size = -(-Fraction(str(method.share)) * now // 1)
+    return max(1, int(size))
+
+
+def always_kept(method, now, prompt=0):
+    """Positions the specification never evicts; a kept prompt goes before everything else."""
+    settings, size = method.settings(), budget(method, now)
+    recent = max(settings["keep_recent"], settings.get("window", 0))
+    recent = max(recent, int(settings.get("recent_share", 0) * size))
+    first = settings["sinks"]
+    if settings.get("keep_prompt") == "on":
+        first = min(max(first, prompt), size)
+        recent = min(recent, size - first)
+    return {*range(first), *range(now - recent, now)}
+
+
+def top(positions, scores, size, always):
+    """Always-kept positions, then by score, ties to the lower position."""
+    ranked = sorted(
+        range(len(positions)),
+        key=lambda i: (positions[i] not in always, -scores[i], positions[i]),
+    )
+    return sorted(int(positions[i]) for i in ranked[:size])

@@ -82,7 +82,7 @@ def test_unknown_names_point_to_a_command_that_exists(spec):
         ("agentkv", "representatives", "0"),
         ("agentkv", "sinks", "-1"),
         ("agentkv", "keep_recent", "-1"),
-        ("agentkv", "positions", "cache"),
+        ("agentkv", "positions", "paged"),
         ("snapkv", "window", "0"),
         ("snapkv", "kernel", "4"),
         ("snapkv", "kernel", "-1"),
@@ -169,7 +169,7 @@ def test_methods_are_immutable():
 
 @dataclass(frozen=True, kw_only=True)
 class Good(Method):
-    name: ClassVar[str] = "good"
+    name: ClassVar[str] = "third"
 
     def score(self, queries, keys, context):
         return context.positions.float()

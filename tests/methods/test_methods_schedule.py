@@ -48,15 +48,15 @@ def drive(trigger, budget, interval, turns):
     for prompt, decode in turns:
         for step in range(decode):
             live += pending + prompt if step == 0 else 1
-            if step == 0 and schedule.after_prefill(live):
+            if step == 0 and schedule.after_prefill(live, live):
                 events.append(("prefill", decoded, live))
                 live = budget
             decoded += 1
-            if schedule.after_decode(live):
+            if schedule.after_decode(live, live):
                 events.append(("decode", decoded, live))
                 live = budget
         pending = 1
-        if schedule.after_turn(live):
+        if schedule.after_turn(live, live):
             events.append(("turn", decoded, live))
             live = budget
     return events
@@ -107,13 +107,13 @@ def test_prefill_fires_before_the_first_decoded_token():
 def test_methods_that_do_not_compress_never_fire(name, trigger):
     schedule = Schedule(make_method(name, None, {"trigger": trigger, "interval": 1}))
     for live in (1, 10**6):
-        assert not schedule.after_prefill(live)
-        assert not schedule.after_decode(live)
-        assert not schedule.after_turn(live)
+        assert not schedule.after_prefill(live, live)
+        assert not schedule.after_decode(live, live)
+        assert not schedule.after_turn(live, live)
 
 
 def test_sessions_have_schedules_of_their_own():
     method = make_method("agentkv@paper", 4, {"interval": 3})
     first, second = Schedule(method), Schedule(method)
-    assert [first.after_decode(9) for _ in range(3)] == [False, False, True]
-    assert [second.after_decode(9) for _ in range(3)] == [False, False, True]
+    assert [first.after_decode(9, 9) for _ in range(3)] == [False, False, True]
+    assert [second.after_decode(9, 9) for _ in range(3)] == [False, False, True]

@@ -28,7 +28,7 @@ def test_no_held_out_episode_is_trained_on(encoder, monkeypatch):
     seeds = []
 
     def noting(make):
-        return lambda seed, size: seeds.append(seed) or make(seed, size)
+        return lambda seed, *sizes: seeds.append(seed) or make(seed, *sizes)
 
     monkeypatch.setattr(data, "generate", noting(data.generate))
     monkeypatch.setattr(data, "drill", noting(data.drill))

@@ -11,8 +11,9 @@ __all__ = ["Call", "Episode", "Kind", "Reply", "Slot", "Source", "UserTurn"]
 Source = Literal["think", "act", "tool", "others"]
 """Phase of the text in which a fact was first stated."""
 
-Kind = Literal["recurring", "one_shot", "derived", "local"]
-"""Whether a fact is needed again and again, once long after, made up here, or stood just above."""
+Kind = Literal["recurring", "one_shot", "derived", "invented", "local"]
+"""Whether a fact is needed again and again, once long after, made here from what was said before,
+made here from nothing (in training only), or stood just above."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Four sorts of facts have to be found again, each stated in one phase of the conv
 rules and memos (`=`, `@`: others), results (`/`: tool), tags (`#`: act) and plans (`:`: think).
 Tags and plans are made of two passing facts, the job code of the user's turn and the reading of the
 last result. Those are named alike in every turn, so later text cannot say which ones they were:
-a tag or a plan can only be read where it was written.
+a tag or a plan can only be read where it was written. In training some are random instead: whoever
+makes them anew, instead of reading them, is then wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 from collections.abc import Iterable
 from typing import TypeVar
 
-from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot, UserTurn
+from agentbench_kv.adapters.micro.episode import Call, Episode, Kind, Reply, Slot, UserTurn
 from agentbench_kv.adapters.micro.profiles import Profile, Span
 from agentbench_kv.adapters.micro.tools import schemas
 from agentbench_kv.adapters.micro.words import (
@@ -41,7 +42,7 @@ PREAMBLE = (
 )
 
 
-def generate(seed: int, profile: Profile) -> Episode:
+def generate(seed: int, profile: Profile, invented: float = 0.0) -> Episode:
     """Generate the episode of a seed.
 
     Parameters
@@ -50,15 +51,19 @@ def generate(seed: int, profile: Profile) -> Episode:
         See `profiles.held_out_seed` and `profiles.train_seed`.
     profile : Profile
         The sizes to draw from.
+    invented : float
+        Share of tags and plans drawn at random, which nobody can foretell: for training only.
     """
-    return _Depot(seed, profile).episode()
+    return _Depot(seed, profile, invented).episode()
 
 
 class _Depot:
     """State of one episode while it is being written."""
 
-    def __init__(self, seed: int, profile: Profile) -> None:
+    def __init__(self, seed: int, profile: Profile, invented: float) -> None:
         self.rng = random.Random(f"{profile.name}/{seed}")
+        self.whims = random.Random(f"whims/{seed}")
+        self.invented = invented
         self.seed = seed
         self.profile = profile
         self.reading = self._handle("now", READING)
@@ -109,28 +114,28 @@ class _Depot:
         job = self._handle("job", HINT)
         memos = "".join(f"\n{memo}" for memo in self.memos.values())
         text = f'Please begin "{job}" at "{self.reading}".\nKeep:{memos}'
-        self.crew = self._tag("crew", job)
-        crew_slot = Slot("crew", str(self.crew), "act", "derived")
+        self.crew, kind = self._tag("crew", job)
+        crew_slot = Slot("crew", str(self.crew), "act", kind)
         self.session = self._handle("sess", TOOL)
         result = self._result({"session": str(self.session)}, self.profile.ship_log)
         call = Call("login", "login", {"crew": str(self.crew)}, result, (crew_slot,))
-        self.route = self._plan("route", job)
-        route_slot = Slot("think", str(self.route), "think", "derived")
+        self.route, kind = self._plan("route", job)
+        route_slot = Slot("think", str(self.route), "think", kind)
         said = f'Ready with "{self.rules["pass"]}".'
         reply = Reply(str(self.route), said, (route_slot, self._pass("reply")))
         return UserTurn(text, (call,), reply)
 
     def _store(self, item: str) -> UserTurn:
         job = self._handle("job", HINT)
-        tag = self.tags[item] = self._tag(item, job)
+        tag, kind = self._tag(item, job)
+        self.tags[item] = tag
         port = self.ports[item] = self._handle(item, TOOL)
         result = self._result({"port": str(port)}, self.profile.scan_log)
-        tag_slot = Slot("tag", str(tag), "act", "derived")
+        tag_slot = Slot("tag", str(tag), "act", kind)
         call = Call(f'scan "{item}"', "scan", {"tag": str(tag)}, result, (tag_slot,))
-        plan = self.plans[item] = self._plan(item, job)
-        plan_slot = Slot("think", str(plan), "think", "derived")
-        said = f'Stored with "{self.rules["pass"]}".'
-        reply = Reply(str(plan), said, (plan_slot, self._pass("reply")))
+        plan, kind = self._plan(item, job)
+        self.plans[item] = plan
+        reply = Reply(str(plan), "Stored.", (Slot("think", str(plan), "think", kind),))
         return UserTurn(f'Please store "{item}" for "{job}".', (call,), reply, item)
 
     def _ship(self, item: str) -> UserTurn:
@@ -192,15 +197,16 @@ class _Depot:
         self.reading = self._handle("now", READING)
         return {**fields, "log": ",".join(map(str, noise)), "now": str(self.reading)}
 
-    def _tag(self, name: str, job: Handle) -> Handle:
-        return self._mixed(name, ACT, self.reading.code[0], job.code[1])
+    def _tag(self, name: str, job: Handle) -> tuple[Handle, Kind]:
+        return self._mixed(name, ACT, (self.reading.code[0], job.code[1]))
 
-    def _plan(self, name: str, job: Handle) -> Handle:
-        return self._mixed(name, THINK, job.code[0], self.reading.code[1])
+    def _plan(self, name: str, job: Handle) -> tuple[Handle, Kind]:
+        return self._mixed(name, THINK, (job.code[0], self.reading.code[1]))
 
-    @staticmethod
-    def _mixed(name: str, separator: str, first: str, second: str) -> Handle:
-        return Handle(name, separator, (first, second))
+    def _mixed(self, name: str, separator: str, code: Code) -> tuple[Handle, Kind]:
+        if self.whims.random() < self.invented:
+            return Handle(name, separator, draw_code(self.whims)), "invented"
+        return Handle(name, separator, code), "derived"
 
     def _pass(self, where: str, copied: bool = False) -> Slot:
         return Slot(where, str(self.rules["pass"]), "others", "recurring", copied)

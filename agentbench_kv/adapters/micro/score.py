@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from agentbench_kv.adapters.base import Fact
 from agentbench_kv.adapters.micro.environment import Environment
 
 __all__ = ["Score", "Tally", "score"]
@@ -31,6 +32,8 @@ class Score:
         All facts by kind: recurring, one_shot, derived, local.
     by_both : dict of str to Tally
         Recalled facts by `source/kind`.
+    facts : tuple of Fact
+        The recalled facts, in the order they were needed.
     """
 
     success: bool
@@ -38,6 +41,7 @@ class Score:
     by_source: dict[str, Tally]
     by_kind: dict[str, Tally]
     by_both: dict[str, Tally]
+    facts: tuple[Fact, ...]
 
 
 def score(environment: Environment) -> Score:
@@ -58,6 +62,10 @@ def score(environment: Environment) -> Score:
         by_kind=_tallies([(entry.slot.kind, entry.right) for entry in judged]),
         by_both=_tallies(
             [(f"{entry.slot.source}/{entry.slot.kind}", entry.right) for entry in facts]
+        ),
+        facts=tuple(
+            Fact(entry.slot.handle, entry.slot.source, entry.slot.kind, entry.right)
+            for entry in facts
         ),
     )
 

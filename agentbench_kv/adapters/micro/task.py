@@ -65,6 +65,7 @@ class RecallTask(Task):
             score=float(result.success),
             metrics=_metrics(result),
             transcript=messages,
+            facts=result.facts,
         )
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:

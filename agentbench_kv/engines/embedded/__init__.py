@@ -25,12 +25,15 @@ from agentbench_kv.engines.base import (
 )
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
+    cache_shape,
     check_dtype,
     load_model,
     model_path,
     pick_device,
     wrap_model,
 )
+from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.pool import CacheShape
 from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, Scheduler, StepTimes
 from agentbench_kv.engines.embedded.session import Recorder
 from agentbench_kv.engines.options import EngineOptions
@@ -38,7 +41,7 @@ from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteEr
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.phases import Phase
 
-__all__ = ["EmbeddedEngine", "Recorder"]
+__all__ = ["EmbeddedEngine", "Observer", "Recorder"]
 
 
 class EmbeddedEngine(Engine):
@@ -52,9 +55,12 @@ class EmbeddedEngine(Engine):
     max_live_tokens : int, optional
         Cached tokens all sessions together may hold; half of the free memory if not given.
     recorder : Recorder, optional
+    observer : Observer, optional
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.COMPRESS, Capability.CAPTURE}
+    )
 
     def __init__(
         self,
@@ -64,10 +70,12 @@ class EmbeddedEngine(Engine):
         name: str = "",
         max_live_tokens: int | None = None,
         recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._model = model
-        limit = max_live_tokens or free_tokens(model)
-        self._scheduler = Scheduler(model, method, limit, recorder)
+        self._shape = cache_shape(model, method)
+        limit = max_live_tokens or free_tokens(self._shape)
+        self._scheduler = Scheduler(model, method, limit, recorder, observer)
         self.info = EngineInfo(
             name="embedded",
             model=name or str(model.path),
@@ -82,7 +90,12 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def create(
-        cls, options: EngineOptions, *, model: Any = None, recorder: Recorder | None = None
+        cls,
+        options: EngineOptions,
+        *,
+        model: Any = None,
+        recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> Self:
         """Build the engine from options; `model` may be a network already in memory."""
         if model is None:
@@ -95,6 +108,7 @@ class EmbeddedEngine(Engine):
             name=options.model,
             max_live_tokens=options.max_live_tokens,
             recorder=recorder,
+            observer=observer,
         )
 
     @classmethod
@@ -116,7 +130,7 @@ class EmbeddedEngine(Engine):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV cache per token, all layers and heads."""
-        return self._model.shape.bytes_per_token
+        return self._shape.bytes_per_token
 
     def allocated_bytes(self, session: str) -> int:
         """Bytes of the session's cache slot."""
@@ -165,13 +179,13 @@ class EmbeddedEngine(Engine):
         self._scheduler.stop()
 
 
-def free_tokens(model: LoadedModel) -> int:
+def free_tokens(shape: CacheShape) -> int:
     """Return how many cached tokens fit in half of the memory that is free now."""
-    if model.shape.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.shape.device)
+    if shape.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(shape.device)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = free // 2 // model.shape.bytes_per_token
+    tokens = free // 2 // shape.bytes_per_token
     if tokens < 1:
         raise PrerequisiteError("no memory is free for a KV cache; close other programs")
     return int(tokens)

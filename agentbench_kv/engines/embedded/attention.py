@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.pool import CachePool
 from agentbench_kv.engines.embedded.queries import QueryBuffer, RingWrite
 
@@ -67,6 +68,7 @@ class StepPlan:
     decodes: list[DecodeGroup]
     queries: QueryBuffer
     ring_write: RingWrite | None
+    observer: Observer | None = None
 
 
 def session_attention(
@@ -95,8 +97,13 @@ def session_attention(
     """
     layer: int = getattr(module, "layer_idx")  # noqa: B009  modules have no typed attributes
     q, k, v = query[0], key[0], value[0]
+    if kvbench.observer is not None:
+        kvbench.observer.on_attention(layer, q, k, v)
     if kvbench.ring_write is not None:
         kvbench.queries.write(layer, q, kvbench.ring_write)
+    if kvbench.queries.kv_heads > k.shape[0]:
+        copies = kvbench.queries.kv_heads // k.shape[0]
+        k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
     output = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
     for group in kvbench.decodes:
         rows = slice(group.start, group.start + len(group.slots))
@@ -107,6 +114,8 @@ def session_attention(
         keys = segment.cache.keys[layer, :, :end]
         values = segment.cache.values[layer, :, :end]
         output[rows] = _prefill(q[:, rows], keys, values, scaling).transpose(0, 1)
+        if segment.cache.shape.with_sums:
+            segment.cache.add_mass(layer, q[:, rows], end)
     return output.unsqueeze(0), None
 
 
@@ -126,10 +135,23 @@ def _decode(
         rows = rows.new_zeros(group.last - group.first, heads, head_dim)
         rows[slots - group.first] = query.transpose(0, 1)
     grouped = rows.reshape(rows.shape[0], keys.shape[1], -1, head_dim)
+    if pool.shape.with_sums:
+        _add_decode_mass(layer, group, grouped, keys, scaling)
     out = scaled_dot_product_attention(
         grouped, keys, values, attn_mask=group.mask, scale=scaling
     ).reshape(rows.shape[0], heads, head_dim)
     return out if n == rows.shape[0] else out[slots - group.first]
+
+
+def _add_decode_mass(
+    layer: int, group: DecodeGroup, grouped: Tensor, keys: Tensor, scaling: float
+) -> None:
+    """Add each session's attention, mean over query groups [slots, kv_heads, group, d]."""
+    sums, slots = group.pool.sums, group.slots
+    sums[slots, layer, :, group.lengths] = 0.0
+    logits = (grouped * scaling).float() @ keys.transpose(-1, -2).float() + group.mask.float()
+    mass = logits.softmax(-1).mean(2)
+    sums[slots, layer, :, : group.tokens] += mass[slots - group.first]
 
 
 def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

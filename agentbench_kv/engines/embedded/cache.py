@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.pool import SMALLEST, CachePools
-from agentbench_kv.kernels import compact
+from agentbench_kv.kernels import attention_mass, compact
 from agentbench_kv.methods.base import LayerView
+from agentbench_kv.methods.rope import rotate
+
+MASS_BLOCK = 64
+"""Queries whose attention probabilities exist at the same time."""
 
 
 class SessionCache:
@@ -41,6 +45,11 @@ class SessionCache:
         return self.pool.positions[self.slot]
 
     @property
+    def sums(self) -> Tensor | None:
+        """Attention every row has got [layers, kv_heads, capacity], if the shape has it."""
+        return self.pool.sums[self.slot] if self.shape.with_sums else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the session's slot for keys and values."""
         return 0 if self.slot < 0 else self.pool.capacity * self.shape.bytes_per_token
@@ -61,7 +70,24 @@ class SessionCache:
         end = self.length + keys.shape[1]
         self.pool.keys[self.slot, layer, :, self.length : end] = keys
         self.pool.values[self.slot, layer, :, self.length : end] = values
+        if self.shape.with_sums:
+            self.pool.sums[self.slot, layer, :, self.length : end] = 0.0
         return end
+
+    def add_mass(self, layer: int, queries: Tensor, end: int) -> None:
+        """Add what the newest rows' queries [q_heads, n, head_dim] attend to, causally."""
+        n = queries.shape[1]
+        rows = torch.arange(end, device=self.shape.device)
+        for first in range(0, n, MASS_BLOCK):
+            block = queries[:, first : first + MASS_BLOCK]
+            size = block.shape[1]
+            mass = attention_mass(
+                block,
+                self.keys[layer, :, :end],
+                query_positions=rows[end - n + first :][:size],
+                key_positions=rows.expand(self.shape.kv_heads, -1),
+            )
+            self.pool.sums[self.slot, layer, :, :end] += mass * size
 
     def advance(self, first_position: int, rows: int) -> None:
         """Count `rows` written rows, at logical positions from `first_position`."""
@@ -78,18 +104,39 @@ class SessionCache:
         """Return the live rows of every layer."""
         end = self.length
         keys, values, positions = self.keys, self.values, self.positions
+        sums = self.sums
         return [
-            LayerView(keys[i, :, :end], values[i, :, :end], positions[i, :, :end])
+            LayerView(
+                keys[i, :, :end],
+                values[i, :, :end],
+                positions[i, :, :end],
+                None if sums is None else sums[i, :, :end],
+            )
             for i in range(self.shape.layers)
         ]
 
-    def keep(self, kept: Tensor) -> int:
+    def keep(self, kept: Tensor, frequencies: Tensor | None = None) -> int:
         """Drop all rows but `kept` [layers, kv_heads, budget]; return rows moved.
 
         The session moves to a smaller slot if it now fills a quarter of its own or less.
+
+        Parameters
+        ----------
+        kept : Tensor [layers, kv_heads, budget], int64
+            Ascending.
+        frequencies : Tensor [head_dim / 2], optional
+            If given, rows stay in order and keys turn to the position of their row.
         """
-        moved = compact(self.keys, self.values, self.positions, kept, self.length)
+        extras = () if self.sums is None else (self.sums,)
+        ordered = frequencies is not None
+        moved = compact(
+            self.keys, self.values, self.positions, kept, self.length, extras=extras, sort=ordered
+        )
         self.length = kept.shape[-1]
+        if frequencies is not None:
+            rows = torch.arange(self.length, device=kept.device)
+            live = self.keys[:, :, : self.length]
+            self.keys[:, :, : self.length] = rotate(live, rows - kept, frequencies)
         if 4 * self.length <= self.pool.capacity:
             self._move(2 * self.length)
         return moved
@@ -105,8 +152,7 @@ class SessionCache:
         if target is self.pool:
             return
         slot, end = target.take(), self.length
-        target.keys[slot, :, :, :end] = self.keys[:, :, :end]
-        target.values[slot, :, :, :end] = self.values[:, :, :end]
-        target.positions[slot, :, :, :end] = self.positions[:, :, :end]
+        for old, new in zip(self.pool.tensors, target.tensors, strict=True):
+            new[slot, :, :, :end] = old[self.slot, :, :, :end]
         self.pool.give_back(self.slot)
         self.pool, self.slot = target, slot

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
 from agentbench_kv.engines.embedded.pool import CacheShape
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
+from agentbench_kv.methods.base import Method, QueryKind
 
 SHIPPED = ("micro",)
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
@@ -30,8 +32,31 @@ class LoadedModel:
     sha: str
     shape: CacheShape
     query_heads: int
+    frequencies: Tensor
+    rope_type: str
+    rope_scale: float
     context_limit: int
     eos_token_ids: tuple[int, ...]
+
+
+def cache_shape(model: LoadedModel, method: Method) -> CacheShape:
+    """Return what cache rows look like under a method.
+
+    Raises
+    ------
+    UsageError
+        If the method moves keys to other positions and the model's RoPE changes with the length.
+    """
+    kinds = ("dynamic", "longrope")
+    if method.positions == "cache" and model.rope_type in kinds:
+        raise UsageError(
+            f"positions=cache needs fixed RoPE frequencies; this model's are {model.rope_type}"
+        )
+    return replace(
+        model.shape,
+        kv_heads=model.query_heads if method.per_query_head else model.shape.kv_heads,
+        with_sums=method.query_plan().kind is QueryKind.SUMS,
+    )
 
 
 def model_path(name: str) -> Path:
@@ -117,6 +142,7 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     check_config(config)
     network.set_attn_implementation(ATTENTION_NAME)
     parameter = next(network.parameters())
+    rotary = network.model.rotary_emb
     heads = int(config.num_attention_heads)
     shape = CacheShape(
         layers=int(config.num_hidden_layers),
@@ -131,6 +157,9 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
         sha=sha,
         shape=shape,
         query_heads=heads,
+        frequencies=rotary.inv_freq.to(parameter.device),
+        rope_type=str(getattr(rotary, "rope_type", "default")),
+        rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),
         context_limit=int(config.max_position_embeddings),
         eos_token_ids=_eos_ids(network),
     )

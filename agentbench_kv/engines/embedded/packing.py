@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.attention import DecodeGroup, Segment, StepPlan
+from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.pool import CachePool
 from agentbench_kv.engines.embedded.queries import QueryBuffer, RingWrite
 from agentbench_kv.engines.embedded.session import EmbeddedSession
@@ -24,7 +25,7 @@ class Packed:
     Attributes
     ----------
     tokens, positions : list of int
-        Ids and logical positions, session after session.
+        Ids and RoPE positions, session after session.
     rows : list of int
         Tokens each session feeds, in the order of `sessions`.
     """
@@ -36,7 +37,12 @@ class Packed:
     plan: StepPlan
 
 
-def pack(sessions: Sequence[EmbeddedSession], chunk: int, queries: QueryBuffer) -> Packed:
+def pack(
+    sessions: Sequence[EmbeddedSession],
+    chunk: int,
+    queries: QueryBuffer,
+    observer: Observer | None = None,
+) -> Packed:
     """Take a chunk of pending tokens from every session and plan their attention.
 
     Decoding sessions come first, ordered by pool and slot, so that each pool's are neighbours.
@@ -54,12 +60,18 @@ def pack(sessions: Sequence[EmbeddedSession], chunk: int, queries: QueryBuffer) 
         stored, slots = session.queries.place([p for _, p in taken], session.fed, len(tokens))
         ring_rows += stored
         ring_slots += slots
-        positions += range(session.fed, session.fed + len(taken))
+        positions += range(session.next_position, session.next_position + len(taken))
+        if observer is not None:
+            ids, phases = (list(part) for part in zip(*taken, strict=True))
+            labels = [int(phase) for phase in phases]
+            own = [session.fed + i in session.generated for i in range(len(ids))]
+            observer.on_rows(session.name, ids, labels, own, session.fed)
         tokens += [token for token, _ in taken]
         rows.append(len(taken))
     prefills, decodes = _attention_plan(ordered, rows)
     write = _ring_write(ring_rows, ring_slots, queries.device)
-    return Packed(ordered, tokens, positions, rows, StepPlan(prefills, decodes, queries, write))
+    plan = StepPlan(prefills, decodes, queries, write, observer)
+    return Packed(ordered, tokens, positions, rows, plan)
 
 
 def _order(session: EmbeddedSession) -> tuple[bool, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 SMALLEST = 256
 
@@ -23,6 +24,8 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    with_sums: bool = False
+    """Whether every row carries the attention it has got."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -38,6 +41,8 @@ class CachePool:
     keys, values : Tensor [slots, layers, kv_heads, capacity, head_dim]
     positions : Tensor [slots, layers, kv_heads, capacity], int64
         Original position of each row.
+    sums : Tensor [slots, layers, kv_heads, capacity], float32
+        Attention each row has got; of capacity 0 if the shape is without sums.
     """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
@@ -76,12 +81,19 @@ class CachePool:
         self.positions = torch.zeros(
             slots, s.layers, s.kv_heads, self.capacity, dtype=torch.int64, device=s.device
         )
+        rows = self.capacity if s.with_sums else 0
+        self.sums = torch.zeros(slots, s.layers, s.kv_heads, rows, device=s.device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that belongs to rows."""
+        return self.keys, self.values, self.positions, self.sums
 
     def _resize(self, slots: int) -> None:
-        old = (self.keys, self.values, self.positions)
+        old = self.tensors
         kept = min(slots, self.slots)
         self._allocate(slots)
-        for source, target in zip(old, (self.keys, self.values, self.positions), strict=True):
+        for source, target in zip(old, self.tensors, strict=True):
             target[:kept] = source[:kept]
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from agentbench_kv.kernels import ring_write
 from agentbench_kv.methods.base import Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.phases import Phase
+from agentbench_kv.methods.rope import rotate
 
-_RINGS = {QueryKind.NONE: 0, QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
+_RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class QueryBuffer:
         plan: QueryPlan,
         layers: int,
         heads: int,
+        kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.plan = plan
-        self.rings = _RINGS[plan.kind]
+        self.kv_heads = kv_heads
+        self.rings = _RINGS.get(plan.kind, 0)
         self.per_session = self.rings * plan.size
         self.device = device
         self._free: list[int] = []
@@ -64,6 +67,13 @@ class QueryBuffer:
         """Return vectors [layers, heads, n, head_dim] of a session's slots."""
         first = place * self.per_session
         return self._vectors[:, first + slots].transpose(1, 2)
+
+    def shift(self, place: int, by: int, frequencies: Tensor) -> None:
+        """Turn a session's stored queries by some positions."""
+        first = place * self.per_session
+        rows = slice(first, first + self.per_session)
+        moves = torch.full((1, 1), by, device=self.device)
+        self._vectors[:, rows] = rotate(self._vectors[:, rows], moves, frequencies)
 
     def _grow(self) -> None:
         layers, slots, heads, head_dim = self._vectors.shape
@@ -123,6 +133,11 @@ class QueryStore:
         slots = torch.tensor([item[2] for item in held], dtype=torch.int64, device=device)
         vectors = self._buffer.read(max(self._place, 0), slots)
         return [Queries(vectors[i], positions, phases) for i in range(layers)]
+
+    def shift(self, by: int, frequencies: Tensor) -> None:
+        """Turn the stored queries by some positions, as the end of the cache moved."""
+        if self._place >= 0:
+            self._buffer.shift(self._place, by, frequencies)
 
     def free(self) -> None:
         """Give the place back."""

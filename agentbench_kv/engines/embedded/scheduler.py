@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import FinishReason, Generation, PhaseLabeller, Sampling
-from agentbench_kv.engines.embedded.model import LoadedModel
+from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
+from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.packing import Packed, pack
 from agentbench_kv.engines.embedded.pool import CachePools
 from agentbench_kv.engines.embedded.queries import QueryBuffer
@@ -92,6 +93,7 @@ class Scheduler:
     max_live_tokens : int
         Cached tokens all sessions together may hold.
     recorder : Recorder, optional
+    observer : Observer, optional
     """
 
     def __init__(
@@ -100,18 +102,21 @@ class Scheduler:
         method: Method,
         max_live_tokens: int,
         recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        shape = model.shape
+        shape = cache_shape(model, method)
         self.times = StepTimes()
         self.max_live_tokens = max_live_tokens
         self._model = model
         self._method = method
         self._recorder = recorder
+        self._observer = observer
         self.pools = CachePools(shape)
         self._queries = QueryBuffer(
             method.query_plan(),
             shape.layers,
             model.query_heads,
+            shape.kv_heads,
             shape.head_dim,
             shape.dtype,
             shape.device,
@@ -131,7 +136,7 @@ class Scheduler:
             if name in self._sessions:
                 raise KVBenchError(f"session {name} is open already")
             self._sessions[name] = EmbeddedSession(
-                name, labeller, self._method, self.pools, self._queries
+                name, labeller, self._method, self.pools, self._queries, self._model.frequencies
             )
 
     def get(self, name: str) -> EmbeddedSession:
@@ -206,7 +211,7 @@ class Scheduler:
         whole = start + generation.sampling.max_tokens
         if not method.compresses or method.trigger == "turn":
             return whole
-        return min(whole, max(start, method.budget or 0) + method.interval)
+        return min(whole, max(start, method.budget_at(session.fed + whole)) + method.interval)
 
     def _fits(self, generation: EmbeddedGeneration) -> bool:
         others = (s for s in self._sessions.values() if s is not generation.session)
@@ -269,7 +274,7 @@ class Scheduler:
     def _forward(self, batch: list[EmbeddedGeneration]) -> tuple[Tensor, list[EmbeddedGeneration]]:
         """Feed a chunk of every session; return logits [ready, vocab] of those fully fed."""
         by_session = {id(generation.session): generation for generation in batch}
-        packed = pack([g.session for g in batch], PREFILL_CHUNK, self._queries)
+        packed = pack([g.session for g in batch], PREFILL_CHUNK, self._queries, self._observer)
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
         logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
@@ -297,11 +302,11 @@ class Scheduler:
             self._recorder.on_logits(session.name, session.fed, logits)
         if session.prefilling:
             session.prefilling = False
-            if session.schedule.after_prefill(session.cache.length):
+            if session.schedule.after_prefill(session.cache.length, session.fed):
                 self._compress(session)
         token = best if generation.sampler.greedy else generation.sampler.draw(logits)
         session.accept(token)
-        if session.schedule.after_decode(session.cache.length):
+        if session.schedule.after_decode(session.cache.length, session.fed):
             self._compress(session)
         generation.push(token)
         reason = self._finish_reason(generation, token)
@@ -322,7 +327,7 @@ class Scheduler:
 
     def _finish(self, generation: EmbeddedGeneration, reason: FinishReason) -> None:
         session = generation.session
-        if session.schedule.after_turn(session.cache.length):
+        if session.schedule.after_turn(session.cache.length, session.fed):
             self._compress(session)
         self._retire(generation)
         generation.finish(reason)
@@ -334,7 +339,7 @@ class Scheduler:
 
     def _compress(self, session: EmbeddedSession) -> None:
         started = time.perf_counter()
-        session.compress(self._recorder)
+        session.compress(self._recorder, self._observer)
         self.times.event_s += time.perf_counter() - started
         self.times.events += 1
 

@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVEvent, KVStats, PhaseLabeller
 from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.pool import CachePools
 from agentbench_kv.engines.embedded.queries import QueryBuffer, QueryStore
 from agentbench_kv.methods.base import Method
@@ -33,9 +35,11 @@ class Recorder(Protocol):
 
 
 class EmbeddedSession:
-    """State of one session. `fed` counts tokens the model has seen: the next logical position.
+    """State of one session.
 
-    The newest generated token is pending until its own forward, so `logical` may exceed `fed`.
+    `fed` counts tokens the model has seen: the next logical position. The newest generated token is
+    pending until its own forward, so `logical` may exceed `fed`. `generated` holds the positions of
+    all the model wrote.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class EmbeddedSession:
         method: Method,
         pools: CachePools,
         queries: QueryBuffer,
+        frequencies: Tensor,
     ) -> None:
         self.name = name
         self.labeller = labeller
@@ -54,8 +59,12 @@ class EmbeddedSession:
         self.schedule = Schedule(method)
         self.pending: deque[tuple[int, Phase]] = deque()
         self.fed = 0
+        self.prompt = 0
         self.prompt_pending = 0
         self.prefilling = False
+        self.generated: set[int] = set()
+        self._phases: list[int] = []
+        self._frequencies = frequencies if method.positions == "cache" else None
         self.reserved = 0
         self.broken: BaseException | None = None
         self._stats = KVStats()
@@ -64,6 +73,11 @@ class EmbeddedSession:
     def logical(self) -> int:
         """Tokens of the session, fed and pending."""
         return self.fed + len(self.pending)
+
+    @property
+    def next_position(self) -> int:
+        """RoPE position of the next token to feed."""
+        return self.fed if self._frequencies is None else self.cache.length
 
     def extend(self, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         """Queue prompt tokens."""
@@ -76,11 +90,14 @@ class EmbeddedSession:
         stats.prefill_tokens += self.prompt_pending
         stats.longest_prefill = max(stats.longest_prefill, self.prompt_pending)
         self.prefilling = self.prompt_pending > 0
+        self.prompt = self.prompt or self.prompt_pending
         self.prompt_pending = 0
 
     def take(self, limit: int) -> list[tuple[int, Phase]]:
         """Take up to `limit` pending tokens for a forward."""
-        return [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
+        taken = [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
+        self._phases += [int(phase) for _, phase in taken]
+        return taken
 
     def fed_rows(self, rows: int, decoding: bool) -> None:
         """Account for a forward that wrote `rows` rows into the cache."""
@@ -94,19 +111,27 @@ class EmbeddedSession:
 
     def accept(self, token: int) -> None:
         """Add a generated token: labelled now, fed by the next forward."""
+        self.generated.add(self.logical)
         self.pending.append((token, self.labeller.label(token)))
         self._stats.decode_tokens += 1
         self._stats.decode_kv_sum += self.cache.length
 
-    def compress(self, recorder: Recorder | None = None) -> None:
+    def compress(self, recorder: Recorder | None = None, observer: Observer | None = None) -> None:
         """Run one event: select, compact, account."""
         before = self.cache.length
         selection = self.method.select(
             self.cache.layer_views(),
             self.queries.layer_queries(self.cache.shape.layers),
             self.fed,
+            self.prompt,
+            torch.tensor(self._phases, device=self.cache.shape.device),
         )
-        moved = self.cache.keep(selection.kept)
+        if observer is not None:
+            live = self.cache.positions[:, :, :before]
+            observer.on_selection(self.name, self.fed, live, selection)
+        moved = self.cache.keep(selection.kept, self._frequencies)
+        if self._frequencies is not None:
+            self.queries.shift(self.cache.length - before, self._frequencies)
         stats = self._stats
         stats.evicted += before - self.cache.length
         stats.rows_moved += moved
@@ -128,4 +153,6 @@ class EmbeddedSession:
         snapshot.events = list(self._stats.events)
         snapshot.logical = self.logical
         snapshot.live = self.cache.length
+        if self.method.compresses:
+            snapshot.budget = self.method.budget_at(self.fed)
         return snapshot

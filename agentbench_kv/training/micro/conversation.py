@@ -178,4 +178,6 @@ def _labels(part: _Part, handles: bool) -> Labels:
 
 
 def _slot_label(slot: Slot) -> int:
+    if slot.kind == "invented":
+        return NOISE
     return COPIED if slot.copied else LABELS.index(f"{slot.source}/{slot.kind}")

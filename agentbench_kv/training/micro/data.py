@@ -28,7 +28,7 @@ from agentbench_kv.training.micro.conversation import (
     auxiliary,
     main,
 )
-from agentbench_kv.training.micro.drills import drill
+from agentbench_kv.training.micro.drills import INVENTED, drill
 
 __all__ = ["Batch", "Encoder", "Mix", "Row", "auxiliary_row", "batch", "episode_row"]
 
@@ -137,7 +137,7 @@ class Encoder:
         return Row(ids[keep], np.arange(len(ids))[keep], labels[keep])
 
 
-def episode_row(encoder: Encoder, seed: int, profile: Profile) -> Row:
+def episode_row(encoder: Encoder, seed: int, profile: Profile, invented: float = 0.0) -> Row:
     """Return the row of a whole episode.
 
     Parameters
@@ -148,8 +148,10 @@ def episode_row(encoder: Encoder, seed: int, profile: Profile) -> Row:
         Of the episode.
     profile : Profile
         Its sizes.
+    invented : float
+        See `generate`.
     """
-    return encoder.row(main(generate(seed, profile)))
+    return encoder.row(main(generate(seed, profile, invented)))
 
 
 def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
@@ -196,7 +198,7 @@ def _row(encoder: Encoder, mix: Mix, number: int) -> Row:
 def _longest(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> Row:
     """Of two episodes take the one that fills the row better; a longer one is cut at its end."""
     profile = rng.choice(mix.profiles)
-    rows = [episode_row(encoder, seed + index, profile) for index in range(2)]
+    rows = [episode_row(encoder, seed + index, profile, INVENTED) for index in range(2)]
     return max(rows, key=lambda row: min(len(row.ids), mix.length + 1))
 
 

@@ -2,7 +2,7 @@
 
 An induction circuit that binds a code to its name *and* separator is slow to appear in full
 episodes, where few tokens recall anything. In a drill every fifth token does, under the same rules:
-codes of `#` and `:` are first made from the last hint and reading, all others are random.
+codes of `#` and `:` are first made from the last hint and reading, or invented, all others random.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from agentbench_kv.adapters.micro.words import (
 )
 from agentbench_kv.training.micro.conversation import LABELS, NOISE, PROMPT, Conversation, Labels
 
-__all__ = ["drill"]
+__all__ = ["INVENTED", "drill"]
 
 FIELDS = {TOOL: "port", ACT: "tag", THINK: "plan", RULE: "gate", MEMO: "gate"}
+INVENTED = 0.35
+"""Share of plans and tags drawn at random, so that making them anew is no way to recall them."""
+
 SOURCES = {TOOL: "tool", ACT: "act", THINK: "think", RULE: "others", MEMO: "others"}
 
 
@@ -82,17 +85,20 @@ class _Drill:
             key = self.rng.choice(list(self.known))
         else:
             key = (self.rng.choice(self.names), self.rng.choice(self.separators))
-        fresh = key not in self.known
-        if fresh:
-            self.known[key] = self._new(key[1])
-        self._handle(*key, self.known[key], _label(key[1], fresh))
+        if key in self.known:
+            label = LABELS.index(f"{SOURCES[key[1]]}/one_shot")
+        else:
+            self.known[key], label = self._new(key[1])
+        self._handle(*key, self.known[key], label)
 
-    def _new(self, separator: str) -> Code:
-        if separator == ACT:
-            return self.reading[0], self.hint[1]
+    def _new(self, separator: str) -> tuple[Code, int]:
+        """Return a code and what it is: made of the passing facts, or random."""
+        if separator not in (ACT, THINK) or self.rng.random() < INVENTED:
+            return draw_code(self.rng), NOISE
+        first, second = self.reading, self.hint
         if separator == THINK:
-            return self.hint[0], self.reading[1]
-        return draw_code(self.rng)
+            first, second = second, first
+        return (first[0], second[1]), LABELS.index(f"{SOURCES[separator]}/derived")
 
     def _handle(self, name: str, separator: str, code: Code, label: int) -> None:
         quoted = separator in FIELDS and self.rng.random() < 0.3
@@ -105,10 +111,3 @@ class _Drill:
     def _say(self, text: str, label: int) -> None:
         self.pieces.append(text)
         self.labels.append(np.full(len(text), label, np.uint8))
-
-
-def _label(separator: str, fresh: bool) -> int:
-    """Return what a code is: random, made here, or recalled."""
-    if fresh and separator not in (ACT, THINK):
-        return NOISE
-    return LABELS.index(f"{SOURCES[separator]}/{'derived' if fresh else 'one_shot'}")

@@ -3,6 +3,9 @@
 import socket
 import threading
 import time
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,9 @@ from agentbench_kv.adapters.bfcl.completions import (
     EndpointError,
     UnreachableError,
 )
+from agentbench_kv.engines.scripted import ScriptedEngine
+from agentbench_kv.gateway import Gateway
+from agentbench_kv.gateway.server import BackgroundServer
 
 
 class Canceller:
@@ -116,3 +122,27 @@ def test_server_that_does_not_answer_in_time(endpoint):
     endpoint.release.clear()
     with pytest.raises(UnreachableError, match="TimeoutError"):
         line(endpoint.url, timeout_s=0.3).complete("p")
+
+
+@contextmanager
+def our_server(context_limit):
+    path = Path(str(files("agentbench_kv.models"))) / "micro"
+    engine = ScriptedEngine(
+        lambda _: ["word " * 50], tokenizer_path=path, context_limit=context_limit
+    )
+    with BackgroundServer(Gateway(engine)) as server:
+        yield server.url
+
+
+def test_our_own_server_refuses_a_prompt_past_the_context():
+    with our_server(context_limit=40) as url, pytest.raises(ContextLimitError):
+        line(url).complete("hello " * 60)
+
+
+def test_our_own_server_says_that_the_context_ended_an_answer():
+    with our_server(context_limit=40) as url:
+        answer = Completions(
+            Endpoint.of(url), "s1", {}, None, 30.0, threading.Event(), lambda _: None
+        ).complete("hello")
+    assert answer.finish_reason == "context_limit"
+    assert 0 < answer.usage["completion_tokens"] < 40

@@ -1,0 +1,138 @@
+"""t-SNE of query vectors, coloured by phase (AgentKV, figure 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentbench_kv.analysis.captures import Capture
+from agentbench_kv.analysis.extras import need
+from agentbench_kv.analysis.numbers import listed
+from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+
+PER_PHASE = 100
+PERPLEXITY = 30.0
+_FEWEST = 8
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Queries of one head in the plane.
+
+    Attributes
+    ----------
+    layer, head : int
+        Query head.
+    points : Tensor [n, 2], float32
+    phases, positions : Tensor [n], int64
+    divergence : float
+        Kullback-Leibler divergence that t-SNE ended at.
+    silhouette : float or None
+        Of the phases in the space of the queries, not in the plane: 1 for phases far apart, 0 for
+        phases that overlap; None with a single phase.
+    """
+
+    layer: int
+    head: int
+    points: Tensor
+    phases: Tensor
+    positions: Tensor
+    divergence: float
+    silhouette: float | None
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {
+            "layer": self.layer,
+            "head": self.head,
+            "divergence": self.divergence,
+            "silhouette": self.silhouette,
+            "points": listed(self.points),
+            "phase": [PHASE_NAMES[phase] for phase in self.phases.tolist()],
+            "position": self.positions.tolist(),
+        }
+
+
+def embed_queries(
+    capture: Capture,
+    places: Sequence[tuple[int, int]],
+    *,
+    per_phase: int = PER_PHASE,
+    seed: int = 0,
+) -> list[Embedding]:
+    """Embed a sample of the queries of some heads; equal seeds give equal samples.
+
+    Parameters
+    ----------
+    capture : Capture
+        With phases.
+    places : sequence of (int, int)
+        Layer and query head.
+    per_phase : int
+        Queries drawn of each phase; all of them if there are fewer.
+    seed : int
+
+    Raises
+    ------
+    UsageError
+        If there is no such head, or too few tokens.
+    PrerequisiteError
+        If scikit-learn is not installed.
+    """
+    need("sklearn")
+    rows = _sample(capture.labels("tsne"), per_phase, seed)
+    for layer, head in places:
+        if not (0 <= layer < capture.layers and 0 <= head < capture.q_heads):
+            raise UsageError(
+                f"layer {layer}, head {head}: the capture has layers 0 to {capture.layers - 1} "
+                f"and query heads 0 to {capture.q_heads - 1}"
+            )
+    return [_embed(capture, layer, head, rows, seed) for layer, head in places]
+
+
+def _sample(phases: Tensor, per_phase: int, seed: int) -> Tensor:
+    """Draw tokens of every phase, ascending."""
+    generator = np.random.default_rng(seed)
+    drawn = []
+    for phase in Phase:
+        rows = (phases == int(phase)).nonzero()[:, 0].numpy()
+        drawn.append(generator.permutation(rows)[:per_phase])
+    rows = np.sort(np.concatenate(drawn))
+    if len(rows) < _FEWEST:
+        raise UsageError(f"tsne needs at least {_FEWEST} queries; the sample has {len(rows)}")
+    return torch.from_numpy(rows)
+
+
+def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> Embedding:
+    from sklearn.manifold import TSNE
+
+    vectors = capture.q[layer, head][rows].float().numpy()
+    model = TSNE(
+        perplexity=min(PERPLEXITY, (len(rows) - 1) / 3), init="pca", random_state=seed, n_jobs=1
+    )
+    points = torch.from_numpy(model.fit_transform(vectors))
+    phases = capture.labels("tsne")[rows]
+    return Embedding(
+        layer=layer,
+        head=head,
+        points=points,
+        phases=phases,
+        positions=capture.positions[rows],
+        divergence=float(model.kl_divergence_),
+        silhouette=_silhouette(vectors, phases),
+    )
+
+
+def _silhouette(vectors: np.ndarray[Any, Any], phases: Tensor) -> float | None:
+    from sklearn.metrics import silhouette_score
+
+    groups = len(set(phases.tolist()))
+    if not 2 <= groups < len(phases):
+        return None
+    return float(silhouette_score(vectors, phases.numpy()))

@@ -1,0 +1,64 @@
+"""How many tokens a method may keep: a number, or a share of the session's logical length."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from agentbench_kv.errors import UsageError
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)(k?)", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens kept per (layer, KV head): exactly one of the two is given.
+
+    Parameters
+    ----------
+    tokens : int, optional
+        A fixed number.
+    share : float, optional
+        Of the tokens ever seen, in (0, 1].
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, value: int | str) -> Self:
+        """Read `3072`, `3k` (3,000), `1.5k` or `25%`.
+
+        Raises
+        ------
+        UsageError
+            If it is none of these, below one token or above the whole.
+        """
+        text = str(value).strip()
+        if match := _SHARE.fullmatch(text):
+            share = float(match[1]) / 100
+            if 0 < share <= 1:
+                return cls(share=share)
+        elif match := _TOKENS.fullmatch(text):
+            tokens = float(match[1]) * (1000 if match[2] else 1)
+            if tokens >= 1 and tokens == int(tokens):
+                return cls(tokens=int(tokens))
+        raise UsageError(
+            f"budget {text!r}: expected a number of tokens >= 1, e.g. 3072 or 3k, "
+            "or a share of the session's length, e.g. 25%"
+        )
+
+    def at(self, logical: int) -> int:
+        """Return the budget in tokens of a session that has seen `logical` tokens."""
+        if self.share is not None:
+            # 7 % of 100 is 7.000000000000001 in floating point, and 7 in fact.
+            return max(1, math.ceil(self.share * logical - 1e-9))
+        return self.tokens or 0
+
+    @property
+    def spelled(self) -> int | str:
+        """The shortest spelling that `parse` reads back: what a run's spec holds."""
+        return f"{self.share * 100:.10g}%" if self.share is not None else self.tokens or 0

@@ -1,0 +1,111 @@
+"""`kvbench ablate`: which of a method's parameters matter, on a task, with paired statistics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agentbench_kv.cli.options import parse_budget, parse_settings
+from agentbench_kv.cli.spec_options import base_spec, out_option, spec_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentbench_kv.ablation import Variant
+
+
+@click.command()
+@click.option("--method", default="agentkv", envvar="KVBENCH_METHOD", show_default=True)
+@click.option("--budget", required=True, envvar="KVBENCH_BUDGET", help="As kvbench run takes it.")
+@click.option(
+    "--task", default="micro/recall-5k", envvar="KVBENCH_TASK", show_default=True, help="Slice."
+)
+@click.option("--seed", type=int, default=0, envvar="KVBENCH_SEED", show_default=True)
+@click.option(
+    "--axis",
+    "axes",
+    multiple=True,
+    metavar="KEY=V1,V2,...",
+    help="Parameter and values; repeatable. [default: the paper's and the open choices]",
+)
+@click.option(
+    "--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Parameter of all arms; repeatable."
+)
+@click.option(
+    "--metric", default="score", show_default=True, help="score, or a sub-score such as recurring."
+)
+@spec_options
+@out_option
+@click.option("--dry-run", is_flag=True, help="Check everything, show what would run, and stop.")
+@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+def ablate(
+    method: str,
+    budget: str,
+    task: str,
+    seed: int,
+    axes: tuple[str, ...],
+    pairs: tuple[str, ...],
+    metric: str,
+    shared: dict[str, Any],
+    out: Path,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Vary one parameter of METHOD at a time and compare every variant with METHOD as it is.
+
+    Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the
+    same samples; p-values are Holm-adjusted over all variants.
+    """
+    from agentbench_kv.ablation import ablate as run_arms
+    from agentbench_kv.ablation import variants
+    from agentbench_kv.cli.output import TrialProgress, print_json, show_plan
+    from agentbench_kv.results import render
+
+    base = replace(
+        base_spec(shared), method=method, budget=parse_budget(budget), task=task, seed=seed
+    )
+    chosen = {key: value.split(",") for key, value in parse_settings(axes).items()}
+    arms = variants(base, parse_settings(pairs), chosen or None)
+    if dry_run:
+        show_plan([arm.spec for arm in arms], out, as_json)
+        return
+    compared = run_arms(arms, out, TrialProgress(), metric)
+    if as_json:
+        print_json([_plain(arm) for arm in compared])
+        return
+    render.console().print(_table(compared, metric))
+
+
+def _plain(arm: Variant) -> dict[str, Any]:
+    difference = arm.difference.model_dump() if arm.difference else None
+    level = arm.level.model_dump() if arm.level else None
+    return {
+        "axis": arm.axis,
+        "value": arm.value,
+        "run_id": arm.spec.id,
+        "spec": asdict(arm.spec),
+        "level": level,
+        "difference": difference,
+        "adjusted_p": arm.adjusted_p,
+    }
+
+
+def _table(arms: list[Variant], metric: str) -> Table:
+    from agentbench_kv.results.render import new_table, percent, plain
+
+    made = new_table("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
+    for arm in arms:
+        gap = arm.difference
+        made.add_row(
+            plain(arm.axis or "baseline"),
+            plain(arm.value),
+            plain(percent(arm.level)),
+            plain(f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None),
+            plain(f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None),
+            plain(gap.n if gap else None),
+            plain(arm.spec.id),
+        )
+    return made

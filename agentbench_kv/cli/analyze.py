@@ -1,0 +1,301 @@
+"""`kvbench analyze`: what captures and traces show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agentbench_kv.cli.analysis_options import (
+    FILE,
+    json_option,
+    layer_option,
+    many_captures,
+    number,
+    one_capture,
+    outputs,
+    read_place,
+    read_positions,
+    read_tokens,
+    set_option,
+    trace_option,
+)
+from agentbench_kv.cli.options import parse_settings
+from agentbench_kv.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentbench_kv.analysis.captures import Capture
+    from agentbench_kv.analysis.traces import Trace
+
+__all__ = ["analyze"]
+
+# The commands import what they need: torch takes seconds, which `kvbench --help` should not.
+
+
+@click.group()
+def analyze() -> None:
+    """Look inside captures and traces: tables, JSON and pictures."""
+
+
+@analyze.command()
+@many_captures
+@layer_option
+@number("k", 5, "Directions per span.")
+@outputs
+def angles(
+    captures: tuple[Path, ...], layers: tuple[int, ...], k: int, plot: Path | None, as_json: bool
+) -> None:
+    """Principal angles between the query subspaces of phase spans, within and across phases."""
+    from agentbench_kv.analysis.angles import phase_angles
+    from agentbench_kv.analysis.plots import check_plot, plot_angles
+    from agentbench_kv.analysis.tables import angles_tables
+
+    check_plot(plot)
+    found = phase_angles(_load(captures, layers), k)
+    _show(found.document(), angles_tables(found), as_json, captures)
+    if plot is not None:
+        plot_angles(found, plot)
+
+
+@analyze.command()
+@many_captures
+@layer_option
+@click.option(
+    "--budget",
+    "budgets",
+    multiple=True,
+    required=True,
+    metavar="TOKENS",
+    envvar="KVBENCH_BUDGET",
+    help="Tokens kept per (layer, KV head); repeatable.",
+)
+@click.option(
+    "--recent",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(8, 24),
+    envvar="KVBENCH_RECENT",
+    show_default=True,
+    help="Last queries as representatives; repeatable.",
+)
+@number("representatives", 24, "Queries of the phase-balanced strategies in all.")
+@number("interval", 128, "Generated tokens between two events.")
+@outputs
+def coverage(
+    captures: tuple[Path, ...],
+    layers: tuple[int, ...],
+    budgets: tuple[str, ...],
+    recent: tuple[int, ...],
+    representatives: int,
+    interval: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Future attention kept, per phase: recent against phase-balanced queries, and the oracle."""
+    from agentbench_kv.analysis.coverage import utility_coverage
+    from agentbench_kv.analysis.plots import check_plot, plot_coverage
+    from agentbench_kv.analysis.tables import coverage_tables
+
+    check_plot(plot)
+    found = utility_coverage(
+        _load(captures, layers),
+        [read_tokens(text) for text in budgets],
+        recent=recent,
+        representatives=representatives,
+        interval=interval,
+    )
+    _show(found.document(), coverage_tables(found), as_json, captures)
+    if plot is not None:
+        plot_coverage(found, plot)
+
+
+@analyze.command()
+@one_capture
+@click.option(
+    "--at",
+    "places",
+    multiple=True,
+    metavar="LAYER:HEAD",
+    envvar="KVBENCH_AT",
+    help="Query head; repeatable. [default: head 0 of the middle layer]",
+)
+@number("per-phase", 100, "Queries drawn of each phase.")
+@number("seed", 0, "Of the draw and the embedding.", low=0)
+@outputs
+def tsne(
+    capture: Path,
+    places: tuple[str, ...],
+    per_phase: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Embed query vectors in the plane (t-SNE), coloured by phase."""
+    from agentbench_kv.analysis.plots import check_plot, plot_tsne
+    from agentbench_kv.analysis.tables import tsne_tables
+    from agentbench_kv.analysis.tsne import embed_queries
+
+    check_plot(plot)
+    (loaded,) = _load([capture])
+    heads = [read_place(text) for text in places] or [(loaded.layers // 2, 0)]
+    found = embed_queries(loaded, heads, per_phase=per_phase, seed=seed)
+    embeddings = [embedding.document() for embedding in found]
+    document = {"analysis": "tsne", "seed": seed, "heads": embeddings}
+    _show(document, tsne_tables(found), as_json, [capture])
+    if plot is not None:
+        plot_tsne(found, plot)
+
+
+@analyze.command()
+@trace_option
+@click.option("--capture", type=FILE, envvar="KVBENCH_CAPTURE", help="Or: a capture to replay.")
+@click.option("--method", envvar="KVBENCH_METHOD", help="With --capture: method to replay.")
+@click.option("--budget", metavar="TOKENS", envvar="KVBENCH_BUDGET", help="With --capture.")
+@set_option
+@click.option(
+    "--out", type=FILE, envvar="KVBENCH_TRACE_OUT", help="Also write the trace of the replay."
+)
+@outputs
+def timeline(
+    trace: Path | None,
+    capture: Path | None,
+    method: str | None,
+    budget: str | None,
+    pairs: tuple[str, ...],
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Count the kept tokens of each phase at every event of a trace or a replayed capture."""
+    from agentbench_kv.analysis.plots import check_plot, plot_timeline
+    from agentbench_kv.analysis.tables import timeline_tables
+    from agentbench_kv.analysis.timeline import trace_timeline
+
+    check_plot(plot)
+    source = _trace(trace, capture, method, budget, pairs)
+    if out is not None:
+        source.save(out)
+    found = trace_timeline(source)
+    document = {**found.document(), "meta": source.meta}
+    _show(document, timeline_tables(found), as_json, [path for path in (trace, capture) if path])
+    if plot is not None:
+        plot_timeline(found, plot)
+
+
+@analyze.command()
+@click.option("--run", "run_name", required=True, help="Id or folder of a finished micro run.")
+@click.option("--sample", "samples", multiple=True, help="Id or number; repeatable.")
+@click.option("--limit", type=click.IntRange(1), default=5, show_default=True, help="First N.")
+@click.option(
+    "--runs", type=click.Path(file_okay=False, path_type=Path), default=Path("runs"),
+    envvar="KVBENCH_OUT", show_default=True, help="Folder of runs.",
+)  # fmt: skip
+@click.option("--out", type=FILE, envvar="KVBENCH_TRACE_OUT", help="Write the last trace.")
+@json_option
+def evidence(
+    run_name: str,
+    samples: tuple[str, ...],
+    limit: int,
+    runs: Path,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Play sessions of a run again: was what an answer needed still cached, by source and outcome.
+
+    One row per source and kind of evidence, apart for what the agent knew and what it got wrong:
+    the share of its tokens still held at the end, over layers and heads, and the rank of the
+    evicted ones over the places there were (1 is the last token kept).
+    """
+    from agentbench_kv.audits import audit_session, by_outcome
+    from agentbench_kv.cli.output import evidence_table
+    from agentbench_kv.results.store import RunStore
+    from agentbench_kv.spec import RunSpec
+
+    spec = RunSpec(**RunStore(runs).find(run_name).info.spec)
+    names = samples or tuple(str(number) for number in range(limit))
+    audits = []
+    for name in names:
+        audited, trace = audit_session(spec, name)
+        audits.append(audited)
+    if out is not None:
+        trace.save(out)
+    groups = by_outcome(audits)
+    sessions = [
+        {
+            "sample": audited.sample,
+            "score": audited.score,
+            "events": audited.events,
+            "facts": [found.document() for found in audited.facts],
+        }
+        for audited in audits
+    ]
+    _show({"analysis": "evidence", "sessions": sessions}, [evidence_table(groups)], as_json, [])
+
+
+@analyze.command()
+@trace_option
+@click.option(
+    "--positions",
+    required=True,
+    metavar="RANGES",
+    envvar="KVBENCH_POSITIONS",
+    help="Logical positions of the tokens that held the answer, e.g. 120-135,200.",
+)
+@json_option
+def audit(trace: Path | None, positions: str, as_json: bool) -> None:
+    """Say at which event tokens were evicted, in how many heads, and with which score rank."""
+    from agentbench_kv.analysis.audit import audit as run_audit
+    from agentbench_kv.analysis.tables import audit_tables
+    from agentbench_kv.analysis.traces import Trace
+
+    if trace is None:
+        raise UsageError("audit needs a trace: add --trace FILE")
+    chosen = read_positions(positions)
+    found = run_audit(Trace.load(trace).events, chosen)
+    tokens = [evidence.document() for evidence in found]
+    _show({"analysis": "audit", "tokens": tokens}, audit_tables(found), as_json, [trace])
+
+
+def _load(paths: Sequence[Path], layers: Sequence[int] = ()) -> list[Capture]:
+    from agentbench_kv.analysis.captures import Capture
+
+    return [Capture.load(path).only_layers(layers) for path in paths]
+
+
+def _trace(
+    trace: Path | None,
+    capture: Path | None,
+    method: str | None,
+    budget: str | None,
+    pairs: Sequence[str],
+) -> Trace:
+    """Load a trace, or make one by replaying a capture."""
+    from agentbench_kv.analysis.events import replay_trace
+    from agentbench_kv.analysis.traces import Trace
+    from agentbench_kv.registry import make_method
+
+    if trace is not None and capture is None:
+        return Trace.load(trace)
+    if capture is None or trace is not None:
+        raise UsageError("timeline: give either --trace FILE, or --capture FILE and --method NAME")
+    if method is None:
+        raise UsageError("timeline: say which method to replay, e.g. --method agentkv --budget 256")
+    chosen = make_method(method, budget, parse_settings(pairs))
+    return replay_trace(_load([capture])[0], chosen)
+
+
+def _show(
+    document: dict[str, Any], tables: Sequence[Table], as_json: bool, files: Sequence[Path]
+) -> None:
+    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.results.render import console
+
+    if as_json:
+        print_json({**document, "files": [str(path) for path in files]})
+        return
+    for table in tables:
+        console().print(table)

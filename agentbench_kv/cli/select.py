@@ -1,0 +1,95 @@
+"""`kvbench select`: what a method would keep of a capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from agentbench_kv.cli.options import parse_settings
+from agentbench_kv.errors import UsageError
+
+__all__ = ["select"]
+
+
+@click.command()
+@click.option(
+    "--method",
+    required=True,
+    envvar="KVBENCH_METHOD",
+    show_envvar=True,
+    help="Method, or method@preset. See kvbench ls methods.",
+)
+@click.option(
+    "--budget",
+    metavar="TOKENS",
+    envvar="KVBENCH_BUDGET",
+    show_envvar=True,
+    help="Tokens kept per (layer, KV head), e.g. 64, 3k or 25%.",
+)
+@click.option(
+    "--capture",
+    type=click.Path(path_type=Path),
+    required=True,
+    envvar="KVBENCH_CAPTURE",
+    show_envvar=True,
+    help="Capture file, .npz or .safetensors (docs/analysis.md).",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    envvar="KVBENCH_SELECT_OUT",
+    show_envvar=True,
+    help="File to write, .npz or .safetensors: kept, score and meta.",
+)
+@click.option(
+    "--set",
+    "pairs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    envvar="KVBENCH_SET",
+    help="Method parameter; repeatable. See kvbench ls methods.",
+)
+@click.option(
+    "--now",
+    type=int,
+    metavar="POSITION",
+    envvar="KVBENCH_NOW",
+    help="Event before this position; later tokens are the future. [default: the capture's]",
+)
+@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print meta as JSON.")
+def select(
+    method: str,
+    budget: str | None,
+    capture: Path,
+    out: Path,
+    pairs: tuple[str, ...],
+    now: int | None,
+    as_json: bool,
+) -> None:
+    """Score the tokens of a capture with METHOD and write which ones it keeps.
+
+    Exactly the code the engines run, on a file.
+    """
+    # Imported here: torch takes seconds, which `kvbench --help` should not.
+    from agentbench_kv.analysis.archives import check_suffix
+    from agentbench_kv.analysis.captures import Capture
+    from agentbench_kv.analysis.selection import select_capture
+    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.registry import make_method
+
+    check_suffix(out)
+    if out.resolve() == capture.resolve():
+        raise UsageError(f"--out {out} is the capture itself; give another file")
+    chosen = make_method(method, budget, parse_settings(pairs))
+    session = Capture.load(capture)
+    outcome = select_capture(session if now is None else session.at(now), chosen)
+    outcome.save(out)
+    if as_json:
+        print_json({**outcome.meta, "out": str(out)})
+        return
+    click.echo(
+        f"{chosen.label} keeps {outcome.meta['budget']} of {outcome.meta['candidates']} tokens in "
+        f"each of {session.layers} x {outcome.kept.shape[-2]} (layer, head)s: {out}"
+    )

@@ -1,0 +1,92 @@
+"""`kvbench selftest`: whether a plug-in does what its contract says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from agentbench_kv.conformance.result import CheckResult
+    from agentbench_kv.methods.base import Method
+
+
+@click.group()
+def selftest() -> None:
+    """Run the conformance suite of a plug-in.
+
+    Exit code 0 if every check passes, 1 if one fails, 2 if there is no such plug-in.
+    """
+
+
+@selftest.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--budget",
+    envvar="KVBENCH_BUDGET",
+    metavar="TOKENS",
+    help="Tokens to keep; chosen for every check if not given.",
+)
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Parameter of the method.")
+@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@click.pass_context
+def method(
+    ctx: click.Context, name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool
+) -> None:
+    """Check a KV-cache method: its selections, and the engine with it against a masked model.
+
+    NAME is a registered method (`agentkv`, `snapkv@kvpress`) or the path of a class that need not
+    be installed (`my_package.my_module:MyMethod`, looked for in this folder too).
+    """
+    # Imported here: torch takes seconds, which `kvbench --help` should not.
+    from agentbench_kv.conformance.suite import method_suite, passed
+
+    built = _build(name, budget, pairs)
+    results = method_suite(built, None if budget is None else built.budget)
+    if as_json:
+        _print_json(built, results)
+    else:
+        _print_table(built, results)
+    ctx.exit(0 if passed(results) else 1)
+
+
+def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
+    from agentbench_kv.cli.options import parse_budget, parse_settings
+    from agentbench_kv.conformance.methods import build_method
+    from agentbench_kv.errors import UsageError
+    from agentbench_kv.registry import load_class
+
+    spec, _, preset = name.partition("@")
+    size = None if budget is None else parse_budget(budget)
+    if isinstance(size, str):
+        raise UsageError(f"budget {size}: the self-test takes a number of tokens")
+    return build_method(load_class(spec), size, preset=preset, settings=parse_settings(pairs))
+
+
+def _print_json(built: Method, results: dict[str, list[CheckResult]]) -> None:
+    from dataclasses import asdict
+
+    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.conformance.suite import passed
+
+    checks = [{"part": part, **asdict(each)} for part, found in results.items() for each in found]
+    print_json({"method": built.label, "ok": passed(results), "checks": checks})
+
+
+def _print_table(built: Method, results: dict[str, list[CheckResult]]) -> None:
+    from rich.table import Table
+
+    from agentbench_kv.results.render import console, plain
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("part", "check", "", "detail"):
+        table.add_column(column, overflow="fold")
+    for part, found in results.items():
+        for each in found:
+            verdict = "ok" if each.ok else "FAILED"
+            table.add_row(part, plain(each.name), verdict, plain(each.detail))
+    console().print(table)
+    every = [each for found in results.values() for each in found]
+    failed = sum(not each.ok for each in every)
+    outcome = f"{failed} of {len(every)} checks failed" if failed else f"{len(every)} checks passed"
+    console().print(f"{built.label}: {outcome}", markup=False)

@@ -1,0 +1,79 @@
+"""Attention where a key's position is its row in the cache: what `positions=cache` has to equal.
+
+Keys are stored before RoPE. Whenever a query is computed, every key it may see is rotated by its
+index among them, and the query by the last index, as StreamingLLM's authors do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Rope", "relative_logits", "remove_rotary", "turn"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Inverse frequencies [head_dim / 2] and the attention factor of a model."""
+
+    frequencies: Tensor
+    factor: float
+
+
+class _Unrotated(nn.Module):
+    """In the place of a model's rotary embedding: turns by nothing."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of angle 0."""
+        ones = torch.ones(*position_ids.shape, self.head_dim, dtype=hidden.dtype)
+        return ones, torch.zeros_like(ones)
+
+
+def remove_rotary(model: Any) -> Rope:
+    """Make a model's layers hand over queries and keys before RoPE; return what it was."""
+    rotary = model.model.rotary_emb
+    frequencies = rotary.inv_freq.double()
+    factor = float(getattr(rotary, "attention_scaling", 1.0))
+    model.model.rotary_emb = _Unrotated(2 * len(frequencies))
+    return Rope(frequencies, factor)
+
+
+def relative_logits(query: Tensor, key: Tensor, allowed: Tensor, rope: Rope) -> Tensor:
+    """Return unscaled q·k [heads, n, n] in float64, every pair rotated by its distance.
+
+    Parameters
+    ----------
+    query, key : Tensor [heads, n, head_dim]
+        Before RoPE.
+    allowed : Tensor [heads, n, n] of bool
+        Which keys each query sees; a key's position is its index among them.
+    rope : Rope
+    """
+    index = allowed.cumsum(-1) - 1
+    distance = (index[..., -1:] - index).clamp(min=0)
+    q, k = _pairs(query), _pairs(key)
+    angles = torch.arange(allowed.shape[-1]).double()[:, None] * rope.frequencies
+    total = torch.zeros(allowed.shape, dtype=torch.float64)
+    for f, table in enumerate(torch.polar(torch.ones_like(angles), angles).unbind(1)):
+        product = q[..., f][:, :, None] * k[..., f].conj()[:, None, :]
+        total += (product * table[distance]).real
+    return total * rope.factor**2
+
+
+def turn(vectors: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Apply RoPE at `positions` [..., n] to vectors [..., n, head_dim], in float64."""
+    angles = positions[..., None].double() * rope.frequencies
+    turned = _pairs(vectors) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1) * rope.factor
+
+
+def _pairs(vectors: Tensor) -> Tensor:
+    first, second = vectors.double().chunk(2, -1)
+    return torch.complex(first.contiguous(), second.contiguous())

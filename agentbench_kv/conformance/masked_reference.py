@@ -1,0 +1,212 @@
+"""The reference: a plain Hugging Face model that is blind to what was evicted.
+
+It reads all ids of a session in one pass. Every query sees the tokens that were cached when it was
+computed, per layer and head, and no others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.conformance.cache_positions import Rope, relative_logits, remove_rotary
+from agentbench_kv.conformance.tracing import Trace
+
+__all__ = [
+    "Capture",
+    "cache_heads",
+    "largest_difference",
+    "reference_error",
+    "reference_logits",
+    "tiny_model",
+    "visible",
+]
+
+REFERENCE_ATTENTION = "kvbench_masked_reference"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What the reference computed, one entry per layer.
+
+    Attributes
+    ----------
+    queries : list of Tensor [q_heads, n, head_dim]
+        After RoPE; before it where positions are the cache's.
+    keys, values : list of Tensor [kv_heads, n, head_dim]
+        Keys like the queries.
+    weights : list of Tensor [q_heads, n, n]
+        Attention probabilities.
+    """
+
+    queries: list[Tensor] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+
+def tiny_model(
+    family: str = "qwen3",
+    *,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    layers: int = 3,
+    vocab: int = 64,
+    seed: int = 0,
+    rope: dict[str, Any] | None = None,
+) -> Any:
+    """Build a random decoder in memory whose attention is peaked enough for masks to matter.
+
+    Parameters
+    ----------
+    family : str
+        Model type of transformers.
+    q_heads, kv_heads, layers, vocab, seed : int
+    rope : dict, optional
+        transformers' `rope_parameters`; plain RoPE if not given.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    causal_lm: Any = AutoModelForCausalLM
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        max_position_embeddings=4096,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default", **(rope or {})},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = causal_lm.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def visible(trace: Trace, layers: int, heads: int) -> Tensor:
+    """Return which keys each query may see, [layers, heads, queries, keys] of bool."""
+    fed = len(trace.tokens) - 1
+    causal = torch.ones(fed, fed, dtype=torch.bool).tril()
+    allowed = causal.expand(layers, heads, fed, fed).clone()
+    for event in trace.events:
+        survives = torch.zeros(layers, heads, fed, dtype=torch.bool)
+        survives.scatter_(2, event.kept, True)
+        survives[:, :, event.logical :] = True
+        allowed[:, :, event.logical :] &= survives[:, :, None, :]
+    return allowed
+
+
+def reference_logits(
+    model: Any,
+    tokens: Sequence[int],
+    allowed: Tensor,
+    capture: Capture | None = None,
+    *,
+    positions: str = "logical",
+) -> Tensor:
+    """Read `tokens` in one pass under a mask per (layer, head).
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        Left as it is.
+    tokens : sequence of int
+    allowed : Tensor [layers, heads, tokens, tokens] of bool
+        Heads are KV heads, or query heads where each has a cache of its own.
+    capture : Capture, optional
+        Filled with every layer's queries, keys, values and probabilities.
+    positions : str
+        `logical`: RoPE by the place in the session. `cache`: by the index among visible keys.
+
+    Returns
+    -------
+    Tensor [tokens, vocab], float32
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(REFERENCE_ATTENTION, _masked_attention)
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation(REFERENCE_ATTENTION)
+    with torch.inference_mode():
+        output = plain(
+            input_ids=torch.tensor([list(tokens)]),
+            use_cache=False,
+            kvbench_allowed=allowed,
+            kvbench_rope=remove_rotary(plain) if positions == "cache" else None,
+            kvbench_capture=capture,
+        )
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _masked_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  `kvbench_allowed` is the mask
+    scaling: float,
+    kvbench_allowed: Tensor,
+    kvbench_rope: Rope | None,
+    kvbench_capture: Capture | None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Textbook attention over repeated KV heads."""
+    q, k, v = query[0], _repeated(key[0], query), _repeated(value[0], query)
+    allowed = _repeated(kvbench_allowed[int(module.layer_idx)], query)
+    if kvbench_rope is None:
+        logits = q @ k.transpose(1, 2) * scaling
+    else:
+        logits = relative_logits(q, k, allowed, kvbench_rope) * scaling
+    weights = logits.masked_fill(~allowed, float("-inf")).softmax(-1).to(q.dtype)
+    if kvbench_capture is not None:
+        kvbench_capture.queries.append(q.clone())
+        kvbench_capture.keys.append(key[0].clone())
+        kvbench_capture.values.append(value[0].clone())
+        kvbench_capture.weights.append(weights)
+    return (weights @ v).transpose(0, 1).unsqueeze(0), None
+
+
+def _repeated(heads: Tensor, query: Tensor) -> Tensor:
+    """Give every query head [1, q_heads, ...] its copy of what its KV head has [heads, ...]."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[0], 0)
+
+
+def largest_difference(model: Any, trace: Trace, positions: str = "logical") -> float:
+    """Return the largest absolute difference between recorded and masked-reference logits."""
+    allowed = visible(trace, model.config.num_hidden_layers, cache_heads(model, trace))
+    expected = reference_logits(model, trace.tokens[:-1], allowed, positions=positions)
+    return max(
+        float((logits - expected[position - 1]).abs().max())
+        for position, logits in trace.logits.items()
+    )
+
+
+def cache_heads(model: Any, trace: Trace) -> int:
+    """Return how many heads the engine's cache had: an event says."""
+    kv_heads = int(model.config.num_key_value_heads)
+    return trace.events[0].kept.shape[1] if trace.events else kv_heads
+
+
+def reference_error(model: Any, tokens: Sequence[int], positions: str = "logical") -> float:
+    """Return how far the reference without evictions is from the model's own eager attention."""
+    shape = model.config
+    everything = visible(
+        Trace(tokens=[*tokens, 0]), shape.num_hidden_layers, shape.num_key_value_heads
+    )
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    with torch.inference_mode():
+        eager = plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    masked = reference_logits(model, tokens, everything, positions=positions)
+    return float((eager - masked).abs().max())

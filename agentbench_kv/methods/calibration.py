@@ -1,0 +1,84 @@
+"""What TriAttention knows of a model: means of its queries before RoPE.
+
+Made once per model from plain text by `kvbench calibrate`; methods.md, section triattention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentbench_kv.errors import PrerequisiteError
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of pre-RoPE queries q, as pairs z[f] = q[f] + i·q[f + d/2].
+
+    Parameters
+    ----------
+    mean : Tensor [layers, q_heads, d / 2], complex64
+        E[z].
+    abs_mean : Tensor [layers, q_heads, d / 2], float32
+        E[|z|].
+    frequencies : Tensor [d / 2], float32
+        RoPE's inverse frequencies.
+    scale : float
+        RoPE's attention factor, by which queries and keys are multiplied.
+    meta : dict of str to str
+        Where it came from: model hash, text, tokens.
+    """
+
+    mean: Tensor
+    abs_mean: Tensor
+    frequencies: Tensor
+    scale: float = 1.0
+    meta: dict[str, str] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            "q_mean_real": self.mean.real.contiguous(),
+            "q_mean_imag": self.mean.imag.contiguous(),
+            "q_abs_mean": self.abs_mean.contiguous(),
+            "inv_freq": self.frequencies.contiguous(),
+        }
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial, metadata={**self.meta, "scale": repr(self.scale)})
+        partial.chmod(0o644)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        PrerequisiteError
+            If the file is missing or is not a calibration.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                real, imaginary, magnitude, frequencies = (
+                    file.get_tensor(name)
+                    for name in ("q_mean_real", "q_mean_imag", "q_abs_mean", "inv_freq")
+                )
+                meta = dict(file.metadata() or {})
+        except (OSError, SafetensorError) as error:
+            raise PrerequisiteError(
+                f"cannot read the calibration {path}: {error}; make it with: kvbench calibrate"
+            ) from None
+        scale = float(meta.pop("scale", "1.0"))
+        return cls(torch.complex(real, imaginary), magnitude, frequencies, scale, meta)
+
+    def to(self, device: torch.device) -> Calibration:
+        """Return it on a device."""
+        tensors = (self.mean.to(device), self.abs_mean.to(device), self.frequencies.to(device))
+        return Calibration(*tensors, self.scale, self.meta)

@@ -1,0 +1,214 @@
+"""Playing one trial: its session, its time limit, what it came to, its records."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from agentbench_kv.adapters.base import (
+    AgentClient,
+    Message,
+    Outcome,
+    Reply,
+    Sample,
+    Task,
+    TrialContext,
+)
+from agentbench_kv.deadline import Deadline
+from agentbench_kv.engines.base import Engine
+from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.gateway.accounting import SessionReport
+from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.gateway.gateway import Gateway
+from agentbench_kv.gateway.types import SessionBusyError
+from agentbench_kv.records import trial_record, turn_records
+from agentbench_kv.results.records import TrialRecord, TrialStatus
+from agentbench_kv.results.rundir import RunDir
+from agentbench_kv.spec import RunSpec
+
+__all__ = [
+    "MAX_ATTEMPTS",
+    "Played",
+    "Stage",
+    "play_session",
+    "play_trial",
+    "sample_key",
+    "session_id",
+]
+
+MAX_ATTEMPTS = 3
+
+# With the longest run id, a session id stays within what the HTTP surface takes.
+_LONGEST_KEY = 64
+_ERRORS = frozenset({TrialStatus.ENGINE_ERROR, TrialStatus.INFRA_ERROR})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the trials of a run share."""
+
+    spec: RunSpec
+    task: Task
+    engine: Engine
+    gateway: Gateway
+    endpoint: str | None
+
+
+class TimedClient:
+    """An agent client that has nothing more to say once the trial's time is up."""
+
+    def __init__(self, client: AgentClient, deadline: Deadline) -> None:
+        self._client = client
+        self._deadline = deadline
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Pass the request on; raise TimeoutError before it or instead of a cut-off answer."""
+        self._deadline.check()
+        reply = self._client.chat(messages, tools, max_tokens, stop)
+        self._deadline.check()
+        return reply
+
+
+def sample_key(sample: str) -> str:
+    """Return a sample id as it appears in session ids: printable ASCII, short, without `|`."""
+    quoted = quote(sample, safe="", errors="surrogatepass")
+    if len(quoted) <= _LONGEST_KEY:
+        return quoted
+    return hashlib.sha256(quoted.encode()).hexdigest()
+
+
+def session_id(run: str, sample: str, trial: int, attempt: int) -> str:
+    """Name the session of one attempt at a trial; fit for an HTTP header."""
+    return f"{run}|{trial}|{attempt}|{sample_key(sample)}"
+
+
+def play_trial(stage: Stage, run: RunDir, sample: Sample, trial: int) -> TrialRecord:
+    """Attempt a trial until it is not an infrastructure failure, at most `MAX_ATTEMPTS` times."""
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        record = _attempt(stage, run, sample, trial, attempt)
+        if record.finished:
+            break
+    return record
+
+
+@dataclass(frozen=True)
+class Played:
+    """One attempt, before anything is written down."""
+
+    context: TrialContext
+    outcome: Outcome
+    report: SessionReport
+    seconds: float
+
+
+def _attempt(stage: Stage, run: RunDir, sample: Sample, trial: int, attempt: int) -> TrialRecord:
+    played = play_session(stage, sample, trial, attempt)
+    transcript = _transcript(played.outcome, played.report)
+    saved = run.save_transcript(sample.id, trial, transcript)
+    record = trial_record(
+        sample, played.context, played.outcome, played.report, played.seconds, saved, attempt
+    )
+    run.append_turns(turn_records(sample, trial, played.report))
+    run.append_trial(record)
+    return record
+
+
+def play_session(stage: Stage, sample: Sample, trial: int, attempt: int = 1) -> Played:
+    """Play one attempt at a trial and close its session; write nothing."""
+    session = session_id(stage.spec.id, sample.id, trial, attempt)
+    seed = stage.spec.trial_seed(sample.id, trial)
+    client = _client(stage, session, seed)
+    started = time.perf_counter()
+    with Deadline(stage.spec.timeout_s, partial(stage.gateway.cancel, session)) as deadline:
+        context = _context(stage, session, seed, trial, TimedClient(client, deadline))
+        outcome = _outcome(stage.task, sample, context)
+    seconds = time.perf_counter() - started
+    report = _close(client)
+    return Played(context, _judged(outcome, deadline, report), report, seconds)
+
+
+def _client(stage: Stage, session: str, seed: int) -> InProcessClient:
+    spec = stage.spec
+    return InProcessClient(
+        stage.gateway,
+        session,
+        seed=seed,
+        temperature=spec.temperature,
+        max_tokens=spec.max_tokens,
+    )
+
+
+def _context(
+    stage: Stage, session: str, seed: int, trial: int, client: AgentClient
+) -> TrialContext:
+    spec = stage.spec
+    return TrialContext(
+        trial=trial,
+        seed=seed,
+        client=client,
+        endpoint=stage.endpoint,
+        session=session,
+        temperature=spec.temperature,
+        max_tokens=spec.max_tokens,
+        timeout_s=spec.timeout_s,
+    )
+
+
+def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
+    """Play the trial; whatever breaks is a status, never the end of the run."""
+    try:
+        return task.run_trial(sample, context)
+    except (UsageError, PrerequisiteError):
+        raise
+    except TimeoutError as error:
+        return Outcome(TrialStatus.TIMEOUT, error=str(error))
+    except ContextLimitError as error:
+        return Outcome(TrialStatus.CONTEXT_LIMIT, error=str(error))
+    except KVBenchError as error:
+        return Outcome(TrialStatus.ENGINE_ERROR, error=str(error))
+    except Exception:  # noqa: BLE001  one broken trial must not end the run
+        return Outcome(TrialStatus.INFRA_ERROR, error=traceback.format_exc(limit=20))
+
+
+def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outcome:
+    """Name the cause where the task saw only a consequence.
+
+    Once the time is up nothing is scored: the last answer was cut off. A worker that is refused
+    at the model's last position knows only that a request failed.
+    """
+    if deadline.passed:
+        return Outcome(TrialStatus.TIMEOUT, transcript=outcome.transcript, error=deadline.message)
+    if outcome.status in _ERRORS and report.at_context_limit:
+        return replace(outcome, status=TrialStatus.CONTEXT_LIMIT)
+    return outcome
+
+
+def _close(client: InProcessClient) -> SessionReport:
+    """Close the trial's session; one that a slow engine will not let go of stays behind."""
+    try:
+        return client.close()
+    except SessionBusyError:
+        return client.report
+
+
+def _transcript(outcome: Outcome, report: SessionReport) -> dict[str, Any]:
+    events = [asdict(event) for event in report.stats.events]
+    facts = [asdict(fact) for fact in outcome.facts]
+    return {
+        "transcript": outcome.transcript,
+        "error": outcome.error,
+        "events": events,
+        "facts": facts,
+    }

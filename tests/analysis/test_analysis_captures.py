@@ -1,0 +1,347 @@
+"""Capture files: what is written is read back, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from agentbench_kv.analysis.archives import read_archive, write_archive
+from agentbench_kv.analysis.captures import NAMES, Capture
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+
+SUFFIXES = (".npz", ".safetensors")
+
+
+def write(path, named, meta='{"model": "m"}'):
+    if path.suffix == ".npz":
+        np.savez(path, meta=np.array(meta), **named)
+    else:
+        save_file({k: np.atleast_1d(v) for k, v in named.items()}, path, metadata={"meta": meta})
+    return path
+
+
+def statistics(q_heads=4, head_dim=8, layers=None):
+    rng = np.random.default_rng(3)
+    lead = () if layers is None else (layers,)
+    shape = (*lead, q_heads, head_dim // 2)
+    named = {name: rng.random(shape, np.float32) for name in NAMES[-4:-1]}
+    return {**named, "inv_freq": rng.random(head_dim // 2, np.float32)}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_saved_is_loaded(arrays, tmp_path, suffix, layers, dtype):
+    named = arrays(20, layers=layers, dtype=dtype) | statistics(layers=layers)
+    named |= {"positions": np.arange(5, 25), "tokens": np.arange(20), "decoded": np.arange(20) > 12}
+    named |= {"now": np.array(18)}
+    first = Capture.load(write(tmp_path / f"in{suffix}", named))
+    first.save(tmp_path / f"again{suffix}")
+    again = Capture.load(tmp_path / f"again{suffix}")
+    for loaded in (first, again):
+        for name in ("q", "k", "v"):
+            expected = named[name] if layers else named[name][None]
+            assert np.array_equal(getattr(loaded, name).numpy(), expected)
+            assert str(getattr(loaded, name).dtype) == f"torch.{dtype}"
+        assert loaded.phases.tolist() == named["phase"].tolist()
+        assert loaded.positions.tolist() == list(range(5, 25))
+        assert loaded.tokens.tolist() == list(range(20))
+        assert loaded.decoded.tolist() == named["decoded"].tolist()
+        assert (loaded.now, loaded.prompt, loaded.candidates) == (18, 12, 13)
+        mean = named["q_mean_real"] + 1j * named["q_mean_imag"]
+        assert np.array_equal(loaded.calibration.mean.numpy(), mean if layers else mean[None])
+        assert np.array_equal(loaded.calibration.frequencies.numpy(), named["inv_freq"])
+        assert loaded.meta == {"model": "m"}
+        assert loaded.layered == (layers is not None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    layers=st.one_of(st.none(), st.integers(1, 3)),
+    half=st.booleans(),
+    suffix=st.sampled_from(SUFFIXES),
+    start=st.integers(0, 5),
+)
+def test_any_capture_survives_a_round_trip(
+    arrays, tmp_path_factory, tokens, kv_heads, group, layers, half, suffix, start
+):
+    dtype = "float16" if half else "float32"
+    heads = {"q_heads": kv_heads * group, "kv_heads": kv_heads}
+    named = arrays(tokens, layers=layers, dtype=dtype, head_dim=4, **heads)
+    named["positions"] = np.cumsum(np.arange(tokens) + 1) + start
+    path = write(tmp_path_factory.mktemp("capture") / f"in{suffix}", named)
+    first = Capture.load(path)
+    first.save(path)
+    again = Capture.load(path)
+    for name, tensor in first.arrays().items():
+        assert torch.equal(tensor, again.arrays()[name]), name
+    assert (again.layers, again.length) == (layers or 1, tokens)
+    assert again.now == named["positions"][-1] + 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int32"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_any_whole_numbers_will_do(arrays, tmp_path, suffix, dtype):
+    named = arrays(20)
+    named["tokens"] = np.arange(100, 120).astype(dtype)
+    named["phase"] = named["phase"].astype(dtype)
+    loaded = Capture.load(write(tmp_path / f"in{suffix}", named))
+    assert loaded.tokens.tolist() == list(range(100, 120))
+    assert loaded.phases.tolist() == named["phase"].tolist()
+
+
+def test_positions_and_now_default_to_the_tokens(arrays):
+    named = arrays(20)
+    capture = Capture.from_arrays({k: torch.as_tensor(named[k]) for k in "qkv"})
+    assert capture.positions.tolist() == list(range(20))
+    assert (capture.now, capture.prompt, capture.phases) == (20, 0, None)
+
+
+def test_layers_may_repeat_what_they_share(arrays):
+    named = arrays(20, layers=2)
+    stacked = {"phase": np.stack([named["phase"]] * 2), "now": np.array([9, 9])}
+    stacked["positions"] = np.stack([np.arange(20)] * 2)
+    loaded = Capture.from_arrays({k: torch.as_tensor(v) for k, v in (named | stacked).items()})
+    assert loaded.phases.tolist() == named["phase"].tolist()
+    assert (loaded.now, loaded.positions.tolist()) == (9, list(range(20)))
+
+
+def test_some_layers_of_a_capture(arrays):
+    named = arrays(20, layers=3) | statistics(layers=3)
+    whole = Capture.from_arrays({k: torch.as_tensor(v) for k, v in named.items()})
+    part = whole.only_layers([2, 0])
+    assert np.array_equal(part.v.numpy(), named["v"][[2, 0]])
+    assert np.array_equal(part.calibration.abs_mean.numpy(), named["q_abs_mean"][[2, 0]])
+    with pytest.raises(UsageError, match="layer 3: the capture has layers 0 to 2"):
+        whole.only_layers([3])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_safetensors_are_memory_mapped(arrays, tmp_path):
+    path = write(tmp_path / "in.safetensors", arrays(20))
+    loaded = Capture.load(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert loaded.length == 20
+
+
+def changed(**new):
+    def change(named):
+        for name, value in new.items():
+            if value is None:
+                del named[name]
+            else:
+                named[name] = value(named[name]) if callable(value) else value
+
+    return change
+
+
+def put(index, value):
+    def change(array):
+        array = array.copy()
+        array[index] = value
+        return array
+
+    return change
+
+
+def renamed(old, new):
+    def change(named):
+        named[new] = named.pop(old)
+
+    return change
+
+
+WRONG = {
+    "missing q": (changed(q=None), "missing array 'q'; expected q, k and v, found k, phase"),
+    "missing v": (changed(v=None), "missing array 'v'"),
+    "near name": (renamed("phase", "phases"), "unknown array 'phases'; did you mean 'phase'?"),
+    "dtype": (changed(q=lambda a: a.astype("f8")), "'q' has dtype float64, expected float16 or"),
+    "whole q": (changed(q=lambda a: a.astype("i4")), "'q' has dtype int32, expected float16 or"),
+    "axes": (changed(q=lambda a: a[0]), r"'q' has shape \[20, 8\], expected \[q_heads, tokens"),
+    "k axes": (changed(k=lambda a: a[None]), r"'k' has shape \[1, 2, 20, 8\]"),
+    "k tokens": (changed(k=lambda a: a[:, :9]), r"'k' has shape \[2, 9, 8\], expected kv_heads by"),
+    "v shape": (changed(v=lambda a: a[:1]), r"'v' has shape \[1, 20, 8\], expected the shape of k"),
+    "empty": (changed(q=lambda a: a[:, :0]), r"'q' has shape \[4, 0, 8\], expected at least one"),
+    "groups": (changed(q=lambda a: a[:3]), "3 query heads are not a multiple of 2 KV heads"),
+    "NaN": (changed(k=put((1, 3, 2), np.nan)), "'k' has 1 NaN or infinite values"),
+    "inf": (changed(v=put((0, 0), np.inf)), "'v' has 8 NaN or infinite values"),
+    "phase": (changed(phase=put(3, 4)), "phase 4 at token 3; expected 0 to 3"),
+    "low phase": (changed(phase=put(0, -1)), "phase -1 at token 0"),
+    "phase length": (changed(phase=lambda a: a[1:]), r"'phase' has shape \[19\], expected \[20\]"),
+    "phase dtype": (changed(phase=lambda a: a + 0.5), "'phase' has dtype float64, expected whole"),
+    "positions": (
+        changed(positions=np.r_[0:9, 8, 10:20]),
+        "positions are not ascending: 8 at token 9 follows 8",
+    ),
+    "negative": (
+        changed(positions=np.arange(20) - 1),
+        "positions -1 at token 0; expected 0 to",
+    ),
+    "far": (changed(positions=np.r_[0:19, 10**12]), "positions 1000000000000 at token 19"),
+    "far now": (changed(now=np.array(10**12)), "now is 1000000000000; expected at least 1, and no"),
+    "tokens": (changed(tokens=np.arange(20) - 3), "tokens -3 at token 0"),
+    "decoded": (changed(decoded=np.full(20, 2)), "decoded 2 at token 0; expected 0 to 1"),
+    "now": (changed(now=np.array(0)), "now is 0; expected at least 1"),
+    "now shape": (changed(now=np.array([1, 2])), r"'now' has shape \[2\], expected one number"),
+    "now dtype": (changed(now=np.array(1.5)), "'now' has dtype float64, expected a whole number"),
+    "prompt": (changed(prompt=np.array(-1)), "prompt is -1; expected at least 0"),
+    "statistics": (
+        lambda named: named.update(q_mean_real=np.zeros((4, 4), "f4")),
+        "missing array 'q_mean_imag': it goes with q_mean_real",
+    ),
+    "statistics shape": (
+        lambda named: named.update(statistics(q_heads=2)),
+        r"'q_mean_real' has shape \[1, 2, 4\], expected \[1, 4, 4\]",
+    ),
+    "statistics NaN": (
+        lambda named: named.update(statistics() | {"inv_freq": np.full(4, np.nan, "f4")}),
+        "'inv_freq' has 4 NaN or infinite values",
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_array_is_named(arrays, tmp_path, case, suffix):
+    change, message = WRONG[case]
+    named = arrays(20)
+    change(named)
+    path = write(tmp_path / f"bad{suffix}", named)
+    with pytest.raises(UsageError, match=message) as caught:
+        Capture.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_must_agree_on_what_they_share(arrays):
+    named = arrays(20, layers=2)
+    named["phase"] = np.stack([named["phase"], named["phase"][::-1]])
+    with pytest.raises(UsageError, match="'phase' differs between layers"):
+        Capture.from_arrays({k: torch.as_tensor(v) for k, v in named.items()})
+
+
+def unreadable(folder: Path, kind: str) -> Path:
+    path = folder / ("x.safetensors" if "safetensors" in kind else "x.npz")
+    whole = folder / "whole.npz"
+    np.savez(whole, q=np.zeros((2, 50, 4), np.float32))
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "single array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps({"q": 1}))
+    elif kind == "objects":
+        np.savez(path, q=np.array([{}, None], dtype=object))
+    elif kind == "cut off":
+        path.write_bytes(whole.read_bytes()[:-30])
+    elif kind == "damaged":
+        damaged = bytearray(whole.read_bytes())
+        damaged[300] ^= 255
+        path.write_bytes(damaged)
+    elif kind == "other zip":
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("q.npy", "no array")
+    else:
+        path.write_bytes(b"" if "empty" in kind else b"plain text, long enough to be a header")
+    return path
+
+
+KINDS = ["folder", "single array", "pickle", "objects", "cut off", "damaged", "other zip"]
+KINDS += ["empty", "text", "empty safetensors", "text safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_no_archive(tmp_path, kind):
+    path = unreadable(tmp_path, kind)
+    with pytest.raises(UsageError, match=r"x\.(npz|safetensors)") as caught:
+        Capture.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_an_unknown_suffix(tmp_path):
+    with pytest.raises(UsageError, match=r"in\.npz does not exist"):
+        Capture.load(tmp_path / "in.npz")
+    with pytest.raises(UsageError, match=r"expected a file name that ends in \.npz or"):
+        Capture.load(tmp_path / "in.pt")
+
+
+@pytest.mark.parametrize("meta", ["not json", "[1]"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_note_that_is_no_object(arrays, tmp_path, meta, suffix):
+    path = write(tmp_path / f"in{suffix}", arrays(20), meta)
+    with pytest.raises(UsageError, match="meta is not a JSON object"):
+        Capture.load(path)
+
+
+def test_text_where_numbers_belong(tmp_path):
+    np.savez(tmp_path / "in.npz", q=np.array(["a"]))
+    with pytest.raises(UsageError, match="array 'q' has dtype <U1, expected numbers"):
+        Capture.load(tmp_path / "in.npz")
+
+
+numbers = st.sampled_from(["float16", "float32", "float64", "int64", "uint8", "bool"])
+shapes = st.lists(st.integers(0, 3), max_size=4).map(tuple)
+junk = st.dictionaries(st.sampled_from(NAMES), st.tuples(shapes, numbers, st.integers(-2, 5)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(junk=junk, keep=st.booleans())
+def test_no_arrays_cause_anything_but_a_usage_error(arrays, junk, keep):
+    """Whatever a file holds, a capture comes out or one line that says why not."""
+    named = arrays(3, q_heads=2, kv_heads=1, head_dim=2) if keep else {}
+    named |= {
+        name: np.full(shape, value).astype(dtype) for name, (shape, dtype, value) in junk.items()
+    }
+    try:
+        capture = Capture.from_arrays({name: torch.as_tensor(a) for name, a in named.items()})
+    except UsageError:
+        return
+    assert capture.q.ndim == capture.k.ndim == 4
+    assert capture.candidates >= 1
+    assert len(capture.positions) == capture.length
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_place_that_cannot_be_written(tmp_path, suffix):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVBenchError, match="cannot write"):
+        write_archive(tmp_path / "file" / f"x{suffix}", {"a": torch.zeros(2)}, {})
+    with pytest.raises(PrerequisiteError, match="cannot write"):
+        write_archive(Path(f"/proc/x{suffix}"), {"a": torch.zeros(2)}, {})
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_files_can_be_shared(tmp_path, suffix):
+    """As any new file can, by the umask; safetensors alone would shut everybody else out."""
+    (tmp_path / "plain").touch()
+    write_archive(tmp_path / f"x{suffix}", {"a": torch.zeros(2)}, {})
+    assert (tmp_path / f"x{suffix}").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_failed_write_leaves_the_old_file(tmp_path, suffix, monkeypatch):
+    path = tmp_path / f"x{suffix}"
+    write_archive(path, {"a": torch.zeros(2)}, {"n": 1})
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.savez", full)
+    monkeypatch.setattr("agentbench_kv.analysis.archives.save_file", full)
+    with pytest.raises(PrerequisiteError, match="no space left"):
+        write_archive(path, {"a": torch.ones(2)}, {"n": 2})
+    assert read_archive(path, ["a"]).meta == {"n": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

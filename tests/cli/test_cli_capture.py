@@ -1,0 +1,71 @@
+"""capture, calibrate, ablate and analyze evidence, through the command line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+
+def test_capture_then_select(kvbench):
+    made = kvbench("capture", "--out", "c.npz", "--layers", "1", "--json")
+    assert made.returncode == 0
+    assert "MB per 1,000 tokens" in made.stderr
+    found = json.loads(made.stdout)
+    arrays = np.load("c.npz")
+    assert arrays["q"].shape[-2] == found["tokens"]
+    picked = kvbench(
+        "select", "--method", "rkv", "--budget", "64", "--capture", "c.npz", "--out", "o.npz"
+    )
+    assert picked.returncode == 0
+    assert np.load("o.npz")["kept"].shape[-1] == 64
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--out", "c.txt"), ".npz"),
+        (("--out", "c.npz", "--layers", "x"), "expected numbers such as"),
+        (("--out", "c.npz", "--layers", "9"), "the model has 4"),
+        (("--out", "c.npz", "--sample", "77"), "sample 77"),
+        (("--out", "c.npz", "--method", "oracle", "--budget", "64"), "no engine can run it"),
+        (("--out", "c.npz", "--engine", "scripted"), "embedded"),
+    ],
+)
+def test_wrong_captures_are_one_line(kvbench, args, message):
+    result = kvbench("capture", *args)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_calibrate_takes_a_text(kvbench, tmp_path):
+    (tmp_path / "t.txt").write_text("some words, and more words.\n" * 80)
+    result = kvbench("calibrate", "--text", "t.txt", "--json", KVBENCH_HOME=str(tmp_path))
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["source"] == "t.txt"
+    missing = kvbench("calibrate", "--text", "no.txt", KVBENCH_HOME=str(tmp_path))
+    assert missing.returncode == 2
+    assert "cannot read no.txt" in missing.stderr
+
+
+def test_ablate_and_evidence(kvbench):
+    command = (
+        "ablate", "--budget", "256", "--task", "micro/recall-1k", "--limit", "2",
+        "--axis", "representatives=8,16", "--metric", "recurring", "--json",
+    )  # fmt: skip
+    result = kvbench(*command)
+    assert result.returncode == 0
+    arms = json.loads(result.stdout)
+    assert [arm["value"] for arm in arms] == ["", "8", "16"]
+    assert all(arm["difference"]["n"] == 2 for arm in arms[1:])
+    table = kvbench(*command[:-1])
+    assert "p (Holm)" in table.stdout
+    run = arms[0]["run_id"]
+    shown = kvbench("analyze", "evidence", "--run", run, "--limit", "1", "--out", "t.npz", "--json")
+    assert shown.returncode == 0
+    (session,) = json.loads(shown.stdout)["sessions"]
+    assert {fact["source"] for fact in session["facts"]} == {"think", "act", "tool", "others"}
+    line = kvbench("analyze", "timeline", "--trace", "t.npz")
+    assert line.returncode == 0

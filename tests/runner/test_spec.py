@@ -1,0 +1,87 @@
+"""Specs: names of runs, seeds of trials, the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.registry import load_method
+from agentbench_kv.spec import RunSpec, default_methods, grid, resolve
+
+SpecOf = Callable[..., RunSpec]
+BASE = RunSpec(
+    engine="embedded", model="micro", method="agentkv", budget=64, task="micro/recall-1k"
+)
+
+
+def other(value: Any) -> Any:
+    """Return another value of the same kind."""
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, dict):
+        return {**value, "x": 1}
+    return 7 if value is None else value + 1
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RunSpec)])
+def test_every_field_is_in_the_run_id(name: str) -> None:
+    assert replace(BASE, **{name: other(getattr(BASE, name))}).id != BASE.id
+
+
+def test_trial_seeds_depend_on_what_is_played_and_nothing_else() -> None:
+    seed = BASE.trial_seed("a", 1)
+    differ = [
+        BASE.trial_seed("b", 1),
+        BASE.trial_seed("a", 2),
+        replace(BASE, seed=1).trial_seed("a", 1),
+        replace(BASE, task="micro/recall-5k").trial_seed("a", 1),
+    ]
+    assert len({seed, *differ}) == 5
+    same = {"method": "snapkv", "budget": 128, "engine": "scripted", "model": "gold", "trials": 9}
+    assert {replace(BASE, **{k: v}).trial_seed("a", 1) for k, v in same.items()} == {seed}
+    # What 31-bit samplers elsewhere can take.
+    assert all(0 <= BASE.trial_seed(str(i), 0) < 2**31 for i in range(64))
+
+
+def test_a_resolved_spec_says_everything() -> None:
+    full = resolve(replace(BASE, method="full"), {})
+    assert (full.budget, full.params) == (None, {})
+    cut = resolve(replace(BASE, method="snapkv"), {"interval": "32"})
+    assert cut.params["interval"] == 32
+    assert set(cut.params) == set(load_method("snapkv").parameters())
+    default = f"snapkv@{load_method('snapkv').default_preset}"
+    assert resolve(replace(BASE, method=default), {"interval": "32"}) == cut
+    assert resolve(replace(BASE, limit=1, trials=1, concurrency=1, max_tokens=1), {}).limit == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": "micro/recall-9k"}, "unknown task"),
+        ({"engine": "embeded"}, "unknown engine"),
+        ({"trials": 0}, "trials 0: expected at least 1"),
+        ({"concurrency": 0}, "concurrency 0: expected at least 1"),
+        ({"max_tokens": 0}, "max_tokens 0: expected at least 1"),
+        ({"limit": 0}, "limit 0: expected at least 1 sample"),
+    ],
+)
+def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(replace(BASE, **change), {})
+
+
+def test_grid_keeps_order_and_runs_full_once() -> None:
+    cells = grid(BASE, ["full", "snapkv"], [64, 128], ["micro/recall-1k"], [0, 1], {})
+    assert [(c.seed, c.method, c.budget) for c in cells] == [
+        (0, "full", None), (0, "snapkv", 64), (0, "snapkv", 128),
+        (1, "full", None), (1, "snapkv", 64), (1, "snapkv", 128),
+    ]  # fmt: skip
+
+
+def test_the_default_method_compresses_where_the_engine_can() -> None:
+    assert default_methods("embedded") == ("agentkv",)
+    assert default_methods("scripted") == ("full",)

@@ -1,0 +1,63 @@
+"""One parameter at a time, against the method as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentbench_kv.ablation import AXES, ablate, variants
+from agentbench_kv.errors import UsageError
+from agentbench_kv.spec import RunSpec
+
+BASE = RunSpec(
+    engine="embedded",
+    model="micro",
+    method="agentkv",
+    budget=256,
+    task="micro/recall-1k",
+    limit=2,
+    concurrency=2,
+)
+
+
+def test_every_axis_is_varied_once_and_the_baseline_comes_first():
+    arms = variants(BASE, {})
+    assert (arms[0].axis, arms[0].value) == ("", "")
+    assert {arm.axis for arm in arms[1:]} == set(AXES)
+    assert len({arm.spec.id for arm in arms}) == len(arms)
+    # 32 representatives, no phase dropped, ...: what the baseline is already is no variant.
+    assert len(arms) == 1 + sum(len(values) - 1 for values in AXES.values())
+    for arm in arms[1:]:
+        changed = {k: v for k, v in arm.spec.params.items() if arms[0].spec.params[k] != v}
+        assert {key: str(value) for key, value in changed.items()} == {arm.axis: arm.value}
+
+
+def test_axes_the_method_lacks_are_left_out():
+    arms = variants(RunSpec(**{**vars(BASE), "method": "streamingllm"}), {}, None)
+    assert {arm.axis for arm in arms[1:]} == {"kept_set", "keep_recent", "trigger"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"representative": [8]}, "did you mean 'representatives'"),
+        ({"representatives": [7]}, "multiple of 4"),
+        ({"representatives": [32]}, "nothing to ablate"),
+    ],
+)
+def test_wrong_axes_are_refused(axes, message):
+    with pytest.raises(UsageError, match=message):
+        variants(BASE, {}, axes)
+
+
+def test_arms_are_compared_with_the_baseline(tmp_path):
+    arms = variants(BASE, {}, {"representatives": [8]})
+    seen = []
+    compared = ablate(arms, tmp_path, lambda *told: seen.append(told), "recurring")
+    assert [arm.difference is None for arm in compared] == [True, False]
+    gap = compared[1].difference
+    levels = [arm.level.point for arm in compared]
+    assert gap.point == pytest.approx(levels[1] - levels[0])
+    assert gap.n == 2
+    assert compared[1].adjusted_p == pytest.approx(gap.p_value)
+    with pytest.raises(UsageError, match="no sub-score 'memory'"):
+        ablate(arms, tmp_path, lambda *told: seen.append(told), "memory")
