@@ -3,8 +3,8 @@
     python benchmarks/embedded.py [--model micro] [--sessions 16] [--live 2048] [--repeats 9]
 
 Arms, interleaved in every repetition: HF `generate` on a static batch with its full cache; the
-engine with `full`; the engine with AgentKV at a budget. Prints medians; figures with the machine
-they were measured on belong in docs/performance.md.
+engine with `full`; the engine with AgentKV (or `--methods`) at a budget. Prints medians; figures
+with the machine they were measured on belong in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentbench_kv.calibrations import calibrated
 from agentbench_kv.engines.base import Phase, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import DTYPES, model_path, pick_device
@@ -76,7 +77,9 @@ def engine_arm(
     settings = {"trigger": "prefill+every"} if budget else {}
     options = EngineOptions(
         model=args.model,
-        method=make_method(method, budget, settings),
+        method=calibrated(
+            make_method(method, budget, settings), args.model, args.dtype, args.device
+        ),
         dtype=args.dtype,
         device=args.device,
     )
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--methods", nargs="+", default=["agentkv"])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
@@ -133,8 +137,9 @@ def main() -> None:
     arms = {
         "hf_generate_full": hf_arm(args),
         "engine_full": engine_arm(args, "full", None),
-        f"engine_agentkv_{args.budget}": engine_arm(args, "agentkv", args.budget),
     }
+    for method in args.methods:
+        arms[f"engine_{method}_{args.budget}"] = engine_arm(args, method, args.budget)
     for arm in arms.values():
         arm()
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
