@@ -61,7 +61,8 @@ def ablate(
     """
     from agentbench_kv.ablation import ablate as run_arms
     from agentbench_kv.ablation import variants
-    from agentbench_kv.cli.output import TrialProgress, print_json, show_plan
+    from agentbench_kv.cli.documents import print_json
+    from agentbench_kv.cli.output import TrialProgress, show_plan
     from agentbench_kv.results import render
 
     base = replace(

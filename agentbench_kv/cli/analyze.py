@@ -291,7 +291,7 @@ def _trace(
 def _show(
     document: dict[str, Any], tables: Sequence[Table], as_json: bool, files: Sequence[Path]
 ) -> None:
-    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.cli.documents import print_json
     from agentbench_kv.results.render import console
 
     if as_json:

@@ -24,7 +24,7 @@ from agentbench_kv.errors import PrerequisiteError
 def calibrate(model: str, text: Path | None, dtype: str, device: str, as_json: bool) -> None:
     """Measure MODEL's queries on TEXT and keep the result for every run of triattention."""
     from agentbench_kv.calibrations import MICRO_SOURCE, make_calibration, micro_texts
-    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.cli.documents import print_json
     from agentbench_kv.engines.embedded.model import load_model
     from agentbench_kv.methods.calibration import Calibration
 

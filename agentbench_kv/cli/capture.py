@@ -53,7 +53,7 @@ def capture(
     import torch
 
     from agentbench_kv.analysis.archives import check_suffix
-    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.cli.documents import print_json
     from agentbench_kv.engines.embedded.model import load_model
     from agentbench_kv.observe import capture_session, capture_size
     from agentbench_kv.spec import resolve

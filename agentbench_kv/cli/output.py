@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agentbench_kv.cli.documents import print_json
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.methods.kvpress_adapter import HINT as KVPRESS_HINT
 from agentbench_kv.registry import load_engine, load_method, load_task, names
@@ -23,12 +22,6 @@ from agentbench_kv.results.summary import build as build_summary
 from agentbench_kv.spec import RunSpec
 
 LINES_PER_RUN = 10
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
 
 
 class TrialProgress:

@@ -76,7 +76,7 @@ def select(
     from agentbench_kv.analysis.archives import check_suffix
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.selection import select_capture
-    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.cli.documents import print_json
     from agentbench_kv.registry import make_method
 
     check_suffix(out)

@@ -66,7 +66,7 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
 def _print_json(built: Method, results: dict[str, list[CheckResult]]) -> None:
     from dataclasses import asdict
 
-    from agentbench_kv.cli.output import print_json
+    from agentbench_kv.cli.documents import print_json
     from agentbench_kv.conformance.suite import passed
 
     checks = [{"part": part, **asdict(each)} for part, found in results.items() for each in found]

@@ -12,6 +12,7 @@ import torch
 
 from agentbench_kv.conformance.methods import Scene, check_method, make_scene
 from agentbench_kv.methods.base import LayerView, Method
+from agentbench_kv.methods.params import param
 from agentbench_kv.registry import make_method
 
 
@@ -121,6 +122,50 @@ class LooksAtPhases(ByPosition):
         return torch.where(first < 10**6, context.positions.float(), torch.nan)
 
 
+class IgnoresScores(ByPosition):
+    """Keeps the first rows, whatever it scored."""
+
+    def select(self, layers, queries, now, prompt=0, phases=None):
+        selection = super().select(layers, queries, now, prompt, phases)
+        rows = torch.arange(selection.kept.shape[-1]).expand_as(selection.kept)
+        return replace(selection, kept=rows.contiguous())
+
+
+class AlwaysEvicts(ByPosition):
+    def select(self, layers, queries, now, prompt=0, phases=None):
+        selection = super().select(layers, queries, now, prompt, phases)
+        few = layers[0].positions.shape[-1] <= self.budget
+        return replace(selection, kept=selection.kept[..., few:])
+
+
+class NeverShares(ByPosition):
+    def score(self, queries, keys, context):
+        return keys.sum(-1)
+
+    def _merge(self, scores):
+        return scores
+
+
+class TakesAnyBudget(ByPosition):
+    def validate(self):
+        pass
+
+
+class TakesAnySetting(ByPosition):
+    @classmethod
+    def create(cls, preset, budget, settings=None):
+        known = {key: value for key, value in (settings or {}).items() if key == "sinks"}
+        return super().create(preset, budget, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HidesASetting(ByPosition):
+    sinks: int = param(4, "first tokens")
+
+    def settings(self):
+        return {**super().settings(), "sinks": 0}
+
+
 def test_conformance_accepts_a_correct_class():
     assert [result for result in check_method(ByPosition) if not result.ok] == []
 
@@ -136,6 +181,12 @@ def test_conformance_accepts_a_correct_class():
         (WritesKeys, "has no memory and changes nothing"),
         (KeepsTooMany, "keeps exactly the budget"),
         (Raises, "scores fit the cache"),
+        (IgnoresScores, "kept set follows scores, ties to the lower position"),
+        (AlwaysEvicts, "keeps all under budget"),
+        (NeverShares, "kept sets are shared as asked"),
+        (TakesAnyBudget, "refuses bad budgets"),
+        (TakesAnySetting, "refuses bad settings"),
+        (HidesASetting, "its settings rebuild it"),
         (NeedsTwo, "evicts one token if one is too many"),
         (FearsLongPrompts, "works after a prompt over the budget"),
         (GivesUpKeptTokens, "keeps what is always kept"),
@@ -147,6 +198,17 @@ def test_conformance_finds_a_broken_method(cls, check):
     results = {result.name: result for result in check_method(cls, 16)}
     assert not results[check].ok
     assert results[check].detail
+
+
+def test_every_check_of_the_suite_can_fail():
+    """A check that no broken class above fails would say nothing."""
+    broken = parametrised(test_conformance_finds_a_broken_method)
+    assert {name for _, name in broken} == {result.name for result in check_method(ByPosition)}
+
+
+def parametrised(test):
+    (mark,) = test.pytestmark
+    return mark.args[1]
 
 
 def test_conformance_finds_an_evicted_recent_token():

@@ -6,7 +6,8 @@ the engine are checked), and by the numpy formulations (the method is checked to
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import methods_reference as reference
 import numpy as np
@@ -17,6 +18,7 @@ from agentbench_kv.conformance.masked_cache import drive, short_turns, tiny_mode
 from agentbench_kv.conformance.replay import check_replay, held_queries, moments
 from agentbench_kv.conformance.tracing import Turn, calibrated_for
 from agentbench_kv.engines.embedded import cache, queries, scheduler
+from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.views import QueryKind, QueryPlan
 from agentbench_kv.registry import load_method, make_method, names
 
@@ -138,6 +140,24 @@ def test_shares_follow_the_logical_length(model, spec, percent):
             size += 1
         assert event.kept.shape[-1] == size, event.logical
     result = check_replay("only", model, method, trace)
+    assert result.ok, result.detail
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByValue(Method):
+    """Scores by values and phases, which no method of ours reads."""
+
+    name: ClassVar[str] = "by-value"
+
+    def score(self, queries, keys, context):  # noqa: ARG002
+        return context.values.norm(dim=-1) + context.phases + (context.positions < context.prompt)
+
+
+@pytest.mark.parametrize("settings", [{}, {"positions": "cache"}], ids=str)
+def test_values_phases_and_prompt_come_from_the_session(model, settings):
+    trace = traced(model, ByValue(budget=64, interval=16, **settings))
+    assert len(trace.events) >= 5
+    result = check_replay("only", model, ByValue(budget=64, interval=16, **settings), trace)
     assert result.ok, result.detail
 
 

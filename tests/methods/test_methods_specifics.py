@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 
 from agentbench_kv.conformance.methods import Scene, Shape, calibrated, make_scene
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.base import LayerView, Queries
+from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan
 from agentbench_kv.registry import make_method
 
 
@@ -103,6 +106,48 @@ def test_window_methods_declare_and_keep_their_window(spec, window):
 @pytest.mark.parametrize(("spec", "kind"), [("h2o", "sums"), ("oracle", "future")])
 def test_methods_of_attention_mass_declare_which(spec, kind):
     assert str(make_method(spec, 100).query_plan().kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("spec", "own"), [("snapkv@original", True), ("snapkv@rkv", False), ("agentkv", False)]
+)
+def test_only_snapkv_original_copies_keys_for_every_query_head(spec, own):
+    assert make_method(spec, 100).per_query_head is own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consistent(Method):
+    """Its score is NaN unless keys, values, sums and phases belong to the positions given."""
+
+    name: ClassVar[str] = "consistent"
+
+    def query_plan(self):
+        return QueryPlan(QueryKind.SUMS)
+
+    def score(self, queries, keys, context):  # noqa: ARG002
+        where = context.positions
+        rows = [keys[..., 0], context.values[..., 0] - 1, context.sums - 2, context.phases - 3]
+        right = torch.stack([row == where for row in rows]).all(0)
+        return torch.where(right, where.float(), torch.nan)
+
+
+class ConsistentInAnyOrder(Consistent):
+    ordered: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("cls", [Consistent, ConsistentInAnyOrder])
+def test_score_gets_everything_that_belongs_to_a_row(cls):
+    method = cls(budget=20)
+    scene = make_scene(method, 50, seed=4)
+    layers = []
+    for view in scene.layers:
+        where = view.positions.float()
+        rows = where[..., None].expand_as(view.keys)
+        layers.append(LayerView(rows, rows + 1, view.positions, where + 2))
+    scene = replace(scene, layers=layers, phases=torch.arange(scene.now) + 3)
+    selection = scene.select(method)
+    torch.testing.assert_close(selection.scores, scene.places.float())
+    assert torch.equal(scene.positions(selection), scene.places[..., -20:])
 
 
 @pytest.mark.parametrize("spec", ["streamingllm", "triattention", "random"])

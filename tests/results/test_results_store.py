@@ -46,6 +46,13 @@ def test_the_run_id_is_readable_and_safe(spec):
     assert prefix_parts({"budget": None, "model": "org/name/"})[2:4] == ["bnone", "name"]
 
 
+def test_long_names_are_cut_and_no_name_is_empty():
+    parts, digest = run_id(["x" * 500, "y" * 500], {}).rsplit("-", 1)
+    assert parts == f"{'x' * 40}-{'y' * 40}"
+    assert len(run_id(["x" * 40] * 20, {})) == 160 + 1 + len(digest)
+    assert run_id(["", "../.."], {}) == f"run-{digest}"
+
+
 @settings(max_examples=50, deadline=None)
 @given(spec=st.dictionaries(st.text(max_size=5), json_values, min_size=1), data=st.data())
 def test_the_run_id_ignores_the_order_of_keys_and_sees_every_value(spec, data):
@@ -298,6 +305,21 @@ def test_runs_are_found_by_path_and_id_and_near_misses_suggested(store, spec):
         store.find("zzz")
     assert RunStore(store.root / "none").names() == []
     assert nearest("", ["a"]) == []
+
+
+def test_a_run_is_found_by_a_relative_path(store, spec, monkeypatch):
+    store.open("a", spec).close()
+    monkeypatch.chdir(store.root.parent)
+    assert RunStore(store.root / "elsewhere").find("runs/a").info.spec == spec
+
+
+def test_names_are_sorted_and_suggestions_are_few(store, spec):
+    known = [f"micro-agentkv-b{size}" for size in (128, 256, 384, 512)]
+    for name in reversed(known):
+        store.open(name, spec).close()
+    assert store.names() == known
+    assert nearest("AGENTKV", known) == known[:3]
+    assert nearest("b51", known) == ["micro-agentkv-b512"]
 
 
 def test_a_dead_pid_is_told_from_one_we_may_not_signal(monkeypatch):
