@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.base import Generation, Phase
+from agentbench_kv.engines.base import FinishReason, Generation, Phase
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import (
@@ -376,20 +376,43 @@ def test_many_sessions_from_many_threads(gateway_of: GatewayOf) -> None:
     assert len(gateway.sessions()) == 16
 
 
+class Endless(Generation):
+    """Says one word, then nothing until it is cancelled."""
+
+    def __init__(self, inner: Generation) -> None:
+        self.inner = inner
+        self.cancelled = threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        yield next(iter(self.inner))
+        # Only a broken test waits so long.
+        assert self.cancelled.wait(30)
+        self.finish_reason = FinishReason.CANCELLED
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
 def test_closing_a_session_ends_its_request(gateway_of: GatewayOf) -> None:
     gateway = gateway_of("word " * 400)
+    generate = gateway.engine.generate
+    gateway.engine.generate = lambda *args: Endless(generate(*args))
     started = threading.Event()
+    results: list[Delta | ChatResult] = []
 
     def drive() -> None:
-        for _ in gateway.stream("s", USER):
+        for item in gateway.stream("s", USER):
+            results.append(item)
             started.set()
 
     thread = threading.Thread(target=drive)
     thread.start()
-    started.wait(5)
+    started.wait(30)
     gateway.close("s")
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
+    assert isinstance(results[-1], ChatResult)
+    assert results[-1].finish_reason == "cancelled"
     assert gateway.sessions() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures as futures_module
 import inspect
 import threading
 from collections.abc import Callable
@@ -57,15 +58,28 @@ def test_samples_are_those_of_the_seed(spec: SpecOf, tmp_path: Path) -> None:
     assert record.sample_id == "recall-1k-1000000"
 
 
-def test_as_many_trials_run_at_once_as_were_asked_for(play: Play) -> None:
-    meeting = threading.Barrier(3)
+@pytest.mark.parametrize("together", [False, True])
+def test_as_many_trials_run_at_once_as_were_asked_for(
+    told: Callable[..., Any],
+    spec: SpecOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    together: bool,
+) -> None:
+    """Also when several have ended before anyone looks."""
+    meeting, seen = threading.Barrier(3), []
 
     def behave(*_: Any) -> Outcome:
         meeting.wait(LONG)
         return scored()
 
-    records = play(behave, ids=[f"x-{i}" for i in range(12)], concurrency=3)
-    assert [record.attempts for record in records.values()] == [1] * 12
+    if together:
+        monkeypatch.setattr(runner, "wait", lambda futures, **_: futures_module.wait(futures))
+    told(behave, ids=[f"x-{i}" for i in range(12)])
+    one = spec(limit=None, concurrency=3)
+    runner.run_one(one, tmp_path, lambda *state: seen.append(state[1]))
+    assert seen == list(range(13))
+    assert {r.attempts for r in RunStore(tmp_path).find(one.id).trials()} == {1}
 
 
 def test_as_many_requests_are_answered_at_once_as_there_are_trials(

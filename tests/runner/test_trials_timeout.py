@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from agentbench_kv.engines.base import FinishReason, Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import gateway as gateway_module
 from agentbench_kv.results.records import Timing, TrialRecord, TrialStatus
+from agentbench_kv.results.store import RunStore
 
 Play = Callable[..., dict[str, TrialRecord]]
 UseEngine = Callable[..., list[ScriptedEngine]]
@@ -114,7 +116,7 @@ def test_a_running_generation_is_ended(
 
 
 def test_a_workers_generation_is_ended_and_never_scored(
-    play: Play, use_engine: UseEngine, ask: Ask, timers: list[HandTimer]
+    play: Play, use_engine: UseEngine, ask: Ask, timers: list[HandTimer], tmp_path: Path
 ) -> None:
     engines, answers = use_engine(EndlessEngine), []
 
@@ -125,6 +127,8 @@ def test_a_workers_generation_is_ended_and_never_scored(
     record = play(behave, ids=ONE, endpoint=True)["x-0"]
     assert_timed_out(record, "3600")
     assert record.metrics == {}
+    store = RunStore(tmp_path)
+    assert store.find(store.names()[0]).transcript(record)["transcript"] == ["said"]
     # The second request did not wait for another clock.
     reasons = [answer["usage"]["kvbench"]["finish_reason"] for answer in answers]
     assert reasons == ["cancelled", "cancelled"]
