@@ -14,8 +14,8 @@ from agentbench_kv.analysis.audit import Evidence, audit
 from agentbench_kv.analysis.traces import Trace
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
-from agentbench_kv.gateway.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.observe import trace_session
+from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.spec import RunSpec
 
 __all__ = ["AuditedFact", "SessionAudit", "audit_session", "by_outcome"]

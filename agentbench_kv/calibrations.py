@@ -14,9 +14,9 @@ from agentbench_kv.adapters.micro.profiles import PROFILES, train_seed
 from agentbench_kv.engines.embedded.calibrate import calibrate
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.environments.locations import home
-from agentbench_kv.gateway.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.training.micro.conversation import main as conversation
 
 logger = logging.getLogger(__name__)

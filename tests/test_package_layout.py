@@ -16,12 +16,13 @@ CORE_MUST_NOT_IMPORT = {"litellm", "bfcl_eval", "vllm", "sglang", "llama_cpp"}
 ALLOWED = {
     "kernels": {"kernels", "errors"},
     "methods": {"methods", "kernels", "budget", "errors", "params"},
-    "engines": {"engines", "methods", "kernels", "errors"},
+    "phases": {"phases", "methods", "errors"},
+    "engines": {"engines", "methods", "kernels", "phases", "errors"},
     "analysis": {"analysis", "methods", "kernels", "results", "budget", "errors"},
     "results": {"results", "budget", "errors"},
     "environments": {"environments", "errors"},
     "adapters": {"adapters", "results", "environments", "errors", "params"},
-    "gateway": {"gateway", "engines", "adapters", "errors"},
+    "gateway": {"gateway", "engines", "adapters", "phases", "errors"},
 }
 
 

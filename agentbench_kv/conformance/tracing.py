@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.conformance.scenes import made_up_calibration
-from agentbench_kv.engines.base import KVStats, Phase, Sampling
+from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine, Observer
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.methods.base import Method, Selection
+from agentbench_kv.phases import TokenPhases
 
 __all__ = [
     "IDLE",
@@ -93,14 +94,6 @@ class Trace:
             self.decoded_at += range(len(self.tokens), len(self.tokens) + len(tokens))
         self.tokens += tokens
         self.phases += [int(TokenPhases().label(token)) for token in tokens]
-
-
-class TokenPhases:
-    """Label a token by its id, so that all four phases occur."""
-
-    def label(self, token: int) -> Phase:
-        """Return the phase of `token`."""
-        return Phase(token % len(Phase))
 
 
 class TraceRecorder(Observer):

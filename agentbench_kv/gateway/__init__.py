@@ -13,7 +13,6 @@ from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.gateway import Gateway
 from agentbench_kv.gateway.parsing import Delta
-from agentbench_kv.gateway.phases import PhaseMachine, PhaseTable
 from agentbench_kv.gateway.text import TextGateway
 from agentbench_kv.gateway.types import (
     ChatResult,
@@ -22,6 +21,7 @@ from agentbench_kv.gateway.types import (
     SessionLimitError,
     UnknownSessionError,
 )
+from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 
 __all__ = [
     "AnyGateway",

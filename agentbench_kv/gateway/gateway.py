@@ -11,12 +11,12 @@ from agentbench_kv.gateway.base import BaseGateway
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, choose_parser
-from agentbench_kv.gateway.phases import PhaseTable
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.session import Plan, Session
-from agentbench_kv.gateway.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.gateway.turn import PlainReader, Reader, Turn, TurnSetup
 from agentbench_kv.gateway.types import ChatResult, Options
+from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
+from agentbench_kv.phases.machine import PhaseTable
 
 __all__ = ["Gateway"]
 

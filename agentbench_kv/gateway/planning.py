@@ -9,7 +9,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.messages import Message, canonical, tools_key
 from agentbench_kv.gateway.session import Known, Plan, Session
 from agentbench_kv.gateway.templates import ChatTemplate
-from agentbench_kv.gateway.tokens import TokenCodec
+from agentbench_kv.phases.codec import TokenCodec
 
 __all__ = ["Planner", "extends"]
 

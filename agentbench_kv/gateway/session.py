@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from agentbench_kv.engines.base import Engine, KVStats, Phase
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, merge_stats
 from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.phases import PhaseMachine, PhaseTable
+from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 
 __all__ = ["Known", "Plan", "Session"]
 

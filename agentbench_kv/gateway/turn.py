@@ -14,8 +14,9 @@ from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import canonical
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.session import Known, Plan, Session
-from agentbench_kv.gateway.tokens import IncrementalDecoder, StopMatcher, TokenCodec
+from agentbench_kv.gateway.tokens import IncrementalDecoder, StopMatcher
 from agentbench_kv.gateway.types import ChatResult, Options
+from agentbench_kv.phases.codec import TokenCodec
 
 __all__ = ["PlainReader", "Reader", "StopCutter", "Turn", "TurnSetup"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agentbench_kv.engines.base import Phase
-from agentbench_kv.gateway.families import CHATML, HARMONY, LLAMA3, PLAIN
-from agentbench_kv.gateway.phases import PhaseMachine, PhaseTable
-from agentbench_kv.gateway.tokens import TokenCodec
+from agentbench_kv.phases.codec import TokenCodec
+from agentbench_kv.phases.families import CHATML, HARMONY, LLAMA3, PLAIN
+from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 
 OPEN = {"<think>": Phase.THINK, "<tool_call>": Phase.ACT, "<tool_response>": Phase.TOOL}
 CLOSE = {"</think>": Phase.THINK, "</tool_call>": Phase.ACT, "</tool_response>": Phase.TOOL}

@@ -12,7 +12,7 @@ from agentbench_kv.engines.base import FinishReason, Phase, Sampling
 from agentbench_kv.engines.scripted import EXHAUSTED, ScriptedEngine
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.phases import PhaseMachine
+from agentbench_kv.phases.machine import PhaseMachine
 
 EngineOf = Callable[..., ScriptedEngine]
 

@@ -24,7 +24,7 @@ from agentbench_kv.gateway import (
     UnknownSessionError,
 )
 from agentbench_kv.gateway.client import InProcessClient
-from agentbench_kv.gateway.phases import PhaseMachine
+from agentbench_kv.phases.machine import PhaseMachine
 
 GatewayOf = Callable[..., Gateway]
 

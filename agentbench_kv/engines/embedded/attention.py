@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.pool import CachePool
-from agentbench_kv.engines.embedded.queries import QueryBuffer, RingWrite
+from agentbench_kv.engines.queries import QueryBuffer, RingWrite
 
 ATTENTION_NAME = "kvbench"
 

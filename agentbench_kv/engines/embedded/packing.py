@@ -12,8 +12,8 @@ from torch import Tensor
 from agentbench_kv.engines.embedded.attention import DecodeGroup, Segment, StepPlan
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.pool import CachePool
-from agentbench_kv.engines.embedded.queries import QueryBuffer, RingWrite
 from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.engines.queries import QueryBuffer, RingWrite
 
 SPARSE = 0.5
 

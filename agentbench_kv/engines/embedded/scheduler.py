@@ -18,9 +18,9 @@ from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.packing import Packed, pack
 from agentbench_kv.engines.embedded.pool import CachePools
-from agentbench_kv.engines.embedded.queries import QueryBuffer
 from agentbench_kv.engines.embedded.sampling import Sampler
 from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
+from agentbench_kv.engines.queries import QueryBuffer
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentbench_kv.engines.base import Phase
+from agentbench_kv.methods.phases import Phase
 
 __all__ = ["CHATML", "FAMILIES", "HARMONY", "LLAMA3", "PLAIN", "Family", "HeaderRule", "SpanRule"]
 

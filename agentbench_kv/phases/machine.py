@@ -21,9 +21,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from agentbench_kv.engines.base import Phase
-from agentbench_kv.gateway.families import FAMILIES, PLAIN, Family, SpanRule
-from agentbench_kv.gateway.tokens import TokenCodec
+from agentbench_kv.methods.phases import Phase
+from agentbench_kv.phases.codec import TokenCodec
+from agentbench_kv.phases.families import FAMILIES, PLAIN, Family, SpanRule
 
 __all__ = ["PhaseMachine", "PhaseState", "PhaseTable"]
 
