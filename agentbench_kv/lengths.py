@@ -16,6 +16,7 @@ from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.server import BackgroundServer
+from agentbench_kv.phases.codec import load_tokenizer
 from agentbench_kv.registry import load_task
 from agentbench_kv.spec import RunSpec, resolve
 from agentbench_kv.trials import Stage, play_session, sample_key
@@ -33,6 +34,8 @@ class PromptLengths:
 
     Attributes
     ----------
+    tokenizer, vocabulary : str, int
+        Whose tokenizer counted, and how many entries it has.
     samples : int
         Samples measured.
     shortest, median, longest : float
@@ -42,18 +45,13 @@ class PromptLengths:
     """
 
     task: str
+    tokenizer: str
+    vocabulary: int
     samples: int
     shortest: int
     median: float
     longest: int
     over: dict[int, float]
-
-    @classmethod
-    def of(cls, task: str, lengths: Sequence[int], budgets: Sequence[int]) -> PromptLengths:
-        """Sum up one length per sample."""
-        over = {size: sum(n > size for n in lengths) / len(lengths) for size in budgets}
-        median = statistics.median(lengths)
-        return cls(task, len(lengths), min(lengths), median, max(lengths), over)
 
 
 def prompt_lengths(
@@ -82,13 +80,31 @@ def prompt_lengths(
         Told the name of a task that is left out, and why.
     """
     path = model_path(model)
+    entries = len(load_tokenizer(path))
     rows = []
     for name in tasks:
         try:
-            rows.append(PromptLengths.of(name, first_prompts(name, path, limit, settings), budgets))
+            lengths = first_prompts(name, path, limit, settings)
         except KVBenchError as error:
             left_out(name, str(error))
+        else:
+            rows.append(_summed_up(name, model, entries, lengths, budgets))
     return rows
+
+
+def _summed_up(
+    task: str, tokenizer: str, vocabulary: int, lengths: Sequence[int], budgets: Sequence[int]
+) -> PromptLengths:
+    return PromptLengths(
+        task=task,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        samples=len(lengths),
+        shortest=min(lengths),
+        median=statistics.median(lengths),
+        longest=max(lengths),
+        over={size: sum(n > size for n in lengths) / len(lengths) for size in budgets},
+    )
 
 
 def first_prompts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
 from agentbench_kv.calibrations import calibrated, calibration_used
 from agentbench_kv.engines.base import Capability, Engine
+from agentbench_kv.engines.blocks import BlockEngine
 from agentbench_kv.engines.options import EngineOptions, ScriptSource
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.server import BackgroundServer
 from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.provenance import environment
 from agentbench_kv.registry import load_engine, load_task, make_method
 from agentbench_kv.results.records import TrialRecord
@@ -42,6 +45,9 @@ def build_engine(
     concurrency: int = 16,
     scripts: ScriptSource | None = None,
     observer: Any = None,
+    load_format: str = "auto",
+    engine_args: Mapping[str, str] | None = None,
+    allow_untested: bool = False,
 ) -> Engine:
     """Start an engine with a method, after checking that the two fit.
 
@@ -49,6 +55,8 @@ def build_engine(
     ----------
     observer : object, optional
         What an engine that can be looked into calls, such as `engines.embedded.Observer`.
+    load_format, engine_args, allow_untested
+        See `EngineOptions`.
 
     Raises
     ------
@@ -65,13 +73,17 @@ def build_engine(
         dtype=dtype,
         concurrency=concurrency,
         scripts=scripts,
+        load_format=load_format,
+        engine_args=dict(engine_args or {}),
+        allow_untested=allow_untested,
     )
-    if observer is None:
-        made: Engine = cls.create(options)
-    elif Capability.CAPTURE in cls.capabilities:
-        made = cls.create(options, observer=observer)
-    else:
+    if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {engine!r} cannot be looked into; use --engine embedded")
+    extra = {} if observer is None else {"observer": observer}
+    if isinstance(built, SpanMethod):
+        below: Engine = cls.create(replace(options, method=built.below()), **extra)
+        return BlockEngine(below, built)
+    made: Engine = cls.create(options, **extra)
     return made
 
 
@@ -82,9 +94,11 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
             f"method {method.label!r} ranks by what happens later, so no engine can run it; "
             "use it on a capture: kvbench select --method oracle --capture FILE"
         )
-    if method.compresses and Capability.COMPRESS not in engine.capabilities:
+    missing = sorted(method.needs - {capability.value for capability in engine.capabilities})
+    if missing:
+        lacks = "does not compress a cache" if "compress" in missing else f"has no {missing[0]}"
         raise UsageError(
-            f"engine {name!r} cannot run method {method.label!r}: it does not compress a cache; "
+            f"engine {name!r} cannot run method {method.label!r}: it {lacks}; "
             "use --method full or another engine (kvbench ls methods --engine NAME)"
         )
 
@@ -176,6 +190,8 @@ def open_stage(
             concurrency=spec.concurrency,
             scripts=_scripts(spec, task, samples),
             observer=observer,
+            engine_args=spec.engine_args,
+            allow_untested=spec.allow_untested,
         )
         stack.callback(engine.shutdown)
         gateway = open_gateway(engine, default_max_tokens=spec.max_tokens)
@@ -208,6 +224,7 @@ def _note_provenance(run: RunDir, stage: Stage) -> None:
             "device": info.device,
             "dtype": info.dtype,
             "context_limit": info.context_limit,
+            **({"engine_details": dict(info.details)} if info.details else {}),
             "determinism": "greedy" if stage.spec.temperature == 0 else "seeded sampling",
             "concurrency": stage.spec.concurrency,
             "task": stage.task.provenance(),

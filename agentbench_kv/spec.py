@@ -42,6 +42,10 @@ class RunSpec:
         Most tokens per assistant message.
     timeout_s : float
         Most seconds per trial.
+    engine_args : dict
+        Options passed on to a serving engine's own command line.
+    allow_untested : bool
+        Whether another version of a serving engine than the tested one was let in.
     """
 
     engine: str
@@ -60,6 +64,8 @@ class RunSpec:
     dtype: str = "float32"
     device: str = "auto"
     task_params: dict[str, Any] = field(default_factory=dict)
+    engine_args: dict[str, str] = field(default_factory=dict)
+    allow_untested: bool = False
 
     @property
     def id(self) -> str:
@@ -68,10 +74,11 @@ class RunSpec:
         return run_id(prefix_parts(plain), plain)
 
     def document(self) -> dict[str, Any]:
-        """Return the spec as a run records it; `task_params` only of tasks that have any."""
+        """Return the spec as a run records it; what few runs have, only of those."""
         plain = asdict(self)
-        if not plain["task_params"]:
-            del plain["task_params"]
+        for rare in ("task_params", "engine_args", "allow_untested"):
+            if not plain[rare]:
+                del plain[rare]
         return plain
 
     def make_method(self) -> Method:

@@ -95,10 +95,13 @@ def session_id(run: str, sample: str, trial: int, attempt: int) -> str:
 
 
 def play_trial(stage: Stage, run: RunDir, sample: Sample, trial: int) -> TrialRecord:
-    """Attempt a trial until it is not an infrastructure failure, at most `MAX_ATTEMPTS` times."""
+    """Attempt a trial at most `MAX_ATTEMPTS` times, until what ends it is the agent's doing.
+
+    Infrastructure and the simulated user may fail in passing. Every attempt leaves its record.
+    """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         record = _attempt(stage, run, sample, trial, attempt)
-        if record.finished:
+        if record.finished and record.status is not TrialStatus.USER_ERROR:
             break
     return record
 
@@ -215,4 +218,5 @@ def _transcript(outcome: Outcome, report: SessionReport) -> dict[str, Any]:
         "error": outcome.error,
         "events": events,
         "facts": facts,
+        "generated": [" ".join(map(str, ids)) for ids in report.outputs],
     }

@@ -17,9 +17,10 @@ ALLOWED = {
     "kernels": {"kernels", "errors"},
     "methods": {"methods", "kernels", "budget", "errors", "params"},
     "phases": {"phases", "methods", "errors"},
-    "engines": {"engines", "methods", "kernels", "phases", "errors"},
+    "engines": {"engines", "methods", "kernels", "phases", "environments", "errors"},
     "analysis": {"analysis", "methods", "kernels", "results", "budget", "errors"},
     "results": {"results", "budget", "errors"},
+    "loadgen": {"loadgen", "errors"},
     "environments": {"environments", "errors"},
     "adapters": {"adapters", "results", "environments", "errors", "params"},
     "gateway": {"gateway", "engines", "adapters", "phases", "errors"},
@@ -56,6 +57,10 @@ def test_the_core_never_imports_heavy_dependencies() -> None:
     workers = {"worker_main.py", "handler.py", "scoring.py", "scripts.py", "calls.py"}
     for path in (ROOT / "agentbench_kv").rglob("*.py"):
         if path.parent.name == "bfcl" and path.name in workers:
+            continue
+        inside = path.relative_to(ROOT / "agentbench_kv").parts
+        if inside[0] == "engines" and inside[1] != "serving" and "backend" in inside:
+            # Runs in the engine's own process.
             continue
         roots = {name.split(".")[0] for name in imported(path)}
         assert not roots & CORE_MUST_NOT_IMPORT, path

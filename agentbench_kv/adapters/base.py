@@ -144,8 +144,8 @@ class Task(ABC):
     needs_endpoint : bool
         Trials talk to an HTTP server, because the benchmark runs in a worker process.
     corrupt_score : float or None
-        What the corrupt agent scores in every sample; None where its construction does not say,
-        then it must score below gold.
+        What the corrupt agent scores in every sample; None where that depends on the sample, then
+        its mean must lie below gold's.
     """
 
     name: ClassVar[str]
@@ -168,6 +168,14 @@ class Task(ABC):
             For an unknown setting or a value that is not allowed.
         """
         return cls(**parse_settings(cls.name, cls, settings))
+
+    @classmethod
+    def stand_in(cls, settings: Mapping[str, str]) -> str | None:  # noqa: ARG003
+        """Return a task that proves the same plumbing without what only users have; None if none.
+
+        `kvbench selftest task` runs that one instead if `settings` do not say where it is.
+        """
+        return None
 
     def settings(self) -> dict[str, Any]:
         """Return every setting with its value, for the run record."""

@@ -215,8 +215,10 @@ def evidence(
     from agentbench_kv.results.store import RunStore
     from agentbench_kv.spec import RunSpec
 
-    spec = RunSpec(**RunStore(runs).find(run_name).info.spec)
-    names = samples or tuple(str(number) for number in range(limit))
+    info = RunStore(runs).find(run_name).info
+    spec = RunSpec(**info.spec)
+    there_are = (info.expected_trials or limit * spec.trials) // spec.trials
+    names = samples or tuple(str(number) for number in range(min(limit, there_are)))
     audits = []
     for name in names:
         audited, trace = audit_session(spec, name)

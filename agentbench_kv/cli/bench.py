@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agentbench_kv.cli.bench_restore import restore
+from agentbench_kv.cli.bench_serving import serving
 from agentbench_kv.cli.documents import print_json
 
 if TYPE_CHECKING:
@@ -32,7 +34,11 @@ SLOW_TOKENS = 8192
 
 @click.group()
 def bench() -> None:
-    """Time the parts that methods are made of."""
+    """Time the parts that methods are made of, and servers under load."""
+
+
+bench.add_command(restore)
+bench.add_command(serving)
 
 
 @bench.command()

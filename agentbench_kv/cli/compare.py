@@ -6,12 +6,20 @@ from pathlib import Path
 
 import click
 
+from agentbench_kv.errors import UsageError
+
 FORMATS = ("terminal", "markdown", "junit", "github", "json")
 
 
 @click.command()
 @click.argument("base", metavar="BASE")
 @click.argument("cand", metavar="CAND")
+@click.argument("more", metavar="[RUN]...", nargs=-1)
+@click.option(
+    "--engines",
+    is_flag=True,
+    help="The same run on different engines: equal scores and tokens, sample by sample.",
+)
 @click.option(
     "--margin",
     type=float,
@@ -27,7 +35,8 @@ FORMATS = ("terminal", "markdown", "junit", "github", "json")
     envvar="KVBENCH_METRIC",
     show_default=True,
     show_envvar=True,
-    help="score, a sub-score such as recurring, peak_live, or output_tok_s.",
+    help="score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
+    "output_tok_s.",
 )
 @click.option(
     "--by",
@@ -80,6 +89,8 @@ FORMATS = ("terminal", "markdown", "junit", "github", "json")
 def compare(
     base: str,
     cand: str,
+    more: tuple[str, ...],
+    engines: bool,
     margin: float,
     metric: str,
     by: str | None,
@@ -96,7 +107,16 @@ def compare(
     its name, or a URL of one of these. Several runs of one method are repetitions.
 
     Exit codes: 0 ok, 3 regression, 4 inconclusive, 2 the two cannot be compared.
+
+    With --engines all runs named are of one method on different engines; exit code 0 if every
+    sample has the same score and the same tokens, else 1.
     """
+    if engines:
+        from agentbench_kv.cli.consistency import show_engines
+
+        return show_engines((base, cand, *more), out, as_json or form == "json")
+    if more:
+        raise UsageError(f"{more[0]}: more than two runs are compared with --engines")
     # Imported here: scipy takes a second, which `kvbench --help` should not.
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show, targets

@@ -28,6 +28,7 @@ _DATA = {
     "frames_test_set.csv": "docs/browser.md",
     "browsecomp_plus_decrypted.jsonl": "docs/browser.md",
     "tau2_v0.2.0": "docs/tau2.md",
+    "tau2_v1.0.1": "docs/tau2.md",
 }
 _CANNED_CALL = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'

@@ -29,14 +29,16 @@ def env() -> None:
     "--python",
     type=click.Path(path_type=Path),
     envvar="KVBENCH_PYTHON",
-    help="Interpreter to build from; by default the one that runs kvbench.",
+    help="Interpreter to build from; by default the one that runs kvbench, or another of the "
+    "versions needed.",
 )
 @click.option(
     "--from",
     "source",
     metavar="PLACE",
     envvar="KVBENCH_FROM",
-    help="For tau2: a git URL, a git directory or a local directory of tau2-bench v0.2.0.",
+    help="For tau2 (v0.2.0) and tau2-v1 (v1.0.1): a git URL, a git directory or a local directory "
+    "of tau2-bench.",
 )
 @click.option("--recreate", is_flag=True, envvar="KVBENCH_RECREATE", help="Build from nothing.")
 @_JSON

@@ -10,6 +10,7 @@ import click
 
 from agentbench_kv.cli.documents import print_json
 from agentbench_kv.cli.options import parse_settings
+from agentbench_kv.engines.embedded.model import SHIPPED
 from agentbench_kv.errors import UsageError
 from agentbench_kv.lengths import BUDGETS, PromptLengths, prompt_lengths
 from agentbench_kv.registry import names
@@ -46,12 +47,25 @@ def show_lengths(
     for row in rows:
         table.add_row(*_cells(row))
     render.console().print(table)
-    note = f"tokens of the first prompt (system prompt, tools, first request) in {model}'s"
-    render.console().print(
-        f"{note} vocabulary; share of samples whose first prompt exceeds a budget",
-        markup=False,
-        soft_wrap=True,
-    )
+    for line in _notes(model, rows):
+        render.console().print(line, markup=False, soft_wrap=True)
+
+
+def _notes(model: str, rows: Sequence[PromptLengths]) -> list[str]:
+    """Say what was counted with which tokenizer, and what the figures do not say."""
+    entries = f" ({rows[0].vocabulary:,} entries)" if rows else ""
+    notes = [
+        f"tokens of the first prompt (system prompt, tools, first request), counted with the "
+        f"tokenizer and chat template of {model}{entries}",
+        "> B: share of samples whose first prompt alone exceeds a budget of B; tool results, "
+        "answers and later turns come on top",
+    ]
+    if model in SHIPPED:
+        notes.append(
+            f"{model}'s vocabulary is small, so the same text is more tokens than in a large "
+            "model's: for a model of yours, count with --model FOLDER"
+        )
+    return notes
 
 
 def _cells(row: PromptLengths) -> list[str]:

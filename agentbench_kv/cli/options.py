@@ -8,8 +8,8 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 
 
-def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
-    """Turn `key=value` texts into a dict.
+def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str]:
+    """Turn `key=value` texts of an option into a dict.
 
     Raises
     ------
@@ -20,9 +20,9 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key:
-            raise UsageError(f"--set {pair!r}: expected key=value, e.g. --set window=16")
+            raise UsageError(f"{option} {pair!r}: expected key=value, e.g. {option} window=16")
         if key in settings:
-            raise UsageError(f"--set {key} is given twice")
+            raise UsageError(f"{option} {key} is given twice")
         settings[key.strip()] = value.strip()
     return settings
 

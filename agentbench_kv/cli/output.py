@@ -18,6 +18,9 @@ from agentbench_kv.results import render
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.spec import RunSpec
 
+AMPLE = 1 << 20
+"""A budget that every method takes."""
+
 
 def evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
     """Return one row per source, kind and outcome of evidence, see `audits.by_outcome`."""
@@ -92,12 +95,13 @@ def _described(kind: str, describe: Callable[[str], dict[str, Any]]) -> list[dic
 
 
 def _methods(engine: str | None) -> list[dict[str, Any]]:
-    capable = engine is None or Capability.COMPRESS in load_engine(engine).capabilities
-    return _described("method", lambda name: _method(name, engine, capable))
+    able = set() if engine is None else set(load_engine(engine).capabilities)
+    return _described("method", lambda name: _method(name, engine, able))
 
 
-def _method(name: str, engine: str | None, capable: bool) -> dict[str, Any]:
+def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, Any]:
     cls = load_method(name)
+    needs = cls.create("", AMPLE if cls.compresses else None).needs
     row: dict[str, Any] = {
         "name": name,
         "summary": cls.summary,
@@ -115,7 +119,7 @@ def _method(name: str, engine: str | None, capable: bool) -> dict[str, Any]:
         ],
         "source": cls.source,
     }
-    return row if engine is None else row | {f"on_{engine}": capable or not cls.compresses}
+    return row if engine is None else row | {f"on_{engine}": needs <= able}
 
 
 def _engines(_: str | None) -> list[dict[str, Any]]:

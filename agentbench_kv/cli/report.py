@@ -87,18 +87,28 @@ def report(
     # Imported here: pandas and scipy take a second, which `kvbench --help` should not.
     from agentbench_kv.results.tables.formats import choose_format, show, write
 
-    arms, problems = _load(runs, published)
+    served, others = _served(runs)
+    arms, problems = _load(others, published or bool(served))
     _tell(problems)
     if html is not None:
         _site(arms, problems, html)
         return
     chosen = choose_format("json" if as_json else style, out)
-    tables = _tables(arms, kinds, metrics, published)
+    tables = _tables(arms, kinds, metrics, published, served)
     if out is None:
         show(tables, chosen)
         return
     for path in write(tables, chosen, out):
         click.echo(path, err=True)
+
+
+def _served(runs: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the folders of `kvbench bench serving` among the paths, and the paths for runs."""
+    from agentbench_kv.results.arms import run_folders
+    from agentbench_kv.results.serving.folder import serving_folders
+
+    others = [path for path in runs if run_folders([path]) or not serving_folders([path])]
+    return serving_folders(runs), others
 
 
 def _load(runs: Sequence[Path], published: bool) -> tuple[list[Arm], list[Problem]]:
@@ -111,22 +121,30 @@ def _load(runs: Sequence[Path], published: bool) -> tuple[list[Arm], list[Proble
 
 
 def _tables(
-    arms: Sequence[Arm], kinds: Sequence[str], metrics: Sequence[str], published: bool
+    arms: Sequence[Arm],
+    kinds: Sequence[str],
+    metrics: Sequence[str],
+    published: bool,
+    served: Sequence[Path],
 ) -> list[Table]:
     from agentbench_kv.errors import UsageError
     from agentbench_kv.results.tables.model import Kind
     from agentbench_kv.results.tables.published import published_tables
     from agentbench_kv.results.tables.report import report_tables
+    from agentbench_kv.results.tables.serving import serving_tables
 
     wanted = [Kind(kind) for kind in kinds]
     tables: list[Table] = []
     if arms:
         tables, problems = report_tables(arms, wanted, metrics)
         _tell(problems)
+    if served and (not wanted or Kind.THROUGHPUT in wanted):
+        tables += serving_tables(served)
     papers = published_tables() if published else []
     tables += [table for table in papers if not wanted or table.kind in wanted]
     if not tables:
-        raise UsageError(f"no published figures in {', '.join(kinds)}")
+        what = "measurements under load" if served else "published figures"
+        raise UsageError(f"no {what} in {', '.join(kinds)}")
     return tables
 
 

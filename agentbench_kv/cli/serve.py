@@ -41,6 +41,21 @@ __all__ = ["serve"]
 )
 @click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True)
 @click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True)
+@click.option(
+    "--engine-arg",
+    "engine_args",
+    multiple=True,
+    metavar="NAME=VALUE",
+    envvar="KVBENCH_ENGINE_ARG",
+    help="Option of a serving engine's own command line, without dashes; repeatable.",
+)
+@click.option(
+    "--allow-untested-engine",
+    "allow_untested",
+    is_flag=True,
+    envvar="KVBENCH_ALLOW_UNTESTED_ENGINE",
+    help="Go on with a version of the engine that the adapter was not tested with.",
+)
 @click.option("--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True)
 @click.option("--port", type=int, default=8000, envvar="KVBENCH_PORT", show_default=True)
 @click.option(
@@ -88,6 +103,8 @@ def serve(
     pairs: tuple[str, ...],
     device: str,
     dtype: str,
+    engine_args: tuple[str, ...],
+    allow_untested: bool,
     host: str,
     port: int,
     api_key: str | None,
@@ -119,6 +136,8 @@ def serve(
         device=device,
         dtype=dtype,
         concurrency=concurrency,
+        engine_args=parse_settings(engine_args, "--engine-arg"),
+        allow_untested=allow_untested,
     )
     try:
         gateway = open_gateway(

@@ -40,10 +40,25 @@ _OPTIONS = (
     ),
     click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True),
     click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True),
+    click.option(
+        "--engine-arg",
+        "engine_args",
+        multiple=True,
+        metavar="NAME=VALUE",
+        envvar="KVBENCH_ENGINE_ARG",
+        help="Option of a serving engine's own command line, without dashes; repeatable.",
+    ),
+    click.option(
+        "--allow-untested-engine",
+        "allow_untested",
+        is_flag=True,
+        envvar="KVBENCH_ALLOW_UNTESTED_ENGINE",
+        help="Go on with a version of the engine that the adapter was not tested with.",
+    ),
 )
 _NAMES = (
     "engine", "model", "limit", "trials", "concurrency", "temperature", "max_tokens", "timeout",
-    "dtype", "device",
+    "dtype", "device", "engine_args", "allow_untested",
 )  # fmt: skip
 
 
@@ -84,7 +99,9 @@ def out_option(command: F) -> F:
 def base_spec(shared: dict[str, Any]) -> RunSpec:
     """Return the spec all runs of a command share; method, budget and task are to be filled in."""
     # Imported here: torch takes seconds, which `kvbench --help` should not.
+    from agentbench_kv.cli.options import parse_settings
     from agentbench_kv.spec import RunSpec
 
     plain = dict(shared)
+    plain["engine_args"] = parse_settings(plain["engine_args"], "--engine-arg")
     return RunSpec(method="", budget=None, task="", timeout_s=plain.pop("timeout"), **plain)

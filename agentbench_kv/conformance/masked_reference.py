@@ -102,7 +102,8 @@ def visible(trace: Trace, layers: int, heads: int) -> Tensor:
         survives = torch.zeros(layers, heads, fed, dtype=torch.bool)
         survives.scatter_(2, event.kept, True)
         survives[:, :, event.logical :] = True
-        allowed[:, :, event.logical :] &= survives[:, :, None, :]
+        # Not `&=`: a span that came back is visible again.
+        allowed[:, :, event.logical :, : event.logical] = survives[:, :, None, : event.logical]
     return allowed
 
 

@@ -16,8 +16,10 @@ from agentbench_kv.conformance.methods import build_method, check_method
 from agentbench_kv.conformance.replay import check_replay
 from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.conformance.sessions import check_sessions
+from agentbench_kv.conformance.spans import check_spans
 from agentbench_kv.conformance.tracing import drive, short_turns
 from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.blocks import SpanMethod
 
 __all__ = ["method_suite", "passed"]
 
@@ -43,6 +45,8 @@ def method_suite(
         Part -> its results. A part that raises is one failed result.
     """
     small = build_method(method, budget)
+    if isinstance(small, SpanMethod):
+        return {"spans": _guarded(partial(check_spans, small))}
     parts: dict[str, Callable[[], list[CheckResult]]] = {"selection": partial(check_method, small)}
     if not small.offline:
         large = _with_room(small) if budget is None else small

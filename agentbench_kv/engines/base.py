@@ -8,25 +8,35 @@ engines at text level, see `engines.text`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.phases import Phase
+from agentbench_kv.methods.spans import Block, Hints, Source, SpanRange, TurnNotes
 
 __all__ = [
+    "Block",
     "Capability",
     "Engine",
     "EngineInfo",
     "FinishReason",
     "Generation",
+    "Hints",
     "KVEvent",
     "KVStats",
     "Phase",
     "PhaseLabeller",
     "Sampling",
+    "Source",
+    "SpanRange",
+    "TurnNotes",
 ]
 
 
@@ -38,6 +48,8 @@ class Capability(StrEnum):
     FORK = "fork"
     SAVE_BLOCK = "save_block"
     RESTORE_BLOCK = "restore_block"
+    SPAN_ATTENTION = "span_attention"
+    EMBED_TOKENS = "embed_tokens"
     CAPTURE = "capture"
     MEMORY_BLOCKS = "memory_blocks"
     TEXT = "text"
@@ -122,6 +134,10 @@ class KVStats:
     recomputed: int = 0
     budget: int | None = None
     events: list[KVEvent] = field(default_factory=list)
+    restarts: list[tuple[int, int]] = field(default_factory=list)
+    """Every time rows were lost: events before it, and tokens then computed again in one pass."""
+    figures: dict[str, int] = field(default_factory=dict)
+    """What a span-level method counts beside these."""
 
     @property
     def mean_decode_kv(self) -> float:
@@ -145,6 +161,8 @@ class EngineInfo:
         Last position + 1 a session may reach.
     eos_token_ids : tuple of int
         Ids that end the model's turn.
+    details : mapping
+        What else tells two set-ups of an engine apart: its version, its flags.
     """
 
     name: str
@@ -156,6 +174,7 @@ class EngineInfo:
     context_limit: int
     eos_token_ids: tuple[int, ...]
     capabilities: frozenset[Capability] = frozenset()
+    details: Mapping[str, str] = field(default_factory=dict)
 
 
 class Generation(ABC):
@@ -186,6 +205,8 @@ class Engine(ABC):
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     info: EngineInfo
+    wants_notes: bool = False
+    """Whether `note` is to be called before `extend`."""
 
     @classmethod
     def check_model(cls, model: str) -> None:  # noqa: ARG003
@@ -234,6 +255,97 @@ class Engine(ABC):
     @abstractmethod
     def close(self, session: str) -> KVStats:
         """Free the session's cache and return its final accounting; KeyError if unknown."""
+
+    def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
+        """Take what the gateway knows about tokens that the next `extend` adds."""
+        del session, tokens
+        if notes.hints:
+            raise UsageError(f"engine {self.info.name!r} runs no method that takes hints")
+
+    def recalls(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
+        """Return the evicted spans of which new tokens should bring a reminder in words."""
+        del session, tokens, notes
+        return []
+
+    def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Take the function that turns ids into text, for encoders that read text."""
+        del decode
+
+    def save_block(self, session: str, start: int, end: int) -> Block:
+        """Copy the rows of logical positions `[start, end)` to the host, between two generations.
+
+        Raises
+        ------
+        UsageError
+            If a position is not in the cache, or the engine cannot save.
+        """
+        raise self._cannot(Capability.SAVE_BLOCK, session, start, end)
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        """Remove logical spans from all layers and heads, between two generations.
+
+        Positions of a span that are not in the cache are passed over. One call is one event.
+
+        Returns
+        -------
+        int
+            Tokens removed.
+        """
+        raise self._cannot(Capability.EVICT_SPANS, session, spans)
+
+    def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
+        """Put a saved block back between two generations, without a forward pass.
+
+        Parameters
+        ----------
+        session : str
+            The one it was saved from, or another one that has seen its logical positions.
+        block : Block
+            None of its logical positions may be in the cache.
+        at : int, optional
+            RoPE position of its first token; keys turn by the difference. If not given: where it
+            was saved, bit for bit, or behind the last row where positions are the cache's.
+        """
+        raise self._cannot(Capability.RESTORE_BLOCK, session, block, at)
+
+    def span_attention(
+        self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        """Return the attention that the session's kept queries give each logical span.
+
+        Parameters
+        ----------
+        layers : sequence of int
+            Negative ones count from the last; empty for all.
+        decay : float
+            Weight of a query relative to the next newer one.
+
+        Returns
+        -------
+        list of float
+            Per span the mean over layers, heads and weighted queries of its softmax probability.
+        """
+        raise self._cannot(Capability.SPAN_ATTENTION, session, spans, layers, decay)
+
+    def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the model's input embeddings [tokens, hidden], less their mean over all ids.
+
+        What all ids have in common would make any two spans alike.
+        """
+        raise self._cannot(Capability.EMBED_TOKENS, tokens)
+
+    def fork(self, session: str, new: str) -> None:
+        """Open a session that has seen what another one has."""
+        raise self._cannot(Capability.FORK, session, new)
+
+    def _cannot(self, capability: Capability, *_: object) -> UsageError:
+        return UsageError(
+            f"engine {self.info.name!r} has no {capability.value}; kvbench ls engines shows who has"
+        )
+
+    def pool(self) -> dict[str, int]:
+        """Return figures of the KV memory, such as `free_blocks` and `total_blocks`, if known."""
+        return {}
 
     def shutdown(self) -> None:
         """Release threads, processes and memory. The engine is unusable afterwards."""

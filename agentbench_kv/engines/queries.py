@@ -63,6 +63,10 @@ class QueryBuffer:
         chosen = queries[:, write.rows].transpose(0, 1)
         ring_write(self._vectors[layer], chosen, write.slots)
 
+    def write_all(self, queries: Tensor, slots: Tensor) -> None:
+        """Store queries [layers, n, heads, head_dim] of all layers at once."""
+        self._vectors.index_copy_(1, slots, queries)
+
     def read(self, place: int, slots: Tensor) -> Tensor:
         """Return vectors [layers, heads, n, head_dim] of a session's slots."""
         first = place * self.per_session

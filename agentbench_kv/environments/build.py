@@ -7,15 +7,16 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentbench_kv.environments.locations import Report, interpreter
 from agentbench_kv.environments.marker import Marker
 from agentbench_kv.environments.profiles import Profile
+from agentbench_kv.environments.pythons import version_of
 from agentbench_kv.environments.source import export
+from agentbench_kv.environments.wheels import wheel_of
 from agentbench_kv.errors import PrerequisiteError
 
 _PIP = ("-m", "pip", "install", "--no-deps", "--no-input", "--disable-pip-version-check")
@@ -50,7 +51,7 @@ def build(profile: Profile, folder: Path, python: Path, report: Report, exported
     exported : str
         What `fetch` returned.
     """
-    version = _supported_version(profile, python)
+    version = supported_version(profile, python)
     _require_space(profile, folder)
     log = folder.with_name(f"{folder.name}.log")
     log.unlink(missing_ok=True)
@@ -65,9 +66,25 @@ def build(profile: Profile, folder: Path, python: Path, report: Report, exported
         report(f"installing {profile.name} from {exported}")
         local = (str(interpreter(folder)), "-I", *_PIP, *_FROM_FOLDER, str(_exported(folder)))
         _step(profile, log, local, report)
+    if profile.built is not None:
+        _install_built(profile, folder, log, report)
     report("checking that it works")
     _step(profile, log, (str(interpreter(folder)), "-I", "-c", profile.probe), report)
     _write_marker(profile, folder, version, exported)
+
+
+def _install_built(profile: Profile, folder: Path, log: Path, report: Report) -> None:
+    """Install what is built from its source distribution."""
+    if profile.built is None:
+        return
+    python = interpreter(folder)
+    wheel = wheel_of(
+        profile.built,
+        python,
+        lambda command, settings: _step(profile, log, command, report, settings),
+        report,
+    )
+    _step(profile, log, (str(python), "-I", *_PIP, "--no-index", str(wheel)), report)
 
 
 def probe(profile: Profile, python: Path) -> str | None:
@@ -109,43 +126,33 @@ def fetch(profile: Profile, folder: Path, source: str | None) -> str:
     return export(profile.source, source, _exported(folder))
 
 
-def default_python() -> Path:
-    """Return the interpreter that kvbench itself runs on."""
-    return Path(sys.executable)
-
-
 def _clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _MISLEADING}
 
 
-def _version(python: Path) -> tuple[int, int] | None:
-    code = "import sys; print(sys.version_info[0], sys.version_info[1])"
-    try:
-        run = subprocess.run(
-            (str(python), "-I", "-c", code), capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    numbers = run.stdout.split()
-    return (int(numbers[0]), int(numbers[1])) if run.returncode == 0 else None
-
-
 def _runs(python: Path, version: tuple[int, int]) -> bool:
-    return python.exists() and _version(python) == version
+    return python.exists() and version_of(python) == version
 
 
-def _supported_version(profile: Profile, python: Path) -> tuple[int, int]:
-    version = _version(python)
+def supported_version(profile: Profile, python: Path) -> tuple[int, int]:
+    """Return the version of an interpreter that the profile can be built from.
+
+    Raises
+    ------
+    PrerequisiteError
+        It does not run, or its version has no wheels for the pins.
+    """
+    version = version_of(python)
     if version is None:
         raise PrerequisiteError(
             f"{python} does not run; name a working Python: "
-            f"kvbench env create {profile.name} --python /path/to/python"
+            f"{profile.create_command()} --python /path/to/python"
         )
     if not profile.oldest <= version <= profile.newest:
         wanted = " to ".join(f"{major}.{minor}" for major, minor in _span(profile))
         raise PrerequisiteError(
             f"{python} is Python {version[0]}.{version[1]}, but the pins of {profile.name} have "
-            f"wheels for {wanted}: kvbench env create {profile.name} --python /path/to/python"
+            f"wheels for {wanted}: {profile.create_command()} --python /path/to/python"
         )
     return version
 
@@ -167,9 +174,15 @@ def _disk_full(profile: Profile, folder: Path, found: str) -> PrerequisiteError:
     )
 
 
-def _step(profile: Profile, log: Path, command: Sequence[str], report: Report) -> None:
+def _step(
+    profile: Profile,
+    log: Path,
+    command: Sequence[str],
+    report: Report,
+    settings: Mapping[str, str] | None = None,
+) -> None:
     try:
-        code, tail = _run_logged(command, log, report)
+        code, tail = _run_logged(command, log, report, settings or {})
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _disk_full(profile, log, "none left") from error
@@ -185,13 +198,15 @@ def _step(profile: Profile, log: Path, command: Sequence[str], report: Report) -
     )
 
 
-def _run_logged(command: Sequence[str], log: Path, report: Report) -> tuple[int, deque[str]]:
+def _run_logged(
+    command: Sequence[str], log: Path, report: Report, settings: Mapping[str, str]
+) -> tuple[int, deque[str]]:
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with (
         log.open("a", encoding="utf-8") as out,
         subprocess.Popen(
             command,
-            env=_clean_environment(),
+            env=_clean_environment() | dict(settings),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -30,6 +30,8 @@ class Source:
         Public repository, and the pinned version in it.
     namesake : str
         What an index holds under the same name.
+    environment : str
+        Profile that installs it; named as the distribution if not given.
     files, folder : tuple of str, str
         What is exported: files at the root, and the folder with the code. Nothing else is read,
         so a partial clone will do.
@@ -42,12 +44,13 @@ class Source:
     tag: str
     commit: str
     namesake: str
+    environment: str = ""
     files: tuple[str, ...] = ("pyproject.toml", "README.md", "LICENSE")
     folder: str = "src"
 
     def create_command(self) -> str:
         """Return the command that installs it."""
-        return f"kvbench env create {self.distribution} --from {self.url}"
+        return f"kvbench env create {self.environment or self.distribution} --from {self.url}"
 
 
 def export(source: Source, given: str | None, target: Path) -> str:

@@ -19,6 +19,7 @@ from agentbench_kv.environments.locations import (
 )
 from agentbench_kv.environments.marker import discard_marker, read_marker
 from agentbench_kv.environments.profiles import PROFILES, Profile, profile
+from agentbench_kv.environments.pythons import find_python
 from agentbench_kv.errors import PrerequisiteError
 
 State = Literal["ready", "missing", "unfinished", "outdated", "broken"]
@@ -81,7 +82,8 @@ def create(
     name : str
         A profile's name.
     python : path, optional
-        Interpreter to build from; by default the one that runs kvbench.
+        Interpreter to build from; by default the one that runs kvbench, or one of the versions
+        that the profile needs.
     source : str, optional
         For a package that is on no index: a git URL, a git directory or a directory.
     recreate : bool
@@ -95,11 +97,13 @@ def create(
     with building(name, tell):
         if recreate or _managed(wanted).state != "ready":
             # Before anything is deleted: what is there may still work.
+            found = find_python(wanted.oldest, wanted.newest)
+            chosen = Path(python).expanduser() if python else found
+            builder.supported_version(wanted, chosen)
             fetched = builder.fetch(wanted, folder, source)
             if recreate:
                 shutil.rmtree(folder, ignore_errors=True)
             discard_marker(folder)
-            chosen = Path(python).expanduser() if python else builder.default_python()
             builder.build(wanted, folder, chosen, tell, fetched)
     return _managed(wanted)
 

@@ -7,20 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from agentbench_kv.engines.accounting import merge_stats
 from agentbench_kv.engines.base import FinishReason, KVStats, Phase
 
 __all__ = ["SessionReport", "TurnInfo", "count_phases", "kvbench_usage", "merge_stats"]
 
-_SUMMED = (
-    "evicted",
-    "restored",
-    "prefill_tokens",
-    "decode_tokens",
-    "decode_kv_sum",
-    "bytes_read",
-    "rows_moved",
-    "recomputed",
-)
 _NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset", "cost"})
 
 
@@ -79,6 +70,8 @@ class SessionReport:
         Sums over the whole session; `logical` and `live` are those of now.
     prompt_sha : str or None
         sha256 of the ids of the first rendered prompt.
+    outputs : tuple of tuple of int
+        The ids that every generation gave.
     """
 
     session: str
@@ -86,6 +79,7 @@ class SessionReport:
     resets: int
     prompt_sha: str | None
     stats: KVStats
+    outputs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def usage(self) -> dict[str, int]:
@@ -120,21 +114,6 @@ class SessionReport:
         return {**head, **totals, **tail}
 
 
-def merge_stats(before: KVStats, now: KVStats) -> KVStats:
-    """Return the accounting of a session that was closed with `before` and goes on as `now`."""
-    merged = KVStats(
-        logical=now.logical,
-        live=now.live,
-        budget=now.budget,
-        peak_live=max(before.peak_live, now.peak_live),
-        longest_prefill=max(before.longest_prefill, now.longest_prefill),
-        events=[*before.events, *now.events],
-    )
-    for name in _SUMMED:
-        setattr(merged, name, getattr(before, name) + getattr(now, name))
-    return merged
-
-
 def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
     """Return how many tokens each phase has, all four named."""
     counts = Counter(phases)
@@ -149,12 +128,21 @@ def stats_dict(stats: KVStats) -> dict[str, Any]:
     return {**plain, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}
 
 
+def _spans(stats: KVStats, turn: TurnInfo) -> dict[str, Any]:
+    """Return what a span-level method did, under the words of its kind; nothing for others."""
+    if not stats.figures:
+        return {}
+    totals = {"resident": stats.live, "recovered": stats.restored}
+    return {**totals, "turn_recovered": turn.restored, "spans": stats.figures}
+
+
 def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
     """Return `usage.kvbench`: the session's totals, then this turn's own figures."""
     return {
         "session": report.session,
         "turn": turn.turn,
         **stats_dict(report.stats),
+        **_spans(report.stats, turn),
         "session_resets": report.resets,
         "phases": turn.phases,
         "live_before": turn.live_before,

@@ -145,6 +145,9 @@ class _Server:
             "kvbench_sessions": len(self._gateway.sessions()),
             "kvbench_requests_in_flight": self._pool.admitted,
         }
+        # An engine in another process has to be asked.
+        pool = await asyncio.to_thread(self._gateway.engine.pool)
+        gauges |= {f"kvbench_pool_{name}": value for name, value in pool.items()}
         return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
     async def _close_session(self, request: Request) -> Response:

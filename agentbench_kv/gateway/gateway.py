@@ -12,6 +12,7 @@ from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, choose_parser
 from agentbench_kv.gateway.planning import Planner
+from agentbench_kv.gateway.reminders import reminder
 from agentbench_kv.gateway.session import Plan, Session
 from agentbench_kv.gateway.turn import PlainReader, Reader, Turn, TurnSetup
 from agentbench_kv.gateway.types import ChatResult, Options
@@ -43,6 +44,7 @@ class Gateway(BaseGateway[Session]):
         self.codec = TokenCodec(tokenizer or load_tokenizer(engine.info.model_path))
         self.table = PhaseTable.for_tokenizer(self.codec)
         self.syntax = choose_parser(parser, self.codec.added)
+        engine.decode_with(self.codec.decode)
         self._planner = Planner(self.codec, self._message_ends())
         self._eos = frozenset(engine.info.eos_token_ids)
 
@@ -58,6 +60,9 @@ class Gateway(BaseGateway[Session]):
         options = options or Options()
         with self._using(session) as state:
             plan = self._planner.chat(state, messages, tools)
+            words = self._reminder(state, plan, options)
+            if words:
+                plan = self._planner.chat(state, messages, tools, words)
             syntax = self.syntax if options.parse_tools else PARSERS["none"]
             reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
             yield from self._answer(state, plan, reader, options, cancellation)
@@ -91,6 +96,13 @@ class Gateway(BaseGateway[Session]):
 
     def _new_session(self, name: str) -> Session:
         return Session(name, self.engine, self.table)
+
+    def _reminder(self, state: Session, plan: Plan, options: Options) -> str:
+        """Return a line for every evicted span that the method wants mentioned."""
+        if not self.engine.wants_notes or plan.reset or not state.opened:
+            return ""
+        notes = state.notes(plan.ids, options.hints)
+        return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
 
     def _answer(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.messages import Message, canonical, tools_key
+from agentbench_kv.gateway.reminders import remind
 from agentbench_kv.gateway.session import Known, Plan, Session
 from agentbench_kv.gateway.templates import ChatTemplate
 from agentbench_kv.phases.codec import TokenCodec
@@ -35,12 +36,17 @@ class Planner:
         session: Session,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        reminder: str = "",
     ) -> Plan:
-        """Plan a chat request: the client sends its whole history each time."""
+        """Plan a chat request: the client sends its whole history each time.
+
+        A reminder is put before the user's new message; the client never learns of it.
+        """
         asked = Known(tuple(canonical(message) for message in messages), tools_key(tools))
         old = _chat_history(session)
         if old is not None and extends(asked, old):
-            text = self._template.render_delta(messages[len(old.messages) :], tools)
+            new = remind(messages[len(old.messages) :], reminder)
+            text = self._template.render_delta(new, tools)
             ids = self._without_second_end(session, self._codec.encode(text))
             return Plan(ids, False, asked, _opens_think(text))
         text = self._template.render_first(messages, tools)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from agentbench_kv.engines.base import Hints
 from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.types import Options
 
@@ -56,6 +58,9 @@ class _Request(BaseModel):
     kvbench: _KVBench | None = None
     tool_choice: Any = None
     return_token_ids: bool = False
+    evoke_priority: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    evoke_pinned: bool | None = None
+    evoke_task_boundary: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +97,11 @@ class _Request(BaseModel):
             seed=self.seed or 0,
             stop=tuple(stop for stop in stops if stop),
             parse_tools=self.tool_choice != "none",
+            hints=Hints(
+                priority=1.0 if self.evoke_priority is None else self.evoke_priority,
+                pinned=bool(self.evoke_pinned),
+                task_boundary=bool(self.evoke_task_boundary),
+            ),
         )
 
     @property
@@ -117,6 +127,11 @@ class CompletionRequest(_Request):
     """Body of `POST /v1/completions`; a prompt is text or token ids, one of them."""
 
     prompt: Prompt
+    ignore_eos: bool = False
+
+    def options(self) -> Options:
+        """Return the sampling; a raw completion may go on behind the model's turn end."""
+        return replace(super().options(), ignore_eos=self.ignore_eos)
 
     def one_prompt(self) -> str | list[int]:
         """Return the prompt; a batch of one is one."""

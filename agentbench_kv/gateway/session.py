@@ -7,14 +7,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentbench_kv.engines.base import Engine, KVStats, Phase
+from agentbench_kv.engines.base import Engine, Hints, KVStats, Phase, TurnNotes
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, merge_stats
 from agentbench_kv.gateway.cancellation import Cancellation
+from agentbench_kv.gateway.sources import notes_for
 from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 
 __all__ = ["Known", "Plan", "Session"]
 
 Canonical = tuple[str, str, str]
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Session:
     phases: list[Phase] = field(default_factory=list)
     known: Known | None = None
     turns: list[TurnInfo] = field(default_factory=list)
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
     resets: int = 0
     calls: int = 0
     prompt_sha: str | None = None
@@ -92,12 +95,18 @@ class Session:
             self.engine.open(self.id, self.engine_machine)
             self.opened = True
 
-    def extend(self, ids: Sequence[int]) -> None:
+    def notes(self, ids: Sequence[int], hints: Hints) -> TurnNotes:
+        """Return what is known of prompt ids that are about to be appended."""
+        return notes_for(self.machine, ids, hints)
+
+    def extend(self, ids: Sequence[int], hints: Hints = NO_HINTS) -> None:
         """Append prompt ids to the engine session and to the log."""
         if self.prompt_sha is None:
             self.prompt_sha = _sha(ids)
         if not ids:
             return
+        if hints or self.engine.wants_notes:
+            self.engine.note(self.id, ids, self.notes(ids, hints))
         machine = self.machine.copy()
         phases = machine.label_many(ids)
         self.engine.extend(self.id, ids, phases)
@@ -110,6 +119,7 @@ class Session:
         """Append generated ids to the log."""
         self.phases.extend(self.machine.label_many(ids))
         self.tokens.extend(ids)
+        self.outputs.append(tuple(ids))
         self.engine_machine.state = self.machine.state
 
     def next_call_id(self) -> str:
@@ -124,14 +134,18 @@ class Session:
 
     def report(self) -> SessionReport:
         """Return the accounting with the turns it is made of."""
-        return SessionReport(self.id, tuple(self.turns), self.resets, self.prompt_sha, self.stats())
+        return self._report(self.stats())
 
     def close(self) -> SessionReport:
         """Free the engine session and return the final accounting."""
         if self.opened:
             self.opened = False
             self.carried = merge_stats(self.carried, self.engine.close(self.id))
-        return SessionReport(self.id, tuple(self.turns), self.resets, self.prompt_sha, self.carried)
+        return self._report(self.carried)
+
+    def _report(self, stats: KVStats) -> SessionReport:
+        turns, outputs = tuple(self.turns), tuple(self.outputs)
+        return SessionReport(self.id, turns, self.resets, self.prompt_sha, stats, outputs)
 
     def _reset(self) -> None:
         self.close()

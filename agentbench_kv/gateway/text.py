@@ -122,6 +122,8 @@ class TextGateway(BaseGateway[TextSession]):
     ) -> Iterator[Delta | ChatResult]:
         """Yield the answer, in one piece of each kind, then the `ChatResult`."""
         options = options or Options()
+        if options.hints:
+            raise UsageError(f"engine {self.engine.info.name!r} runs no method that takes hints")
         asked = Known(tuple(canonical(message) for message in messages), tools_key(tools))
         with self._using(session) as state:
             reset = state.begin(asked)

@@ -14,9 +14,9 @@ from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import canonical
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.session import Known, Plan, Session
-from agentbench_kv.gateway.tokens import IncrementalDecoder, StopMatcher
 from agentbench_kv.gateway.types import ChatResult, Options
 from agentbench_kv.phases.codec import TokenCodec
+from agentbench_kv.phases.decoding import IncrementalDecoder, StopMatcher
 
 __all__ = ["PlainReader", "Reader", "StopCutter", "Turn", "TurnSetup"]
 
@@ -141,7 +141,7 @@ class Turn:
         self._base = len(session.tokens)
         self._before = session.stats()
         try:
-            session.extend(self._plan.ids)
+            session.extend(self._plan.ids, self._setup.options.hints)
             yield from self._decode()
             yield from self._read(self._decoder.finish(), last=True)
         except ContextLimitError:
@@ -219,13 +219,14 @@ class Turn:
 
     def _sampling(self) -> Sampling:
         options = self._setup.options
+        eos: frozenset[int] = frozenset() if options.ignore_eos else self._setup.eos
         return Sampling(
             max_tokens=self._setup.max_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
             seed=_turn_seed(options.seed, len(self._session.turns)),
-            stop_token_ids=self._setup.eos | self._stop_ids,
+            stop_token_ids=self._stop_ids | eos,
             stop=self._matcher,
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from agentbench_kv.engines.base import Hints
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, kvbench_usage
 
@@ -43,6 +44,10 @@ class Options:
         Strings that end the text; they are cut off.
     parse_tools : bool
         False leaves tool calls in the content.
+    hints : Hints
+        For methods that manage whole spans of a session.
+    ignore_eos : bool
+        The model's own turn end does not end the generation, so that its length is fixed.
     """
 
     max_tokens: int | None = None
@@ -52,6 +57,8 @@ class Options:
     seed: int = 0
     stop: tuple[str, ...] = ()
     parse_tools: bool = True
+    hints: Hints = field(default_factory=Hints)
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no engine can do."""
@@ -65,6 +72,8 @@ class Options:
             raise UsageError(f"top_k must be at least 0, not {self.top_k}")
         if not all(self.stop):
             raise UsageError("a stop string must not be empty")
+        if not 0.0 < self.hints.priority < float("inf"):
+            raise UsageError(f"a priority must be above 0, not {self.hints.priority}")
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class Method:
     """Whether it needs `with_calibration` before it can score."""
     offline: ClassVar[bool] = False
     """Whether it needs what only a capture has, so that no engine can run it."""
+    spans: ClassVar[bool] = False
+    """Whether it manages whole spans of a session (`methods.blocks`) and ranks no rows."""
 
     budget: int | None = None
     share: float | None = None
@@ -185,6 +187,11 @@ class Method:
     def per_query_head(self) -> bool:
         """Whether every query head has a kept set, so a cache, of its own."""
         return False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the capabilities an engine must have, by name."""
+        return frozenset({"compress"} if self.compresses else ())
 
     def query_plan(self) -> QueryPlan:
         """Return which queries the engine must keep."""

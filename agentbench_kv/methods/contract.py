@@ -23,7 +23,7 @@ HOOKS = (
     "with_calibration",
 )
 TEXTS = ("name", "summary", "source", "default_preset")
-FLAGS = ("compresses", "ordered", "treats_heads_alike", "needs_calibration", "offline")
+FLAGS = ("compresses", "ordered", "treats_heads_alike", "needs_calibration", "offline", "spans")
 CLASS_ATTRIBUTES = (*TEXTS, *FLAGS, "presets")
 PARAM_TYPES = (int, float, str)
 DECORATOR = "@dataclass(frozen=True, kw_only=True)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -70,7 +71,7 @@ def compare(
     base, cand : sequence of Arm
         As `load_arms` or a baseline gives them.
     metric : str
-        `score`, a sub-score, `peak_live` or `output_tok_s`.
+        `score`, `pass^k`, a sub-score, `peak_live` or `output_tok_s`.
     margin : float
         How much worse is still ok: points for scores, percent otherwise.
     by_task : bool
@@ -85,7 +86,8 @@ def compare(
     Raises
     ------
     UsageError
-        If a run cannot be compared, nothing matches, or something differs that must not.
+        If a run cannot be compared, nothing matches, something differs that must not, or tasks of
+        two releases of a benchmark would get one verdict.
     """
     if not 0 <= margin < 100:
         raise UsageError(f"margin {margin:g}: expected 0 or more and below 100")
@@ -149,4 +151,20 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
         sides = (pair.base[0], pair.cand[0])
         names = (part for arm in sides for part in (arm.label, str(arm.budget)))
         groups.setdefault((pair.model, *names), []).append(pair)
+    for group in groups.values():
+        _refuse_mixed_releases(sorted({pair.task for pair in group}))
     return list(groups.values())
+
+
+def _refuse_mixed_releases(tasks: Sequence[str]) -> None:
+    """Refuse one verdict over `tau2/...` and `tau2-v1/...`: other texts, other rules."""
+    names: dict[str, str] = {}
+    for task in tasks:
+        benchmark = task.partition("/")[0]
+        other = names.setdefault(re.sub(r"-v\d+$", "", benchmark), benchmark)
+        if other != benchmark:
+            both = " and ".join(sorted((other, benchmark)))
+            raise UsageError(
+                f"refused, {both} are two releases of one benchmark, whose scores "
+                "are not one figure (--by task gives each task its own verdict)"
+            )

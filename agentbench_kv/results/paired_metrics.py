@@ -6,6 +6,7 @@ import numpy as np
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.gap import Gap, score_gap, size_gap
+from agentbench_kv.results.passk import pass_k, sample_powers
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.statistics import RESAMPLES, Floats
 from agentbench_kv.results.verdict import gap_of_scores
@@ -24,7 +25,7 @@ def paired_gap(
     Parameters
     ----------
     metric : str
-        `score`, `peak_live`, or a sub-score.
+        `score`, `pass^k` such as `pass^4`, `peak_live`, or a sub-score.
     base, cand : dict of str to list of TrialRecord
     resamples : int
         Of bootstrap and permutation test.
@@ -41,6 +42,9 @@ def paired_gap(
     UsageError
         If a side does not have the metric at all.
     """
+    k = pass_k(metric)
+    if k is not None:
+        return _of_powers(k, base, cand, resamples)
     compute = {"score": _of_scores, "peak_live": _of_peaks}.get(metric, _of_counts)
     return compute(metric, base, cand, resamples)
 
@@ -51,6 +55,16 @@ Outcome = tuple[Gap | None, set[str], set[str]]
 def _of_scores(_: str, base: Trials, cand: Trials, resamples: int) -> Outcome:
     theirs, mine = _scores(base), _scores(cand)
     return gap_of_scores(mine, theirs, _clusters(base), resamples), set(theirs), set(mine)
+
+
+def _of_powers(k: int, base: Trials, cand: Trials, resamples: int) -> Outcome:
+    theirs, mine = (sample_powers(_scores(side), k) for side in (base, cand))
+    if not theirs or not mine:
+        raise UsageError(f"no sample of one side has {k} trials; run it with --trials {k} or more")
+    ids = sorted(theirs.keys() & mine.keys())
+    own, other = (np.array([[side[name], 1.0] for name in ids]) for side in (mine, theirs))
+    gap = score_gap(ids, own, other, _clusters(base), resamples=resamples) if ids else None
+    return gap, set(theirs), set(mine)
 
 
 def _scores(trials: Trials) -> dict[str, list[float]]:
@@ -91,7 +105,7 @@ def _of_counts(metric: str, base: Trials, cand: Trials, resamples: int) -> Outco
         known = sorted({name for side in (base, cand) for name in _sub_scores(side)})
         raise UsageError(
             f"the records have no sub-score {metric!r}; "
-            f"known: {', '.join(['score', 'peak_live', 'output_tok_s', *known])}"
+            f"known: {', '.join(['score', 'pass^k', 'peak_live', 'output_tok_s', *known])}"
         )
     theirs, mine = (_counts(side, metric, asked) for side in (base, cand))
     ids = sorted(theirs.keys() & mine.keys())

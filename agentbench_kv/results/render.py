@@ -187,6 +187,7 @@ def _facts(summary: Summary) -> list[tuple[str, object]]:
         ("score, failures left out", percent(summary.score_completed)),
         ("failed trials", f"{100 * summary.non_completion_rate:.1f}%"),
         ("infra retries", summary.infra_retries),
+        ("user retries", summary.user_retries),
         ("session resets", summary.session_resets),
         ("wall s", number(summary.wall_s)),
         ("TTFT / TPOT ms", f"{number(summary.ttft_ms)} / {number(summary.tpot_ms)}"),

@@ -90,6 +90,8 @@ class Summary(_Derived):
         Failed trials over trials.
     infra_retries : int
         Attempts lost to infrastructure, whether the retry helped or not.
+    user_retries : int
+        Attempts that the simulated user spoilt and another followed.
     alien_lines : int
         Lines of `samples.jsonl` that this version did not fully understand.
     notes : list of str
@@ -123,6 +125,7 @@ class Summary(_Derived):
     validity: Validity
     alien_lines: int
     notes: list[str]
+    user_retries: int = 0
 
 
 def summarize(run: RunReader) -> Summary:
@@ -169,6 +172,7 @@ def build(run: RunReader) -> Summary:
         failures={s.value: failures[s] for s in TrialStatus if failures[s]},
         non_completion_rate=failures.total() / len(trials) if trials else 0.0,
         infra_retries=_infra_retries(lines.records, trials),
+        user_retries=sum(_user_retries(lines.records, trials).values()),
         session_resets=sum(record.session_resets for record in trials),
         validity=assess(info.spec, trials, expected=info.expected_trials),
         alien_lines=len(lines.alien),
@@ -257,7 +261,19 @@ def _median(values: Iterable[float | None]) -> float | None:
 def _infra_retries(records: Sequence[TrialRecord], trials: Sequence[TrialRecord]) -> int:
     """Count lost attempts once, whether they left a record or only raised `attempts`."""
     recorded = Counter(record.key for record in records if not record.finished)
-    return sum(max(recorded[record.key], record.attempts - record.finished) for record in trials)
+    users = _user_retries(records, trials)
+    return sum(
+        max(recorded[record.key], record.attempts - record.finished - users[record.key])
+        for record in trials
+    )
+
+
+def _user_retries(
+    records: Sequence[TrialRecord], trials: Sequence[TrialRecord]
+) -> Counter[tuple[str, int]]:
+    """Count, for each trial, the records of a failed user that do not count in the end."""
+    failed = Counter(r.key for r in records if r.status is TrialStatus.USER_ERROR)
+    return failed - Counter(r.key for r in trials if r.status is TrialStatus.USER_ERROR)
 
 
 def _notes(info: RunInfo, lines: Lines[TrialRecord]) -> list[str]:

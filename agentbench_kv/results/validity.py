@@ -62,7 +62,7 @@ def assess(
     Parameters
     ----------
     spec : mapping
-        The resolved spec; read are `method`, `budget` and `interval`.
+        The resolved spec; read are `method`, `budget`, `interval` and `trigger`.
     trials : sequence of TrialRecord
         The last record of each (sample, trial).
     expected : int, optional
@@ -118,11 +118,15 @@ def _is_compressed(spec: Mapping[str, Any]) -> bool:
 
 def _interval(spec: Mapping[str, Any]) -> int:
     """Return Δ: from the spec itself, else from the method's parameters, else the default."""
-    places = [spec, *(spec.get(name) for name in _PARAMETER_FIELDS)]
-    for place in places:
-        if isinstance(place, Mapping) and place.get("interval") is not None:
-            return int(place["interval"])
-    return DEFAULT_INTERVAL
+    found = _parameter(spec, "interval")
+    return DEFAULT_INTERVAL if found is None else int(found)
+
+
+def _parameter(spec: Mapping[str, Any], name: str) -> Any:
+    """Return a value of the spec itself, else of the method's parameters; None if it has none."""
+    places = [spec, *(spec.get(field) for field in _PARAMETER_FIELDS)]
+    values = (place.get(name) for place in places if isinstance(place, Mapping))
+    return next((value for value in values if value is not None), None)
 
 
 def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
@@ -146,8 +150,19 @@ def _never_triggered(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> 
     if not trials or not _is_compressed(spec) or triggered_samples(trials):
         return None
     longest = max(record.kv.logical for record in trials)
-    relation = "<=" if longest <= Budget.parse(spec["budget"]).at(longest) else ">"
-    return f"never triggered; logical tokens at most {longest} {relation} budget {spec['budget']}"
+    fits = longest <= Budget.parse(spec["budget"]).at(longest)
+    said = f"logical tokens at most {longest} {'<=' if fits else '>'} budget {spec['budget']}"
+    return f"never triggered; {said}{'' if fits else _cure(spec)}"
+
+
+def _cure(spec: Mapping[str, Any]) -> str:
+    """Say what makes a method fire that waits for more generated tokens than there are."""
+    if _parameter(spec, "trigger") != "every":
+        return ""
+    return (
+        f"; an event is due at every {_interval(spec)}th generated token only, and answers may be "
+        "short: --set trigger=prefill+every compresses after what was read, too"
+    )
 
 
 def _missing(trials: Sequence[TrialRecord], expected: int | None) -> str | None:

@@ -63,9 +63,12 @@ def test_ablate_and_evidence(kvbench):
     table = kvbench(*command[:-1])
     assert "p (Holm)" in table.stdout
     run = arms[0]["run_id"]
-    shown = kvbench("analyze", "evidence", "--run", run, "--limit", "1", "--out", "t.npz", "--json")
-    assert shown.returncode == 0
-    (session,) = json.loads(shown.stdout)["sessions"]
-    assert {fact["source"] for fact in session["facts"]} == {"think", "act", "tool", "others"}
+    # More sessions than the run has are all of them.
+    shown = kvbench("analyze", "evidence", "--run", run, "--limit", "5", "--out", "t.npz", "--json")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    sessions = json.loads(shown.stdout)["sessions"]
+    assert len({session["sample"] for session in sessions}) == len(sessions) == 2
+    for session in sessions:
+        assert {fact["source"] for fact in session["facts"]} == {"think", "act", "tool", "others"}
     line = kvbench("analyze", "timeline", "--trace", "t.npz")
     assert line.returncode == 0

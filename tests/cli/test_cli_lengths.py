@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -65,7 +66,8 @@ def test_lengths_are_those_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(MICRO))
     sizes = [len(tokenizer.encode(text, add_special_tokens=False)) for text in TEXTS.values()]
     share = {size: sum(n > size for n in sizes) / 2 for size in (100, 300)}
-    assert rows == [PromptLengths("two", 2, min(sizes), sum(sizes) / 2, max(sizes), share)]
+    figures = (min(sizes), sum(sizes) / 2, max(sizes), share)
+    assert rows == [PromptLengths("two", "micro", len(tokenizer), 2, *figures)]
     assert share[100] == 0.5
     assert set(told) == {"silent", "none"}
     assert "the worker died" in told["silent"]
@@ -80,9 +82,27 @@ def test_the_table(kvbench: Callable[..., Any]) -> None:
     one, five = rows["micro/recall-1k"], rows["micro/recall-5k"]
     assert 0 < one["shortest"] <= one["median"] <= one["longest"] < five["longest"]
     assert (one["samples"], one["over"]["1024"]) == (2, 0.0)
+    assert one["tokenizer"] == "micro"
     shown = kvbench("ls", "tasks", "--lengths", "--task", "micro/recall-1k", "--limit", "1")
     assert "> 3,072" in shown.stdout
     assert "first prompt" in shown.stdout
+    assert f"tokenizer and chat template of micro ({one['vocabulary']:,} entries)" in shown.stdout
+    assert "count with --model FOLDER" in shown.stdout
+    assert "later turns come on top" in shown.stdout
+
+
+def test_another_tokenizer_is_named(
+    kvbench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(MICRO, folder)
+    asked = ("ls", "tasks", "--lengths", "--task", "micro/recall-1k", "--limit", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = kvbench(*asked, "--model", str(folder))
+    assert f"chat template of {folder}" in shown.stdout
+    assert "small" not in shown.stdout
+    (row,) = json.loads(kvbench(*asked, "--model", str(folder), "--json").stdout)
+    assert row["tokenizer"] == str(folder)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from agentbench_kv import environments
 from agentbench_kv.cli.env import env
 from agentbench_kv.environments import build, source
-from agentbench_kv.environments.profiles import PROFILES, TAU2
+from agentbench_kv.environments.profiles import PROFILES, TAU2, TAU2_V1
 from agentbench_kv.environments.source import Source, export
 from agentbench_kv.errors import PrerequisiteError
 
@@ -178,10 +178,32 @@ def test_recreate_with_a_wrong_place_deletes_nothing(empty_home: Path) -> None:
     assert (folder / "witness").exists()
 
 
-def test_the_lock_pins_everything_exactly() -> None:
-    lines = PROFILES["tau2"].lock.read_text().splitlines()
+def test_the_two_releases_are_two_environments(empty_home: Path) -> None:
+    old, new = PROFILES["tau2"], PROFILES["tau2-v1"]
+    assert new.create_command() == f"kvbench env create tau2-v1 --from {TAU2.url}"
+    assert (old.oldest, new.oldest, new.newest) == ((3, 11), (3, 12), (3, 13))
+    folders = [empty_home / "home" / "envs" / each.folder_name() for each in (old, new)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    environments.remove("tau2")
+    assert [folder.exists() for folder in folders] == [False, True]
+
+
+@pytest.mark.usefixtures("empty_home")
+def test_the_other_release_is_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    (plain / "src").mkdir(parents=True)
+    about = f'name = "tau2"\nversion = "{TAU2.version}"\ndescription = "{TAU2.description}"\n'
+    (plain / "pyproject.toml").write_text(f"[project]\n{about}")
+    with pytest.raises(PrerequisiteError, match=r"is not tau2 1\.0\.1 .*create tau2-v1 --from"):
+        export(TAU2_V1, str(plain), tmp_path / "target")
+
+
+@pytest.mark.parametrize(("name", "backend"), [("tau2", "pdm-backend"), ("tau2-v1", "hatchling")])
+def test_the_lock_pins_everything_exactly(name: str, backend: str) -> None:
+    lines = PROFILES[name].lock.read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(pin.count("==") == 1 and "@" not in pin for pin in pins)
     names = {pin.partition("==")[0].lower() for pin in pins}
-    assert {"litellm", "pdm-backend"} <= names
+    assert {"litellm", backend} <= names
     assert not {"tau2", "torch"} & names

@@ -249,6 +249,16 @@ def test_recreate_starts_from_nothing(tiny, monkeypatch):
     assert not (locations.folder_of(profile) / "old").exists()
 
 
+@pytest.mark.usefixtures("no_building")
+def test_recreate_with_a_wrong_python_deletes_nothing(tiny):
+    folder = pretend_ready(tiny(oldest=(3, 2), newest=(3, 3)))
+    with pytest.raises(
+        PrerequisiteError, match=r"have wheels for 3\.2 to 3\.3: .* tiny --py"
+    ):
+        environments.create("tiny", recreate=True)
+    assert (folder / MARKER_FILE).exists()
+
+
 def test_damaged_marker_is_no_marker(tiny):
     folder = pretend_ready(tiny())
     (folder / MARKER_FILE).write_text('{"name": ')

@@ -33,7 +33,7 @@ BUDGETS = {
 SPECS = [
     f"{name}@{preset}" if preset else name
     for name in names("method")
-    if not load_method(name).offline
+    if not load_method(name).offline and not load_method(name).spans
     for preset in (load_method(name).presets or {"": {}})
 ]
 FAMILIES = [(family, group) for family in ("qwen3", "llama") for group in (1, 2, 4)]

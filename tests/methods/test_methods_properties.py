@@ -17,6 +17,7 @@ from agentbench_kv.registry import load_method, make_method, names
 SPECS = [
     f"{name}@{preset}" if preset else name
     for name in names("method")
+    if not load_method(name).spans
     for preset in (load_method(name).presets or {"": {}})
 ]
 COMPRESSING = [spec for spec in SPECS if load_method(spec.partition("@")[0]).compresses]

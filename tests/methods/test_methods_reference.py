@@ -94,7 +94,7 @@ SHAPES = [
 PRESETS = [
     f"{name}@{preset}" if preset else name
     for name in names("method")
-    if load_method(name).compresses and name != "random"
+    if load_method(name).compresses and not load_method(name).spans and name != "random"
     for preset in (load_method(name).presets or {"": {}})
 ]
 

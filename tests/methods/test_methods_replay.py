@@ -26,6 +26,7 @@ SPECS = [
     f"{name}@{preset}" if preset else name
     for name in names("method")
     if load_method(name).compresses and not load_method(name).offline
+    if not load_method(name).spans
     for preset in (load_method(name).presets or {"": {}})
 ]
 BUDGETS = {"snapkv@kvpress": 96, "triattention@vllm": 160}

@@ -123,6 +123,19 @@ def test_kv_and_serving_figures(run, make_trial):
     assert (figures.events, figures.evicted, figures.rows_moved, figures.bytes_read) == (5, 7, 3, 5)
 
 
+def test_a_users_failures_are_not_the_infrastructures(run, make_trial):
+    trials = [
+        make_trial("mended", status="user_error", attempts=1),
+        make_trial("mended", status="infra_error", attempts=2),
+        make_trial("mended", attempts=3),
+        *(make_trial("hopeless", status="user_error", attempts=n) for n in (1, 2, 3)),
+    ]
+    summary = build(run(*trials))
+    assert (summary.user_retries, summary.infra_retries) == (1 + 2, 1)
+    assert summary.failures == {"user_error": 1}
+    assert summary.score.point == 0.5
+
+
 def test_infra_retries_are_counted_once(run, make_trial):
     trials = [
         make_trial("recorded", status="infra_error", attempts=1),

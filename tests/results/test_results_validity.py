@@ -55,6 +55,24 @@ def test_a_compressed_run_that_never_triggered_did_not_apply_its_budget(spec, co
     assert (verdict.triggered_samples, verdict.samples) == (0, 2)
 
 
+@pytest.mark.parametrize(
+    ("trigger", "logical", "cured"),
+    [
+        ("every", BUDGET + 1, True),
+        ("every", BUDGET, False),
+        ("prefill+every", BUDGET + 1, False),
+        ("slack", BUDGET + 1, False),
+    ],
+)
+def test_the_line_names_the_trigger_that_would_help(spec, compressed, trigger, logical, cured):
+    one = {**spec, "params": {"trigger": trigger, "interval": 64}}
+    one.pop("interval")
+    (reason,) = assess(one, [compressed("a", 200, events=0, logical=logical)], expected=1).reasons
+    assert reason.startswith("never triggered; logical tokens at most")
+    assert ("every 64th generated token" in reason) is cured
+    assert ("--set trigger=prefill+every" in reason) is cured
+
+
 def test_one_triggered_sample_is_enough(spec, compressed):
     trials = [compressed("a", events=0), compressed("b", events=1), compressed("b", trial=1)]
     verdict = assess(spec, trials, expected=3)

@@ -113,21 +113,59 @@ class Partly(Good):
         return outcome
 
 
+class Wordy(Good):
+    """Says more than a run's answers may hold unless told otherwise."""
+
+    def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
+        outcome = super().run_trial(sample, context)
+        whole = str(outcome.transcript[-1]["content"]) == self.script(sample, "gold")[0]
+        outcome.score = float(whole)
+        return outcome
+
+    def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
+        return [f"{super().script(sample, agent)[0]} {'ünüsual ' * 2000}".strip()]
+
+
+class Mute(Good):
+    """Knows no script for a null agent."""
+
+    def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
+        if agent == "null":
+            raise ZeroDivisionError("no script")
+        return super().script(sample, agent)
+
+
+class Lenient(Good):
+    """What is corrupted matters in the last sample only."""
+
+    corrupt_score: ClassVar[float | None] = None
+
+    def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
+        outcome = super().run_trial(sample, context)
+        if outcome.transcript[-1]["content"] != "No." and sample.id != "n-3":
+            outcome.score = 1.0
+        return outcome
+
+
+class LenientEverywhere(EasyChecker):
+    corrupt_score: ClassVar[float | None] = None
+
+
 class Undeclared(Partly):
     corrupt_score: ClassVar[float | None] = None
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Task]], dict[str, Any]]:
-    def run(cls: type[Task]) -> dict[str, Any]:
+def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    def run(cls: type[Task], limit: int | None = 3) -> dict[str, Any]:
         for module in (runner, spec, tasks):
             monkeypatch.setattr(module, "load_task", lambda _: cls)
-        return tasks.task_suite("any", limit=3, concurrency=2)
+        return tasks.task_suite("any", limit=limit, concurrency=2)
 
     return run
 
 
-@pytest.mark.parametrize("cls", [Good, Partly, Undeclared])
+@pytest.mark.parametrize("cls", [Good, Partly, Undeclared, Wordy])
 def test_good_tasks_pass(cls: type[Task], suite: Callable[..., Any]) -> None:
     results = suite(cls)
     assert passed(results), results
@@ -146,11 +184,29 @@ def test_good_tasks_pass(cls: type[Task], suite: Callable[..., Any]) -> None:
         (Forgetful, "records are complete"),
         (Rewriting, "no session is reset"),
         (Breaks, "gold scores 100 %"),
+        (Mute, "null comes to an end"),
     ],
 )
 def test_each_fault_is_found(cls: type[Task], found: str, suite: Callable[..., Any]) -> None:
     results = suite(cls)
     assert found in {check.name for part in results.values() for check in part if not check.ok}
+
+
+@pytest.mark.parametrize(
+    ("cls", "limit", "ok", "skipped"),
+    [
+        (Lenient, 3, True, True),
+        (Lenient, None, True, False),
+        (LenientEverywhere, 3, True, True),
+        (LenientEverywhere, None, False, False),
+    ],
+)
+def test_where_corrupt_keeps_points_the_whole_set_decides(
+    cls: type[Task], limit: int | None, ok: bool, skipped: bool, suite: Callable[..., Any]
+) -> None:
+    _, check = suite(cls, limit)["corrupt"]
+    assert check.name == "corrupt scores less than gold"
+    assert (check.ok, check.skipped) == (ok, skipped)
 
 
 def test_what_is_missing_is_said_at_once(suite: Callable[..., Any]) -> None:
@@ -160,6 +216,25 @@ def test_what_is_missing_is_said_at_once(suite: Callable[..., Any]) -> None:
 
     with pytest.raises(PrerequisiteError, match="fetch it"):
         suite(NoData)
+
+
+def test_a_stand_in_is_run_for_a_task_that_lacks_what_users_bring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from agentbench_kv.cli import kvbench
+
+    class NeedsCorpus(Forgetful):
+        @classmethod
+        def stand_in(cls, settings: Any) -> str | None:
+            return None if settings.get("corpus") else "made"
+
+    for module in (runner, spec, tasks):
+        monkeypatch.setattr(module, "load_task", {"real": NeedsCorpus, "made": Good}.__getitem__)
+    assert not kvbench.main(["selftest", "task", "real", "--limit", "1"], standalone_mode=False)
+    shown = capsys.readouterr()
+    assert "real lacks what a user brings; checking made" in shown.err
+    assert "made: " in shown.out
+    assert tasks.suite_task("real", {"corpus": "mine"}) == "real"
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,30 @@ def test_infrastructure_failures_are_retried_and_counted(play: Play) -> None:
     assert "always" in (records["x-2"].error or "")
 
 
+def test_a_failing_user_is_retried_and_every_attempt_recorded(
+    told: Callable[..., Task], spec: SpecOf, tmp_path: Path
+) -> None:
+    def behave(sample: str, tries: int, _: TrialContext) -> Outcome:
+        if sample == "x-0" or tries < 2:
+            return Outcome(TrialStatus.USER_ERROR, error="the user said nothing")
+        return Outcome(TrialStatus.SCORED, score=1.0)
+
+    told(behave, ids=("x-0", "x-1"))
+    one = spec(concurrency=1)
+    summary = runner.run_one(one, tmp_path, quiet)
+    lines = RunStore(tmp_path).find(one.id).trial_lines().records
+    assert [(line.sample_id, line.attempts, line.status.value) for line in lines] == [
+        ("x-0", 1, "user_error"),
+        ("x-0", 2, "user_error"),
+        ("x-0", 3, "user_error"),
+        ("x-1", 1, "user_error"),
+        ("x-1", 2, "scored"),
+    ]
+    assert summary.failures == {"user_error": 1}
+    assert (summary.user_retries, summary.infra_retries) == (3, 0)
+    assert summary.validity.state == "valid"
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,6 +89,13 @@ class BrowsingTask(Task):
             Judge.parse(self.judge)
         if self.encoder and not self.corpus:
             raise UsageError("encoder is for an imported corpus; set corpus too")
+
+    @classmethod
+    def stand_in(cls, settings: Mapping[str, str]) -> str | None:
+        """Return the synthetic variant, which makes its corpus itself, if no corpus is named."""
+        if cls.synthetic or settings.get("corpus"):
+            return None
+        return f"{cls.name.partition('/')[0]}/synthetic"
 
     def settings(self) -> dict[str, Any]:
         """Return every setting; the corpus with its hash, so that another one is another run."""

@@ -6,18 +6,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tau2.agent.base import BaseAgent
 from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
 from tau2.data_model.message import AssistantMessage, MultiToolMessage, ToolCall, ToolMessage
 
 from .chat import ChatLine, ContextLimitError
+from .interfaces import AgentBase
 
 
 class InvalidAnswerError(Exception):
     """The agent's answer is neither text nor a call with an object of arguments."""
 
 
-class EndpointAgent(BaseAgent):  # type: ignore[misc]  # tau2 has no types
+class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
     """The benchmark's own agent prompt and loop, over a session that keeps what was generated.
 
     The history only grows, and an answer goes back as it came: the server's session goes on.

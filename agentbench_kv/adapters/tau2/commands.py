@@ -52,9 +52,15 @@ class Benchmark:
 
     def run(self, request: Request) -> dict[str, Any]:
         """Play one simulation against the endpoint and check it."""
-        for url in (request.args["endpoint"], request.args["user"]["url"]):
+        judge = request.args["judge"]
+        for url in (request.args["endpoint"], request.args["user"]["url"], judge and judge["url"]):
             if url:
                 _allow(request.guard, url)
+        if judge:
+            # Only v1.x has what it replaces.
+            from .judging import appoint
+
+            appoint(judge)
         played = play(self._domain, request.args, request.cancelled)
         plain: dict[str, Any] = json.loads(json.dumps(played, default=str))
         return plain

@@ -1,4 +1,4 @@
-"""tau2-bench v0.2.0: customer-service simulations in three domains."""
+"""tau2-bench: customer-service simulations, and the three domains of v0.2.0."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import httpx
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.tau2.published import data_state, require_data
+from agentbench_kv.adapters.tau2.releases import V0, Release
 from agentbench_kv.adapters.worker import (
     Limits,
     RemoteError,
@@ -25,15 +26,16 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import TrialStatus
 
-__all__ = ["Airline", "Retail", "Telecom"]
+__all__ = ["Airline", "Retail", "Simulations", "Telecom", "base_url", "require_server"]
 
 USER_KEY = "KVBENCH_USER_API_KEY"
 _WORKER = Path(__file__).with_name("worker_main.py")
 _LOCAL_COMMAND_S = 120.0
-_USER_PROBE_S = 10.0
+_PROBE_S = 10.0
 # A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
 _LIMITS = Limits(address_space=32 << 30)
 _ENGINE_FAILURES = frozenset({"EndpointError"})
+_JUDGE_FAILURE = "JudgeFailedError"
 
 
 @dataclass(kw_only=True)
@@ -42,9 +44,17 @@ class Simulations(Task):
 
     A trial is one simulation: the agent, a user simulator and the domain's environment. One
     session serves the agent's side; the user is never the model under test unless it is named so.
+
+    Attributes
+    ----------
+    release : Release
+        Which tau2-bench it is of; tasks of different ones have different names.
+    domain : str
+        `airline`, `retail` or `telecom`.
     """
 
     needs_endpoint: ClassVar[bool] = True
+    release: ClassVar[Release] = V0
     domain: ClassVar[str]
 
     user: str = param(
@@ -60,7 +70,7 @@ class Simulations(Task):
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
         """Return the tasks in the official order, the first `limit` of them."""
-        self._require_user()
+        self._require_partners()
         return [Sample(id=each) for each in self._ask("samples")[:limit]]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
@@ -76,6 +86,8 @@ class Simulations(Task):
         except WorkerTimeoutError as error:
             return Outcome(TrialStatus.TIMEOUT, error=str(error))
         except RemoteError as error:
+            if error.kind == _JUDGE_FAILURE:
+                self._require_partners()
             known = error.kind in _ENGINE_FAILURES
             status = TrialStatus.ENGINE_ERROR if known else TrialStatus.INFRA_ERROR
             return Outcome(status, error=str(error))
@@ -83,7 +95,7 @@ class Simulations(Task):
             return Outcome(TrialStatus.INFRA_ERROR, error=str(error))
         if played["status"] == TrialStatus.USER_ERROR:
             # A user that is gone for good would fail every trial to come.
-            self._require_user()
+            self._require_partners()
         return _outcome(played)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
@@ -94,7 +106,8 @@ class Simulations(Task):
     def provenance(self) -> dict[str, Any]:
         """Return the benchmark's version, the data's hashes and who plays the user."""
         about: dict[str, Any] = self._ask("about")
-        state = data_state(self.domain, require_data(self.domain))
+        data = require_data(self.release, self.domain)
+        state = data_state(self.release, self.domain, data)
         return {**about, **state, "user": self.user, "user_model": self.user_model}
 
     def close(self) -> None:
@@ -109,27 +122,29 @@ class Simulations(Task):
             return self._pool().call(command, args, timeout=_LOCAL_COMMAND_S)
         except WorkerError as error:
             raise PrerequisiteError(
-                f"the tau2 worker did not answer: {error}; look with: kvbench env check tau2"
+                f"the tau2 worker did not answer: {error}; look with: "
+                f"kvbench env check {self.release.environment}"
             ) from error
 
     def _pool(self) -> WorkerPool:
         with self._lock:
             if self._started is None:
-                data = require_data(self.domain)
+                data = require_data(self.release, self.domain)
                 self._started = WorkerPool(
-                    python_of("tau2"),
+                    python_of(self.release.environment),
                     _WORKER,
                     limits=_LIMITS,
                     environment={
                         "TAU2_DATA_DIR": str(data),
                         "KVBENCH_TAU2_DOMAIN": self.domain,
+                        "KVBENCH_TAU2_VERSION": self.release.installed,
                         "KVBENCH_TAU2_NETWORK": "any" if self.user == "litellm" else "named",
                         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
                     },
                 )
             return self._started
 
-    def _require_user(self) -> None:
+    def _require_partners(self) -> None:
         """Refuse a user that is badly named or does not answer."""
         if self.user == "scripted":
             return
@@ -141,13 +156,7 @@ class Simulations(Task):
             raise UsageError(
                 f"user={self.user}: expected scripted, litellm or the http(s) URL of a server"
             )
-        try:
-            httpx.get(f"{_base(self.user)}/models", timeout=_USER_PROBE_S)
-        except httpx.HTTPError as error:
-            raise PrerequisiteError(
-                f"the user simulator at {self.user} does not answer ({type(error).__name__}); "
-                "start it, or name another with --set user=URL"
-            ) from error
+        require_server(self.user, "user simulator", "user=URL")
 
     def _arguments(self, sample: Sample, context: TrialContext) -> dict[str, Any]:
         named = self.user not in ("scripted", "litellm")
@@ -166,11 +175,16 @@ class Simulations(Task):
             "max_steps": self.max_steps,
             "user": {
                 "kind": "scripted" if self.user == "scripted" else "llm",
-                "url": _base(self.user) if named else None,
+                "url": base_url(self.user) if named else None,
                 "model": self.user_model,
                 "key": os.environ.get(USER_KEY),
             },
+            "judge": self._judge_arguments(),
         }
+
+    def _judge_arguments(self) -> dict[str, Any] | None:
+        """Return who judges what the agent said; None where nobody does."""
+        return None
 
 
 class Airline(Simulations):
@@ -201,8 +215,25 @@ class Telecom(Simulations):
     domain: ClassVar[str] = "telecom"
 
 
-def _base(url: str) -> str:
+def base_url(url: str) -> str:
+    """Return a server's URL with `/v1` at its end."""
     return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+def require_server(url: str, who: str, setting: str) -> None:
+    """Refuse a server that does not answer.
+
+    Raises
+    ------
+    PrerequisiteError
+    """
+    try:
+        httpx.get(f"{base_url(url)}/models", timeout=_PROBE_S)
+    except httpx.HTTPError as error:
+        raise PrerequisiteError(
+            f"the {who} at {url} does not answer ({type(error).__name__}); "
+            f"start it, or name another with --set {setting}"
+        ) from error
 
 
 def _outcome(played: dict[str, Any]) -> Outcome:

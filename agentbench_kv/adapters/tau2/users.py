@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tau2.data_model.message import MultiToolMessage, ToolCall, ToolMessage, UserMessage
-from tau2.user.base import STOP, BaseUser, UserState
 from tau2.user.user_simulator import UserSimulator
+
+from .interfaces import STOP, UserBase, UserState
 
 _RETRIES = 3
 
@@ -16,7 +17,7 @@ class UserFailedError(Exception):
     """The user simulator gave no valid message; the agent is not to blame."""
 
 
-class ScriptedUser(BaseUser):  # type: ignore[misc]  # tau2 has no types
+class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
     """States the scenario, does what the golden actions ask of it, then stops.
 
     The next golden user action is done when the agent's message names it; any other message ends

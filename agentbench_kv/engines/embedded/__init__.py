@@ -9,12 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from agentbench_kv.engines.base import (
+    Block,
     Capability,
     Engine,
     EngineInfo,
@@ -22,7 +27,10 @@ from agentbench_kv.engines.base import (
     KVStats,
     PhaseLabeller,
     Sampling,
+    SpanRange,
 )
+from agentbench_kv.engines.embedded import blocks
+from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
     cache_shape,
@@ -34,7 +42,7 @@ from agentbench_kv.engines.embedded.model import (
 )
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.pool import CacheShape
-from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, Scheduler, StepTimes
+from agentbench_kv.engines.embedded.scheduler import Scheduler, StepTimes
 from agentbench_kv.engines.embedded.session import Recorder
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError
@@ -59,7 +67,15 @@ class EmbeddedEngine(Engine):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.COMPRESS, Capability.CAPTURE}
+        {
+            Capability.COMPRESS,
+            Capability.CAPTURE,
+            Capability.EVICT_SPANS,
+            Capability.SAVE_BLOCK,
+            Capability.RESTORE_BLOCK,
+            Capability.SPAN_ATTENTION,
+            Capability.EMBED_TOKENS,
+        }
     )
 
     def __init__(
@@ -74,6 +90,8 @@ class EmbeddedEngine(Engine):
     ) -> None:
         self._model = model
         self._shape = cache_shape(model, method)
+        self._recorder = recorder
+        self._mean_embedding: Tensor | None = None
         limit = max_live_tokens or free_tokens(self._shape)
         self._scheduler = Scheduler(model, method, limit, recorder, observer)
         self.info = EngineInfo(
@@ -141,6 +159,11 @@ class EmbeddedEngine(Engine):
         """Bytes all cache pools have allocated."""
         return self._scheduler.pools.nbytes
 
+    def pool(self) -> dict[str, int]:
+        """Return the bytes allocated for rows and the limit of live tokens."""
+        limit = self._scheduler.max_live_tokens
+        return {"allocated_bytes": self.pool_bytes, "max_live_tokens": limit}
+
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         """Start an empty session."""
         self._scheduler.open(session, labeller)
@@ -165,6 +188,38 @@ class EmbeddedEngine(Engine):
         generation = EmbeddedGeneration(state, sampling)
         self._scheduler.submit(generation)
         return generation
+
+    def save_block(self, session: str, start: int, end: int) -> Block:
+        """Copy the rows of logical positions `[start, end)` to the host."""
+        return self._scheduler.between_turns(
+            session, partial(blocks.save_block, start=start, end=end)
+        )
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        """Remove logical spans from all layers and heads."""
+        evict = partial(blocks.evict_spans, spans=spans, recorder=self._recorder)
+        return self._scheduler.between_turns(session, evict)
+
+    def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
+        """Put a saved block back without a forward pass."""
+        restore = partial(blocks.restore_block, block=block, at=at, recorder=self._recorder)
+        self._scheduler.between_turns(session, restore, more=block.tokens)
+
+    def span_attention(
+        self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        """Return the attention that the session's kept queries give each logical span."""
+        ask = partial(blocks.span_attention, spans=spans, layers=layers, decay=decay)
+        return self._scheduler.between_turns(session, ask)
+
+    def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the model's input embeddings, less their mean over the vocabulary."""
+        weight: Tensor = self._model.network.get_input_embeddings().weight.detach()
+        if self._mean_embedding is None:
+            self._mean_embedding = weight.float().mean(0)
+        rows = weight[torch.tensor(list(tokens), device=weight.device)].float()
+        vectors: NDArray[np.float32] = (rows - self._mean_embedding).cpu().numpy()
+        return vectors
 
     def stats(self, session: str) -> KVStats:
         """Return a snapshot of the accounting."""

@@ -114,7 +114,9 @@ class SessionCache:
             for i in range(self.shape.layers)
         ]
 
-    def keep(self, kept: Tensor, frequencies: Tensor | None = None) -> int:
+    def keep(
+        self, kept: Tensor, frequencies: Tensor | None = None, *, ordered: bool = False
+    ) -> int:
         """Drop all rows but `kept` [layers, kv_heads, budget]; return rows moved.
 
         The session moves to a smaller slot if it now fills a quarter of its own or less.
@@ -125,9 +127,11 @@ class SessionCache:
             Ascending.
         frequencies : Tensor [head_dim / 2], optional
             If given, rows stay in order and keys turn to the position of their row.
+        ordered : bool
+            Rows stay in order, at the price of more moves.
         """
         extras = () if self.sums is None else (self.sums,)
-        ordered = frequencies is not None
+        ordered = ordered or frequencies is not None
         moved = compact(
             self.keys, self.values, self.positions, kept, self.length, extras=extras, sort=ordered
         )
@@ -138,6 +142,22 @@ class SessionCache:
         if 4 * self.length <= self.pool.capacity:
             self._move(2 * self.length)
         return moved
+
+    def insert(self, row: int, keys: Tensor, values: Tensor, first_position: int) -> int:
+        """Put rows [layers, kv_heads, n, head_dim] before `row`; return how many others moved.
+
+        Their logical positions count up from `first_position`.
+        """
+        n, end = keys.shape[2], self.length
+        self.reserve(n)
+        for held in (self.keys, self.values, self.positions):
+            held[:, :, row + n : end + n] = held[:, :, row:end].clone()
+        new = slice(row, row + n)
+        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        labels = torch.arange(first_position, first_position + n, device=self.shape.device)
+        self.positions[:, :, new] = labels
+        self.length = end + n
+        return (end - row) * self.shape.layers * self.shape.kv_heads
 
     def free(self) -> None:
         """Give the slot back; the cache is unusable afterwards."""

@@ -20,6 +20,8 @@ from agentbench_kv.methods.base import Method, QueryKind
 
 SHIPPED = ("micro",)
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+MOVING_ROPE = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies change with the length."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,8 +49,7 @@ def cache_shape(model: LoadedModel, method: Method) -> CacheShape:
     UsageError
         If the method moves keys to other positions and the model's RoPE changes with the length.
     """
-    kinds = ("dynamic", "longrope")
-    if method.positions == "cache" and model.rope_type in kinds:
+    if method.positions == "cache" and model.rope_type in MOVING_ROPE:
         raise UsageError(
             f"positions=cache needs fixed RoPE frequencies; this model's are {model.rope_type}"
         )

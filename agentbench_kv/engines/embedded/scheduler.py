@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, compress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import FinishReason, Generation, PhaseLabeller, Sampling
-from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
+from agentbench_kv.engines.base import FinishReason, PhaseLabeller
+from agentbench_kv.engines.embedded.errands import Errand
+from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
+from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.packing import Packed, pack
 from agentbench_kv.engines.embedded.pool import CachePools
-from agentbench_kv.engines.embedded.sampling import Sampler
 from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
 from agentbench_kv.engines.queries import QueryBuffer
 from agentbench_kv.errors import CapacityError, KVBenchError
@@ -26,6 +27,8 @@ from agentbench_kv.methods.base import Method
 
 PREFILL_CHUNK = 512
 STEP_TOKENS = 2048
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,48 +39,6 @@ class StepTimes:
     event_s: float = 0.0
     steps: int = 0
     events: int = 0
-
-
-class EmbeddedGeneration(Generation):
-    """A generation that the scheduler thread feeds through a queue."""
-
-    def __init__(self, session: EmbeddedSession, sampling: Sampling) -> None:
-        self.session = session
-        self.sampling = sampling
-        self.sampler = Sampler(sampling)
-        self.produced = 0
-        self.cancelled = False
-        self._started = time.perf_counter()
-        self._tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield tokens as they come; re-raise what broke the generation."""
-        while (item := self._tokens.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def cancel(self) -> None:
-        """End after the token in flight."""
-        self.cancelled = True
-
-    def push(self, token: int) -> None:
-        """Hand a token to the reader."""
-        now = time.perf_counter() - self._started
-        if self.produced == 0:
-            self.first_token_s = now
-        self.last_token_s = now
-        self.produced += 1
-        self._tokens.put(token)
-
-    def finish(self, reason: FinishReason) -> None:
-        """End the stream."""
-        self.finish_reason = reason
-        self._tokens.put(None)
-
-    def fail(self, error: BaseException) -> None:
-        """End the stream with an error."""
-        self._tokens.put(error)
 
 
 class Scheduler:
@@ -121,7 +82,10 @@ class Scheduler:
             shape.dtype,
             shape.device,
         )
+        # Keys of a RoPE that changes with the length cannot be moved to other positions.
+        self._frequencies = None if model.rope_type in MOVING_ROPE else model.frequencies
         self._leaving: list[EmbeddedSession] = []
+        self._errands: deque[Errand] = deque()
         self._work = threading.Condition()
         self._waiting: deque[EmbeddedGeneration] = deque()
         self._running: list[EmbeddedGeneration] = []
@@ -136,7 +100,7 @@ class Scheduler:
             if name in self._sessions:
                 raise KVBenchError(f"session {name} is open already")
             self._sessions[name] = EmbeddedSession(
-                name, labeller, self._method, self.pools, self._queries, self._model.frequencies
+                name, labeller, self._method, self.pools, self._queries, self._frequencies
             )
 
     def get(self, name: str) -> EmbeddedSession:
@@ -163,6 +127,35 @@ class Scheduler:
             self._waiting.append(generation)
             self._work.notify()
 
+    def between_turns(self, name: str, work: Callable[[EmbeddedSession], T], more: int = 0) -> T:
+        """Run `work` on a session's cache, on the engine's thread; return what it returns.
+
+        Parameters
+        ----------
+        name : str
+            A session that is not generating.
+        work : callable
+        more : int
+            Rows it adds to the cache.
+
+        Raises
+        ------
+        KVBenchError
+            If the session is generating or the engine has been shut down.
+        CapacityError
+            If there is no room for the rows.
+        """
+        errand: Errand = Errand(self.get(name), work, more)
+        with self._work:
+            if self._stopping:
+                raise KVBenchError("the engine has been shut down")
+            if any(g.session is errand.session for g in (*self._running, *self._waiting)):
+                raise KVBenchError(f"session {name} is generating")
+            self._errands.append(errand)
+            self._work.notify()
+        result: T = errand.done.result()
+        return result
+
     def stop(self) -> None:
         """End the thread; running generations are cancelled."""
         with self._work:
@@ -187,6 +180,7 @@ class Scheduler:
                     self._cancel_all()
                     return False
                 self._drop_cancelled()
+                self._run_errands()
                 self._free_closed()
                 while self._waiting and self._fits(self._waiting[0]):
                     self._running.append(self._start(self._waiting.popleft()))
@@ -240,6 +234,23 @@ class Scheduler:
             self._leaving.remove(session)
             session.free()
 
+    def _run_errands(self) -> None:
+        """Do what was asked for between turns: only this thread may touch the pools."""
+        while self._errands:
+            errand = self._errands.popleft()
+            session = errand.session
+            others = sum(s.reserved for s in self._sessions.values() if s is not session)
+            if errand.more and others + session.cache.length + errand.more > self.max_live_tokens:
+                errand.done.set_exception(
+                    CapacityError(
+                        f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
+                        f"{errand.more} more of session {session.name}"
+                    )
+                )
+                continue
+            errand.run()
+            session.reserved = session.cache.length
+
     def _drop_cancelled(self) -> None:
         for generation in [g for g in self._waiting if g.cancelled]:
             self._waiting.remove(generation)
@@ -248,8 +259,11 @@ class Scheduler:
     def _cancel_all(self) -> None:
         for generation in (*self._running, *self._waiting):
             generation.finish(FinishReason.CANCELLED)
+        for errand in self._errands:
+            errand.done.set_exception(KVBenchError("the engine has been shut down"))
         self._running.clear()
         self._waiting.clear()
+        self._errands.clear()
 
     def _plan(self) -> list[EmbeddedGeneration]:
         """Choose who takes part in the next forward: all that decode, prefills while they fit."""
@@ -280,7 +294,7 @@ class Scheduler:
         logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
         generations = [by_session[id(session)] for session in packed.sessions]
         for generation, rows in zip(generations, packed.rows, strict=True):
-            generation.session.fed_rows(rows, generation.produced > 0)
+            generation.session.fed_rows(rows, decoding=not generation.session.prefilling)
         return logits, list(compress(generations, ready))
 
     def _run_network(self, packed: Packed, last: list[int]) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from agentbench_kv.results.arms import Cell as Place
 from agentbench_kv.results.tables.beside import published_rows
+from agentbench_kv.results.tables.cells import NULL, Budgets, View, views
 from agentbench_kv.results.tables.conditions import conditions
 from agentbench_kv.results.tables.gaps import Entry, Gap, against_full, marks, unshared
-from agentbench_kv.results.tables.groups import Group, budget_order, by_cell, grouped, is_null
+from agentbench_kv.results.tables.groups import Group, budget_order
 from agentbench_kv.results.tables.measured import SCORE, Measured
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit
 from agentbench_kv.results.tables.noise import noise_line
@@ -22,34 +21,9 @@ LEGEND = (
     "best of a budget: the highest compressed method, and every one whose paired 95% interval "
     "against it includes 0"
 )
-NULL = "null agent"
 NO_BUDGET = "no budget"
 
-Budgets = Sequence[int | str | None]
 Cells = Mapping[tuple[str, int | str | None], Cell]
-
-
-@dataclass(frozen=True)
-class _View:
-    """The runs of one cell: ranked, unranked, and the agent that does nothing."""
-
-    place: Place
-    metric: str
-    runs: Sequence[Measured]
-    groups: Sequence[Group]
-    below: Sequence[Measured]
-    null: Sequence[Group]
-
-    @property
-    def budgets(self) -> Budgets:
-        """The columns."""
-        found = {group.budget for group in (*self.groups, *self.null)}
-        return sorted(found | {run.arm.budget for run in self.below}, key=budget_order)
-
-    def entries(self, choose: Callable[[Group], Scores | None]) -> list[Entry]:
-        """Return the groups that have what is asked for."""
-        found = [(group, choose(group)) for group in self.groups]
-        return [Entry(group, scores) for group, scores in found if scores and scores.parts]
 
 
 def accuracy_tables(measured: Sequence[Measured], metric: str = SCORE) -> list[Table]:
@@ -62,45 +36,24 @@ def accuracy_tables(measured: Sequence[Measured], metric: str = SCORE) -> list[T
     metric : str
         `score` or a sub-score.
     """
-    cells = by_cell(run for run in measured if metric in run.scores or not run.scores)
-    views = [_view(place, metric, cells) for place in cells if not _is_floor(place, cells)]
-    return [table for view in views for table in _tables(view)]
+    return [table for view in views(measured, metric) for table in _tables(view)]
 
 
-def _is_floor(place: Place, cells: Mapping[Place, object]) -> bool:
-    """Whether a cell is the null agent of a task that others have run."""
-    return is_null(place) and any(
-        other.task == place.task and not is_null(other) for other in cells
-    )
-
-
-def _view(place: Place, metric: str, cells: Mapping[Place, Sequence[Measured]]) -> _View:
-    floor = [
-        run
-        for other, runs in cells.items()
-        if is_null(other) and other.task == place.task and other != place
-        for run in runs
-    ]
-    runs = cells[place]
-    return _View(
-        place=place,
-        metric=metric,
-        runs=runs,
-        groups=grouped([run for run in runs if run.valid]),
-        below=[run for run in runs if not run.valid],
-        null=grouped([run for run in floor if run.valid]),
-    )
-
-
-def _tables(view: _View) -> list[Table]:
-    whole = view.entries(lambda group: group.scores(view.metric))
-    some = view.entries(lambda group: _triggered(group, view.metric))
+def _tables(view: View) -> list[Table]:
+    whole = _entries(view, lambda group: group.scores(view.metric))
+    some = _entries(view, lambda group: _triggered(group, view.metric))
     tables = [_scores_table(view, whole, all(map(_wholly_triggered, some)) and bool(some))]
     if not all(map(_wholly_triggered, some)):
         tables.append(_triggered_table(view, some))
     if any(entry.group.compressed for entry in whole):
         tables.append(_gap_table(view, *against_full(whole)))
     return tables
+
+
+def _entries(view: View, choose: Callable[[Group], Scores | None]) -> list[Entry]:
+    """Return the groups that have what is asked for."""
+    found = [(group, choose(group)) for group in view.groups]
+    return [Entry(group, scores) for group, scores in found if scores and scores.parts]
 
 
 def _triggered(group: Group, metric: str) -> Scores | None:
@@ -113,7 +66,7 @@ def _wholly_triggered(entry: Entry) -> bool:
     return entry.group.triggered >= whole
 
 
-def _scores_table(view: _View, entries: Sequence[Entry], same: bool) -> Table:
+def _scores_table(view: View, entries: Sequence[Entry], same: bool) -> Table:
     null = [Entry(group, scores) for group in view.null if (scores := group.scores(view.metric))]
     rows = _measured_rows(entries, view.budgets)
     rows = published_rows(rows, view.place, [e.group for e in entries], view.budgets, view.metric)
@@ -127,13 +80,13 @@ def _scores_table(view: _View, entries: Sequence[Entry], same: bool) -> Table:
     return _table(view, "all samples", Unit.SHARE, rows, notes)
 
 
-def _triggered_table(view: _View, entries: Sequence[Entry]) -> Table:
+def _triggered_table(view: View, entries: Sequence[Entry]) -> Table:
     budgets = sorted({entry.group.budget for entry in entries}, key=budget_order)
     rows = _measured_rows(entries, budgets)
     return _table(view, "samples with an event", Unit.SHARE, rows, _notes(entries), budgets)
 
 
-def _gap_table(view: _View, full: Entry | None, gaps: Sequence[Gap]) -> Table:
+def _gap_table(view: View, full: Entry | None, gaps: Sequence[Gap]) -> Table:
     cells = {
         (gap.entry.group.label, gap.entry.group.budget): Cell(
             gap.difference.point, gap.difference.low, gap.difference.high, gap.adjusted
@@ -182,7 +135,7 @@ def _row(label: str, budgets: Budgets, cells: Cells, entries: Sequence[Entry]) -
     return Row((Cell(label), Cell(fewest), *values))
 
 
-def _unranked(view: _View) -> list[Row]:
+def _unranked(view: View) -> list[Row]:
     """Return the rows below the line, one for each run."""
     scored = [run for run in view.below if view.metric in run.scores]
     ends = intervals([run.scores[view.metric] for run in scored])
@@ -193,7 +146,7 @@ def _unranked(view: _View) -> list[Row]:
     return [_below(view, run, cells.get(id(run), Cell())) for run in view.below]
 
 
-def _below(view: _View, run: Measured, cell: Cell) -> Row:
+def _below(view: View, run: Measured, cell: Cell) -> Row:
     number = len(run.scores[view.metric].parts) if view.metric in run.scores else 0
     values = [cell if budget == run.arm.budget else Cell() for budget in view.budgets]
     return Row((Cell(run.label), Cell(number), *values), below=run.reason)
@@ -205,7 +158,7 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
 
 
 def _table(
-    view: _View,
+    view: View,
     subset: str,
     unit: Unit,
     rows: Sequence[Row],

@@ -9,7 +9,7 @@ from agentbench_kv.results.tables.measured import Measured
 
 __all__ = ["conditions"]
 
-SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "ingest")
+SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
 """Keys of a task's provenance or settings that a reader must see beside its scores."""
 
 
@@ -33,7 +33,8 @@ def _value(run: Measured, name: str) -> str:
 
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
-        parts = [str(value.get("name", "")), str(value.get("sha256", ""))[:12]]
+        name = value.get("name") or value.get("model") or ""
+        parts = [str(name), str(value.get("sha256", ""))[:12]]
         words = "@".join(part for part in parts if part)
         return f"{words} (synthetic)" if value.get("synthetic") else words
     return "" if value is None else str(value)

@@ -10,6 +10,7 @@ from agentbench_kv.results.tables.accuracy import accuracy_tables
 from agentbench_kv.results.tables.curves import curve_tables
 from agentbench_kv.results.tables.measured import SCORE, Measured, measure
 from agentbench_kv.results.tables.model import Kind, Table
+from agentbench_kv.results.tables.passes import pass_tables
 from agentbench_kv.results.tables.perrun import efficiency_tables, throughput_tables
 
 __all__ = ["report_tables"]
@@ -53,7 +54,8 @@ def report_tables(
 
 def _build(kind: Kind, measured: Sequence[Measured], metrics: Sequence[str]) -> list[Table]:
     if kind is Kind.ACCURACY:
-        return [table for metric in metrics for table in accuracy_tables(measured, metric)]
+        tables = [table for metric in metrics for table in accuracy_tables(measured, metric)]
+        return tables + (pass_tables(measured) if SCORE in metrics else [])
     builders = {
         Kind.EFFICIENCY: efficiency_tables,
         Kind.THROUGHPUT: throughput_tables,

@@ -213,3 +213,11 @@ def test_every_published_answer_matches_itself_and_not_its_negation() -> None:
     assert all(2 <= len(each.pages) <= 15 for each in questions)
     assert all(matches(each.answer, each.answer) for each in questions)
     assert not any(matches(f"certainly not {each.answer}", each.answer) for each in questions)
+
+
+@pytest.mark.parametrize("name", ["frames", "browsecomp-plus"])
+def test_without_a_corpus_the_synthetic_variant_stands_in(name: str) -> None:
+    real, made = load_task(f"{name}/test"), load_task(f"{name}/synthetic")
+    assert real.stand_in({}) == made.name
+    assert real.stand_in({"corpus": "mine"}) is None
+    assert made.stand_in({}) is None

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.tau2 import published
+from agentbench_kv.adapters.tau2.published import git_blob
+from agentbench_kv.adapters.tau2.releases import V0, V1, Release
 
 ADDRESS = {
     "address1": "1 Long Road", "address2": "", "city": "Springfield", "country": "USA",
@@ -59,24 +60,57 @@ TASKS = [
 ]
 
 
-@pytest.fixture
-def made_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a small retail domain, known as published; return its folder of data sets."""
-    root = tmp_path / "data"
-    retail = root / published.DATA_NAME / "tau2" / "domains" / "retail"
-    guidelines = root / published.DATA_NAME / "tau2" / "user_simulator"
+def judged_task(number: int, actions: list[dict[str, Any]], claims: list[str]) -> dict[str, Any]:
+    made = made_task(number, actions, [])
+    basis = {"nl_assertions": claims, "reward_basis": ["DB", "NL_ASSERTION"]}
+    return {**made, "evaluation_criteria": {**made["evaluation_criteria"], **basis}}
+
+
+JUDGED = [
+    judged_task(0, [look("ann"), move("ann", "Dayton")], []),
+    judged_task(1, [look("ben")], ["The agent says Springfield."]),
+    judged_task(2, [move("cleo", "Lima")], ["The agent is kind.", "The agent is brief."]),
+]
+
+
+def write_made_data(root: Path, release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a small retail domain of a release, known as published."""
+    retail = root / release.data / "tau2" / "domains" / "retail"
+    guidelines = root / release.data / "tau2" / "user_simulator"
     retail.mkdir(parents=True)
     guidelines.mkdir()
     users = {name: user(name) for name in ("ann", "ben", "cleo")}
     (retail / "db.json").write_text(json.dumps({"products": {}, "users": users, "orders": {}}))
     (retail / "policy.md").write_text("Help whoever asks.")
-    (retail / "tasks.json").write_text(json.dumps(TASKS))
+    (retail / "tasks.json").write_text(json.dumps(TASKS if release is V0 else JUDGED))
+    if release is V1:
+        base = {"base": [task["id"] for task in JUDGED]}
+        (retail / "split_tasks.json").write_text(json.dumps(base))
     for name in ("simulation_guidelines.md", "simulation_guidelines_tools.md"):
         (guidelines / name).write_text("Play a customer.")
-    blobs = {path.name: published.git_blob(path) for path in retail.iterdir()}
-    monkeypatch.setitem(published.PUBLISHED, "retail", blobs)
+    blobs = {path.name: git_blob(path) for path in retail.iterdir()}
+    monkeypatch.setitem(dict_of(release), "retail", blobs)
     monkeypatch.setenv("KVBENCH_DATA", str(root))
-    return root
+
+
+def dict_of(release: Release) -> dict[str, Any]:
+    """Return the release's own table of published files, to change it for a test."""
+    assert isinstance(release.published, dict)
+    return release.published
+
+
+@pytest.fixture
+def made_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a small retail domain of v0.2.0; return its folder of data sets."""
+    write_made_data(tmp_path / "data", V0, monkeypatch)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def made_data_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a small retail domain of v1.0.1, two tasks of which are judged."""
+    write_made_data(tmp_path / "data", V1, monkeypatch)
+    return tmp_path / "data"
 
 
 class ChatServer:

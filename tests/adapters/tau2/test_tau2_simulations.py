@@ -11,7 +11,7 @@ import pytest
 
 from agentbench_kv import runner
 from agentbench_kv.adapters.data import data_folder
-from agentbench_kv.adapters.tau2.published import DATA_NAME
+from agentbench_kv.adapters.tau2.releases import V0
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
@@ -106,8 +106,8 @@ def test_a_failing_user_is_not_the_agents_fault(play: Play, chats: Any) -> None:
 
 @pytest.mark.parametrize("domain", ["airline", "retail", "telecom"])
 def test_the_first_real_tasks_are_won_by_gold(play: Play, domain: str) -> None:
-    if not (data_folder() / DATA_NAME).is_dir():
-        pytest.skip(f"no {DATA_NAME} in {data_folder()} (KVBENCH_DATA)")
+    if not (data_folder() / V0.data).is_dir():
+        pytest.skip(f"no {V0.data} in {data_folder()} (KVBENCH_DATA)")
     records = play("gold", f"tau2/{domain}", limit=3)
     assert [record.score for record in records.values()] == [1.0] * 3
     assert not any(record.session_resets for record in records.values())

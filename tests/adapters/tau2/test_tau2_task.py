@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.base import Sample, TrialContext
-from agentbench_kv.adapters.tau2.published import PUBLISHED
+from agentbench_kv.adapters.tau2.releases import V0, V1
 from agentbench_kv.adapters.tau2.task import Airline, Retail, Telecom
-from agentbench_kv.adapters.tau2.worker_main import WrongPackageError, require_tau2_bench
+from agentbench_kv.adapters.tau2.v1 import AirlineV1, RetailV1, TelecomV1
+from agentbench_kv.adapters.tau2.worker_main import SUMMARIES, WrongPackageError, require_tau2_bench
 from agentbench_kv.adapters.worker import RemoteError, WorkerDiedError, WorkerTimeoutError
+from agentbench_kv.environments import PROFILES
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import TrialStatus
 
 PLAYED = {
@@ -159,13 +162,71 @@ def test_an_interpreter_without_tau2_bench_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_the_project_of_that_name_on_pypi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"Summary": "Magnetic relaxation"}
+    other = {"Summary": "Magnetic relaxation", "Version": "1.0.1"}
     monkeypatch.setattr(importlib.metadata, "metadata", lambda _: other)
     with pytest.raises(WrongPackageError, match="is not tau2-bench but: Magnetic relaxation"):
-        require_tau2_bench()
+        require_tau2_bench("1.0.1")
 
 
-def test_three_domains() -> None:
-    names = {cls.name: cls.domain for cls in (Airline, Retail, Telecom)}
-    assert names == {f"tau2/{domain}": domain for domain in ("airline", "retail", "telecom")}
-    assert set(names.values()) == set(PUBLISHED)
+@pytest.mark.parametrize(
+    ("found", "wanted"), [("0.2.1.dev0", "1.0.1"), ("1.0.1", "0.2.1.dev0"), ("1.0.0", "1.0.1")]
+)
+def test_another_release_is_refused(
+    found: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = SUMMARIES["0.2.1.dev0" if found.startswith("0") else "1.0.1"]
+    about = {"Summary": summary, "Version": found}
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda _: about)
+    with pytest.raises(WrongPackageError, match=f"{found} is installed .* need {wanted}"):
+        require_tau2_bench(wanted)
+    about["Version"], about["Summary"] = wanted, SUMMARIES[wanted]
+    require_tau2_bench(wanted)
+
+
+def test_three_domains_of_each_release() -> None:
+    for release, prefix, classes in (
+        (V0, "tau2/", (Airline, Retail, Telecom)),
+        (V1, "tau2-v1/", (AirlineV1, RetailV1, TelecomV1)),
+    ):
+        assert {cls.name for cls in classes} == {f"{prefix}{cls.domain}" for cls in classes}
+        assert {cls.domain for cls in classes} == set(release.published)
+        assert all(cls.release is release for cls in classes)
+        assert [load_task(cls.name) for cls in classes] == list(classes)
+        assert PROFILES[release.environment].source.tag == release.tag
+
+
+def test_v1_names_its_own_environment(made_data_v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_HOME", str(made_data_v1))
+    monkeypatch.delenv("KVBENCH_ENV_TAU2_V1", raising=False)
+    with pytest.raises(PrerequisiteError, match="create it with: kvbench env create tau2-v1 --fr"):
+        RetailV1().samples(None, 0)
+
+
+def test_the_judge_is_named_once_a_model_plays_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = {"user": "litellm", "user_model": "m"}
+    with pytest.raises(UsageError, match=r"agrees to everything: --set judge='URL\|MODEL'"):
+        RetailV1(**talks).samples(None, 0)
+    with pytest.raises(UsageError, match=r"expected URL\|MODEL"):
+        RetailV1(**talks, judge="gpt").samples(None, 0)
+    monkeypatch.setenv("KVBENCH_JUDGE_KEY", "secret")
+    task = RetailV1(judge="http://127.0.0.1:1/v1|m")
+    _, pool = play(PLAYED, task)
+    wanted = {"kind": "llm", "url": "http://127.0.0.1:1/v1", "model": "m", "key": "secret"}
+    assert pool.asked[0][1]["judge"] == wanted
+    assert "secret" not in str(task.settings())
+    _, pool = play(PLAYED, AirlineV1(judge="http://127.0.0.1:1/v1|m"))
+    assert pool.asked[0][1]["judge"]["kind"] == "scripted"
+    _, pool = play(PLAYED)
+    assert pool.asked[0][1]["judge"] is None
+
+
+def test_a_judge_that_is_gone_ends_the_run_and_one_that_fails_does_not(chats: Any) -> None:
+    failure = RemoteError("JudgeFailedError", "the judge gave 0 verdicts on 1 assertions")
+    outcome, _ = play(failure, RetailV1(judge=f"{chats.url}|m"))
+    assert (outcome.status, outcome.score) == (TrialStatus.INFRA_ERROR, None)
+    chats.close()
+    gone = RetailV1(judge=f"{chats.url}|m")
+    with pytest.raises(PrerequisiteError, match=r"the judge at .* does not answer"):
+        play(failure, gone)
+    with pytest.raises(PrerequisiteError, match="--set judge='URL"):
+        gone.samples(None, 0)

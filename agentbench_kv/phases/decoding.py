@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 from agentbench_kv.phases.codec import TokenCodec
 
@@ -25,14 +26,14 @@ class IncrementalDecoder:
     """
 
     def __init__(self, codec: TokenCodec, hidden: Iterable[int] = ()) -> None:
+        self.hidden = frozenset(hidden)
         self._codec = codec
-        self._hidden = frozenset(hidden)
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def feed(self, token: int) -> str:
         """Take the next id, return the text that is certain now."""
-        if token in self._hidden:
+        if token in self.hidden:
             return ""
         self._pending.append(token)
         text = self._pending_text()
@@ -70,6 +71,15 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._reach = max(len(stop) for stop in stops) - 1
         self._tail = ""
+
+    def document(self) -> dict[str, list[Any]]:
+        """Return what `from_document` needs to make another one that starts anew."""
+        return {"strings": list(self._stops), "hidden": sorted(self._decoder.hidden)}
+
+    @classmethod
+    def from_document(cls, document: dict[str, list[Any]], codec: TokenCodec) -> Self:
+        """Make the matcher of a document, in another process."""
+        return cls(IncrementalDecoder(codec, document["hidden"]), document["strings"])
 
     def __call__(self, token: int) -> bool:
         """Take the next id; True when the text now holds a stop string."""

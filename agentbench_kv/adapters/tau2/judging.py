@@ -1,0 +1,59 @@
+"""Who judges assertions about a conversation (v1.x); runs in the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tau2.data_model.simulation import NLAssertionCheck
+from tau2.evaluator import evaluator_nl_assertions as assertions
+
+__all__ = ["JudgeFailedError", "appoint"]
+
+_RETRIES = 3
+_WAIT_S = 120.0
+_ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
+
+
+class JudgeFailedError(Exception):
+    """The judge gave no verdict on every assertion; the agent is not to blame."""
+
+
+def appoint(settings: dict[str, Any]) -> None:
+    """Choose the judge of all simulations from now on; the benchmark has no setting for it.
+
+    Parameters
+    ----------
+    settings : dict
+        `kind` (`scripted` agrees to everything), `url`, `model`, `key`.
+    """
+    scripted = settings["kind"] == "scripted"
+    if not scripted:
+        assertions.DEFAULT_LLM_NL_ASSERTIONS = f"openai/{settings['model']}"
+        assertions.DEFAULT_LLM_NL_ASSERTIONS_ARGS = {
+            "temperature": 0.0,
+            "timeout": _WAIT_S,
+            "num_retries": _RETRIES,
+            "api_base": settings["url"],
+            # An OpenAI client wants some key even where the server wants none.
+            "api_key": settings["key"] or "none",
+        }
+    assertions.NLAssertionsEvaluator.evaluate_nl_assertions = staticmethod(
+        _agree if scripted else _judged
+    )
+
+
+def _agree(_: Sequence[Any], wanted: Sequence[str]) -> list[NLAssertionCheck]:
+    said = "a scripted judge agrees to everything"
+    return [NLAssertionCheck(nl_assertion=each, met=True, justification=said) for each in wanted]
+
+
+def _judged(trajectory: Sequence[Any], wanted: Sequence[str]) -> list[NLAssertionCheck]:
+    try:
+        found: list[NLAssertionCheck] = _ask(trajectory, wanted)
+    except Exception as error:
+        raise JudgeFailedError(f"{type(error).__name__}: {error}"[:500]) from error
+    # The benchmark takes a judge that says nothing for one that agrees.
+    if len(found) != len(wanted):
+        raise JudgeFailedError(f"the judge gave {len(found)} verdicts on {len(wanted)} assertions")
+    return found

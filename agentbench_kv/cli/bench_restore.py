@@ -1,0 +1,119 @@
+"""`kvbench bench restore`: a block comes back from the host, against computing it again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agentbench_kv.cli.documents import print_json
+
+if TYPE_CHECKING:
+    from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes
+    from agentbench_kv.results.papers import PublishedFigure
+
+__all__ = ["restore"]
+
+SIZES = (20, 40, 160, 640, 1280)
+MOST_TOKENS = 1792
+HEADER = (
+    "protocol", "tokens", "save, ms", "evict, ms", "restore, ms", "re-prefill, ms", "faster",
+    "save + restore", "load",
+)  # fmt: skip
+PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speedup")
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar="KVBENCH_MODEL",
+    help="GGUF file.  [default: random weights, 8 layers of 512]",
+)
+@click.option(
+    "--tokens", multiple=True, type=click.IntRange(1, MOST_TOKENS), default=SIZES, help="Block."
+)
+@click.option("--cells", type=click.IntRange(4096), default=8192, show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16"]), default="float16", show_default=True
+)
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+def restore(
+    model: Path | None, tokens: tuple[int, ...], cells: int, dtype: str, repeats: int, as_json: bool
+) -> None:
+    """Time saving, evicting and restoring a block on llama.cpp, and computing it again.
+
+    One thread; processor time of that thread, so that a busy machine disturbs little.
+    """
+    from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes, measure_restore
+    from agentbench_kv.environments import python_of
+
+    rows = measure_restore(python_of("llamacpp"), model, dtype, tokens, cells, repeats)
+    about: dict[str, Any] = {}
+    found: list[RestoreTimes] = []
+    for row in rows:
+        if not isinstance(row, RestoreTimes):
+            about = row
+            if not as_json:
+                _print_head(about)
+            continue
+        found.append(row)
+        if not as_json:
+            click.echo(_line(row))
+    if as_json:
+        print_json({**about, "cells_measured": [_plain(row) for row in found]})
+        return
+    _print_published()
+
+
+def _print_head(about: dict[str, Any]) -> None:
+    click.echo(
+        f"{about['model']}: {about['layers']} layers, {about['kv_heads']} KV heads of "
+        f"{about['head_dim']}, {about['dtype']}, {about['bytes_per_token']:,} B per token, "
+        f"{about['cells']:,} cells, {about['threads']} thread"
+    )
+    click.echo(f"| {' | '.join(HEADER)} |\n|---|{'--:|' * (len(HEADER) - 1)}")
+
+
+def _line(row: RestoreTimes) -> str:
+    times = (row.save, row.evict, row.restore, row.prefill)
+    cells = (
+        row.protocol, f"{row.tokens:,}", *(f"{time:.2f}" for time in times),
+        f"{row.speedup:.0f}x", f"{row.both_speedup:.0f}x", f"{row.load_average:.1f}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _print_published() -> None:
+    """Print what was published, measured on other hardware, model and protocol."""
+    from agentbench_kv.engines.llamacpp.restore_bench import PROTOCOLS
+
+    for name, meaning in PROTOCOLS.items():
+        click.echo(f"{name}: {meaning}")
+    click.echo("\npublished (not comparable: another processor, model and llama.cpp):")
+    click.echo("| source | tokens | save, ms | restore, ms | re-prefill, ms | faster |")
+    click.echo(f"|---|{'--:|' * 5}")
+    for block, figures in _published().items():
+        first = figures[PUBLISHED[0]]
+        values = " | ".join(f"{figures[metric].value:g}" for metric in PUBLISHED[:3])
+        source = f"{first.source} {first.where}, {first.model}, {first.setting.get('gpu')}"
+        click.echo(f"| {source} | {block} | {values} | {figures[PUBLISHED[3]].value:g}x |")
+
+
+def _published() -> dict[str, dict[str, PublishedFigure]]:
+    """Return the published figures by block and metric."""
+    from agentbench_kv.results.papers import figures
+
+    blocks: dict[str, dict[str, PublishedFigure]] = {}
+    for figure in figures("efficiency"):
+        if figure.metric in PUBLISHED:
+            block = figure.setting["workload"].removesuffix("-token block")
+            blocks.setdefault(block, {})[figure.metric] = figure
+    return blocks
+
+
+def _plain(row: RestoreTimes) -> dict[str, Any]:
+    return {**asdict(row), "speedup": row.speedup, "both_speedup": row.both_speedup}

@@ -1,0 +1,99 @@
+"""Span-level methods: the budget holds, fixed blocks stay, logits equal those of a masked model.
+
+The method manages sessions of the embedded engine while everything that is visible is written
+down; the plain model then reads the same ids, blind to the blocks that were away (`masked_cache`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model
+from agentbench_kv.conformance.result import CheckResult
+from agentbench_kv.conformance.tracing import TokenPhases, Trace, TraceRecorder, Turn, default_turns
+from agentbench_kv.engines.base import Hints, Sampling, Source, TurnNotes
+from agentbench_kv.engines.blocks import BlockEngine
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.methods.blocks import SpanMethod
+
+__all__ = ["check_spans", "drive_spans"]
+
+TOLERANCE = 1e-4
+
+
+def check_spans(
+    method: SpanMethod,
+    model: Any = None,
+    *,
+    turns: Sequence[Turn] | None = None,
+    tolerance: float = TOLERANCE,
+) -> list[CheckResult]:
+    """Drive the embedded engine under a span-level method and check what it did.
+
+    Parameters
+    ----------
+    method : SpanMethod
+        Budget included; it must be below the tokens of the turns for blocks to leave.
+    model : transformers causal LM, optional
+        A tiny random Qwen3 if not given.
+    turns : sequence of Turn, optional
+        `default_turns` if not given.
+    """
+    model = tiny_model(layers=2) if model is None else model
+    turns = list(turns or default_turns(int(model.config.vocab_size)))
+    trace, resident = drive_spans(model, method, turns)
+    over = [live for live in resident if live > method.budget_at(len(trace.tokens))]
+    positions = "cache" if method.below().positions == "cache" else "logical"
+    results = [
+        CheckResult("blocks leave", trace.stats.evicted > 0),
+        CheckResult("within the budget after every turn", not over, f"resident {over}"),
+        CheckResult("accounting", *_accounting(trace)),
+    ]
+    if positions == "cache" and trace.stats.restored:
+        # Blocks come back at the end there, which no single pass over the ids can do.
+        return results
+    largest = largest_difference(model, trace, positions)
+    detail = f"largest logit difference {largest:.2e} over {len(trace.logits)} positions"
+    return [*results, CheckResult("masked-cache equality", largest <= tolerance, detail)]
+
+
+def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[Trace, list[int]]:
+    """Run one session; return its trace and the tokens in the cache after every turn.
+
+    The prompt of every turn counts as said by the user, as read from a document, in turn.
+    """
+    recorder = TraceRecorder(["only"])
+    options = EngineOptions(
+        model="in-memory", method=method.below(), device="cpu", max_live_tokens=10**6
+    )
+    below = EmbeddedEngine.create(options, model=copy.deepcopy(model), recorder=recorder)
+    engine = BlockEngine(below, method)
+    trace, resident = recorder.traces["only"], []
+    try:
+        engine.open("only", TokenPhases())
+        for number, turn in enumerate(turns):
+            _play(engine, trace, turn, number)
+            resident.append(engine.stats("only").live)
+        trace.stats = engine.close("only")
+    finally:
+        engine.shutdown()
+    return trace, resident
+
+
+def _play(engine: BlockEngine, trace: Trace, turn: Turn, number: int) -> None:
+    source = (Source.USER, Source.DOCUMENT)[number % 2]
+    engine.note("only", turn.prompt, TurnNotes([(len(turn.prompt), source)], Hints()))
+    engine.extend("only", turn.prompt, [TokenPhases().label(token) for token in turn.prompt])
+    trace.add(turn.prompt, decoded=False)
+    sampling = Sampling(max_tokens=turn.decode, temperature=1.0, seed=number)
+    trace.add(list(engine.generate("only", sampling)), decoded=True)
+
+
+def _accounting(trace: Trace) -> tuple[bool, str]:
+    """Check that what came and went adds up; the last id is never fed."""
+    stats = trace.stats
+    expected = len(trace.tokens) - 1 - stats.evicted + stats.restored
+    return stats.live == expected, f"live {stats.live}, expected {expected}"

@@ -1,0 +1,227 @@
+"""Span-level methods over any engine that can save, evict and restore spans.
+
+The method stands between the gateway and the engine: before a generation it brings blocks back and
+makes room, while the generation runs it is cut where the cache reaches the watermark, and at its
+end the cache is within the budget. The engine below knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentbench_kv.engines.base import (
+    Block,
+    Engine,
+    FinishReason,
+    Generation,
+    KVStats,
+    Phase,
+    PhaseLabeller,
+    Sampling,
+    SpanRange,
+    TurnNotes,
+)
+from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.blocks import SpanMethod
+from agentbench_kv.methods.spans import Source, SpanSession
+
+__all__ = ["BlockEngine"]
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of a generation's pieces, so that no piece repeats another's draws."""
+
+
+class BlockEngine(Engine):
+    """An engine whose sessions a span-level method manages.
+
+    Parameters
+    ----------
+    engine : Engine
+        Runs `method.below()`.
+    method : SpanMethod
+    """
+
+    wants_notes = True
+
+    def __init__(self, engine: Engine, method: SpanMethod) -> None:
+        self.info = engine.info
+        self.below = engine
+        self._method = method
+        self._sessions = method.sessions()
+        self._managed: dict[str, SpanSession] = {}
+        self._notes: dict[str, TurnNotes] = {}
+        self._decode: Callable[[Sequence[int]], str] | None = None
+
+    def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Take the function that turns ids into text, for encoders that read text."""
+        self._decode = decode
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        """Start an empty session."""
+        self.below.open(session, labeller)
+        self._managed[session] = self._sessions.open(_SessionCache(self, session))
+
+    def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
+        """Check what the gateway says about the tokens of the next `extend` and keep it."""
+        self._managed[session].check(tokens, notes)
+        self._notes[session] = notes
+
+    def recalls(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
+        """Return the evicted spans of which new tokens should bring a reminder in words."""
+        return self._managed[session].recalls(tokens, notes)
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Append prompt tokens; without notes they count as a document."""
+        notes = self._notes.pop(session, None) or TurnNotes([(len(tokens), Source.DOCUMENT)])
+        self.below.extend(session, tokens, phases)
+        self._managed[session].admit(tokens, notes)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        """Return a generation that keeps the cache within the budget while it is read."""
+        return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
+
+    def stats(self, session: str) -> KVStats:
+        """Return the accounting with the budget and the method's own figures."""
+        stats = self.below.stats(session)
+        managed = self._managed[session]
+        budget = self._method.budget_at(stats.logical)
+        return replace(stats, budget=budget, figures=managed.figures())
+
+    def close(self, session: str) -> KVStats:
+        """Free the session, its saved blocks included."""
+        managed = self._managed.pop(session)
+        self._notes.pop(session, None)
+        figures = managed.figures()
+        managed.close()
+        stats = self.below.close(session)
+        return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
+
+    def shutdown(self) -> None:
+        """Stop the engine and empty the host store."""
+        self.below.shutdown()
+        self._sessions.close()
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids.
+
+        Raises
+        ------
+        UsageError
+            If no gateway said how.
+        """
+        if self._decode is None:
+            raise UsageError("an encoder that reads text needs a gateway above the engine")
+        return self._decode(tokens)
+
+
+class _SessionCache:
+    """One session of an engine, as `SpanCache`."""
+
+    def __init__(self, owner: BlockEngine, name: str) -> None:
+        self.name = name
+        self._owner = owner
+        self._engine = owner.below
+        self._losses = 0
+        self._away_before = 0
+
+    @property
+    def live(self) -> int:
+        return self._engine.stats(self.name).live
+
+    @property
+    def fed(self) -> int:
+        stats = self._engine.stats(self.name)
+        away = stats.evicted - stats.restored
+        if len(stats.restarts) != self._losses:
+            # What was away when the rows were lost has been computed again.
+            self._losses, self._away_before = len(stats.restarts), away
+        return stats.live + away - self._away_before
+
+    @property
+    def losses(self) -> int:
+        return len(self._engine.stats(self.name).restarts)
+
+    def save(self, start: int, end: int) -> Block:
+        return self._engine.save_block(self.name, start, end)
+
+    def evict(self, spans: Sequence[SpanRange]) -> int:
+        return self._engine.evict_spans(self.name, spans)
+
+    def restore(self, block: Block) -> None:
+        self._engine.restore_block(self.name, block)
+
+    def attention(
+        self, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        return self._engine.span_attention(self.name, spans, layers, decay)
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return self._engine.embed_tokens(tokens)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._owner.text(tokens)
+
+
+class _PiecewiseGeneration(Generation):
+    """A generation in pieces: each ends at the latest where the cache reaches the watermark."""
+
+    def __init__(
+        self, engine: Engine, session: str, managed: SpanSession, sampling: Sampling
+    ) -> None:
+        self._engine = engine
+        self._session = session
+        self._managed = managed
+        self._sampling = sampling
+        self._piece: Generation | None = None
+        self._cancelled = False
+        self._started = time.perf_counter()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the generated ids; the session is within its budget when they are all read."""
+        generated: list[int] = []
+        self._managed.before_prefill()
+        pieces = 0
+        while True:
+            yield from self._run(pieces, generated)
+            pieces += 1
+            if not self._goes_on(len(generated)):
+                break
+            self._managed.at_watermark(generated)
+        self._managed.after_turn(generated)
+
+    def cancel(self) -> None:
+        """Ask the engine to stop after the token in flight."""
+        self._cancelled = True
+        if self._piece is not None:
+            self._piece.cancel()
+
+    def _goes_on(self, produced: int) -> bool:
+        cut = self.finish_reason is FinishReason.LENGTH and produced < self._sampling.max_tokens
+        if cut and self._cancelled:
+            self.finish_reason = FinishReason.CANCELLED
+        return cut and not self._cancelled
+
+    def _run(self, number: int, generated: list[int]) -> Iterator[int]:
+        left = self._sampling.max_tokens - len(generated)
+        sampling = replace(
+            self._sampling,
+            max_tokens=min(left, self._managed.room()),
+            seed=(self._sampling.seed + number * SEED_STEP) % (1 << 63),
+        )
+        started = time.perf_counter() - self._started
+        piece = self._piece = self._engine.generate(self._session, sampling)
+        if self._cancelled:
+            piece.cancel()
+        for token in piece:
+            generated.append(token)
+            yield token
+        self.finish_reason = piece.finish_reason
+        if piece.first_token_s is not None and piece.last_token_s is not None:
+            if self.first_token_s is None:
+                self.first_token_s = started + piece.first_token_s
+            self.last_token_s = started + piece.last_token_s

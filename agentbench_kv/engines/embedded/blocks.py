@@ -1,0 +1,155 @@
+"""Saving, evicting and restoring whole tokens of a session, over all layers and heads.
+
+Rows stay in the order of their RoPE positions, so that a block that comes back to where it was
+leaves the cache as it had never been away. Called on the engine's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.base import Block, SpanRange
+from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
+from agentbench_kv.errors import UsageError
+from agentbench_kv.kernels import rope_rotate
+
+__all__ = ["evict_spans", "restore_block", "save_block", "span_attention"]
+
+
+def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
+    """Copy the rows of `[start, end)` to the host; see `Engine.save_block`."""
+    _check_whole_tokens(session)
+    cache = session.cache
+    rows = _marked(cache, [(start, end)]).nonzero()[:, 0]
+    if start >= end or _labels(cache)[rows].tolist() != list(range(start, end)):
+        raise UsageError(
+            f"cannot save positions {start} to {end} of session {session.name}: "
+            f"{len(rows)} of {end - start} are in the cache"
+        )
+    places = session.rope_positions(start, rows)
+    both = torch.stack([cache.keys[:, :, rows], cache.values[:, :, rows]])
+    parts = (both.cpu().flatten(), torch.tensor(places))
+    data = torch.cat([part.view(torch.uint8) for part in parts]).numpy()
+    return Block(start, end, places[0], data)
+
+
+def evict_spans(
+    session: EmbeddedSession, spans: Sequence[SpanRange], recorder: Recorder | None = None
+) -> int:
+    """Remove spans; see `Engine.evict_spans`."""
+    _check_whole_tokens(session)
+    cache, before = session.cache, session.cache.length
+    kept = (~_marked(cache, spans)).nonzero()[:, 0]
+    if len(kept) == before:
+        return 0
+    everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
+    moved = cache.keep(everywhere, session.packed_frequencies, ordered=True)
+    session.end_moved(before)
+    session.count_event(before, moved)
+    _record(session, recorder)
+    return before - cache.length
+
+
+def restore_block(
+    session: EmbeddedSession,
+    block: Block,
+    at: int | None = None,
+    recorder: Recorder | None = None,
+) -> None:
+    """Put a block back; see `Engine.restore_block`."""
+    _check_whole_tokens(session)
+    cache, before = session.cache, session.cache.length
+    if block.end > session.fed or bool(_marked(cache, [(block.start, block.end)]).any()):
+        raise UsageError(
+            f"cannot restore positions {block.start} to {block.end} of session {session.name}: "
+            f"they are in the cache, or past its {session.fed} tokens"
+        )
+    keys, values, places = _rows_of(block, cache)
+    targets, row = session.spot_for(places, at)
+    if targets != places and session.frequencies is not None:
+        shifts = torch.tensor(targets) - torch.tensor(places)
+        rope_rotate(keys, shifts.to(keys.device), session.frequencies)
+    moved = cache.insert(row, keys, values, block.start)
+    session.settle(block.start, targets)
+    session.end_moved(before)
+    session.count_restored(block.tokens, moved)
+    _record(session, recorder)
+
+
+def span_attention(
+    session: EmbeddedSession, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+) -> list[float]:
+    """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
+    cache = session.cache
+    count = cache.shape.layers
+    for layer in layers:
+        if not -count <= layer < count:
+            raise UsageError(f"layer {layer}: the model has {count}")
+    labels = _labels(cache)
+    queries = session.queries.layer_queries(count)
+    seen = queries[0].positions
+    if not len(seen) or not len(labels):
+        return [0.0] * len(spans)
+    hidden = labels[None] > seen[:, None]
+    ages = torch.arange(len(seen) - 1, -1, -1, device=seen.device)
+    weights = torch.pow(torch.tensor(decay, device=seen.device), ages)
+    chosen = layers or range(count)
+    mass = torch.stack(
+        [_mass(queries[n].vectors, cache.keys[n, :, : cache.length], hidden) for n in chosen]
+    ).mean(0)
+    each = weights @ mass / weights.sum()
+    return [float(each[_marked(cache, [span])].sum()) for span in spans]
+
+
+def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
+    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
+    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
+    # A query whose every key has left sees nothing, not NaN.
+    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
+    return mass
+
+
+def _record(session: EmbeddedSession, recorder: Recorder | None) -> None:
+    if recorder is not None:
+        live = session.cache.positions[:, :, : session.cache.length]
+        recorder.on_event(session.name, session.fed, live.clone())
+
+
+def _check_whole_tokens(session: EmbeddedSession) -> None:
+    if session.method.compresses:
+        raise UsageError(
+            f"method {session.method.label!r} keeps other tokens in every head; "
+            "spans can be evicted or saved under methods that keep whole tokens only"
+        )
+
+
+def _labels(cache: SessionCache) -> Tensor:
+    """Return the logical position of every row [length]; equal for all layers and heads."""
+    return cache.positions[0, 0, : cache.length]
+
+
+def _marked(cache: SessionCache, spans: Sequence[SpanRange]) -> Tensor:
+    """Return which rows lie in any of the spans [length], bool."""
+    labels = _labels(cache)
+    inside = torch.zeros_like(labels, dtype=torch.bool)
+    for start, end in spans:
+        inside |= (labels >= start) & (labels < end)
+    return inside
+
+
+def _rows_of(block: Block, cache: SessionCache) -> tuple[Tensor, Tensor, list[int]]:
+    """Return keys and values [layers, kv_heads, tokens, head_dim] and their RoPE positions."""
+    shape, rows = cache.shape, block.tokens * cache.shape.bytes_per_token
+    if block.nbytes != rows + block.tokens * torch.int64.itemsize:
+        raise UsageError("the block was saved by an engine with another model or dtype")
+    raw = torch.from_numpy(block.data)
+    both = raw[:rows].view(shape.dtype)
+    both = both.reshape(2, shape.layers, shape.kv_heads, block.tokens, shape.head_dim)
+    keys, values = both.to(shape.device)
+    places: list[int] = raw[rows:].clone().view(torch.int64).tolist()
+    return keys.clone(), values, places

@@ -1,0 +1,213 @@
+"""llama.cpp's state format for one sequence, whose rows are read and written in place.
+
+The format (llama_kv_cache::state_write at the pinned version): a magic number, the sequence, the
+number of streams and of cells; per cell its position and the sequences it is in; how values lie;
+per layer the type, the row size and the rows of keys, then the same of values.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentbench_kv.engines.llamacpp.shape import ModelShape
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.kernels import rope_rotate
+
+__all__ = ["Blob", "RowFormat"]
+
+MAGIC = 0xAF143CD8
+_HEADER = struct.Struct("<IiII")
+CELL_NUMBERS = 3
+"""Of a cell: its position, the number of its sequences, its sequence."""
+_KIND = struct.Struct("<II")
+_ROWS = struct.Struct("<iQ")
+_COLUMNS = struct.Struct("<iII")
+_DTYPES = {0: torch.float32, 1: torch.float16}
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a context stores rows.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    row_type : int
+        ggml's number of the element type.
+    row_bytes : int
+        Bytes of the keys (or values) of one token in one layer, all heads.
+    transposed : bool
+        Values lie channel by channel instead of token by token.
+    """
+
+    shape: ModelShape
+    row_type: int
+    row_bytes: int
+    transposed: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type.
+
+        Raises
+        ------
+        KVBenchError
+            For quantised rows: arithmetic on them would quantise twice, and keys may be stored
+            rotated by a Hadamard matrix.
+        """
+        if self.row_type not in _DTYPES:
+            raise KVBenchError("rows of a quantised cache cannot be read; only saved and restored")
+        return _DTYPES[self.row_type]
+
+    @property
+    def width(self) -> int:
+        """Channels of a token in one layer, all KV heads."""
+        return self.shape.kv_heads * self.shape.head_dim
+
+    @cached_property
+    def frequencies(self) -> Tensor:
+        """Inverse RoPE frequencies [head_dim / 2], float64."""
+        pairs = torch.arange(self.shape.head_dim // 2, dtype=torch.float64)
+        exponents: Tensor = -2.0 * pairs / self.shape.head_dim
+        return self.shape.rope_base**exponents
+
+
+class Blob:
+    """Rows of some tokens, outside the cache.
+
+    Parameters
+    ----------
+    form : RowFormat
+    data : bytearray
+        As llama.cpp wrote it.
+
+    Raises
+    ------
+    KVBenchError
+        If it is not laid out as the pinned version does.
+    """
+
+    def __init__(self, form: RowFormat, data: bytearray) -> None:
+        self.form = form
+        self.data = data
+        magic, _sequence, streams, self.tokens = _HEADER.unpack_from(data)
+        if (magic, streams) != (MAGIC, 1) or len(data) != _size(form, self.tokens):
+            raise KVBenchError("llama.cpp's state format is not the pinned version's")
+
+    @classmethod
+    def empty(cls, form: RowFormat, positions: Tensor) -> Blob:
+        """Make a blob for tokens at some positions, rows all zero."""
+        count, shape = len(positions), form.shape
+        data = bytearray(_size(form, count))
+        _HEADER.pack_into(data, 0, MAGIC, 0, 1, count)
+        _KIND.pack_into(data, _cells_end(count), int(form.transposed), shape.layers)
+        for layer in range(shape.layers):
+            at = _keys_at(form, count, layer) - _ROWS.size
+            _ROWS.pack_into(data, at, form.row_type, form.row_bytes)
+            at = _values_at(form, count, layer)
+            if form.transposed:
+                element = form.row_bytes // form.width
+                _COLUMNS.pack_into(data, at - _COLUMNS.size, form.row_type, element, form.width)
+            else:
+                _ROWS.pack_into(data, at - _ROWS.size, form.row_type, form.row_bytes)
+        made = cls(form, data)
+        made._cells[:] = torch.tensor([0, 1, 0], dtype=torch.int32)
+        made.set_positions(positions)
+        return made
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of every token [tokens], int64; a copy."""
+        return self._cells[:, 0].long()
+
+    def set_positions(self, positions: Tensor) -> None:
+        """Give the tokens other positions [tokens]; keys are not rotated."""
+        self._cells[:, 0] = positions
+
+    @property
+    def _cells(self) -> Tensor:
+        count = CELL_NUMBERS * self.tokens
+        flat = torch.frombuffer(self.data, dtype=torch.int32, offset=_HEADER.size, count=count)
+        return flat.reshape(self.tokens, CELL_NUMBERS)
+
+    def keys(self, layer: int) -> Tensor:
+        """Return a layer's keys [tokens, kv_heads, head_dim], a view."""
+        return self._rows(_keys_at(self.form, self.tokens, layer))
+
+    def values(self, layer: int) -> Tensor:
+        """Return a layer's values [tokens, kv_heads, head_dim], a view."""
+        at, shape = _values_at(self.form, self.tokens, layer), self.form.shape
+        if not self.form.transposed:
+            return self._rows(at)
+        flat = self._elements(at)
+        return flat.reshape(shape.kv_heads, shape.head_dim, self.tokens).permute(2, 0, 1)
+
+    def row_marks(self) -> NDArray[np.int64]:
+        """Return the first eight bytes of every token's keys in the first layer, a view."""
+        at, step = _keys_at(self.form, self.tokens, 0), self.form.row_bytes
+        return np.ndarray((self.tokens,), np.int64, self.data, at, (step,))
+
+    def reordered(self, order: Tensor) -> Blob:
+        """Return a blob with the tokens in another order [tokens], int64."""
+        made = Blob.empty(self.form, self.positions[order])
+        for layer in range(self.form.shape.layers):
+            made.keys(layer).copy_(self.keys(layer)[order])
+            made.values(layer).copy_(self.values(layer)[order])
+        return made
+
+    def rotate(self, by: int) -> None:
+        """Move the tokens by some positions: keys rotate, labels follow."""
+        form = self.form
+        rope_rotate(
+            self._all_keys(),
+            torch.tensor(by),
+            form.frequencies,
+            interleaved=form.shape.interleaved,
+        )
+        self._cells[:, 0] += by
+
+    def _all_keys(self) -> Tensor:
+        """Return every layer's keys [layers, kv_heads, tokens, head_dim], a view."""
+        form, shape = self.form, self.form.shape
+        first = _keys_at(form, self.tokens, 0)
+        step = (_keys_at(form, self.tokens, 1) - first) // form.dtype.itemsize
+        count = (shape.layers - 1) * step + self.tokens * form.width
+        flat = torch.frombuffer(self.data, dtype=form.dtype, offset=first, count=count)
+        size = (shape.layers, shape.kv_heads, self.tokens, shape.head_dim)
+        return flat.as_strided(size, (step, shape.head_dim, form.width, 1))
+
+    def _rows(self, at: int) -> Tensor:
+        shape = self.form.shape
+        return self._elements(at).reshape(self.tokens, shape.kv_heads, shape.head_dim)
+
+    def _elements(self, at: int) -> Tensor:
+        count = self.tokens * self.form.width
+        return torch.frombuffer(self.data, dtype=self.form.dtype, offset=at, count=count)
+
+
+def _cells_end(count: int) -> int:
+    return _HEADER.size + 4 * CELL_NUMBERS * count
+
+
+def _keys_at(form: RowFormat, count: int, layer: int) -> int:
+    """Return where a layer's keys start; the header of every layer stands before its rows."""
+    before = layer * (_ROWS.size + count * form.row_bytes)
+    return _cells_end(count) + _KIND.size + before + _ROWS.size
+
+
+def _values_at(form: RowFormat, count: int, layer: int) -> int:
+    header = _COLUMNS.size if form.transposed else _ROWS.size
+    keys_end = _keys_at(form, count, form.shape.layers) - _ROWS.size
+    return keys_end + layer * (header + count * form.row_bytes) + header
+
+
+def _size(form: RowFormat, count: int) -> int:
+    header = _COLUMNS.size if form.transposed else _ROWS.size
+    return _values_at(form, count, form.shape.layers) - header

@@ -1,0 +1,239 @@
+"""One llama.cpp context: a unified cache, batches over many sequences, and the watch on it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, llama
+from agentbench_kv.engines.llamacpp.backend.watch import Watch, make_watch
+from agentbench_kv.engines.llamacpp.metadata import read_metadata
+from agentbench_kv.engines.llamacpp.shape import ModelShape, model_shape
+from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
+
+__all__ = ["Batch", "Context", "free_threads"]
+
+MOST_SEQUENCES = 256
+"""LLAMA_MAX_SEQ."""
+ROPE_TYPES = {False: 2, True: 0}
+"""llama.cpp's numbers for halves and for neighbouring pairs."""
+
+
+@dataclass
+class Batch:
+    """Tokens of one decode: sequence by sequence, positions ascending within each.
+
+    `wanted` are indices of the tokens whose logits are asked for.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    sequences: list[int]
+    wanted: list[int]
+
+
+class Context:
+    """A model file with a cache of `cells` tokens for all its sequences together.
+
+    Parameters
+    ----------
+    path : Path
+        GGUF file.
+    cells : int
+        Cached tokens, rounded up to a multiple of 256.
+    sequences : int
+        Sequences there may be at once, a scratch one included.
+    row_type : int
+        ggml's number of the type of cached rows.
+    batch : int
+        Most tokens of a decode.
+    queries : bool
+        Whether to keep the queries of every decode.
+    threads : int
+    flash : bool
+        Flash attention: values lie by rows, and sums are taken in half precision on a CPU.
+    watch : Watch, optional
+        Instead of the best there is.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        cells: int,
+        sequences: int,
+        row_type: int = 0,
+        batch: int = 512,
+        queries: bool = False,
+        threads: int = 1,
+        flash: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        self._llama = llama()
+        ggml()
+        self.shape: ModelShape = model_shape(read_metadata(path))
+        self.watch = watch or make_watch(self.shape.layers, queries)
+        self.row_type = row_type
+        self.flash = flash
+        self.scratch = min(sequences, MOST_SEQUENCES) - 1
+        self.most_tokens = batch
+        self._model = self._load(path)
+        self._context = self._start(cells, batch, threads, flash)
+        self.memory = self._llama.llama_get_memory(self._context)
+        self.cells = int(self._llama.llama_n_ctx(self._context))
+        self._batch = self._llama.llama_batch_init(batch, 0, 1)
+        self._warm_up()
+
+    @property
+    def raw(self) -> Any:
+        """The `llama_context` pointer, for calls that are not wrapped here."""
+        return self._context
+
+    def _load(self, path: Path) -> Any:
+        options = self._llama.llama_model_default_params()
+        options.n_gpu_layers = 0
+        model = self._llama.llama_model_load_from_file(str(path).encode(), options)
+        if not model:
+            raise PrerequisiteError(f"llama.cpp cannot load {path}; make or download it again")
+        self._check(model)
+        return model
+
+    def _check(self, model: Any) -> None:
+        """Refuse what the file's header did not give away."""
+        binding, shape = self._llama, self.shape
+        if binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model):
+            raise UsageError("the model has recurrent layers, which have no rows to save")
+        if binding.llama_model_n_swa(model):
+            raise UsageError("the model attends in sliding windows, which forget rows")
+        if binding.llama_model_rope_type(model) != ROPE_TYPES[shape.interleaved]:
+            raise UsageError(f"the RoPE of {shape.architecture} is not the one expected")
+
+    def _start(self, cells: int, batch: int, threads: int, flash: bool) -> Any:
+        options = self._llama.llama_context_default_params()
+        options.n_ctx, options.n_seq_max = cells, self.scratch + 1
+        options.n_batch = options.n_ubatch = batch
+        options.n_threads = options.n_threads_batch = threads
+        options.flash_attn_type = int(flash)
+        options.type_k = options.type_v = self.row_type
+        # Without it, copying a part of a sequence aborts the process.
+        options.kv_unified = True
+        options.no_perf = True
+        options.cb_eval = self.watch.callback
+        options.cb_eval_user_data = self.watch.data
+        context = self._llama.llama_init_from_model(self._model, options)
+        if not context:
+            raise PrerequisiteError(
+                f"llama.cpp cannot make a cache of {cells} tokens; lower --max-live-tokens"
+            )
+        return context
+
+    def _warm_up(self) -> None:
+        """Decode one token, so that the watch learns where the cache lies; forget it again."""
+        self.decode(Batch([0], [0], [self.scratch], []))
+        self._llama.llama_memory_clear(self.memory, True)
+        for kind in "kv":
+            base = self.tensor(kind, 0)
+            if base is None or not ggml().ggml_backend_buffer_is_host(base.buffer):
+                raise PrerequisiteError("the cache is not in host memory; build without a GPU")
+
+    def tensor(self, kind: str, layer: int) -> Tensor | None:
+        """Return the cache tensor of `kind` `k` or `v` in a layer."""
+        address = self.watch.base(kind, layer)
+        if not address:
+            return None
+        return ctypes.cast(address, ctypes.POINTER(Tensor)).contents
+
+    def decode(self, batch: Batch) -> torch.Tensor:
+        """Run the model; return logits [wanted, vocabulary], a copy.
+
+        Raises
+        ------
+        CapacityError
+            If the cache has not as many free cells as the batch has tokens.
+        KVBenchError
+            If llama.cpp refuses the batch: a sequence's next position must follow its last one.
+        """
+        raw = self._batch
+        raw.n_tokens = len(batch.tokens)
+        wanted = set(batch.wanted)
+        for i, token in enumerate(batch.tokens):
+            raw.token[i], raw.pos[i] = token, batch.positions[i]
+            raw.n_seq_id[i], raw.seq_id[i][0] = 1, batch.sequences[i]
+            raw.logits[i] = i in wanted
+        self.watch.begin()
+        code = self._llama.llama_decode(self._context, raw)
+        if code == 1:
+            raise CapacityError(f"the cache of {self.cells} tokens is full")
+        if code:
+            raise KVBenchError(f"llama.cpp refused a batch (code {code})")
+        return self._logits(batch.wanted)
+
+    def _logits(self, wanted: Sequence[int]) -> torch.Tensor:
+        rows = np.empty((len(wanted), self.shape.vocabulary), np.float32)
+        for row, index in zip(rows, wanted, strict=True):
+            found = self._llama.llama_get_logits_ith(self._context, index)
+            row[:] = np.ctypeslib.as_array(found, (self.shape.vocabulary,))
+        return torch.from_numpy(rows)
+
+    def remove(self, sequence: int, start: int = -1, end: int = -1) -> None:
+        """Drop a sequence's cells whose positions are in [start, end); -1: from or to the end."""
+        if not self._llama.llama_memory_seq_rm(self.memory, sequence, start, end):
+            raise KVBenchError("llama.cpp cannot drop a part of this sequence")
+
+    def share(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
+        """Make a sequence's cells in [start, end) also the target's; nothing is copied."""
+        self._llama.llama_memory_seq_cp(self.memory, source, target, start, end)
+
+    def last_position(self, sequence: int) -> int:
+        """Return the largest position of a sequence, -1 if it is empty."""
+        return int(self._llama.llama_memory_seq_pos_max(self.memory, sequence))
+
+    def state(self, sequence: int) -> bytearray:
+        """Return the cells of a sequence in llama.cpp's state format."""
+        size = self._llama.llama_state_seq_get_size(self._context, sequence)
+        data = bytearray(size)
+        view = (ctypes.c_uint8 * size).from_buffer(data)
+        got = self._llama.llama_state_seq_get_data(self._context, view, size, sequence)
+        if got != size:
+            raise KVBenchError(f"llama.cpp wrote {got} bytes of a state of {size}")
+        return data
+
+    def set_state(self, sequence: int, data: bytearray) -> None:
+        """Replace a sequence by the cells in `data`.
+
+        Raises
+        ------
+        CapacityError
+            If the cache has not as many free cells.
+        """
+        view = (ctypes.c_uint8 * len(data)).from_buffer(data)
+        got = self._llama.llama_state_seq_set_data(self._context, view, len(data), sequence)
+        if got != len(data):
+            raise CapacityError(f"the cache of {self.cells} tokens has no room for a block")
+
+    def close(self) -> None:
+        """Free model and cache; the context is unusable afterwards."""
+        if self._context:
+            self._llama.llama_batch_free(self._batch)
+            self._llama.llama_free(self._context)
+            self._llama.llama_model_free(self._model)
+            self._context = None
+
+
+def free_threads() -> int:
+    """Return how many threads may compute: `OMP_NUM_THREADS`, or the processors nobody uses.
+
+    The threads wait for one another in busy loops, so that one too many costs a hundredfold.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen.isdigit() and int(chosen):
+        return int(chosen)
+    idle = len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])
+    return max(1, idle)

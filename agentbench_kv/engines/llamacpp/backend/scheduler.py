@@ -1,0 +1,352 @@
+"""Continuous batching over one llama.cpp context: one thread owns it and does all work on it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.llamacpp.backend.cells import Cells
+from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
+from agentbench_kv.engines.llamacpp.backend.room import Room
+from agentbench_kv.engines.llamacpp.backend.session import (
+    BackendGeneration,
+    BackendSession,
+    EventStore,
+)
+from agentbench_kv.engines.llamacpp.backend.streams import Stream, error_document
+from agentbench_kv.engines.llamacpp.backend.worker import KeptRows
+from agentbench_kv.engines.serving.backend.ledger import Cut
+from agentbench_kv.engines.serving.backend.orders import Removal
+from agentbench_kv.engines.serving.backend.policy import Policy
+from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
+from agentbench_kv.errors import KVBenchError
+
+__all__ = ["PREFILL_CHUNK", "STEP_TOKENS", "Scheduler"]
+
+PREFILL_CHUNK = 512
+STEP_TOKENS = 1024
+ASK_S = 0.005
+"""Longest wait for sessions whose reader has not asked for the next token yet."""
+
+T = TypeVar("T")
+
+
+class Scheduler:
+    """Runs the sessions of one context.
+
+    Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
+    events fall on the same tokens.
+
+    Parameters
+    ----------
+    context : Context
+    policy : Policy
+    """
+
+    def __init__(self, context: Context, policy: Policy) -> None:
+        self.context = context
+        self.cells = Cells(context)
+        self.policy = policy
+        self._method = policy.method
+        shape, form = context.shape, self.cells.form
+        self._bytes = 2 * shape.layers * form.row_bytes
+        rows = RowShape(
+            shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, torch.float32,
+            torch.device("cpu"),
+        )  # fmt: skip
+        self.worker = KeptRows(policy, rows, form.frequencies.float())
+        self.room = Room(context, self._method)
+        self._work = threading.Condition()
+        self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._waiting: deque[BackendGeneration] = deque()
+        self._running: list[BackendGeneration] = []
+        self.sessions: dict[str, BackendSession] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
+        self._thread.start()
+
+    def start(self, request: dict[str, Any], sampling: Sampling, stream: Stream) -> None:
+        """Queue a generation of a session, which is opened if it is new."""
+        stream.stepwise = request["stepwise"]
+
+        def begin() -> None:
+            name = request["session"]
+            session = self.sessions.get(name) or self._open(name, request["recipe"])
+            if any(each.session is session for each in (*self._running, *self._waiting)):
+                raise KVBenchError(f"session {name} is generating")
+            self._match(session, request["known"])
+            session.tokens += request["tokens"]
+            # After a loss the whole session is one prefill.
+            session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
+            self._waiting.append(BackendGeneration(session, sampling, stream))
+
+        self.call(begin)
+
+    def _match(self, session: BackendSession, known: int) -> None:
+        """Forget what a cancelled generation made after the last token that its caller saw."""
+        if session.ledger.fed > known:
+            self.worker.drop(session.name)
+            session.lose()
+        del session.tokens[known:]
+        if len(session.tokens) != known:
+            raise KVBenchError(
+                f"session {session.name} has {len(session.tokens)} tokens, not {known}"
+            )
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the thread that owns the context; return what it returns."""
+        done: Future[T] = Future()
+        with self._work:
+            if self._stopping:
+                raise KVBenchError("the backend is stopping")
+            self._errands.append((work, done))
+            self._work.notify_all()
+        return done.result()
+
+    def wake(self) -> None:
+        """Look again: a reader has asked for a token, or hung up."""
+        with self._work:
+            self._work.notify_all()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        self._thread.join()
+
+    def idle_session(self, name: str, more: int = 0) -> BackendSession:
+        """Return a session that is not generating, its rows in the cache; on the own thread.
+
+        Parameters
+        ----------
+        name : str
+        more : int
+            Rows that it is about to get.
+
+        Raises
+        ------
+        KVBenchError
+            If it is unknown or generating.
+        CapacityError
+            If there is no room for its rows.
+        """
+        session = self.sessions.get(name)
+        if session is None:
+            raise KVBenchError(f"session {name} is not open")
+        if any(each.session is session for each in (*self._running, *self._waiting)):
+            raise KVBenchError(f"session {name} is generating")
+        self.room.bring_in(session, session.rows.live + more, self.sessions.values())
+        return session
+
+    def close_session(self, name: str) -> KVStats | None:
+        """Free a session and return its accounting; on the own thread."""
+        session = self.sessions.pop(name, None)
+        if session is None:
+            return None
+        for generation in [*self._running, *self._waiting]:
+            if generation.session is session:
+                self._retire(generation)
+                generation.stream.finish({"done": True})
+        stats = session.stats()
+        session.rows.free()
+        self.worker.drop(name)
+        self.room.release(session)
+        return stats
+
+    def pool(self) -> dict[str, Any]:
+        """Say what the cache holds; on the own thread."""
+        held = sum(session.rows.resident for session in self.sessions.values())
+        return {
+            "total_blocks": self.context.cells,
+            "free_blocks": self.context.cells - held,
+            "sessions": len(self.sessions),
+            "parked": sum(s.rows.resident < s.rows.live for s in self.sessions.values()),
+            "parkings": self.room.parkings,
+            "watch": type(self.context.watch).__name__,
+        }
+
+    def _open(self, name: str, recipe: str) -> BackendSession:
+        session = BackendSession(name, recipe, self._method, self.cells, self._bytes)
+        self.sessions[name] = session
+        return session
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while (batch := self._next_batch()) is not None:
+                if not batch:
+                    continue
+                try:
+                    self._step(batch)
+                except Exception as error:  # noqa: BLE001  a failed step must not end the engine
+                    self._break(batch, error)
+
+    def _next_batch(self) -> list[BackendGeneration] | None:
+        """Do errands, admit, and choose who takes part; None when stopping."""
+        with self._work:
+            if self._stopping:
+                return None
+            errands, self._errands = self._errands, deque()
+        for work, done in errands:
+            _run(work, done)
+        self._drop_closed()
+        self._admit()
+        with self._work:
+            self._await_readers()
+            batch = self._plan()
+            if not batch and not self._errands and not self._stopping:
+                self._work.wait()
+        return batch
+
+    def _await_readers(self) -> None:
+        """Wait a moment for readers that have not asked yet, so that they share the next step."""
+        deadline = time.monotonic() + ASK_S
+        while not self._errands and not self._stopping:
+            waited = deadline - time.monotonic()
+            late = [g for g in self._running if not g.stream.ready and not g.stream.closed]
+            if waited <= 0 or not late or len(late) == len(self._running):
+                return
+            self._work.wait(waited)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            generation = self._waiting[0]
+            try:
+                if not self.room.admit(generation, self._running, self.sessions.values()):
+                    return
+            except KVBenchError as error:
+                self._waiting.popleft()
+                self._fail(generation, error)
+                continue
+            self._running.append(self._waiting.popleft())
+
+    def _drop_closed(self) -> None:
+        for generation in [each for each in self._waiting if each.stream.closed]:
+            self._waiting.remove(generation)
+        for generation in [each for each in self._running if each.stream.closed]:
+            self._finish(generation)
+
+    def _plan(self) -> list[BackendGeneration]:
+        batch: list[BackendGeneration] = []
+        left = STEP_TOKENS
+        for generation in self._running:
+            rows = min(generation.session.pending, PREFILL_CHUNK)
+            if generation.stream.ready and not generation.stream.closed and rows <= left:
+                batch.append(generation)
+                left -= rows
+        return batch
+
+    def _step(self, batch: list[BackendGeneration]) -> None:
+        logits, ready = self._forward(batch)
+        for generation, row in zip(ready, logits, strict=True):
+            self._advance(generation, row)
+
+    def _forward(
+        self, batch: list[BackendGeneration]
+    ) -> tuple[torch.Tensor, list[BackendGeneration]]:
+        """Feed a chunk of every session; return logits [ready, vocabulary] of those fully fed."""
+        packed, fed, ready = Batch([], [], [], []), [], []
+        for generation in batch:
+            session = generation.session
+            tokens, first = session.chunk(PREFILL_CHUNK), session.rows.next
+            packed.tokens += tokens
+            packed.positions += range(first, first + len(tokens))
+            packed.sequences += [session.rows.sequence] * len(tokens)
+            fed.append(Fed(session.name, session.ledger.fed, tokens))
+            if len(tokens) == session.pending:
+                packed.wanted.append(len(packed.tokens) - 1)
+                ready.append(generation)
+        logits = self.context.decode(packed)
+        self._take_in(batch, fed)
+        return logits, ready
+
+    def _take_in(self, batch: list[BackendGeneration], fed: list[Fed]) -> None:
+        """Note where the rows went, and keep the queries that the method wants."""
+        recipes = {each.session.name: each.session.recipe for each in batch}
+        write = self.worker.feed(fed, recipes)
+        cells = self.context.watch.cells()
+        start = 0
+        for generation, part in zip(batch, fed, strict=True):
+            end = start + len(part.tokens)
+            generation.session.fed(cells[start:end])
+            start = end
+        if self.context.watch.wants_queries:
+            self._keep_queries(batch, fed, write)
+
+    def _keep_queries(self, batch: list[BackendGeneration], fed: list[Fed], write: Any) -> None:
+        shape = self.context.shape
+        for layer in range(shape.layers):
+            queries = self.context.watch.queries(layer, shape.query_heads)
+            queries = shape.in_halves(queries)
+            if write is not None:
+                self.worker.rings.write(layer, queries, write)
+            if self.worker.wants_sums:
+                self._add_sums(layer, queries, batch, fed)
+
+    def _add_sums(
+        self, layer: int, queries: torch.Tensor, batch: list[BackendGeneration], fed: list[Fed]
+    ) -> None:
+        start = 0
+        for generation, part in zip(batch, fed, strict=True):
+            own = queries[:, start : start + len(part.tokens)]
+            start += len(part.tokens)
+            rows = generation.session.rows
+            keys = self.context.shape.in_halves(self.cells.keys[layer][:, rows.cells])
+            self.worker.sums.add(part.session, layer, own, keys.float())
+
+    def _advance(self, generation: BackendGeneration, logits: torch.Tensor) -> None:
+        """Sample one token for a session whose pending tokens are all fed; run a due event."""
+        session = generation.session
+        token = generation.sample(logits)
+        session.accept(token)
+        self._event(session, session.ledger.sampled())
+        if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
+            self._finish(generation)
+
+    def _event(self, session: BackendSession, cut: Cut | None) -> None:
+        if cut is None:
+            return
+        number = len(session.ledger.stats.events) - 1
+        removal = Removal(session.name, number, cut=cut, blocks=[])
+        moved = self.worker.remove(removal, EventStore(self.cells, session.rows))
+        session.ledger.moved(number, moved)
+
+    def _finish(self, generation: BackendGeneration) -> None:
+        session = generation.session
+        self._retire(generation)
+        self._event(session, session.ledger.end_turn())
+        self.room.settle(session)
+        generation.stream.finish({"done": True})
+
+    def _retire(self, generation: BackendGeneration) -> None:
+        if generation in self._running:
+            self._running.remove(generation)
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+
+    def _fail(self, generation: BackendGeneration, error: Exception) -> None:
+        self._retire(generation)
+        generation.stream.finish(error_document(error))
+
+    def _break(self, batch: list[BackendGeneration], error: Exception) -> None:
+        """End the generations of a failed step; their sessions are computed again when asked."""
+        for generation in batch:
+            session = generation.session
+            self.worker.drop(session.name)
+            session.lose()
+            self.room.release(session)
+            self._fail(generation, error)
+
+
+def _run(work: Callable[[], Any], done: Future[Any]) -> None:
+    try:
+        done.set_result(work())
+    except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
+        done.set_exception(error)

@@ -1,0 +1,233 @@
+"""Watching a graph being evaluated: which cells tokens went to, and the queries behind RoPE.
+
+`NativeWatch` is the plug-in (csrc/watch.cpp), `PythonWatch` the same without a compiler; a decode
+step costs the latter about a millisecond more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, llama, op_number
+from agentbench_kv.engines.llamacpp.backend.plugin import load_plugin
+from agentbench_kv.errors import PrerequisiteError
+
+__all__ = ["NativeWatch", "PythonWatch", "Watch", "make_watch"]
+
+logger = logging.getLogger(__name__)
+
+CACHE_NAME = re.compile(rb"cache_([kv])_l(\d+)$")
+QUERY_NAME = re.compile(rb"Qcur-(\d+)$")
+INT64 = 27
+_NUMPY = {0: np.float32, 1: np.float16}
+
+
+class Watch(ABC):
+    """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch.
+
+    Parameters
+    ----------
+    layers : int
+    queries : bool
+        Whether to keep queries.
+    """
+
+    def __init__(self, layers: int, queries: bool) -> None:
+        self.layers = layers
+        self.wants_queries = queries
+
+    @property
+    @abstractmethod
+    def callback(self) -> Any:
+        """Value of `llama_context_params.cb_eval`."""
+
+    @property
+    def data(self) -> int | None:
+        """Value of `llama_context_params.cb_eval_user_data`."""
+        return None
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget the last batch."""
+
+    @abstractmethod
+    def base(self, kind: str, layer: int) -> int:
+        """Return the address of the cache tensor of `kind` `k` or `v`; 0 before a first decode."""
+
+    @abstractmethod
+    def cells(self) -> torch.Tensor:
+        """Return the cell of every token since `begin`, int64."""
+
+    @abstractmethod
+    def queries(self, layer: int, heads: int) -> torch.Tensor:
+        """Return queries [heads, tokens, head_dim] of the tokens since `begin`, float32."""
+
+
+def make_watch(layers: int, queries: bool) -> Watch:
+    """Return the plug-in's watch, or the one in Python with one warning that says why."""
+    try:
+        return NativeWatch(layers, queries)
+    except PrerequisiteError as error:
+        logger.warning("llama.cpp is watched from Python, which is slower: %s", error)
+        return PythonWatch(layers, queries)
+
+
+class NativeWatch(Watch):
+    """The plug-in's watch.
+
+    Raises
+    ------
+    PrerequisiteError
+        Without a compiler, or if its headers are not those of the libraries.
+    """
+
+    def __init__(self, layers: int, queries: bool) -> None:
+        super().__init__(layers, queries)
+        self._plugin = load_plugin()
+        self._watch = self._plugin.kvb_watch_new(layers, int(queries))
+
+    @property
+    def callback(self) -> Any:
+        """The C++ function."""
+        kind = llama().ggml_backend_sched_eval_callback
+        return ctypes.cast(self._plugin.kvb_watch_callback(), kind)
+
+    @property
+    def data(self) -> int | None:
+        """The C++ object."""
+        return int(self._watch)
+
+    def begin(self) -> None:
+        """Forget the last batch."""
+        self._plugin.kvb_watch_begin(self._watch)
+
+    def base(self, kind: str, layer: int) -> int:
+        """Return the address of a cache tensor."""
+        return int(self._plugin.kvb_watch_base(self._watch, int(kind == "v"), layer) or 0)
+
+    def cells(self) -> torch.Tensor:
+        """Return the cells."""
+        count = ctypes.c_int64()
+        first = self._plugin.kvb_watch_cells(self._watch, ctypes.byref(count))
+        return _copied(first, count.value, torch.int64)
+
+    def queries(self, layer: int, heads: int) -> torch.Tensor:
+        """Return one layer's queries."""
+        count = ctypes.c_int64()
+        first = self._plugin.kvb_watch_queries(self._watch, layer, ctypes.byref(count))
+        rows = _copied(first, count.value, torch.float32)
+        return rows.reshape(self.cells().numel(), heads, -1).transpose(0, 1)
+
+
+def _copied(first: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if not count:
+        return torch.zeros(0, dtype=dtype)
+    return torch.from_numpy(np.ctypeslib.as_array(first, (count,)).copy())
+
+
+class PythonWatch(Watch):
+    """The watch in Python. It can also keep any other tensor of the graph by name.
+
+    Parameters
+    ----------
+    layers, queries
+        As for `Watch`.
+    names : collection of str
+        Further tensors to keep in `kept`, for example `kq_soft_max-0`.
+    """
+
+    def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:
+        super().__init__(layers, queries)
+        self.names = frozenset(name.encode() for name in names)
+        self.kept: dict[str, list[Any]] = {}
+        self._ggml = ggml()
+        self._set_rows, self._rope = op_number("SET_ROWS"), op_number("ROPE")
+        self._bases: dict[tuple[str, int], int] = {}
+        self._cells: list[Any] = []
+        self._queries: dict[int, list[Any]] = {}
+        self._callback = llama().ggml_backend_sched_eval_callback(self._call)
+
+    @property
+    def callback(self) -> Any:
+        """The Python function."""
+        return self._callback
+
+    def begin(self) -> None:
+        """Forget the last batch."""
+        self._cells.clear()
+        self._queries.clear()
+        self.kept.clear()
+
+    def base(self, kind: str, layer: int) -> int:
+        """Return the address of a cache tensor."""
+        return self._bases.get((kind, layer), 0)
+
+    def cells(self) -> torch.Tensor:
+        """Return the cells."""
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self._cells]))
+
+    def queries(self, layer: int, heads: int) -> torch.Tensor:  # noqa: ARG002
+        """Return one layer's queries."""
+        return torch.from_numpy(np.concatenate(self._queries[layer])).transpose(0, 1)
+
+    def _call(self, address: int, asking: bool, _data: object) -> bool:
+        return self._ask(address) if asking else self._take(address)
+
+    def _ask(self, address: int) -> bool:
+        name: bytes = self._ggml.ggml_get_name(address)
+        if name in self.names:
+            return True
+        if name.startswith(b"cache_"):
+            return self._note_cache(_tensor(address))
+        return self.wants_queries and self._query_layer(address, name) >= 0
+
+    def _note_cache(self, tensor: Tensor) -> bool:
+        """Learn where a cache lies; True if the tensor holds the cells of the batch."""
+        if tensor.op != self._set_rows or not tensor.view_src:
+            return False
+        match = CACHE_NAME.match(_tensor(tensor.view_src).name)
+        if match is None:
+            return False
+        kind, layer = match[1].decode(), int(match[2])
+        self._bases[kind, layer] = tensor.view_src
+        return kind == "k" and layer == 0
+
+    def _query_layer(self, address: int, name: bytes) -> int:
+        """Return the layer whose rotated queries a tensor holds; three tensors share the name."""
+        match = QUERY_NAME.match(name)
+        if match is None or _tensor(address).op != self._rope:
+            return -1
+        return int(match[1])
+
+    def _take(self, address: int) -> bool:
+        name: bytes = self._ggml.ggml_get_name(address)
+        if name.startswith(b"cache_"):
+            self._cells.append(self._array(_tensor(address).src[1]).reshape(-1))
+            return True
+        if name in self.names:
+            self.kept.setdefault(name.decode(), []).append(self._array(address))
+        layer = self._query_layer(address, name) if self.wants_queries else -1
+        if layer >= 0:
+            self._queries.setdefault(layer, []).append(self._array(address)[0])
+        return True
+
+    def _array(self, address: int) -> Any:
+        """Copy a tensor; numpy's dimensions are ggml's in reverse."""
+        tensor = _tensor(address)
+        raw = np.empty(tensor.nb[3] * tensor.ne[3], np.uint8)
+        self._ggml.ggml_backend_tensor_get(address, raw.ctypes.data, 0, raw.nbytes)
+        kind = np.int64 if tensor.type == INT64 else _NUMPY[tensor.type]
+        shape, steps = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
+        return np.lib.stride_tricks.as_strided(raw.view(kind), shape, steps).copy()
+
+
+def _tensor(address: int) -> Tensor:
+    return ctypes.cast(address, ctypes.POINTER(Tensor)).contents

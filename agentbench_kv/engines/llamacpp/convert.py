@@ -1,0 +1,260 @@
+"""A Hugging Face model folder as a GGUF file, for models small enough to check to the bit.
+
+The families are those whose attention the engine knows: Qwen2, Qwen3, Llama and Mistral. Real
+models are better converted, and quantised, with llama.cpp's own tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentbench_kv.engines.llamacpp.pretokenizers import pretokenizer_name
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+
+__all__ = ["ARCHITECTURES", "NO_TOKENIZER", "convert"]
+
+Array = npt.NDArray[np.float32]
+
+ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
+"""Model types of Hugging Face with llama.cpp's name of the architecture."""
+
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+NO_TOKENIZER = "--no-tokenizer"
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
+    """Write the model in `folder` to the GGUF file `out`, weights as float32; return `out`.
+
+    Parameters
+    ----------
+    folder : Path
+        With config.json, tokenizer.json and safetensors.
+    out : Path
+        Written in one step: an interrupted conversion leaves nothing under this name.
+    tokenizer : bool
+        Whether the file gets the tokenizer; the engine does without where it has the folder's.
+
+    Raises
+    ------
+    UsageError
+        For a family, a RoPE or a tokenizer that the file could not express.
+    PrerequisiteError
+        If a file or the package `gguf` is missing.
+    """
+    gguf = _gguf()
+    config = _json(folder / "config.json")
+    architecture = _architecture(config)
+    draft = out.with_name(f".{out.name}.part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(draft, architecture)
+    try:
+        _write_shape(writer, config, architecture)
+        _write_special_ids(writer, folder, config)
+        if tokenizer:
+            _write_tokenizer(writer, folder, config)
+        else:
+            writer.add_tokenizer_model("none")
+        for name, tensor in _tensors(folder, config, architecture):
+            writer.add_tensor(name, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+    return out
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise PrerequisiteError(
+            "converting needs the package gguf: pip install 'agentbench-kv[llamacpp]', "
+            "or kvbench env create llamacpp"
+        ) from None
+    return gguf
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PrerequisiteError(f"cannot read {path} ({error}); give a model folder") from None
+    return found
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    family = config.get("model_type")
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UsageError(f"kvbench convert knows {known}, not {family!r}; use llama.cpp's own")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UsageError(f"kvbench convert writes plain RoPE, not {kind!r}; use llama.cpp's own")
+    if family == "mistral" and config.get("sliding_window"):
+        raise UsageError("the model attends in a sliding window, which the engine refuses")
+    return ARCHITECTURES[family]
+
+
+def _write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(theta)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if architecture == "llama":
+        writer.add_rope_dimension_count(head_dim)
+
+
+def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    tokenizer = _json(folder / "tokenizer.json")
+    model = tokenizer["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise UsageError("the tokenizer is no byte-level BPE; use the converter of llama.cpp")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pretokenizer_name(tokenizer))
+    tokens, types = _vocabulary(tokenizer, config["vocab_size"])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    template = _chat_template(folder)
+    if template:
+        writer.add_chat_template(template)
+
+
+def _vocabulary(tokenizer: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Return the text and the GGUF type of every id; ids without a token are padding."""
+    words = {index: text for text, index in tokenizer["model"]["vocab"].items()}
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", ())}
+    tokens, types = [], []
+    for index in range(size):
+        if index in added:
+            tokens.append(added[index]["content"])
+            types.append(CONTROL if added[index]["special"] else USER_DEFINED)
+        else:
+            tokens.append(words.get(index, f"[PAD{index}]"))
+            types.append(NORMAL if index in words else UNUSED)
+    return tokens, types
+
+
+def _write_special_ids(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    generation = folder / "generation_config.json"
+    chosen = {**config, **(_json(generation) if generation.exists() else {})}
+    ends = chosen.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if ends[0] is not None:
+        writer.add_eos_token_id(ends[0])
+        writer.add_array("kvbench.eos_token_ids", ends)
+    for role, add in (("bos", writer.add_bos_token_id), ("pad", writer.add_pad_token_id)):
+        if chosen.get(f"{role}_token_id") is not None:
+            add(chosen[f"{role}_token_id"])
+
+
+def _chat_template(folder: Path) -> str:
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        return own.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    return str(_json(path).get("chat_template") or "") if path.exists() else ""
+
+
+def _tensors(
+    folder: Path, config: Mapping[str, Any], architecture: str
+) -> Iterator[tuple[str, Array]]:
+    """Yield GGUF names with float32 weights."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise PrerequisiteError(f"no *.safetensors in {folder}; give a model folder")
+    for path in files:
+        with safe_open(path, framework="pt") as weights:
+            for key in weights.keys():  # noqa: SIM118  not a mapping
+                if key == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                order = _order(key, config) if architecture == "llama" else _as_is
+                yield _name(key), order(weights.get_tensor(key).to(torch.float32).numpy())
+
+
+def _name(key: str) -> str:
+    if key in _WHOLE:
+        return _WHOLE[key]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", key)
+    if match is None or match[2] not in _PARTS:
+        raise UsageError(f"kvbench convert does not know the tensor {key}; use llama.cpp's own")
+    return f"blk.{match[1]}.{_PARTS[match[2]]}.{match[3]}"
+
+
+def _as_is(tensor: Array) -> Array:
+    return np.ascontiguousarray(tensor)
+
+
+def _order(key: str, config: Mapping[str, Any]) -> Callable[[Array], Array]:
+    """Return how rows are reordered: llama.cpp's Llama rotates neighbouring pairs, not halves."""
+    heads = config["num_attention_heads"]
+    if "k_proj" in key:
+        heads = config.get("num_key_value_heads") or heads
+    elif "q_proj" not in key:
+        return _as_is
+
+    def interleave(tensor: Array) -> Array:
+        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+        return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
+
+    return interleave
+
+
+def main() -> int:
+    """Convert FOLDER to OUT [--no-tokenizer]; errors of the user are one line on stderr and exit code 2."""
+    folder, out = map(Path, sys.argv[1:3])
+    try:
+        convert(folder, out, tokenizer=sys.argv[3:] != [NO_TOKENIZER])
+    except KVBenchError as error:
+        print(error, file=sys.stderr)  # noqa: T201  the parent process reads it
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""A Hugging Face tokenizer folder out of a GGUF file: the gateway speaks that language."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.engines.llamacpp.pretokenizers import pretokenizer_of
+from agentbench_kv.errors import UsageError
+
+__all__ = ["tokenizer_files", "write_tokenizer"]
+
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+"""Token types of GGUF; 1 is an ordinary token."""
+
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> Path:
+    """Write the files of a GGUF file's tokenizer into `folder`, each in one step; return it.
+
+    Raises
+    ------
+    UsageError
+        If it is no byte-level BPE with a known pre-tokenizer.
+    """
+    files = tokenizer_files(metadata)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(draft).replace(folder / name)
+    return folder
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> text of the files, from the `tokenizer.*` keys of a GGUF header."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise UsageError(
+            f"the file's tokenizer is {kind!r}; the llamacpp engine reads byte-level BPE (gpt2)"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    files = {
+        "tokenizer.json": json.dumps(_tokenizer(metadata, tokens, types), ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(_config(metadata, tokens)),
+    }
+    template = metadata.get("tokenizer.chat_template")
+    if template:
+        files["chat_template.jinja"] = template
+    return files
+
+
+def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    added = [
+        {
+            "id": index,
+            "content": tokens[index],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for index, kind in enumerate(types)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    skipped = {token["id"] for token in added}
+    skipped |= {index for index, kind in enumerate(types) if kind == UNUSED}
+    pre = str(metadata.get("tokenizer.ggml.pre", ""))
+    model = {
+        "type": "BPE",
+        "ignore_merges": pre == "llama-bpe",
+        "vocab": {token: i for i, token in enumerate(tokens) if i not in skipped},
+        "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": pretokenizer_of(pre),
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": model,
+    }
+
+
+def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None:
+            config[f"{role}_token"] = tokens[index]
+    return config

@@ -1,0 +1,148 @@
+"""How the harness starts the backend and takes tokens from it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
+from agentbench_kv.engines.serving.control import ControlClient
+from agentbench_kv.engines.serving.links import link_packages
+from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
+from agentbench_kv.errors import CapacityError, KVBenchError
+
+__all__ = ["LlamaCppWire"]
+
+SETTINGS = "KVBENCH_LLAMACPP"
+"""Environment variable of the backend; see `backend.server.Settings`."""
+_BACKEND = "agentbench_kv.engines.llamacpp.backend.server"
+_START_S = 300.0
+_ANSWER_S = 3600.0
+"""A queue of prefills may stand before a token."""
+
+
+class LlamaCppWire(Wire):
+    """One backend on two Unix sockets in a private folder.
+
+    Parameters
+    ----------
+    options : EngineOptions
+    python : Path
+        The environment's interpreter.
+    model : Path
+        GGUF file.
+    tokenizer : Path
+        Folder of its tokenizer.
+    cells : int
+        Cached tokens of all sessions together.
+    folder : Path
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        python: Path,
+        model: Path,
+        tokenizer: Path,
+        cells: int,
+        folder: Path,
+    ) -> None:
+        self._options = options
+        self._python = python
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cells = cells
+        self._folder = folder
+
+    def details(self) -> dict[str, str]:
+        """Return what a run's record says of the backend."""
+        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
+
+    @property
+    def control(self) -> Path:
+        """The control channel's socket."""
+        return self._folder / "control"
+
+    @property
+    def _stream(self) -> Path:
+        return self._folder / "stream"
+
+    def launch(self) -> Launch:
+        """Return the command that starts the backend."""
+        options = self._options
+        policy = Policy(options.method, self._tokenizer, self.control, options.trace)
+        settings = {
+            "model": str(self._model),
+            "stream": str(self._stream),
+            "dtype": options.dtype,
+            "cells": self._cells,
+            "sessions": options.concurrency,
+        }
+        links = link_packages(self._folder / "path", [type(options.method).__module__], {})
+        environment = {
+            VARIABLE: str(policy.save(self._folder)),
+            SETTINGS: json.dumps(settings),
+            "PYTHONPATH": str(links),
+            "TRANSFORMERS_OFFLINE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [str(self._python), "-m", _BACKEND]
+        return Launch(command, self._ready, environment, _START_S)
+
+    def _ready(self) -> bool:
+        with closing(ControlClient(self.control)) as control:
+            return self._stream.exists() and control.answers()
+
+    def stream(self, request: Request) -> Generator[int]:
+        """Yield a generation's ids."""
+        document = _document(request)
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(str(self._stream))
+            with connection.makefile("rb") as lines:
+                connection.sendall(json.dumps(document).encode() + b"\n")
+                while True:
+                    answer = _answer(lines.readline())
+                    if answer is None:
+                        return
+                    yield answer
+                    if document["stepwise"]:
+                        connection.sendall(b"\n")
+
+
+def _document(request: Request) -> dict[str, Any]:
+    sampling, stop = request.sampling, stop_document(request.sampling)
+    return {
+        "session": request.session,
+        "recipe": request.recipe,
+        "tokens": list(request.tokens[request.known :]),
+        "known": request.known,
+        "stop": stop,
+        "stepwise": sampling.stop is not None and stop is None,
+        "sampling": {
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+            "stop_token_ids": sorted(sampling.stop_token_ids),
+        },
+    }
+
+
+def _answer(line: bytes) -> int | None:
+    """Return a token, or None at the end of the stream."""
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the backend hung up")
+    document = json.loads(line)
+    if "error" in document:
+        error = document["error"]
+        kind = CapacityError if error["kind"] == "CapacityError" else KVBenchError
+        raise kind(error["message"])
+    return int(document["token"]) if "token" in document else None

@@ -1,0 +1,141 @@
+"""One session as a scheduler sees it: lengths, events that fall due, accounting. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from agentbench_kv.engines.base import KVEvent, KVStats
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.schedule import Schedule
+
+__all__ = ["Cut", "SessionLedger"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An event that is due: from how many rows to how many.
+
+    Attributes
+    ----------
+    live, keep : int
+        Rows per (layer, KV head) before and after.
+    logical : int
+        Tokens the model has seen.
+    prompt : int
+        Tokens of the session's first prefill.
+    """
+
+    live: int
+    keep: int
+    logical: int
+    prompt: int
+
+
+class SessionLedger:
+    """Counts what a session holds and says when an event falls due.
+
+    Lengths after an event follow from the method alone, so a scheduler can free blocks before the
+    worker has moved a row. Calls follow the tokens: `begin_turn`, `forward` for every forward,
+    `sampled` after each that samples, `end_turn`.
+
+    Parameters
+    ----------
+    method : Method
+    bytes_per_token : int
+        Bytes of keys and values of one token over all layers and heads.
+    """
+
+    def __init__(self, method: Method, bytes_per_token: int) -> None:
+        self.stats = KVStats()
+        self.fed = 0
+        self.live = 0
+        self._method = method
+        self._bytes = bytes_per_token
+        self._schedule = Schedule(method)
+        self._prefilling = False
+        self._lost = False
+        self._prompt = 0
+
+    @property
+    def deficit(self) -> int:
+        """Logical minus physical length."""
+        return self.fed - self.live
+
+    def begin_turn(self, tokens: int) -> None:
+        """Count a prefill of `tokens` that is to come."""
+        if self._lost:
+            self._lost = False
+            self.stats.restarts.append((len(self.stats.events), tokens))
+        self.stats.prefill_tokens += tokens
+        self.stats.longest_prefill = max(self.stats.longest_prefill, tokens)
+        self._prefilling = tokens > 0
+        self._prompt = self._prompt or tokens
+
+    def forward(self, rows: int) -> None:
+        """Count a forward that writes `rows` rows."""
+        self.fed += rows
+        self.live += rows
+        self.stats.peak_live = max(self.stats.peak_live, self.live)
+        if not self._prefilling:
+            self.stats.bytes_read += self.live * self._bytes
+
+    def sampled(self) -> Cut | None:
+        """Count a sampled token; return the event that falls due with it."""
+        cut = None
+        if self._prefilling:
+            self._prefilling = False
+            if self._schedule.after_prefill(self.live, self.fed):
+                cut = self._cut()
+        self.stats.decode_tokens += 1
+        self.stats.decode_kv_sum += self.live
+        if self._schedule.after_decode(self.live, self.fed):
+            cut = self._cut()
+        return cut
+
+    def end_turn(self) -> Cut | None:
+        """Return the event that falls due at the end of an assistant's turn."""
+        return self._cut() if self._schedule.after_turn(self.live, self.fed) else None
+
+    def evict(self, keep: int) -> Cut:
+        """Count an event that was ordered from outside and leaves `keep` rows."""
+        return self._cut(keep)
+
+    def fork(self) -> SessionLedger:
+        """Return the ledger of a session that starts from this one's rows; it has done nothing."""
+        twin = SessionLedger(self._method, self._bytes)
+        twin.fed, twin.live = self.fed, self.live
+        twin._prompt = self._prompt
+        return twin
+
+    def lose(self) -> None:
+        """Count the loss of all rows: what was fed must be computed again."""
+        self.stats.recomputed += self.fed
+        self._lost = self._lost or self.fed > 0
+        self.fed = self.live = 0
+        self._prompt = 0
+        self._schedule = Schedule(self._method)
+
+    def moved(self, number: int, rows: int) -> None:
+        """Add the rows an event moved, which only the worker knows."""
+        events = self.stats.events
+        events[number] = replace(events[number], rows_moved=rows)
+        self.stats.rows_moved += rows
+
+    def snapshot(self) -> KVStats:
+        """Return the accounting as of now."""
+        snapshot = KVStats(**vars(self.stats))
+        snapshot.events = list(self.stats.events)
+        snapshot.restarts = list(self.stats.restarts)
+        snapshot.logical, snapshot.live = self.fed, self.live
+        if self._method.compresses:
+            snapshot.budget = self._method.budget_at(self.fed)
+        return snapshot
+
+    def _cut(self, keep: int | None = None) -> Cut:
+        keep = self._method.budget_at(self.fed) if keep is None else keep
+        cut = Cut(self.live, keep, self.fed, self._prompt)
+        stats = self.stats
+        stats.evicted += cut.live - cut.keep
+        stats.events.append(KVEvent(stats.decode_tokens, self.fed, cut.live, cut.keep, 0))
+        self.live = cut.keep
+        return cut

@@ -1,0 +1,271 @@
+"""One worker's view of its sessions: queries, original positions, phases; selecting and moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentbench_kv.engines.queries import QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.serving.backend.orders import Removal
+from agentbench_kv.engines.serving.backend.policy import Policy
+from agentbench_kv.engines.serving.backend.sums import AttentionSums
+from agentbench_kv.methods.base import LayerView, QueryKind
+from agentbench_kv.methods.phases import Phase
+from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.phases.labellers import Labeller, make_labeller
+
+__all__ = ["Fed", "RowShape", "RowStore", "SessionRows", "WorkerRows"]
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RowStore(Protocol):
+    """The rows of one session in an engine's cache."""
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
+        ...
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        """Move the kept rows to the front, with what belongs to them; return rows moved.
+
+        Parameters
+        ----------
+        kept : Tensor [layers, kv_heads, budget], int64
+            Ascending.
+        positions : Tensor [layers, kv_heads, live], int64
+        extras : sequence of Tensor [layers, kv_heads, live]
+            All moved along, in place.
+        sort : bool
+            Keep the order of `kept` instead of filling holes.
+        """
+        ...
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Tokens of one session in a forward."""
+
+    session: str
+    first_position: int
+    tokens: Sequence[int]
+
+
+@dataclass
+class SessionRows:
+    """What a worker knows of one session besides keys and values.
+
+    Attributes
+    ----------
+    kept : Tensor [layers, kv_heads, budget], int64, or None
+        Original positions of the rows the last event left; rows after them are in order.
+    since : int
+        Logical length at that event.
+    """
+
+    labeller: Labeller
+    queries: QueryStore
+    phases: list[int] = field(default_factory=list)
+    kept: Tensor | None = None
+    since: int = 0
+
+
+class WorkerRows:
+    """All sessions of a worker.
+
+    Parameters
+    ----------
+    policy : Policy
+    shape : RowShape
+    frequencies : Tensor [head_dim / 2], float32
+        RoPE's inverse frequencies, for methods whose positions are the cache's.
+    """
+
+    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
+        self.policy = policy
+        self.shape = shape
+        plan = policy.method.query_plan()
+        self.sums = AttentionSums(shape.layers, shape.kv_heads, shape.device)
+        self.wants_sums = plan.kind is QueryKind.SUMS
+        self.rings = QueryBuffer(
+            plan,
+            shape.layers,
+            shape.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            shape.device,
+        )
+        self._frequencies = frequencies if policy.method.positions == "cache" else None
+        self._labellers: dict[str, Callable[[], Labeller]] = {}
+        self._sessions: dict[str, SessionRows] = {}
+
+    @property
+    def cache_positions(self) -> bool:
+        """Whether RoPE positions are those in the cache."""
+        return self._frequencies is not None
+
+    def drop(self, session: str) -> None:
+        """Forget a session whose rows are gone."""
+        rows = self._sessions.pop(session, None)
+        if rows is not None:
+            rows.queries.free()
+        self.sums.drop(session)
+
+    def feed(self, fed: Sequence[Fed], recipes: dict[str, str]) -> RingWrite | None:
+        """Label a forward's tokens and plan which queries to store.
+
+        Parameters
+        ----------
+        fed : sequence of Fed
+            In the order of their rows in the forward.
+        recipes : dict
+            Session -> how its labeller is made.
+        """
+        rows: list[int] = []
+        slots: list[int] = []
+        start = 0
+        for part in fed:
+            phases = self._label(part, recipes[part.session])
+            session = self._sessions[part.session]
+            stored, where = session.queries.place(phases, part.first_position, start)
+            rows += stored
+            slots += where
+            start += len(part.tokens)
+        if not rows:
+            return None
+        device = self.shape.device
+        return RingWrite(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
+
+    def remove(self, removal: Removal, store: RowStore) -> int:
+        """Carry out one event; return rows moved, summed over layers and heads."""
+        session, cut = self._sessions[removal.session], removal.cut
+        positions = self._positions(session, cut.live, cut.logical)
+        extras = [self.sums.of(removal.session, cut.live)] if self.wants_sums else []
+        selection = self.policy.method.select(
+            self._views(store, positions, extras),
+            session.queries.layer_queries(self.shape.layers),
+            cut.logical,
+            cut.prompt,
+            torch.tensor(session.phases, device=self.shape.device),
+        )
+        moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
+        self._settle(removal, store, selection.kept, positions)
+        return moved
+
+    def outside(
+        self, session: str, recipe: str, live: int, logical: int, spans: Sequence[SpanRange]
+    ) -> Tensor:
+        """Return the rows [n] of a session's whole tokens that lie in none of some logical spans.
+
+        Raises
+        ------
+        ValueError
+            If heads keep different tokens.
+        """
+        if self.policy.method.compresses:
+            raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
+        rows = self._sessions.setdefault(session, self._open(recipe))
+        labels = self._positions(rows, live, logical)[0, 0]
+        inside = torch.zeros_like(labels, dtype=torch.bool)
+        for start, end in spans:
+            inside |= (labels >= start) & (labels < end)
+        return (~inside).nonzero()[:, 0]
+
+    def keep_tokens(self, removal: Removal, store: RowStore, kept: Tensor) -> int:
+        """Keep rows [n] in all layers and heads, in their order; return rows moved."""
+        session, cut = self._sessions[removal.session], removal.cut
+        positions = self._positions(session, cut.live, cut.logical)
+        everywhere = kept.expand(self.shape.layers, self.shape.kv_heads, -1).contiguous()
+        moved = store.keep(everywhere, positions, [], sort=True)
+        self._settle(removal, store, everywhere, positions)
+        return moved
+
+    def fork(self, session: str, new: str) -> None:
+        """Let a session start with what is known of another one's rows; it keeps no queries."""
+        rows = self._sessions.get(session)
+        if rows is not None:
+            self._sessions[new] = replace(
+                rows, queries=QueryStore(self.rings), phases=rows.phases.copy()
+            )
+
+    def _settle(self, removal: Removal, store: RowStore, kept: Tensor, positions: Tensor) -> None:
+        """Take note of what an event left."""
+        session, cut = self._sessions[removal.session], removal.cut
+        session.kept, session.since = positions[:, :, : cut.keep].clone(), cut.logical
+        self._turn(session, store, kept, cut.live - cut.keep)
+        if self.policy.trace is not None:
+            _write_trace(self.policy.trace, removal, session.kept)
+
+    def _views(
+        self, store: RowStore, positions: Tensor, extras: Sequence[Tensor]
+    ) -> list[LayerView]:
+        keys, values = store.read()
+        return [
+            LayerView(keys[i], values[i], positions[i], extras[0][i] if extras else None)
+            for i in range(self.shape.layers)
+        ]
+
+    def _turn(self, session: SessionRows, store: RowStore, kept: Tensor, removed: int) -> None:
+        if self._frequencies is None:
+            return
+        rows = torch.arange(kept.shape[-1], device=kept.device)
+        store.rotate(rows - kept, self._frequencies)
+        session.queries.shift(-removed, self._frequencies)
+
+    def _positions(self, session: SessionRows, live: int, logical: int) -> Tensor:
+        """Return original positions [layers, kv_heads, live] in cache order; a copy."""
+        shape = (self.shape.layers, self.shape.kv_heads)
+        recent = torch.arange(session.since, logical, device=self.shape.device)
+        newer = recent.expand(*shape, len(recent))
+        positions = newer if session.kept is None else torch.cat([session.kept, newer], -1)
+        if positions.shape[-1] != live:
+            raise RuntimeError(f"{positions.shape[-1]} rows are known, the scheduler has {live}")
+        return positions.contiguous()
+
+    def _label(self, part: Fed, recipe: str) -> list[Phase]:
+        session = self._sessions.get(part.session)
+        if session is None:
+            session = self._sessions[part.session] = self._open(recipe)
+        if part.first_position != len(session.phases):
+            raise RuntimeError(
+                f"session {part.session} goes on at {part.first_position}, "
+                f"{len(session.phases)} tokens are labelled"
+            )
+        phases = [session.labeller.label(token) for token in part.tokens]
+        session.phases += [int(phase) for phase in phases]
+        return phases
+
+    def _open(self, recipe: str) -> SessionRows:
+        if recipe not in self._labellers:
+            self._labellers[recipe] = make_labeller(recipe, self.policy.model_path)
+        return SessionRows(self._labellers[recipe](), QueryStore(self.rings))
+
+
+def _write_trace(folder: Path, removal: Removal, kept: Tensor) -> None:
+    name = f"{quote(removal.session, safe='')}.{removal.number:06d}"
+    path = folder / f"{name}.safetensors"
+    partial = folder / f"{name}.partial"
+    save_file({"kept": kept.cpu().contiguous()}, partial)
+    partial.replace(path)

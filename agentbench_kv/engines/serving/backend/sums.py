@@ -1,0 +1,67 @@
+"""Attention every cached row has got so far, for methods that rank by it (H2O)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.kernels import attention_mass
+
+__all__ = ["AttentionSums"]
+
+BLOCK = 64
+"""Queries whose attention probabilities exist at the same time."""
+
+
+class AttentionSums:
+    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
+
+    Serving engines do not keep attention probabilities, so every forward's are computed again from
+    its queries and the cached keys: exact, and slow on long contexts.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
+        self._shape = (layers, kv_heads)
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def of(self, session: str, live: int) -> Tensor:
+        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
+        return self._reserve(session, live)[:, :, :live]
+
+    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
+        """Add what the newest rows' queries attend to, causally.
+
+        Parameters
+        ----------
+        queries : Tensor [q_heads, n, head_dim]
+        keys : Tensor [kv_heads, live, head_dim]
+            The last n rows are the queries' own.
+        """
+        n, live = queries.shape[1], keys.shape[1]
+        sums = self.of(session, live)[layer]
+        sums[:, live - n :] = 0.0
+        rows = torch.arange(live, device=keys.device)
+        for first in range(0, n, BLOCK):
+            block = queries[:, first : first + BLOCK]
+            size = block.shape[1]
+            mass = attention_mass(
+                block,
+                keys,
+                query_positions=rows[live - n + first :][:size],
+                key_positions=rows.expand(keys.shape[0], -1),
+            )
+            sums += mass * size
+
+    def drop(self, session: str) -> None:
+        """Forget a session."""
+        self._sums.pop(session, None)
+
+    def _reserve(self, session: str, live: int) -> Tensor:
+        held = self._sums.get(session)
+        if held is None or held.shape[-1] < live:
+            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
+            if held is not None:
+                grown[:, :, : held.shape[-1]] = held
+            held = self._sums[session] = grown
+        return held

@@ -1,0 +1,96 @@
+"""A session as the harness keeps it, so that a backend may die without the session being lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentbench_kv.engines.accounting import merge_stats
+from agentbench_kv.engines.base import KVEvent, KVStats, PhaseLabeller
+from agentbench_kv.engines.serving.observed import ObservedLedger
+from agentbench_kv.phases.labellers import recipe_of
+
+__all__ = ["ServingSession", "stats_from"]
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class ServingSession:
+    """One session.
+
+    Attributes
+    ----------
+    backend_name : str
+        What the backend calls it; new after every loss, so that nothing old is taken for it.
+    tokens : list of int
+        Everything it was given or generated.
+    known : int
+        How many of them this backend has seen.
+    epoch : int
+        Which start of the backend it lives in; 0: none yet.
+    carried : KVStats
+        Accounting of backends that died.
+    last : KVStats
+        The living backend's, when it was last asked.
+    observed : ObservedLedger or None
+        The accounting, where the backend keeps none.
+    """
+
+    name: str
+    labeller: PhaseLabeller
+    recipe: str = ""
+    backend_name: str = ""
+    tokens: list[int] = field(default_factory=list)
+    known: int = 0
+    epoch: int = 0
+    carried: KVStats = field(default_factory=KVStats)
+    last: KVStats = field(default_factory=KVStats)
+    observed: ObservedLedger | None = None
+
+    def __post_init__(self) -> None:
+        """Give it a name in the backend."""
+        self.recipe = self.recipe or recipe_of(self.labeller)
+        self._rename()
+
+    def accept(self, token: int) -> None:
+        """Add a generated token."""
+        self.labeller.label(token)
+        self.tokens.append(token)
+        self.known += 1
+        if self.observed is not None:
+            self.observed.token()
+
+    def enter(self, epoch: int) -> None:
+        """Move to another start of the backend; what the old one held is computed again."""
+        if self.epoch:
+            self.carried = merge_stats(self.carried, self.last)
+            self.carried.restarts.append((len(self.carried.events), len(self.tokens)))
+            self.carried.recomputed += self.known
+            self._rename()
+        self.last = KVStats()
+        self.observed = None
+        self.known = 0
+        self.epoch = epoch
+
+    def total(self) -> KVStats:
+        """Return the accounting over all backends."""
+        merged = merge_stats(self.carried, self.last)
+        merged.logical = len(self.tokens)
+        return merged
+
+    def _rename(self) -> None:
+        self.backend_name = f"{self.name}~{next(_numbers)}"
+
+
+def stats_from(document: dict[str, Any]) -> KVStats:
+    """Return the accounting a backend sent."""
+    events: Sequence[dict[str, int]] = document.pop("events")
+    restarts: Sequence[Sequence[int]] = document.pop("restarts")
+    return KVStats(
+        **document,
+        events=[KVEvent(**event) for event in events],
+        restarts=[(before, tokens) for before, tokens in restarts],
+    )

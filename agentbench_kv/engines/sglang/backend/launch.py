@@ -1,0 +1,42 @@
+"""`python -m sglang.launch_server` after a look at the version and, on a CPU, the stand-ins.
+
+SGLang's processes are spawned and import this module first, so what is at its top runs in all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from agentbench_kv.engines.serving.backend.policy import VARIABLE
+from agentbench_kv.engines.sglang import shims
+from agentbench_kv.engines.sglang.backend.versions import KEY, check_version
+
+CPU = "SGLANG_USE_CPU_ENGINE"
+
+if os.environ.get(CPU) == "1":
+    shims.install()
+
+
+def main() -> None:
+    """Check the version, load the plug-in, then do what SGLang's own launcher does."""
+    check_version()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    if VARIABLE in os.environ:
+        # SGLang only logs a plug-in it cannot load.
+        from agentbench_kv.engines.sglang.backend.plugin import check_installed
+
+        check_installed()
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ[KEY]]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

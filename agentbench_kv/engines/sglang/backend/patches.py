@@ -1,0 +1,280 @@
+"""The hooks themselves: thin, one per target of `hooks`, named as it is without underscores.
+
+Every hook is given the function it wraps, then that function's own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from agentbench_kv.engines.serving.backend.policy import Policy
+from agentbench_kv.engines.sglang.backend.book import Held, wishes
+from agentbench_kv.engines.sglang.backend.runtime import Runtime
+
+__all__ = ["Patches"]
+
+Original = Callable[..., Any]
+
+
+class Patches:
+    """All hooks of a process.
+
+    Parameters
+    ----------
+    policy : Policy
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._runtime: Runtime | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """What the scheduler's process has; there is none in the others."""
+        if self._runtime is None:
+            raise RuntimeError("kvbench: SGLang has no memory pool yet")
+        return self._runtime
+
+    def hook(self, target: str) -> Original:
+        """Return the hook of a target."""
+        hook: Original = getattr(self, target.rpartition(".")[2].lstrip("_"))
+        return hook
+
+    def init_memory_pool(self, original: Original, runner: Any, memory: int) -> None:
+        """Take note of the cache once it is there; CUDA graphs come later."""
+        original(runner, memory)
+        self._runtime = Runtime(self._policy, runner)
+
+    def init_request_dispatcher(self, original: Original, scheduler: Any) -> None:
+        """Take over a scheduler that is complete."""
+        original(scheduler)
+        self.runtime.attach(scheduler)
+
+    def process_input_requests(self, original: Original, scheduler: Any, requests: Any) -> None:
+        """Carry out the harness's commands between two steps."""
+        original(scheduler, requests)
+        self.runtime.desk.serve()
+
+    def init_req_max_new_tokens(
+        self,
+        original: Original,  # noqa: ARG002
+        scheduler: Any,
+        request: Any,
+    ) -> None:
+        """Bound an answer by the context alone: only live rows need room in the pool."""
+        asked = request.sampling_params.max_new_tokens
+        room = scheduler.max_req_len - len(request.origin_input_ids) - 1
+        request.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+
+    def add_request_to_queue(
+        self, original: Original, scheduler: Any, request: Any, is_retracted: bool = False
+    ) -> None:
+        """Begin a turn with a request that enters the queue for the first time."""
+        refused = request.to_finish is not None or request.finished()
+        if not is_retracted and not refused:
+            self.runtime.book.begin(request)
+        original(scheduler, request, is_retracted)
+
+    def abort_request(self, original: Original, scheduler: Any, order: Any) -> None:
+        """End the turns of requests taken from the queue, which SGLang forgets to do."""
+        before = list(scheduler.waiting_queue)
+        original(scheduler, order)
+        left = {id(request) for request in scheduler.waiting_queue}
+        for request in before:
+            held = self.runtime.book.of(request)
+            if id(request) not in left and held is not None:
+                self.runtime.memory.release_turn(held)
+
+    def get_new_batch_prefill(self, original: Original, scheduler: Any) -> Any:
+        """Make room for the first waiting request if nothing else will."""
+        batch = original(scheduler)
+        if batch is None:
+            self.runtime.memory.unblock()
+        return batch
+
+    def update_running_batch(self, original: Original, scheduler: Any, batch: Any) -> Any:
+        """Run the events that fall due before SGLang looks at what memory is left."""
+        size = batch.batch_size()
+        batch.filter_batch(v1_spec_info_filtered=True)
+        if batch.batch_size() < size:
+            batch.batch_is_full = False
+        if not batch.is_empty():
+            self.runtime.steps.prepare(batch)
+            self.runtime.memory.make_room(batch)
+        return original(scheduler, batch)
+
+    def prepare_for_extend(self, original: Original, batch: Any) -> None:
+        """Count a prefill."""
+        original(batch)
+        self.runtime.steps.prefill(batch.reqs)
+
+    def prepare_for_decode(self, original: Original, batch: Any) -> None:
+        """Take note of a decode forward."""
+        original(batch)
+        self.runtime.steps.decode(batch.reqs)
+
+    def release_req(
+        self, original: Original, batch: Any, index: int, remaining: int, args: Any
+    ) -> None:
+        """Free all rows of a request that is put back; SGLang would keep a session's."""
+        request = batch.reqs[index]
+        held = self.runtime.book.of(request)
+        if held is None:
+            original(batch, index, remaining, args)
+            return
+        self.runtime.memory.retracted += 1
+        if held.lasting:
+            self._release_session_of(batch.tree_cache, request)
+            request.reset_for_retract()
+        else:
+            original(batch, index, remaining, args)
+            self.runtime.steps.lose(held)
+        self.runtime.steps.start_over(request, held)
+        if request.to_finish is not None:
+            self.runtime.memory.release_turn(held)
+
+    def init_next_round_input(
+        self, original: Original, request: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Make lengths physical: the first ids only stand for rows that are gone."""
+        original(request, *args, **kwargs)
+        held = self.runtime.book.of(request)
+        if held is not None and held.ledger.deficit:
+            request.fill_ids = request.fill_ids[held.ledger.deficit :]
+            request.set_extend_input_len(len(request.fill_ids) - len(request.prefix_indices))
+
+    def check_token_based_finish(self, original: Original, request: Any, tokens: list[int]) -> bool:
+        """End a generation where the harness wants it."""
+        from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+
+        held = self.runtime.book.of(request)
+        if held is None or held.stop is None:
+            return bool(original(request, tokens))
+        if not any(held.stop(token) for token in tokens):
+            return False
+        request.finished_reason = FINISH_MATCHED_TOKEN(matched=tokens[-1])
+        request.finished_len = len(request.output_ids)
+        return True
+
+    def add_one_req(
+        self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Admit with bounded growth."""
+        return self.runtime.admission.add_one_req(original, adder, request, *args, **kwargs)
+
+    def get_running_request_total_token_offset(
+        self, original: Original, adder: Any, request: Any
+    ) -> float:
+        """Bound the growth of what runs."""
+        return self.runtime.admission.running_growth(original, adder, request)
+
+    def create_req(
+        self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Append exactly the ids that came; SGLang would drop a leading BOS."""
+        request = original(session, arrived, None, *args, **kwargs)
+        request.tokenizer = tokenizer
+        wanted = wishes(arrived.sampling_params)
+        if request.to_finish is not None or not wanted:
+            return request
+        if wanted["repeated"]:
+            del request.origin_input_ids[-wanted["repeated"] :]
+            request.origin_input_ids_unpadded = list(request.origin_input_ids)
+        if len(request.origin_input_ids) != wanted["total"]:
+            found = len(request.origin_input_ids)
+            request.set_finish_with_abort(
+                f"session {session.session_id} would have {found} tokens, not {wanted['total']}"
+            )
+            session.abort_req()
+            request.session = None
+        return request
+
+    def trim_overshoot(
+        self, original: Original, cache: Any, request: Any, finished_len: int
+    ) -> None:
+        """End a session's turn with the rows it has."""
+        held = self.runtime.book.of(request)
+        if held is None:
+            original(cache, request, finished_len)
+        else:
+            self.runtime.steps.finish(cache, request, held, finished_len)
+
+    def release_session(self, original: Original, cache: Any, session: str) -> None:
+        """Forget what is known of rows about to be freed."""
+        held = self.runtime.book.sessions.get(session)
+        if held is not None:
+            self._before_release(cache, held)
+        original(cache, session)
+
+    def close(self, original: Original, controller: Any, session: str) -> None:
+        """Forget a session that is closed."""
+        original(controller, session)
+        held = self.runtime.book.sessions.get(session)
+        if held is not None and session not in controller.sessions:
+            self.runtime.book.forget(held)
+
+    def cache_finished_req(
+        self, original: Original, cache: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """End the only turn of a request without a session."""
+        original(cache, request, *args, **kwargs)
+        held = self.runtime.book.of(request)
+        if held is not None and request.finished():
+            self.runtime.steps.lose(held)
+            self.runtime.book.forget(held)
+
+    def init_new(self, original: Original, cls: Any, batch: Any, runner: Any) -> Any:
+        """Give a forward the logical positions of its tokens."""
+        forward = original(cls, batch, runner)
+        worker = self.runtime.worker
+        mode = forward.forward_mode
+        if forward.positions is None or mode.is_idle() or worker.rows.cache_positions:
+            return forward
+        deficits = worker.deficits[forward.req_pool_indices]
+        if not mode.is_decode():
+            deficits = torch.repeat_interleave(
+                deficits, forward.extend_seq_lens, output_size=int(forward.extend_num_tokens)
+            )
+        forward.positions = forward.positions + deficits.to(forward.positions.dtype)
+        return forward
+
+    def forward(
+        self, original: Original, backend: Any, q: Any, k: Any, v: Any, layer: Any,
+        forward_batch: Any, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Keep the queries of an attention layer, which carry RoPE already."""
+        worker = self.runtime.worker
+        idle = forward_batch.forward_mode.is_idle()
+        if idle or not worker.keeps_queries:
+            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        worker.observe(layer.layer_id, queries, forward_batch)
+        output = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+        if not forward_batch.forward_mode.is_decode():
+            worker.add_sums(layer.layer_id, queries)
+        return output
+
+    def _before_release(self, cache: Any, held: Held) -> None:
+        runtime, slot = self.runtime, cache.slots.get(held.name)
+        request = held.request
+        if slot is not None and request is not None and request.req_pool_idx is not None:
+            # SGLang takes the longer of the two, but events have shortened the request's.
+            slot.kv_allocated_len = request.kv_allocated_len
+        runtime.forks.hand_over(held)
+        runtime.steps.lose(held)
+        if request is not None and request.finished():
+            runtime.book.end_turn(held, held.tokens)
+
+    def _release_session_of(self, cache: Any, request: Any) -> None:
+        """Free all rows of a session whose request is running."""
+        from sglang.srt.session.streaming_session import SessionSlot
+
+        name = request.session.session_id
+        slot = cache.slots.setdefault(name, SessionSlot())
+        slot.req_pool_idx = request.req_pool_idx
+        cache.release_session(name)
+        request.req_pool_idx = None

@@ -1,0 +1,136 @@
+"""The SGLang engine: SGLang 0.5.12 in a process of its own, evicting through a plug-in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from agentbench_kv.engines.base import Capability, EngineInfo, KVStats, SpanRange
+from agentbench_kv.engines.embedded.model import check_dtype, folder_sha, model_path, pick_device
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.serving.backend.policy import method_document
+from agentbench_kv.engines.serving.engine import ServingEngine, scratch_folder
+from agentbench_kv.engines.serving.model import read_model
+from agentbench_kv.engines.serving.sessions import ServingSession
+from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
+from agentbench_kv.environments import home, python_of
+from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.methods.base import Method
+
+__all__ = ["SglangEngine"]
+
+
+class SglangEngine(ServingEngine):
+    """Sessions inside SGLang, whose pages go back to its allocator when a method evicts.
+
+    `full` is SGLang as shipped: the radix cache and the overlapping scheduler on, no plug-in. Every
+    other method, `full-constrained` among them, runs with the plug-in in streaming sessions.
+    """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.COMPRESS, Capability.EVICT_SPANS, Capability.FORK}
+    )
+
+    _wire: SglangWire
+
+    @classmethod
+    def create(cls, options: EngineOptions) -> Self:
+        """Start a server.
+
+        Raises
+        ------
+        PrerequisiteError
+            If the environment is missing or the server does not start; with its last lines.
+        UsageError
+            For a method SGLang's cache cannot hold.
+        """
+        refuse_method(options.method)
+        path = model_path(options.model)
+        facts = read_model(path)
+        folder = scratch_folder()
+        paths = SglangPaths(python_of("sglang"), path, folder)
+        gpu = pick_device(options.device).type == "cuda"
+        wire = SglangWire(options, facts, paths, gpu=gpu, stock=options.method.name == "full")
+        info = EngineInfo(
+            name="sglang",
+            model=options.model,
+            model_path=path,
+            model_sha=folder_sha(path),
+            device="cuda" if gpu else "cpu",
+            dtype=options.dtype,
+            context_limit=facts.context_limit,
+            eos_token_ids=facts.eos_token_ids,
+            capabilities=cls.capabilities,
+        )
+        log = home() / "logs"
+        log.mkdir(parents=True, exist_ok=True)
+        size = facts.bytes_per_token(options.dtype)
+        return cls(info, wire, folder, log / f"sglang-{folder.name}.log", size)
+
+    @classmethod
+    def check_model(cls, model: str) -> None:
+        """Refuse a model that is no folder, and a missing environment."""
+        model_path(model)
+        python_of("sglang")
+
+    @classmethod
+    def check_compute(cls, dtype: str, device: str) -> None:
+        """Refuse an unknown dtype or a device that is not there."""
+        check_dtype(dtype)
+        pick_device(device)
+
+    def close(self, session: str) -> KVStats:
+        """Free the session in the backend and return its accounting."""
+        self._wire.forget(self._sessions[session].backend_name)
+        return super().close(session)
+
+    def reconfigure(self, method: Method) -> None:
+        """Go on with another method; only while no session is open, and not from or to `full`."""
+        refuse_method(method)
+        document: dict[str, Any] = method_document(method, self._folder)
+        self._control.call("configure", method=document)
+
+    def fork(self, session: str, new: str) -> None:
+        """Open a session that has seen what another one, between two generations, has.
+
+        Whole pages of rows are shared, a partial last one is copied. While both are open no rows of
+        either can be evicted.
+        """
+        source = self._sessions[session]
+        if new in self._sessions:
+            raise KVBenchError(f"session {new} is open already")
+        fork = ServingSession(new, copy.deepcopy(source.labeller))
+        fork.tokens = list(source.tokens)
+        if self._lives(source):
+            self._control.call("fork", session=source.backend_name, new=fork.backend_name)
+            self._wire.forked(source.backend_name, fork.backend_name)
+            fork.epoch, fork.known = source.epoch, source.known
+        self._sessions[new] = fork
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        """Remove logical spans from all layers and heads, between two generations."""
+        state = self._sessions[session]
+        if not self._lives(state):
+            return 0
+        removed: int = self._control.call(
+            "evict_spans", session=state.backend_name, spans=[list(span) for span in spans]
+        )
+        return removed
+
+    def _lives(self, state: ServingSession) -> bool:
+        """Return whether the backend that runs now has a session's rows."""
+        if self._wire.stock:
+            raise UsageError(
+                "SGLang as shipped shares and evicts rows as it likes; use full-constrained"
+            )
+        return state.known > 0 and state.epoch == self._epoch
+
+
+def refuse_method(method: Method) -> None:
+    """Refuse a method whose cache a serving engine cannot hold."""
+    if method.per_query_head:
+        raise UsageError(
+            f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "
+            "head; use another preset or --engine embedded"
+        )

@@ -1,0 +1,1 @@
+"""vLLM's attention backends, keeping the queries that a method wants."""

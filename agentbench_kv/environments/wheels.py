@@ -1,0 +1,82 @@
+"""Wheels that no index holds: built once from a source distribution and kept for this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from agentbench_kv.environments.locations import Report, home
+from agentbench_kv.environments.sdist import BuiltWheel
+from agentbench_kv.errors import PrerequisiteError
+
+__all__ = ["cached_wheel", "wheel_of"]
+
+Run = Callable[[Sequence[str], Mapping[str, str]], None]
+"""Runs a command with additions to the environment; raises if it fails."""
+
+
+def cached_wheel(wanted: BuiltWheel) -> Path | None:
+    """Return the wheel that was built on such a processor before, if there is one."""
+    return next(iter(sorted(_folder(wanted).glob("*.whl"))), None)
+
+
+def wheel_of(wanted: BuiltWheel, python: Path, run: Run, report: Report) -> Path:
+    """Return the wheel, building it if this machine has not yet.
+
+    Parameters
+    ----------
+    wanted : BuiltWheel
+    python : Path
+        Interpreter whose pip builds.
+    run : callable
+    report : callable
+        Gets one line at a time.
+
+    Raises
+    ------
+    PrerequisiteError
+        If a tool is missing, or the build fails.
+    """
+    folder = _folder(wanted)
+    if (found := cached_wheel(wanted)) is not None:
+        report(f"using {found}")
+        return found
+    missing = [tool for tool in wanted.tools if shutil.which(tool) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"building {wanted.requirement} needs {', '.join(missing)}; install it, for example "
+            f"with the system's package manager"
+        )
+    report(f"building {wanted.requirement}, once: about {wanted.minutes} minutes on two cores")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
+        run(_command(wanted, python, place), wanted.settings)
+        (made,) = Path(place).glob("*.whl")
+        return made.rename(folder / made.name)
+
+
+def _command(wanted: BuiltWheel, python: Path, place: str) -> list[str]:
+    pip = [str(python), "-I", "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check"]
+    source = ["--no-deps", "--no-binary", wanted.distribution]
+    return [*pip, *source, "--wheel-dir", place, wanted.requirement]
+
+
+def _folder(wanted: BuiltWheel) -> Path:
+    """Return where the wheel is kept: code for one processor may not run on another."""
+    digest = hashlib.sha256(wanted.pinned() + _processor().encode()).hexdigest()
+    return home() / "wheels" / f"{wanted.distribution}-{wanted.version}-{digest[:12]}"
+
+
+def _processor() -> str:
+    """Name the machine and the instruction sets of its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.system()} {platform.machine()} {os.name} {flags}"

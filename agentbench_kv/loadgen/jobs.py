@@ -1,0 +1,174 @@
+"""What to send: shapes, sessions, loads; plain data that travels to the client's process."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+import msgspec
+
+from agentbench_kv.errors import UsageError
+
+__all__ = ["Frames", "Job", "K", "Load", "Shape", "Target", "Vocabulary", "Workload"]
+
+K = 1024
+"""Tokens in the `k` of a shape, as in the papers' `16k/1k`."""
+
+_SHAPE = re.compile(r"(\d+)(k?)/(\d+)(k?)", re.IGNORECASE)
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Tokens of a session's first prompt, and tokens generated in every turn."""
+
+    prompt: int
+    output: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `16k/1k` (16,384 and 1,024) or `2000/128`.
+
+        Raises
+        ------
+        UsageError
+            If it is neither, or a side is 0.
+        """
+        match = _SHAPE.fullmatch(text.strip())
+        if match:
+            prompt, output = (
+                int(number) * (K if unit else 1)
+                for number, unit in ((match[1], match[2]), (match[3], match[4]))
+            )
+            if prompt and output:
+                return cls(prompt, output)
+        raise UsageError(
+            f"--shape {text!r}: expected prompt/generated tokens, e.g. 16k/1k or 2000/128"
+        )
+
+    @property
+    def label(self) -> str:
+        """The shortest spelling that `parse` reads back."""
+        return "/".join(
+            f"{size // K}k" if size % K == 0 else str(size) for size in (self.prompt, self.output)
+        )
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What one session does.
+
+    Attributes
+    ----------
+    shape : Shape
+    turns : int
+        Requests of a session; each generates `shape.output` tokens.
+    tool_tokens : int
+        New tokens that every turn but the first brings: what the tool said.
+    think_time_s : float
+        Seconds between the end of an answer and the next request.
+    """
+
+    shape: Shape
+    turns: int = 1
+    tool_tokens: int = 256
+    think_time_s: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole session."""
+        later = self.turns - 1
+        return self.shape.prompt + self.turns * self.shape.output + later * self.tool_tokens
+
+
+class Load(msgspec.Struct, frozen=True):
+    """How many sessions, and when they begin. One of `concurrency` and `rate` is given.
+
+    Attributes
+    ----------
+    sessions : int
+        Sessions that are measured.
+    concurrency : int or None
+        Closed loop: so many sessions at once; when one ends the next begins.
+    rate : float or None
+        Open loop: sessions that begin per second, on average, whatever the server does.
+    warmup : int
+        Sessions played before the clock starts.
+    """
+
+    sessions: int
+    concurrency: int | None = None
+    rate: float | None = None
+    warmup: int = 2
+
+    @property
+    def label(self) -> str:
+        """E.g. `c8` or `2/s`."""
+        return f"c{self.concurrency}" if self.concurrency else f"{self.rate:g}/s"
+
+    @property
+    def at_once(self) -> int:
+        """Most sessions that can be open at the same time."""
+        return min(self.concurrency or self.sessions, max(self.sessions, self.warmup))
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server.
+
+    Attributes
+    ----------
+    base : str
+        URL without the `/v1`.
+    wire : str
+        What it understands: a name in `loadgen.wires.WIRES`.
+    model : str
+        Name to ask for.
+    """
+
+    base: str
+    wire: str
+    model: str
+
+
+class Frames(msgspec.Struct, frozen=True):
+    """Token ids of the markers around an agent's messages, in the model's own chat format.
+
+    Attributes
+    ----------
+    user, assistant, call, tool : list of int
+        What stands before a user's message, a thought, a call that follows the thought, and a
+        tool's answer that follows the call.
+    end_user, end_tool : list of int
+        What ends these messages.
+    """
+
+    user: list[int]
+    end_user: list[int]
+    assistant: list[int]
+    call: list[int]
+    tool: list[int]
+    end_tool: list[int]
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """Ids to draw from: below `size`, without the `special` ones; `frames` of a known format."""
+
+    size: int
+    special: list[int] = []
+    frames: Frames | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One measurement.
+
+    Attributes
+    ----------
+    seed : int
+        Of prompts and arrivals; the same seed sends the same to every server.
+    timeout_s : float
+        Longest wait for one answer, whole.
+    """
+
+    target: Target
+    workload: Workload
+    load: Load
+    vocabulary: Vocabulary
+    seed: int = 0
+    timeout_s: float = 1800.0

@@ -1,0 +1,213 @@
+"""What span-level methods and engines say to each other: spans, saved blocks, notes, the session.
+
+A token-level method ranks rows inside an engine (`methods.base`). A span-level one stands outside:
+between two generations it decides which logical spans to evict, save and restore, for all layers
+and heads alike. It sees token ids, who wrote them, embeddings and attention; never text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Block",
+    "BlockBytes",
+    "Hints",
+    "Source",
+    "SpanCache",
+    "SpanRange",
+    "SpanSession",
+    "TurnNotes",
+]
+
+SpanRange = tuple[int, int]
+"""Logical positions `[start, end)` of a session."""
+
+BlockBytes = NDArray[np.uint8]
+
+
+class Source(StrEnum):
+    """Who wrote a span: tool results and system prompts are documents."""
+
+    DOCUMENT = "document"
+    USER = "user"
+    ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Saved rows of a span, over all layers and heads.
+
+    Attributes
+    ----------
+    start, end : int
+        Logical positions of the session it was saved from.
+    at : int
+        RoPE position of its first token when it was saved.
+    data : ndarray [bytes], uint8
+        Keys and values in the engine's own layout; only the engine that saved it can read it.
+    """
+
+    start: int
+    end: int
+    at: int
+    data: BlockBytes = field(repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the block."""
+        return self.end - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return int(self.data.nbytes)
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a client says about one request.
+
+    Attributes
+    ----------
+    priority : float
+        Multiplies the scores of what the request adds.
+    pinned : bool
+        What the request adds never leaves the cache.
+    task_boundary : bool
+        A new task begins: what the last one was about no longer counts.
+    """
+
+    priority: float = 1.0
+    pinned: bool = False
+    task_boundary: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether anything was said."""
+        return self != Hints()
+
+
+@dataclass(frozen=True)
+class TurnNotes:
+    """What the gateway knows about prompt tokens that are about to be added.
+
+    Attributes
+    ----------
+    parts : sequence of (int, Source)
+        Tokens of each message and who wrote it, in order; together all new tokens.
+    hints : Hints
+    """
+
+    parts: Sequence[tuple[int, Source]]
+    hints: Hints = Hints()
+
+
+class SpanCache(Protocol):
+    """One session's cache as a span-level method may use it; positions are logical."""
+
+    @property
+    def name(self) -> str:
+        """Name of the session, unique while it is open."""
+        ...
+
+    @property
+    def live(self) -> int:
+        """Tokens in the cache."""
+        ...
+
+    @property
+    def fed(self) -> int:
+        """Tokens that were ever in the cache; those added later have no rows yet."""
+        ...
+
+    @property
+    def losses(self) -> int:
+        """How often the engine lost the rows and computed all of them again."""
+        ...
+
+    def save(self, start: int, end: int) -> Block:
+        """Copy a span's rows to the host; the span must be in the cache as a whole."""
+        ...
+
+    def evict(self, spans: Sequence[SpanRange]) -> int:
+        """Remove spans; return the tokens removed."""
+        ...
+
+    def restore(self, block: Block) -> None:
+        """Put a saved block back without a forward pass."""
+        ...
+
+    def attention(
+        self, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        """Return the attention each span gets from the kept queries, newest weighing most."""
+        ...
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the model's input embeddings [tokens, hidden], less their mean over all ids."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids, for encoders that read text and hand back a vector."""
+        ...
+
+
+class SpanSession(ABC):
+    """What a span-level method does to one session.
+
+    A turn is `check` and `admit`, then `before_prefill`, then decoding, with `at_watermark`
+    whenever the `room` is used up, then `after_turn`. The cache changes only inside
+    `before_prefill`, `at_watermark` and `after_turn`.
+    """
+
+    @abstractmethod
+    def check(self, tokens: Sequence[int], notes: TurnNotes) -> None:
+        """Refuse prompt tokens that cannot be taken as hinted.
+
+        Raises
+        ------
+        UsageError
+            With what is not possible.
+        """
+
+    @abstractmethod
+    def recalls(self, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
+        """Return the evicted spans of which prompt tokens should bring a reminder in words.
+
+        Asked before the reminders are written into the prompt, so before `check` and `admit`.
+        """
+
+    @abstractmethod
+    def admit(self, tokens: Sequence[int], notes: TurnNotes) -> None:
+        """Take note of prompt tokens added behind the last one; they are not in the cache yet."""
+
+    @abstractmethod
+    def before_prefill(self) -> None:
+        """Bring back what the new message needs and make room for it."""
+
+    @abstractmethod
+    def room(self) -> int:
+        """Return how many tokens may be decoded before `at_watermark`, at least 1."""
+
+    @abstractmethod
+    def at_watermark(self, generated: Sequence[int]) -> None:
+        """Make room while the answer, `generated` so far, is being decoded."""
+
+    @abstractmethod
+    def after_turn(self, generated: Sequence[int]) -> None:
+        """Take in the whole answer and bring the cache within the budget."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, int]:
+        """Return what the method counts of the session, for `usage.kvbench`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything kept for the session."""

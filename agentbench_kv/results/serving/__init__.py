@@ -1,0 +1,1 @@
+"""Repeated measurements of a server under load: what `kvbench bench serving` leaves behind."""

@@ -1,0 +1,76 @@
+"""`kvbench bench serving` from the command line to the tables, on the micro model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+SMALL = (
+    *("bench", "serving", "--budget", "64", "--set", "interval=16", "--shape", "150/24"),
+    *("--turns", "2", "--tool-tokens", "60", "--concurrency", "2", "--sessions", "2"),
+    *("--warmup", "0", "--repeats", "1", "--together"),
+)
+ARMS = ["full", "full-constrained", "agentkv 64"]
+
+
+def test_full_constrained_and_agentkv_end_to_end(kvbench, tmp_path: Path) -> None:
+    done = kvbench(*SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [cell["arm"] for cell in document["cells"]] == ARMS
+    for cell in document["cells"]:
+        assert cell["reasons"] == []
+        assert cell["figures"]["completed"]["point"] == 4
+        assert cell["figures"]["total_output_tokens"]["point"] == 4 * 24
+        assert cell["figures"]["total_input_tokens"]["point"] == 2 * (150 + 60)
+        assert cell["kv"]["median_logical"] == 150 + 60 + 2 * 24
+    full, _, agentkv = document["cells"]
+    assert (full["kv"]["events"], agentkv["kv"]["events"]) == (0, 2 * (2 * 24 // 16))
+    assert agentkv["kv"]["mean_decode_kv"] < full["kv"]["mean_decode_kv"]
+    assert "agentkv 64" in done.stderr
+
+    folder = Path(document["path"])
+    files = sorted(path.name for path in (tmp_path / folder).glob("rep*.json"))
+    assert files == [
+        "rep01-agentkv-64-150-24-c2.json",
+        "rep01-full-150-24-c2.json",
+        "rep01-full-constrained-150-24-c2.json",
+    ]
+    one = json.loads((tmp_path / folder / files[0]).read_text())
+    assert {"act", "others", "think", "tool"} == set(one["kv"]["phases"])
+    assert all(one["kv"]["phases"].values())
+
+    again = kvbench(*SMALL, "--json", "--quiet")
+    assert json.loads(again.stdout) == document
+    assert again.stderr == ""
+
+    shown = kvbench("report", "runs", "--format", "markdown")
+    assert shown.returncode == 0, shown.stderr
+    assert "serving, under load: 150/24, 2 turns, micro, embedded" in shown.stdout
+    assert "| c2 | agentkv 64 | 1 |" in shown.stdout
+    other = kvbench("report", "runs", "--table", "accuracy")
+    assert (other.returncode, other.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "16k"], "expected prompt/generated"),
+        (["--method", "nosuch", "--budget", "64"], "nosuch"),
+        ([], "budget"),
+        (["--budget", "64", "--wire", "vllm"], "--wire is for servers at --url"),
+        (["--budget", "64", "--shape", "40k/1"], "micro has room for 32768"),
+        (["--url", "nowhere"], "expected NAME=URL"),
+        (["--url", "http://127.0.0.1:9", "--vocab", "100"], "no model server answers"),
+        (["--budget", "64", "--load-format", "dummy"], "loads real weights only"),
+        (["--budget", "64", "--engine-arg", "x"], "--engine-arg 'x': expected key=value"),
+        (["--engine", "api", "--budget", "64"], "takes messages"),
+    ],
+)
+def test_what_cannot_run_is_one_line(kvbench, arguments: list[str], message: str) -> None:
+    done = kvbench("bench", "serving", *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert message in line

@@ -1,0 +1,215 @@
+"""Embedded engines with one mistake each, and one that loses rows and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+
+from agentbench_kv.engines.accounting import merge_stats
+from agentbench_kv.engines.base import FinishReason, Generation, KVStats, PhaseLabeller, Sampling
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.methods.phases import Phase
+
+
+class Watched(EmbeddedEngine):
+    """Lets a variant reach into every session that is opened."""
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        super().open(session, labeller)
+        self.spoil(self._scheduler.get(session))
+
+    def spoil(self, state: Any) -> None:
+        """Break a session."""
+
+
+class KeptOffByOne(Watched):
+    """Keeps the rows beside those its method chose, and says so."""
+
+    def spoil(self, state: Any) -> None:
+        keep = state.cache.keep
+
+        def shifted(kept: torch.Tensor, *more: Any) -> int:
+            moved = (kept + 1) % state.cache.length
+            return int(keep(moved.sort(-1).values, *more))
+
+        state.cache.keep = shifted
+
+
+class RowsMisplaced(Watched):
+    """Moves keys one row too far, and says nothing."""
+
+    def spoil(self, state: Any) -> None:
+        keep = state.cache.keep
+
+        def misplaced(*arguments: Any) -> int:
+            moved = int(keep(*arguments))
+            live = state.cache.keys[:, :, : state.cache.length]
+            live.copy_(live.roll(1, 2))
+            return moved
+
+        state.cache.keep = misplaced
+
+
+class RopeOffByOne(Watched):
+    """Goes on one position too far behind an event."""
+
+    def spoil(self, state: Any) -> None:
+        compress = state.compress
+
+        def skipping(*arguments: Any) -> None:
+            compress(*arguments)
+            state._next += 1
+
+        state.compress = skipping
+
+
+class BudgetOffByOne(EmbeddedEngine):
+    """Keeps one token less than the budget."""
+
+    @classmethod
+    def create(cls, options: EngineOptions, **more: Any) -> Self:
+        method = options.method
+        less = dataclasses.replace(method, budget=(method.budget or 1) - 1)
+        return super().create(dataclasses.replace(options, method=less), **more)
+
+
+class PeakUnderstated(EmbeddedEngine):
+    """Reports the live tokens of now as the most there ever were."""
+
+    def close(self, session: str) -> KVStats:
+        stats = super().close(session)
+        stats.peak_live = stats.live
+        return stats
+
+
+class CompanyMatters(Watched):
+    """Evicts at other times when other sessions run beside."""
+
+    def spoil(self, state: Any) -> None:
+        if len(self._scheduler._sessions) > 1:
+            state.schedule._since_due = 5
+
+
+class Leaky(EmbeddedEngine):
+    """Frees no session of whose name is divisible by three."""
+
+    def close(self, session: str) -> KVStats:
+        if int(session.rpartition("-")[2]) % 3 == 0:
+            self._scheduler.get(session).free = lambda: None  # type: ignore[method-assign]
+        return super().close(session)
+
+
+class StopsLate(EmbeddedEngine):
+    """Sees a stop text one token after it is complete."""
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        stop, seen = sampling.stop, [False]
+        if stop is None:
+            return super().generate(session, sampling)
+
+        def late(token: int) -> bool:
+            before, seen[0] = seen[0], seen[0] or stop(token)
+            return before
+
+        return super().generate(session, dataclasses.replace(sampling, stop=late))
+
+
+class Forgetful(Generation):
+    """Keeps the newest token of a cancelled generation to itself."""
+
+    def __init__(self, inner: Generation) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        held: list[int] = []
+        for token in self.inner:
+            yield from held
+            held = [token]
+        self.finish_reason = self.inner.finish_reason
+        if self.finish_reason is not FinishReason.CANCELLED:
+            yield from held
+
+    def cancel(self) -> None:
+        self.inner.cancel()
+
+
+class CancelInexact(EmbeddedEngine):
+    """Loses a token of every cancelled generation."""
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        return Forgetful(super().generate(session, sampling))
+
+
+class NoLimit(EmbeddedEngine):
+    """Takes prompts of any length."""
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        self._scheduler.get(session).extend(tokens, phases)
+
+
+class Losing(EmbeddedEngine):
+    """Loses a session's rows before its second generation and computes them again."""
+
+    counts = True
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.labellers: dict[str, PhaseLabeller] = {}
+        self.logs: dict[str, list[tuple[int, Phase]]] = {}
+        self.carried: dict[str, KVStats] = {}
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        super().open(session, labeller)
+        self.labellers[session], self.logs[session] = labeller, []
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        self.logs[session] += zip(tokens, phases, strict=True)
+        super().extend(session, tokens, phases)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        if self._scheduler.get(session).fed and session not in self.carried:
+            self.lose(session)
+        return Noted(super().generate(session, sampling), self, session)
+
+    def lose(self, session: str) -> None:
+        state = self._scheduler.get(session)
+        lost, before = state.fed, super().close(session)
+        if self.counts:
+            before.recomputed += lost
+            before.restarts.append((len(before.events), len(self.logs[session])))
+        self.carried[session] = before
+        super().open(session, self.labellers[session])
+        super().extend(session, *zip(*self.logs[session], strict=True))
+
+    def stats(self, session: str) -> KVStats:
+        return merge_stats(self.carried.get(session, KVStats()), super().stats(session))
+
+    def close(self, session: str) -> KVStats:
+        return merge_stats(self.carried.get(session, KVStats()), super().close(session))
+
+
+class Noted(Generation):
+    """Writes generated tokens into the engine's own log."""
+
+    def __init__(self, inner: Generation, engine: Losing, session: str) -> None:
+        self.inner, self.engine, self.session = inner, engine, session
+
+    def __iter__(self) -> Iterator[int]:
+        label = self.engine.labellers[self.session].label
+        for token in self.inner:
+            self.engine.logs[self.session].append((token, label(token)))
+            yield token
+        self.finish_reason = self.inner.finish_reason
+
+    def cancel(self) -> None:
+        self.inner.cancel()
+
+
+class LosingUnseen(Losing):
+    """Does not count what it computes again."""
+
+    counts = False

@@ -1,0 +1,133 @@
+"""The engine suite passes the embedded engine, and fails every broken variant of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import conformance_broken_engines as broken
+import pytest
+
+from agentbench_kv.conformance.engines import plans, pools
+from agentbench_kv.conformance.engines.bench import Bench, Subject
+from agentbench_kv.conformance.engines.models import write_model
+from agentbench_kv.conformance.engines.parts import (
+    crowd_part,
+    ending_part,
+    leak_part,
+    method_part,
+)
+from agentbench_kv.conformance.engines.suite import engine_suite
+from agentbench_kv.conformance.result import CheckResult
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.errors import UsageError
+
+TOKENS = "tokens are the embedded engine's"
+REFERENCE = "tokens are the masked reference's"
+KEPT = "kept sets are the embedded engine's"
+ACCOUNTS = "accounting is the embedded engine's"
+ALONE = "sessions together are as alone"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture
+def bench(folder: Path) -> Iterator[Callable[[type], Bench]]:
+    made: list[Bench] = []
+
+    def make(cls: type) -> Bench:
+        made.append(Bench(Subject(cls), folder))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def short() -> plans.Sessions:
+    """Return the suite's sessions without the long one: two or three events each."""
+    return {name: steps for name, steps in plans.long_sessions().items() if name != "long"}
+
+
+def failed(results: list[CheckResult]) -> set[str]:
+    return {result.name for result in results if not result.ok}
+
+
+def test_the_embedded_engine_passes(bench: Callable[[type], Bench]) -> None:
+    one = bench(EmbeddedEngine)
+    method = one.method("agentkv")
+    results = method_part(one, method) + ending_part(one, method)
+    results += crowd_part(one, method) + leak_part(one, method, examples=2)
+    assert not failed(results), results
+    assert not any(result.skipped for result in results)
+    assert len(results) == 19
+
+
+@pytest.mark.parametrize("name", ["full", "streamingllm@paper"])
+def test_the_embedded_engine_passes_with(name: str, bench: Callable[[type], Bench]) -> None:
+    one = bench(EmbeddedEngine)
+    results = method_part(one, one.method(name), sessions=short())
+    assert failed(results) <= {"events happen"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (broken.KeptOffByOne, {TOKENS, KEPT}),
+        (broken.RowsMisplaced, {TOKENS, REFERENCE}),
+        (broken.RopeOffByOne, {TOKENS, REFERENCE}),
+        (broken.BudgetOffByOne, {KEPT, ACCOUNTS}),
+        (broken.PeakUnderstated, {ACCOUNTS}),
+        (broken.CompanyMatters, {ALONE}),
+    ],
+)
+def test_a_mistake_in_a_method_is_found(
+    variant: type, expected: set[str], bench: Callable[[type], Bench]
+) -> None:
+    one = bench(variant)
+    assert expected <= failed(method_part(one, one.method("agentkv"), sessions=short()))
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (broken.StopsLate, "a stop text ends at its token"),
+        (broken.CancelInexact, "goes on exactly after a cancel"),
+        (broken.NoLimit, "too long a prompt is refused"),
+    ],
+)
+def test_a_wrong_ending_is_found(
+    variant: type, expected: str, bench: Callable[[type], Bench]
+) -> None:
+    one = bench(variant)
+    assert expected in failed(ending_part(one, one.method("agentkv")))
+
+
+def test_a_leak_is_found(bench: Callable[[type], Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "PATIENCE_S", 0.5)
+    one = bench(broken.Leaky)
+    (result,) = leak_part(one, one.method("agentkv"), examples=4)
+    assert not result.ok
+    assert "at the start" in result.detail
+
+
+def test_rows_computed_again_are_right_if_counted(bench: Callable[[type], Bench]) -> None:
+    one = bench(broken.Losing)
+    (result,) = crowd_part(one, one.method("agentkv"))
+    assert result.ok, result.detail
+    assert "10 computed again" in result.detail
+
+
+def test_rows_computed_again_without_a_word_are_found(bench: Callable[[type], Bench]) -> None:
+    one = bench(broken.LosingUnseen)
+    (result,) = crowd_part(one, one.method("agentkv"))
+    assert not result.ok
+    assert "nothing was counted" in result.detail
+
+
+def test_an_engine_without_a_cache_is_refused() -> None:
+    with pytest.raises(UsageError, match="no KV cache"):
+        engine_suite("scripted")

@@ -1,0 +1,511 @@
+"""Checks of the backend, run with the interpreter of its environment; prints JSON.
+
+`python backend_checks.py FOLDER` runs every function called `check_*` and prints one object of
+their results, for `test_llamacpp_backend.py` to judge. `... FOLDER abort` is trap 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentbench_kv.engines.llamacpp.backend import library
+from agentbench_kv.engines.llamacpp.backend.blob import Blob
+from agentbench_kv.engines.llamacpp.backend.cells import Cells
+from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
+from agentbench_kv.engines.llamacpp.backend.rows import SequenceRows
+from agentbench_kv.engines.llamacpp.backend.watch import NativeWatch, PythonWatch, Watch
+from agentbench_kv.engines.llamacpp.made_model import TINY, make_model
+from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError
+
+F32, F16, Q8 = 0, 1, 8
+DRAW = torch.Generator().manual_seed(5)
+TEXT = torch.randint(0, TINY.vocabulary, (400,), generator=DRAW).tolist()
+NEXT = torch.randint(0, TINY.vocabulary, (16,), generator=DRAW).tolist()
+START, END = 100, 200
+MODEL = Path()
+
+
+class Scene:
+    """A context with one session of 400 tokens."""
+
+    def __init__(
+        self,
+        row_type: int = F32,
+        flash: bool = False,
+        watch: Watch | None = None,
+        tokens: int = 400,
+        cells: int = 2048,
+    ) -> None:
+        self.context = Context(
+            MODEL, cells=cells, sequences=4, row_type=row_type, flash=flash, queries=True,
+            watch=watch,
+        )  # fmt: skip
+        self.cells = Cells(self.context)
+        self.rows = self.session(0)
+        self.feed(TEXT[:tokens])
+
+    def session(self, sequence: int) -> SequenceRows:
+        rows = SequenceRows(self.cells)
+        rows.sequence = sequence
+        return rows
+
+    def feed(self, tokens: list[int], rows: SequenceRows | None = None) -> torch.Tensor:
+        rows = rows or self.rows
+        first, count = rows.next, len(tokens)
+        batch = Batch(tokens, list(range(first, first + count)), [rows.sequence] * count,
+                      list(range(count)))  # fmt: skip
+        logits = self.context.decode(batch)
+        rows.append(self.context.watch.cells(), first)
+        return logits
+
+    def block(self) -> torch.Tensor:
+        return (self.rows.rope >= START) & (self.rows.rope < END)
+
+    def evict(self) -> tuple[Blob, torch.Tensor]:
+        block = self.block()
+        logical = self.rows.logical[block]
+        blob = self.rows.save(block)
+        self.rows.drop(block)
+        return blob, logical
+
+    def close(self) -> None:
+        self.context.close()
+
+
+def largest(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left.float() - right.float()).abs().max())
+
+
+def rotated(keys: torch.Tensor, by: int) -> torch.Tensor:
+    """Rotate keys [tokens, heads, head_dim] in numpy and float64, halves paired."""
+    half = keys.shape[-1] // 2
+    angles = by * TINY.rope_base ** (-2.0 * np.arange(half) / keys.shape[-1])
+    first, second = np.split(keys.double().numpy(), 2, -1)
+    cosine, sine = np.cos(angles), np.sin(angles)
+    turned = [first * cosine - second * sine, first * sine + second * cosine]
+    return torch.from_numpy(np.concatenate(turned, -1))
+
+
+def attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attend in numpy: queries [heads, n, d] see all rows [kv_heads, rows, d] up to their own."""
+    q, k, v = (part.double().numpy() for part in (queries, keys, values))
+    group, n, rows = len(q) // len(k), q.shape[1], k.shape[1]
+    hidden = np.arange(rows)[None] > last - n + 1 + np.arange(n)[:, None]
+    k, v = np.repeat(k, group, 0), np.repeat(v, group, 0)
+    scores = np.where(hidden, -np.inf, q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1]))
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    return shares, shares @ v
+
+
+def check_restore_same_position() -> Any:
+    found = {}
+    for flash, row_type in ((False, F32), (False, F16), (True, F32), (True, F16), (True, Q8)):
+        plain = Scene(row_type, flash)
+        wanted = plain.feed(NEXT)
+        plain.close()
+        lost = Scene(row_type, flash)
+        lost.evict()
+        missing = largest(lost.feed(NEXT), wanted)
+        lost.close()
+        scene = Scene(row_type, flash)
+        before = scene.rows.cells.clone()
+        blob, logical = scene.evict()
+        scene.rows.restore(blob, logical)
+        found[f"{row_type}{flash}"] = {
+            "same cells": bool(torch.equal(before, scene.rows.cells)),
+            "difference": largest(scene.feed(NEXT), wanted),
+            "lost": missing,
+        }
+        scene.close()
+    return found
+
+
+def check_restore_other_cells() -> Any:
+    scene = Scene()
+    wanted = scene.feed(NEXT)
+    scene.rows.next = 400
+    scene.rows.drop(scene.rows.rope >= 400)
+    before = scene.rows.cells.clone()
+    blob, logical = scene.evict()
+    other = scene.session(1)
+    scene.feed(TEXT[:150], other)
+    scene.rows.restore(blob, logical)
+    moved = not torch.equal(before, scene.rows.cells)
+    difference = largest(scene.feed(NEXT), wanted)
+    scene.close()
+    return {"moved": moved, "difference": difference}
+
+
+def check_rotated_keys() -> Any:
+    scene = Scene()
+    blob, _ = scene.evict()
+    saved = [blob.keys(layer).clone() for layer in range(TINY.layers)]
+    blob.rotate(300)
+    numpy = max(largest(blob.keys(i), rotated(keys, 300)) for i, keys in enumerate(saved))
+    moved = blob.positions.tolist() == list(range(400, 500))
+    # The first layer's keys depend on token and position only, not on the context.
+    fresh = scene.session(1)
+    fresh.next = 400
+    scene.feed(TEXT[START:END], fresh)
+    own = scene.cells.keys[0][:, fresh.cells].transpose(0, 1)
+    scene.close()
+    return {"numpy": numpy, "moved": moved, "fresh": largest(blob.keys(0), own)}
+
+
+def check_attention_rows() -> Any:
+    names = [f"kq_soft_max-{layer}" for layer in range(TINY.layers)]
+    watch = PythonWatch(TINY.layers, True, names)
+    scene = Scene(watch=watch, tokens=300)
+    scene.feed(NEXT)
+    worst, sums, beyond = 0.0, 0.0, 0.0
+    for layer in range(TINY.layers):
+        seen = torch.from_numpy(watch.kept[f"kq_soft_max-{layer}"][0][0])
+        sums = max(sums, float((seen.sum(-1) - 1).abs().max()))
+        beyond = max(beyond, float(seen[..., 316:].abs().sum()))
+        keys = scene.cells.keys[layer][:, scene.rows.cells]
+        values = scene.cells.values[layer][:, scene.rows.cells]
+        shares, _ = attention(watch.queries(layer, TINY.heads), keys, values, 315)
+        worst = max(worst, float(np.abs(shares - seen[..., scene.rows.cells].numpy()).max()))
+    scene.close()
+    return {"sums": sums, "beyond": beyond, "numpy": worst}
+
+
+def check_per_head_sets() -> Any:
+    names = [f"kqv-{layer}" for layer in range(TINY.layers)]
+    watch = PythonWatch(TINY.layers, True, names)
+    scene = Scene(watch=watch, tokens=300)
+    keys, values = scene.cells.read(scene.rows.cells)
+    kept = random_sets(300, 96)
+    scene.cells.compact(scene.rows.cells, kept)
+    scene.rows.keep_last(96)
+    scene.feed(NEXT[:8])
+    worst = 0.0
+    for layer in range(TINY.layers):
+        new = scene.cells.read(scene.rows.cells[-8:])
+        own = [
+            torch.cat([chosen(whole[layer], kept[layer]), fresh[layer]], 1)
+            for whole, fresh in zip((keys, values), new, strict=True)
+        ]
+        _, outputs = attention(watch.queries(layer, TINY.heads), *own, 103)
+        seen = watch.kept[f"kqv-{layer}"][0][0]
+        worst = max(worst, float(np.abs(outputs - seen).max()))
+    scene.close()
+    return {"numpy": worst}
+
+
+def random_sets(rows: int, budget: int) -> torch.Tensor:
+    sets = [
+        torch.randperm(rows, generator=DRAW)[:budget].sort().values
+        for _ in range(TINY.layers * TINY.kv_heads)
+    ]
+    return torch.stack(sets).reshape(TINY.layers, TINY.kv_heads, budget)
+
+
+def chosen(rows: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return torch.stack([rows[head][kept[head]] for head in range(len(rows))])
+
+
+def check_compaction_bytes() -> Any:
+    found = {}
+    for flash, sort in ((False, False), (False, True), (True, False), (True, True)):
+        scene = Scene(F16, flash, tokens=300)
+        keys, values = scene.cells.read(scene.rows.cells)
+        kept = random_sets(300, 96)
+        positions = torch.arange(300).expand(TINY.layers, TINY.kv_heads, -1).clone()
+        scene.cells.compact(scene.rows.cells, kept, [positions], sort=sort)
+        scene.rows.keep_last(96)
+        front = positions[..., :96]
+        after = scene.cells.read(scene.rows.cells)
+        gathered = front[..., None].expand(-1, -1, -1, TINY.head_dim)
+        found[f"{flash}{sort}"] = {
+            "sets": bool(torch.equal(front.sort(-1).values, kept)),
+            "in order": bool(torch.equal(front, kept)),
+            "rows": all(
+                bool(torch.equal(new, old.gather(2, gathered)))
+                for new, old in zip(after, (keys, values), strict=True)
+            ),
+        }
+        scene.close()
+    return found
+
+
+def check_one_set_for_all_heads() -> Any:
+    gone = torch.zeros(300, dtype=torch.bool)
+    gone[torch.randperm(290, generator=DRAW)[:200]] = True
+    plain = Scene(tokens=300)
+    plain.rows.drop(gone)
+    wanted = plain.feed(NEXT)
+    plain.close()
+    scene = Scene(tokens=300)
+    kept = (~gone).nonzero().flatten().expand(TINY.layers, TINY.kv_heads, -1).contiguous()
+    scene.cells.compact(scene.rows.cells, kept)
+    scene.rows.keep_last(100)
+    difference = largest(scene.feed(NEXT), wanted)
+    scene.close()
+    return {"difference": difference}
+
+
+def check_watches_agree() -> Any:
+    python, native = Scene(watch=PythonWatch(TINY.layers, True)), Scene()
+    if not isinstance(native.context.watch, NativeWatch):
+        return {"native": False}
+    same = [torch.equal(python.context.watch.cells(), native.context.watch.cells())]
+    for layer in range(TINY.layers):
+        pair = (each.context.watch.queries(layer, TINY.heads) for each in (python, native))
+        same.append(bool(torch.equal(*pair)))
+    python.close()
+    native.close()
+    return {"native": True, "same": all(same)}
+
+
+def check_trap_2_saving_before_a_shift_is_done() -> Any:
+    """llama.cpp's own shift turns keys with the next decode only; ours turns them at once."""
+    scene = Scene()
+    binding, context = library.llama(), scene.context
+    context.remove(0, START, END)
+    binding.llama_memory_seq_add(context.memory, 0, END, -1, START - END)
+    pending = Blob(scene.cells.form, context.state(0)).keys(0).clone()
+    context.decode(Batch([1], [300], [0], []))
+    done = Blob(scene.cells.form, context.state(0)).keys(0)[: len(pending)]
+    scene.close()
+    ours = Scene()
+    wanted = rotated(ours.cells.read(ours.rows.cells)[0][0].transpose(0, 1)[END:], START - END)
+    ours.rows.drop(ours.block())
+    ours.rows.pack()
+    saved = ours.rows.save(ours.rows.logical >= END)
+    difference = largest(saved.keys(0), wanted)
+    ours.close()
+    return {"pending": largest(pending, done), "ours": difference}
+
+
+def check_trap_3_shared_cells() -> Any:
+    """llama.cpp's shift moves cells for every sequence that has them; ours moves one session's."""
+    scene = Scene(tokens=100)
+    binding, context = library.llama(), scene.context
+    context.share(0, 1)
+    binding.llama_memory_seq_add(context.memory, 1, 50, -1, 7)
+    moved = context.last_position(0)
+    scene.close()
+    ours = Scene(tokens=100)
+    other = ours.session(1)
+    ours.feed(TEXT[:100], other)
+    before = [part.clone() for part in ours.cells.read(other.cells)]
+    ours.rows.drop(ours.rows.rope < 50)
+    ours.rows.pack()
+    after = ours.cells.read(other.cells)
+    untouched = all(bool(torch.equal(old, new)) for old, new in zip(before, after, strict=True))
+    last = ours.context.last_position(1)
+    ours.close()
+    return {"moved": moved, "last": last, "untouched": untouched}
+
+
+def check_trap_4_the_last_token_evicted() -> Any:
+    """llama.cpp refuses to go on behind a hole; ours lets another row stand in for the last one."""
+    scene = Scene(tokens=300)
+    scene.context.remove(0, 280, 300)
+    refused = False
+    try:
+        scene.context.decode(Batch([1], [300], [0], []))
+    except KVBenchError:
+        refused = True
+    scene.close()
+    plain = Scene(tokens=300)
+    wanted = plain.feed(NEXT)
+    plain.close()
+    ours = Scene(tokens=300)
+    tail = ours.rows.rope >= 280
+    logical = ours.rows.logical[tail]
+    blob = ours.rows.save(tail)
+    ours.rows.drop(tail)
+    without = ours.feed(NEXT)
+    masked = _without_tail()
+    ours.rows.next = 300
+    ours.rows.drop(ours.rows.rope >= 300)
+    ours.rows.restore(blob, logical)
+    back = largest(ours.feed(NEXT), wanted)
+    labels = bool(torch.equal(ours.rows.labels, ours.rows.rope))
+    ours.close()
+    return {
+        "refused": refused,
+        "masked": largest(without, masked),
+        "back": back,
+        "labels": labels,
+    }
+
+
+def _without_tail() -> torch.Tensor:
+    """Return the logits behind tokens 0 to 280 at positions from 300, from a cache built anew."""
+    scene = Scene(tokens=280)
+    blob = scene.rows.save(scene.rows.rope >= 0)
+    blob.set_positions(torch.arange(20, 300))
+    scene.context.remove(0)
+    scene.cells.load(0, blob)
+    scene.rows.next = 300
+    logits = scene.feed(NEXT)
+    scene.close()
+    return logits
+
+
+def check_trap_5_loading_empties_its_target() -> Any:
+    scene = Scene()
+    blob, _ = scene.evict()
+    data = bytearray(blob.data)
+    raw = Scene()
+    raw.context.set_state(0, data)
+    left = Blob(raw.cells.form, raw.context.state(0)).tokens
+    raw.close()
+    scene.cells.load(0, blob)
+    ours = Blob(scene.cells.form, scene.context.state(0)).tokens
+    scene.close()
+    return {"raw": left, "ours": ours}
+
+
+def check_trap_9_quantised_rows() -> Any:
+    scene = Scene(Q8, True)
+    blob, _ = scene.evict()
+    try:
+        blob.rotate(5)
+        refused = False
+    except KVBenchError:
+        refused = True
+    scene.close()
+    return {"refused": refused}
+
+
+def check_trap_12_holes() -> Any:
+    """The highest used cell decides what attention costs; parking and coming back closes holes."""
+    scene = Scene()
+    scene.rows.drop(scene.rows.rope < 350)
+    before = int(scene.rows.cells.max())
+    keys, values = scene.cells.read(scene.rows.cells)
+    scene.rows.park()
+    scene.rows.unpark(2)
+    after = int(scene.rows.cells.max())
+    again = scene.cells.read(scene.rows.cells)
+    same = all(bool(torch.equal(a, b)) for a, b in zip((keys, values), again, strict=True))
+    scene.close()
+    return {"before": before, "after": after, "same": same}
+
+
+def check_trap_14_another_build() -> Any:
+    found = {}
+    for name, wrong in (("PINNED", "0.3.35"), ("GGML_VERSION", "0.1.0")):
+        right = getattr(library, name)
+        setattr(library, name, wrong)
+        library.llama.cache_clear()
+        library.ggml.cache_clear()
+        try:
+            library.ggml()
+            found[name] = ""
+        except PrerequisiteError as error:
+            found[name] = str(error)
+        setattr(library, name, right)
+        library.llama.cache_clear()
+        library.ggml.cache_clear()
+    scene = Scene(tokens=50)
+    data = scene.context.state(0)
+    for name, spoilt in (("magic", b"\0" + data[1:]), ("length", data + b"\0\0\0\0")):
+        try:
+            Blob(scene.cells.form, bytearray(spoilt))
+            found[name] = ""
+        except KVBenchError as error:
+            found[name] = str(error)
+    scene.close()
+    return found
+
+
+def check_no_shift_on_the_path() -> Any:
+    """Evicting, restoring at the end, and packing work with llama.cpp's shift taken away."""
+    scene = Scene()
+    binding = library.llama()
+    shift = binding.llama_memory_seq_add
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a shift was asked for")
+
+    binding.llama_memory_seq_add = forbidden
+    try:
+        blob, logical = scene.evict()
+        blob.rotate(300)
+        scene.rows.restore(blob, logical)
+        scene.feed(NEXT)
+        scene.rows.drop(scene.rows.rope < 10)
+        scene.rows.pack()
+        scene.feed(NEXT)
+    finally:
+        binding.llama_memory_seq_add = shift
+    live, following = scene.rows.live, scene.rows.next
+    scene.close()
+    return {"live": live, "next": following}
+
+
+def check_full_cache() -> Any:
+    scene = Scene(tokens=200, cells=256)
+    blob = scene.rows.save(scene.rows.rope >= 0)
+    found = {}
+    for name, work in (
+        ("decode", lambda: scene.feed(TEXT[:100], scene.session(1))),
+        ("load", lambda: scene.cells.load(1, blob)),
+    ):
+        try:
+            work()
+            found[name] = ""
+        except CapacityError as error:
+            found[name] = str(error)
+    kept = blob.keys(0).clone()
+    found["intact"] = bool(torch.equal(scene.rows.save(scene.rows.rope >= 0).keys(0), kept))
+    scene.close()
+    return found
+
+
+def trap_1_abort() -> None:
+    """Without a unified cache, copying a part of a sequence aborts the process."""
+    binding = library.llama()
+    defaults = binding.llama_context_default_params
+
+    class Separate:
+        """Parameters that refuse to be unified."""
+
+        def __new__(cls) -> Any:
+            options = defaults()
+            options.__class__ = type("Options", (type(options),), {
+                "__setattr__": lambda self, name, value: None
+                if name == "kv_unified" else super(type(self), self).__setattr__(name, value)
+            })  # fmt: skip
+            return options
+
+    binding.llama_context_default_params = Separate
+    scene = Scene(tokens=50)
+    scene.context.share(0, 1, 10, 20)
+    sys.stdout.write("survived\n")
+
+
+def main() -> None:
+    global MODEL
+    folder = Path(sys.argv[1])
+    MODEL = make_model(folder / "tiny.gguf", TINY)
+    torch.set_num_threads(1)
+    if sys.argv[2:] == ["abort"]:
+        trap_1_abort()
+        return
+    checks: dict[str, Callable[[], Any]] = {
+        name.removeprefix("check_"): check
+        for name, check in globals().items()
+        if name.startswith("check_")
+    }
+    with torch.inference_mode():
+        sys.stdout.write(json.dumps({name: check() for name, check in checks.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Prints what llama.cpp makes of a text and of ids, as JSON; run in the environment."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
+from agentbench_kv.engines.llamacpp.backend.library import llama
+
+
+def main() -> None:
+    path, text, ids = Path(sys.argv[1]), sys.argv[2].encode(), json.loads(sys.argv[3])
+    context = Context(path, cells=512, sequences=2)
+    binding = llama()
+    found = (binding.llama_token * (len(text) + 8))()
+    vocabulary = binding.llama_model_get_vocab(context._model)
+    count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
+    every = list(range(len(ids)))
+    logits = context.decode(Batch(ids, every, [0] * len(ids), every))
+    document = {"ids": list(found[:count]), "logits": logits.tolist(), "ends": list(context.shape.eos_token_ids)}
+    sys.stdout.write(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

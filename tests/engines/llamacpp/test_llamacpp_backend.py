@@ -1,0 +1,154 @@
+"""The backend on a made model: what moves in the cache, and the traps of llama.cpp's memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHECKS = Path(__file__).with_name("backend_checks.py")
+SIGABRT = -6
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def run(
+    llamacpp_python: Path,
+    backend_environment: Callable[[], Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("made")
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        with backend_environment() as environment:
+            return subprocess.run(
+                (str(llamacpp_python), str(CHECKS), str(folder), *arguments),
+                env=environment | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+            )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def checks(run: Callable[..., subprocess.CompletedProcess[str]]) -> dict[str, Any]:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["0False", "1False", "0True", "1True", "8True"])
+def test_a_block_restored_where_it_was_leaves_no_trace(checks: dict[str, Any], layout: str) -> None:
+    found = checks["restore_same_position"][layout]
+    assert found["same cells"]
+    assert found["difference"] == 0
+    assert found["lost"] > 0.1
+
+
+def test_a_block_restored_to_other_cells(checks: dict[str, Any]) -> None:
+    found = checks["restore_other_cells"]
+    assert found["moved"]
+    assert found["difference"] <= 1e-5
+
+
+def test_rotated_keys(checks: dict[str, Any]) -> None:
+    found = checks["rotated_keys"]
+    assert found["moved"]
+    assert found["numpy"] <= 1e-5
+    assert found["fresh"] <= 1e-4
+
+
+def test_attention_rows_sum_to_one_and_are_those_of_the_cached_keys(checks: dict[str, Any]) -> None:
+    found = checks["attention_rows"]
+    assert found["sums"] <= 1e-6
+    assert found["beyond"] == 0
+    assert found["numpy"] <= 1e-6
+
+
+def test_sets_that_differ_between_heads(checks: dict[str, Any]) -> None:
+    assert checks["per_head_sets"]["numpy"] <= 1e-5
+
+
+def test_one_set_for_all_heads_is_an_eviction_of_tokens(checks: dict[str, Any]) -> None:
+    assert checks["one_set_for_all_heads"]["difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("layout", ["FalseFalse", "FalseTrue", "TrueFalse", "TrueTrue"])
+def test_compaction_moves_rows_bit_for_bit_in_both_value_layouts(
+    checks: dict[str, Any], layout: str
+) -> None:
+    found = checks["compaction_bytes"][layout]
+    assert found["sets"]
+    assert found["rows"]
+    assert found["in order"] == layout.endswith("True")
+
+
+def test_both_watches_see_the_same(checks: dict[str, Any]) -> None:
+    found = checks["watches_agree"]
+    if not found["native"]:
+        pytest.skip("the plug-in could not be built here")
+    assert found["same"]
+
+
+def test_trap_1_a_cache_that_is_not_unified_aborts(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run("abort")
+    assert done.returncode == SIGABRT
+    assert "seq_cp" in done.stderr
+
+
+def test_trap_2_a_block_saved_while_a_shift_is_pending(checks: dict[str, Any]) -> None:
+    found = checks["trap_2_saving_before_a_shift_is_done"]
+    assert found["pending"] > 1
+    assert found["ours"] <= 1e-5
+
+
+def test_trap_3_a_shift_of_shared_cells(checks: dict[str, Any]) -> None:
+    found = checks["trap_3_shared_cells"]
+    assert found["moved"] == 106
+    assert found["untouched"]
+    assert found["last"] == 99
+
+
+def test_trap_4_the_last_token_may_leave(checks: dict[str, Any]) -> None:
+    found = checks["trap_4_the_last_token_evicted"]
+    assert found["refused"]
+    assert found["masked"] <= 1e-5
+    assert found["back"] <= 1e-5
+    assert found["labels"]
+
+
+def test_trap_5_a_load_keeps_the_session(checks: dict[str, Any]) -> None:
+    assert checks["trap_5_loading_empties_its_target"] == {"raw": 100, "ours": 400}
+
+
+def test_trap_9_quantised_rows_are_not_rotated(checks: dict[str, Any]) -> None:
+    assert checks["trap_9_quantised_rows"]["refused"]
+
+
+def test_trap_12_parking_closes_holes(checks: dict[str, Any]) -> None:
+    assert checks["trap_12_holes"] == {"before": 399, "after": 49, "same": True}
+
+
+@pytest.mark.parametrize("part", ["PINNED", "GGML_VERSION", "magic", "length"])
+def test_trap_14_another_build_is_refused(checks: dict[str, Any], part: str) -> None:
+    assert checks["trap_14_another_build"][part]
+
+
+def test_llama_cpp_is_never_asked_to_shift(checks: dict[str, Any]) -> None:
+    assert checks["no_shift_on_the_path"] == {"live": 422, "next": 422}
+
+
+def test_a_full_cache_is_an_error_and_nothing_is_lost(checks: dict[str, Any]) -> None:
+    found = checks["full_cache"]
+    assert "full" in found["decode"]
+    assert "no room" in found["load"]
+    assert found["intact"]

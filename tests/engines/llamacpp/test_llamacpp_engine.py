@@ -1,0 +1,257 @@
+"""The llamacpp engine on the micro model, against the embedded one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentbench_kv.engines.base import Engine, FinishReason, KVStats, Sampling
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.errors import CapacityError, UsageError
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.blocks import Resident
+from agentbench_kv.phases import TokenPhases
+from agentbench_kv.registry import make_method
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+RESIDENT = Resident(recent_queries=16)
+PACKED = Resident(recent_queries=16, positions="cache")
+
+
+@pytest.fixture(scope="module")
+def engines(llamacpp_python: Path) -> Iterator[Callable[..., Engine]]:  # noqa: ARG001
+    made: dict[Any, Engine] = {}
+
+    def build(kind: type[Any], method: Method, **options: Any) -> Engine:
+        key = (kind, method, *options.items())
+        if key not in made:
+            chosen = EngineOptions(model="micro", method=method, **{"concurrency": 4, **options})
+            made[key] = kind.create(chosen)
+        return made[key]
+
+    yield build
+    for engine in made.values():
+        engine.shutdown()
+
+
+def words(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, 600) for _ in range(count)]
+
+
+def turn(engine: Engine, name: str, prompt: list[int], tokens: int, **sampling: Any) -> list[int]:
+    labels = TokenPhases()
+    engine.extend(name, prompt, [labels.label(token) for token in prompt])
+    return list(engine.generate(name, Sampling(max_tokens=tokens, **sampling)))
+
+
+def played(engine: Engine, name: str, seed: int = 0) -> tuple[list[int], KVStats]:
+    """Three turns of a session, with what it cost."""
+    engine.open(name, TokenPhases())
+    said = turn(engine, name, words(300, seed), 120)
+    said += turn(engine, name, words(60, seed + 100), 120, temperature=0.8, top_p=0.9, seed=7)
+    said += turn(engine, name, words(20, seed + 200), 60)
+    return said, engine.close(name)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [("full", None), ("agentkv", 128), ("h2o", 128), ("rkv", 128), ("streamingllm@paper", 128)],
+)
+def test_tokens_events_and_accounting_are_the_embedded_engines(
+    method: str, budget: int | None, engines: Callable[..., Engine]
+) -> None:
+    chosen = make_method(method, budget)
+    ours = played(engines(LlamaCppEngine, chosen, max_live_tokens=4096), method)
+    theirs = played(engines(EmbeddedEngine, chosen), method)
+    assert ours[0] == theirs[0]
+    for name in vars(theirs[1]):
+        if name not in ("events", "rows_moved"):
+            assert getattr(ours[1], name) == getattr(theirs[1], name), name
+    events = [
+        [(e.decoded, e.logical, e.live_before, e.live_after) for e in stats.events]
+        for _, stats in (ours, theirs)
+    ]
+    assert events[0] == events[1]
+    assert len(events[0]) == (0 if budget is None else 2)
+
+
+def test_eight_sessions_in_a_cache_for_four_share_it_and_mix_nothing(
+    engines: Callable[..., Engine],
+) -> None:
+    """A session holds up to 560 tokens; every prompt is its own."""
+    full = make_method("full", None)
+    engine = engines(LlamaCppEngine, full, max_live_tokens=2304)
+    assert isinstance(engine, LlamaCppEngine)
+    found: dict[int, tuple[list[int], KVStats]] = {}
+
+    def play(seed: int) -> None:
+        found[seed] = played(engine, f"s{seed}", seed)
+
+    threads = [threading.Thread(target=play, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = engines(EmbeddedEngine, full)
+    for seed in range(8):
+        assert found[seed] == played(alone, f"s{seed}", seed)
+    assert len({tuple(said) for said, _ in found.values()}) == 8
+    pool = engine.pool()
+    assert pool["parkings"] > 0
+    assert pool["sessions"] == 0
+    assert pool["free_blocks"] == pool["total_blocks"]
+
+
+def test_a_killed_backend_is_started_again_and_nothing_is_lost(
+    engines: Callable[..., Engine],
+) -> None:
+    method = make_method("full", None)
+    engine = engines(LlamaCppEngine, method, max_live_tokens=4096)
+    assert isinstance(engine, LlamaCppEngine)
+    prompt = words(200, 3)
+    alone = engines(EmbeddedEngine, method)
+    alone.open("k", TokenPhases())
+    wanted = turn(alone, "k", prompt, 200)
+    before = engine.restarts
+    engine.open("k", TokenPhases())
+    engine.extend("k", prompt, [TokenPhases().label(token) for token in prompt])
+    said = []
+    for token in engine.generate("k", Sampling(max_tokens=200)):
+        said.append(token)
+        if len(said) == 5 and engine.backend_pid is not None:
+            os.kill(engine.backend_pid, signal.SIGKILL)
+    assert said == wanted
+    assert engine.restarts == before + 1
+    assert engine.close("k").recomputed >= 200
+    alone.close("k")
+
+
+@pytest.mark.parametrize("method", [RESIDENT, PACKED])
+def test_spans_leave_and_come_back_as_in_the_embedded_engine(
+    method: Method, engines: Callable[..., Engine]
+) -> None:
+    """Packed positions close the gap that a span leaves; otherwise it stays open."""
+    ours = engines(LlamaCppEngine, method, max_live_tokens=4096)
+    theirs = engines(EmbeddedEngine, method)
+    found = []
+    for engine in (ours, theirs):
+        engine.open("b", TokenPhases())
+        said = [turn(engine, "b", words(300, 1), 20)]
+        attention = engine.span_attention("b", [(0, 100), (100, 300)], [-1], 0.95)
+        block = engine.save_block("b", 100, 150)
+        removed = engine.evict_spans("b", [(100, 150), (200, 220)])
+        said.append(turn(engine, "b", words(30, 2), 20))
+        engine.restore_block("b", block)
+        said.append(turn(engine, "b", words(10, 3), 20))
+        found.append((said, removed, block.at, attention, engine.close("b")))
+    (said, removed, at, attention, stats), wanted = found
+    assert (said, removed, at) == wanted[:3]
+    assert attention == pytest.approx(wanted[3], abs=1e-5)
+    for name in ("live", "peak_live", "evicted", "restored", "logical", "prefill_tokens"):
+        assert getattr(stats, name) == getattr(wanted[4], name), name
+
+
+def test_a_block_re_anchored_behind_the_last_row(engines: Callable[..., Engine]) -> None:
+    found = []
+    for kind in (LlamaCppEngine, EmbeddedEngine):
+        engine = engines(
+            kind, RESIDENT, **({"max_live_tokens": 4096} if kind is LlamaCppEngine else {})
+        )
+        engine.open("a", TokenPhases())
+        turn(engine, "a", words(300, 1), 20)
+        block = engine.save_block("a", 40, 90)
+        engine.evict_spans("a", [(40, 90)])
+        engine.restore_block("a", block, at=400)
+        found.append((turn(engine, "a", words(10, 3), 30), engine.close("a").live))
+    assert found[0] == found[1]
+
+
+def test_restoring_twice_or_what_was_never_seen_is_refused(engines: Callable[..., Engine]) -> None:
+    engine = engines(LlamaCppEngine, RESIDENT, max_live_tokens=4096)
+    engine.open("r", TokenPhases())
+    with pytest.raises(UsageError, match="nothing in the cache"):
+        engine.save_block("r", 0, 5)
+    turn(engine, "r", words(50, 1), 5)
+    block = engine.save_block("r", 10, 20)
+    with pytest.raises(UsageError, match="are in the cache"):
+        engine.restore_block("r", block)
+    engine.evict_spans("r", [(10, 20)])
+    with pytest.raises(UsageError, match="0 of 10"):
+        engine.save_block("r", 10, 20)
+    with pytest.raises(UsageError, match="taken"):
+        engine.restore_block("r", block, at=30)
+    engine.restore_block("r", block)
+    engine.close("r")
+
+
+def test_methods_whose_heads_differ_have_no_spans(engines: Callable[..., Engine]) -> None:
+    engine = engines(LlamaCppEngine, make_method("agentkv", 128), max_live_tokens=4096)
+    engine.open("h", TokenPhases())
+    turn(engine, "h", words(50, 1), 5)
+    with pytest.raises(UsageError, match="whole tokens"):
+        engine.evict_spans("h", [(0, 10)])
+    engine.close("h")
+
+
+def test_a_caller_that_stops_or_cancels_leaves_nothing_behind(
+    engines: Callable[..., Engine],
+) -> None:
+    engine = engines(LlamaCppEngine, RESIDENT, max_live_tokens=4096)
+    alone = engines(EmbeddedEngine, RESIDENT)
+    found = []
+    for each in (engine, alone):
+        each.open("c", TokenPhases())
+        said: list[int] = []
+        stopped = turn(each, "c", words(40, 1), 50, stop=lambda token, said=said: bool(
+            said.append(token) or len(said) == 7
+        ))  # fmt: skip
+        found.append((stopped, turn(each, "c", words(5, 2), 10), each.close("c")))
+    assert found[0][:2] == found[1][:2]
+    assert len(found[0][0]) == 7
+    assert found[0][2].logical == found[1][2].logical
+    engine.open("c", TokenPhases())
+    engine.extend("c", words(40, 1), [TokenPhases().label(t) for t in words(40, 1)])
+    generation = engine.generate("c", Sampling(max_tokens=400))
+    seen = []
+    for token in generation:
+        seen.append(token)
+        if len(seen) == 3:
+            generation.cancel()
+    assert generation.finish_reason is FinishReason.CANCELLED
+    # What follows is what an engine says that never went further than the caller.
+    alone.open("c", TokenPhases())
+    alone.extend("c", [*words(40, 1)], [TokenPhases().label(t) for t in words(40, 1)])
+    assert list(alone.generate("c", Sampling(max_tokens=len(seen)))) == seen
+    assert turn(engine, "c", words(5, 2), 10) == turn(alone, "c", words(5, 2), 10)
+    for each in (engine, alone):
+        each.close("c")
+
+
+def test_a_session_larger_than_the_cache_is_refused_in_words(
+    engines: Callable[..., Engine],
+) -> None:
+    engine = engines(LlamaCppEngine, make_method("full", None), max_live_tokens=2304)
+    engine.open("big", TokenPhases())
+    with pytest.raises(CapacityError, match="holds 2304 tokens"):
+        turn(engine, "big", words(2300, 1), 100)
+    engine.close("big")
+    assert played(engine, "after")[1].logical == 680
+
+
+def test_embeddings_are_the_models(engines: Callable[..., Engine]) -> None:
+    ours = engines(LlamaCppEngine, RESIDENT, max_live_tokens=4096).embed_tokens([5, 9, 5])
+    theirs = engines(EmbeddedEngine, RESIDENT).embed_tokens([5, 9, 5])
+    assert np.abs(ours - theirs).max() <= 1e-6
+    assert np.array_equal(ours[0], ours[2])

@@ -1,0 +1,137 @@
+"""What needs no environment: headers, refusals, tokenizers, wheels."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, refuse_method
+from agentbench_kv.engines.llamacpp.metadata import read_metadata
+from agentbench_kv.engines.llamacpp.pretokenizers import (
+    PRETOKENIZERS,
+    pretokenizer_name,
+    pretokenizer_of,
+)
+from agentbench_kv.engines.llamacpp.shape import model_shape
+from agentbench_kv.engines.llamacpp.tokenizer_folder import tokenizer_files
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.registry import make_method
+
+PLAIN: dict[str, Any] = {
+    "general.architecture": "qwen3",
+    "qwen3.block_count": 4,
+    "qwen3.embedding_length": 128,
+    "qwen3.attention.head_count": 4,
+    "qwen3.attention.head_count_kv": 2,
+    "qwen3.attention.key_length": 64,
+    "qwen3.attention.value_length": 64,
+    "qwen3.context_length": 2048,
+    "qwen3.rope.freq_base": 1e5,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.tokens": ["a", "b", "c"],
+}
+
+
+def packed(pairs: dict[str, Any], magic: bytes = b"GGUF", version: int = 3) -> bytes:
+    """A GGUF header of strings, unsigned numbers and lists of either."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    def plain(value: Any) -> tuple[int, bytes]:
+        return (8, text(value)) if isinstance(value, str) else (4, struct.pack("<I", value))
+
+    data = magic + struct.pack("<IQQ", version, 0, len(pairs))
+    for key, value in pairs.items():
+        data += text(key)
+        if isinstance(value, list):
+            kinds = [plain(each) for each in value]
+            data += struct.pack("<IIQ", 9, kinds[0][0], len(value))
+            data += b"".join(part for _, part in kinds)
+        else:
+            kind, part = plain(value)
+            data += struct.pack("<I", kind) + part
+    return data
+
+
+def test_a_header_is_read(tmp_path: Path) -> None:
+    pairs = {"name": "żółw", "count": 7, "words": ["x", "yz"], "numbers": [1, 2, 3]}
+    path = tmp_path / "m.gguf"
+    path.write_bytes(packed(pairs))
+    assert read_metadata(path) == pairs
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"not a model", "no GGUF file"),
+        (packed({"a": 1}, version=9), "no GGUF file"),
+        (packed({"name": "long enough"})[:-4], "cut short"),
+        (b"", "cut short"),
+    ],
+)
+def test_what_is_no_header_is_one_line(data: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(PrerequisiteError, match=said):
+        read_metadata(path)
+
+
+def test_a_shape() -> None:
+    shape = model_shape(PLAIN)
+    assert (shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim) == (4, 4, 2, 64)
+    assert shape.bytes_per_token("float32") == 2 * 4 * 2 * 64 * 4
+    assert shape.eos_token_ids == (2,)
+    assert not shape.interleaved
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"qwen3.rope.dimension_sections": [16, 24, 24, 0]}, "M-RoPE"),
+        ({"qwen3.ssm.state_size": 128}, "recurrent"),
+        ({"qwen3.attention.sliding_window": 512}, "sliding-window"),
+        ({"qwen3.rope.scaling.type": "yarn"}, "scales RoPE"),
+        ({"qwen3.attention.value_length": 32}, "values of 32"),
+        ({"general.architecture": "gemma3"}, "not among the architectures"),
+    ],
+)
+def test_traps_6_to_8_models_whose_rows_must_not_be_touched(
+    change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        model_shape(PLAIN | change)
+    assert "--engine api" in str(refused.value)
+
+
+def test_trap_11_sets_of_different_sizes_are_refused() -> None:
+    with pytest.raises(UsageError, match="per query head"):
+        refuse_method(make_method("snapkv@original", 256))
+    refuse_method(make_method("snapkv", 256))
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("bfloat16", "cpu"), ("float32", "cuda")])
+def test_what_the_build_cannot_do_is_refused(dtype: str, device: str) -> None:
+    with pytest.raises(UsageError):
+        LlamaCppEngine.check_compute(dtype, device)
+
+
+@pytest.mark.parametrize("name", PRETOKENIZERS)
+def test_pretokenizers_there_and_back(name: str) -> None:
+    assert pretokenizer_name({"pre_tokenizer": pretokenizer_of(name)}) == name
+
+
+def test_unknown_pretokenizers_are_refused() -> None:
+    other = {"type": "Split", "pattern": {"Regex": r"\w+"}}
+    with pytest.raises(UsageError, match="does not know"):
+        pretokenizer_name({"pre_tokenizer": other})
+    with pytest.raises(UsageError, match="kvbench knows"):
+        pretokenizer_of("tekken")
+
+
+def test_only_byte_level_tokenizers_are_written() -> None:
+    with pytest.raises(UsageError, match="byte-level"):
+        tokenizer_files({"tokenizer.ggml.model": "llama"})

@@ -1,0 +1,147 @@
+"""Backends as processes: starting, failing, being watched, found by their imports."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentbench_kv.engines.serving.backend.control import ControlServer
+from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
+from agentbench_kv.engines.serving.control import ControlClient, ControlError
+from agentbench_kv.engines.serving.links import link_packages
+from agentbench_kv.engines.serving.process import BackendProcess, Launch
+from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.registry import make_method
+
+
+def launch(code: str, ready: Path | None = None) -> Launch:
+    def answers() -> bool:
+        return ready is not None and ready.exists()
+
+    return Launch([sys.executable, "-c", code], answers, start_s=30.0)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; an orphan may be a zombie until init has noticed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_backend_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> None:
+    process = BackendProcess("toy", launch("raise SystemExit('no such model')"), tmp_path / "log")
+    with pytest.raises(
+        PrerequisiteError, match=r"did not start \(exit code 1\)[\s\S]*no such model"
+    ):
+        process.wait_ready()
+
+
+def test_a_backend_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    slow = Launch([sys.executable, "-c", "import time; time.sleep(60)"], lambda: False, start_s=0.3)
+    process = BackendProcess("toy", slow, tmp_path / "log")
+    with pytest.raises(PrerequisiteError, match="did not answer"):
+        process.wait_ready()
+    assert not process.alive
+
+
+def test_stopping_ends_what_the_backend_started(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import subprocess, sys, time, pathlib;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"pathlib.Path({str(ready)!r}).write_text(str(child.pid)); time.sleep(600)"
+    )
+    process = BackendProcess("toy", launch(code, ready), tmp_path / "log")
+    process.wait_ready()
+    while not ready.read_text():
+        time.sleep(0.01)
+    child = int(ready.read_text())
+    process.stop()
+    assert not process.alive
+    for _ in range(1000):
+        if not runs(child):
+            break
+        time.sleep(0.01)
+    assert not runs(child)
+
+
+def test_the_log_of_a_restart_is_its_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for word in ("first", "second"):
+        process = BackendProcess("toy", launch(f"print({word!r})"), log)
+        with pytest.raises(PrerequisiteError):
+            process.wait_ready()
+    assert process.tail() == ["second"]
+    assert log.read_text().split() == ["first", "second"]
+
+
+def test_commands_are_answered_and_failures_told(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("three sessions are open")
+
+    server = ControlServer(tmp_path / "c", {"double": lambda r: 2 * r["n"], "fail": fail})
+    client = ControlClient(tmp_path / "c")
+    assert client.call("double", n=21) == 42
+    with pytest.raises(ControlError, match="three sessions"):
+        client.call("fail")
+    with pytest.raises(ControlError, match="KeyError"):
+        client.call("unknown")
+    assert client.call("double", n=1) == 2
+    assert not client.answers()
+    client.close()
+    server.close()
+    assert not ControlClient(tmp_path / "absent").answers()
+
+
+def test_a_backend_finds_our_package_and_its_entry_points(tmp_path: Path) -> None:
+    folder = link_packages(
+        tmp_path / "path", [], {"toy.plugins": {"ours": "agentbench_kv.errors:x"}}
+    )
+    code = (
+        "import importlib.metadata as m, agentbench_kv.errors as e;"
+        "print(e.__file__);"
+        "print([p.value for p in m.entry_points(group='toy.plugins')])"
+    )
+    environment = {"PYTHONPATH": str(folder)}
+    log = tmp_path / "log"
+    process = BackendProcess(
+        "toy", Launch([sys.executable, "-c", code], lambda: False, environment), log
+    )
+    with pytest.raises(PrerequisiteError):
+        process.wait_ready()
+    file, found = process.tail()
+    assert file == str(folder / "agentbench_kv" / "errors.py")
+    assert found == "['agentbench_kv.errors:x']"
+
+
+def test_a_policy_survives_the_way_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = make_method("agentkv", "25%", {"interval": 16, "gqa": "max_prob"})
+    policy = Policy(method, tmp_path, tmp_path / "c", tmp_path / "t")
+    monkeypatch.setenv(VARIABLE, str(policy.save(tmp_path)))
+    assert Policy.load() == policy
+
+
+def test_a_backend_finds_the_kernels_built_before(tmp_path: Path) -> None:
+    from agentbench_kv.kernels.build import SOURCES, toolchain
+
+    folder = link_packages(tmp_path / "path", [], {})
+    code = (
+        "from agentbench_kv.kernels.build import SOURCES, toolchain;"
+        "print(SOURCES); print(toolchain('cpu').key)"
+    )
+    log = tmp_path / "log"
+    environment = {"PYTHONPATH": str(folder)}
+    process = BackendProcess(
+        "toy", Launch([sys.executable, "-c", code], lambda: False, environment), log
+    )
+    with pytest.raises(PrerequisiteError):
+        process.wait_ready()
+    sources, key = process.tail()
+    assert Path(sources) != SOURCES
+    assert key == toolchain("cpu").key

@@ -1,0 +1,288 @@
+"""Parts of the SGLang engine that need no SGLang: flags, wire, book-keeping, admission, pages."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.serving.backend.ledger import Cut
+from agentbench_kv.engines.serving.model import ModelFacts
+from agentbench_kv.engines.sglang.backend import cpu
+from agentbench_kv.engines.sglang.backend.admission import Admission
+from agentbench_kv.engines.sglang.backend.book import Book
+from agentbench_kv.engines.sglang.backend.desk import Desk
+from agentbench_kv.engines.sglang.backend.hooks import TARGETS
+from agentbench_kv.engines.sglang.backend.patches import Patches
+from agentbench_kv.engines.sglang.backend.steps import Steps
+from agentbench_kv.engines.sglang.flags import flags
+from agentbench_kv.engines.sglang.wire import _refuse_abort
+from agentbench_kv.errors import CapacityError, KVBenchError
+from agentbench_kv.methods.base import Method
+from agentbench_kv.registry import make_method
+
+FACTS = ModelFacts("qwen3", 4, 4, 2, 64, 2048, (2,))
+
+
+def command(method: str, gpu: bool, **more: Any) -> list[str]:
+    options = EngineOptions("micro", make_method(method, None), **more)
+    return flags(options, FACTS, gpu=gpu, stock=method == "full")
+
+
+def test_the_stock_arm_keeps_the_radix_cache_and_the_others_do_not() -> None:
+    for gpu in (False, True):
+        assert "--disable-radix-cache" not in command("full", gpu)
+        assert "--enable-streaming-session" not in command("full", gpu)
+        assert "--disable-radix-cache" in command("full-constrained", gpu)
+        assert "--enable-streaming-session" in command("full-constrained", gpu)
+        for method in ("full", "full-constrained"):
+            assert "--disable-overlap-schedule" not in command(method, gpu)
+    assert "--disable-piecewise-cuda-graph" not in command("full", True)
+    assert "--disable-piecewise-cuda-graph" in command("full-constrained", True)
+    assert "--disable-cuda-graph" not in command("full-constrained", True)
+
+
+def test_engine_arguments_come_last_and_may_be_switches() -> None:
+    words = command("full", False, engine_args={"page-size": "16", "disable-overlap-schedule": ""})
+    assert words[words.index("--page-size") + 1] == "16"
+    assert "--disable-overlap-schedule" in words
+    assert "" not in words
+
+
+def test_a_refusal_for_lack_of_memory_is_one() -> None:
+    def event(**reason: Any) -> dict[str, Any]:
+        return {"meta_info": {"finish_reason": {"type": "abort", "message": "why", **reason}}}
+
+    with pytest.raises(CapacityError, match="why"):
+        _refuse_abort(event(err_type="CapacityError"))
+    with pytest.raises(KVBenchError, match="gave up: why"):
+        _refuse_abort(event())
+    _refuse_abort({"meta_info": {"finish_reason": {"type": "length"}}})
+    _refuse_abort({"meta_info": {"finish_reason": None}})
+
+
+def test_every_target_has_a_hook() -> None:
+    patches = Patches(SimpleNamespace())  # type: ignore[arg-type]
+    assert all(callable(patches.hook(target)) for target in TARGETS)
+    assert len({patches.hook(target).__name__ for target in TARGETS}) == len(TARGETS)
+
+
+def request(rid: str, tokens: int, limit: int, session: str | None = None) -> Any:
+    parameters = SimpleNamespace(max_new_tokens=limit, ignore_eos=True, custom_params=None)
+    owner = None if session is None else SimpleNamespace(session_id=session, streaming=True)
+    return SimpleNamespace(
+        rid=rid,
+        session=owner,
+        sampling_params=parameters,
+        origin_input_ids=list(range(tokens)),
+        output_ids=[],
+        extend_input_len=tokens,
+    )
+
+
+def book(method: Method) -> Book:
+    return Book(method, 1, lambda _: pytest.fail("no stop text was asked for"))
+
+
+def test_a_session_is_its_request_in_flight_only() -> None:
+    sessions = book(make_method("full-constrained", None))
+    first = request("r1", 10, 5, "s")
+    held = sessions.begin(first)
+    assert sessions.of(first) is held
+    assert sessions.of(request("r2", 10, 5, "s")) is None
+    sessions.end_turn(held, 14)
+    assert sessions.of(first) is None
+    later = request("r3", 20, 5, "s")
+    assert sessions.begin(later) is held
+    assert held.starting == 6
+    assert sessions.begin(request("alone", 3, 5)).lasting is False
+
+
+def test_the_longest_at_rest_comes_first() -> None:
+    sessions = book(make_method("full-constrained", None))
+    for name in "abc":
+        held = sessions.begin(request(name, 10, 5, name))
+        held.ledger.forward(10)
+    for name in "cab":
+        sessions.end_turn(sessions.sessions[name], 10)
+    sessions.begin(request("again", 20, 5, "a"))
+    assert [held.name for held in sessions.resting()] == ["c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "settings", "growth"),
+    [
+        ("full-constrained", None, {}, 5000),
+        ("streamingllm", 96, {"interval": 32}, 32),
+        ("streamingllm", 400, {"interval": 32}, 332),
+        ("streamingllm", 96, {"interval": 32, "trigger": "turn"}, 5000),
+    ],
+)
+def test_admission_counts_with_bounded_growth(
+    method: str, budget: int | None, settings: dict[str, Any], growth: int
+) -> None:
+    sessions = book(make_method(method, budget, settings))
+    arrived = request("r", 100, 5000, "s")
+    sessions.begin(arrived)
+    seen = []
+
+    def original(_adder: Any, asked: Any, **rest: Any) -> str:
+        sampling = asked.sampling_params
+        seen.append((sampling.max_new_tokens, sampling.ignore_eos, rest))
+        return "added"
+
+    admission = Admission(sessions)
+    assert admission.add_one_req(original, None, arrived, has_chunked_req=False) == "added"
+    assert seen == [(growth, False, {"has_chunked_req": False})]
+    assert (arrived.sampling_params.max_new_tokens, arrived.sampling_params.ignore_eos) == (
+        5000,
+        True,
+    )
+    running = admission.running_growth(lambda *_: 4096.0, None, arrived)
+    assert running <= min(4096, growth + 100)
+
+
+class FakeWorker:
+    """Stands for the device: counts what it is told."""
+
+    def __init__(self) -> None:
+        self.deficits = [0] * 4
+        self.keeps_queries = False
+        self.labelled: list[int] = []
+        self.rows = SimpleNamespace(drop=lambda _name: None)
+
+    def plan_prefill(self, fed: Any, _parts: Any, _recipes: Any) -> None:
+        self.labelled += [token for each in fed for token in each.tokens]
+
+    def settle(self, decoded: Any, _recipes: Any) -> None:
+        self.labelled += [token for each in decoded for token in each.fed.tokens]
+
+
+class FakeCache:
+    """Stands for the session cache: notes what is freed."""
+
+    def __init__(self) -> None:
+        self.freed: list[tuple[int, int]] = []
+
+    def _free_kv_aligned(self, _row: int, first: int, end: int) -> None:
+        self.freed.append((first, end))
+
+
+def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, list[Cut]]:
+    """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not."""
+    sessions, worker, cache, cuts = book(method), FakeWorker(), FakeCache(), list[Cut]()
+    compactor = SimpleNamespace(carry_out=lambda _held, _row, cut: cuts.append(cut))
+    steps = Steps(sessions, worker, compactor)  # type: ignore[arg-type]
+    one = request("r", 20, 6, "s")
+    one.fill_ids, one.prefix_indices, one.req_pool_idx = one.origin_input_ids, [], 1
+    one.kv_committed_len = one.kv_allocated_len = 20
+    held = sessions.begin(one)
+    steps.prefill([one])
+    sampled = list(range(100, 106))
+    lengths = torch.tensor([20])
+    batch = SimpleNamespace(reqs=[one], seq_lens=lengths, seq_lens_cpu=lengths, seq_lens_sum=20)
+    late = 1 if overlap else 0
+    for step in range(1, 6 + late):
+        one.output_ids = sampled[: step - late]
+        steps.prepare(batch)
+        steps.decode([one])
+        one.kv_committed_len += 1
+        one.kv_allocated_len += 1
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+        batch.seq_lens = batch.seq_lens + 1
+    one.output_ids = list(sampled)
+    steps.finish(cache, one, held, 6)
+    return held, worker, cache, cuts
+
+
+@pytest.mark.parametrize("name", ["full-constrained", "streamingllm"])
+def test_working_ahead_changes_nothing(name: str) -> None:
+    settings: dict[str, Any] = {"interval": 3, "sinks": 1}
+    compresses = name != "full-constrained"
+    method = make_method(name, 8 if compresses else None, settings if compresses else {})
+    plain, ahead = (turn(overlap, method) for overlap in (False, True))
+    assert plain[0].ledger.snapshot() == ahead[0].ledger.snapshot()
+    assert plain[1].labelled == ahead[1].labelled == [*range(20), *range(100, 105)]
+    assert plain[3] == ahead[3]
+    assert len(plain[3]) == (2 if compresses else 0)
+    # Ahead, the last event comes before the forward that is one too many; its row goes.
+    freed = ([(11, 11)], [(8, 9)]) if compresses else ([(25, 25)], [(25, 26)])
+    assert (plain[2].freed, ahead[2].freed) == freed
+
+
+def test_the_desk_carries_out_on_the_scheduler_s_thread() -> None:
+    done: list[tuple[str, int]] = []
+
+    def note(order: Any) -> str:
+        done.append((order["what"], threading.get_ident()))
+        return "done"
+
+    def fail(_order: Any) -> None:
+        raise ValueError("no")
+
+    desk = Desk({"note": note, "fail": fail})
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(desk.commands["note"]({"what": "this"}))
+        with pytest.raises(ValueError, match="no"):
+            desk.commands["fail"]({})
+        answers.append("failed")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while asking.is_alive():
+        desk.serve()
+        asking.join(0.01)
+    assert answers == ["done", "failed"]
+    assert done == [("this", threading.get_ident())]
+
+
+class Pages:
+    """A page allocator as far as `cpu` uses it."""
+
+    need_sort = False
+
+    def __init__(self, page: int, pages: list[int]) -> None:
+        self.page_size = page
+        self.free_pages = torch.tensor(pages)
+
+
+def test_pages_are_filled_before_new_ones_are_taken() -> None:
+    pages = Pages(4, [7, 5, 9, 2])
+    before, after = torch.tensor([6, 0]), torch.tensor([11, 4])
+    last = torch.tensor([4 * 3 + 1, -1])
+    slots = cpu.alloc_extend(pages, before, before, after, after, last, 9)
+    assert slots is not None
+    assert slots.tolist() == [14, 15, 28, 29, 30, 20, 21, 22, 23]
+    assert pages.free_pages.tolist() == [9, 2]
+    grown = cpu.alloc_decode(pages, None, torch.tensor([12, 5]), torch.tensor([30, 23]))
+    assert grown is not None
+    assert grown.tolist() == [31, 36]
+    assert pages.free_pages.tolist() == [2]
+
+
+def test_no_slots_without_pages() -> None:
+    pages = Pages(4, [1])
+    before, after = torch.tensor([0]), torch.tensor([5])
+    found = cpu.alloc_extend(pages, before, before, after, after, torch.tensor([-1]), 5)
+    assert found is None
+    assert pages.free_pages.tolist() == [1]
+
+
+def test_a_command_line_holds_no_key(tmp_path: Path) -> None:
+    from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
+
+    options = EngineOptions("micro", make_method("full-constrained", None))
+    paths = SglangPaths(Path("python"), tmp_path, tmp_path)
+    wire = SglangWire(options, FACTS, paths, gpu=False, stock=False)
+    launch = wire.launch()
+    wire.close()
+    keys = {value for name, value in launch.environment.items() if "KEY" in name}
+    assert keys
+    assert not keys & set(launch.command)

@@ -1,0 +1,200 @@
+"""The engine in the SGLang it was written for; skipped where its environment is not built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from agentbench_kv.conformance.engines.models import write_model
+from agentbench_kv.conformance.engines.plans import prompt
+from agentbench_kv.engines.base import Engine, KVStats, Sampling
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.sglang.engine import SglangEngine
+from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.methods.base import Method
+from agentbench_kv.phases import TokenPhases
+from agentbench_kv.registry import make_method
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+TURNS = ((260, 40), (70, 40), (300, 40), (0, 20), (25, 30))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def sglang(sglang_python: Path, folder: Path) -> Iterator[SglangEngine]:  # noqa: ARG001
+    """One server for all tests: pages of 16, chunks of 128, the overlapping scheduler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        patch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
+        arguments = {"page-size": str(PAGE), "chunked-prefill-size": "128"}
+        method = make_method("full-constrained", None)
+        made = SglangEngine.create(
+            EngineOptions(
+                str(folder), method, device="cpu", max_live_tokens=4096, engine_args=arguments
+            )
+        )
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture
+def plain(sglang: SglangEngine) -> SglangEngine:
+    sglang.reconfigure(make_method("full-constrained", None))
+    return sglang
+
+
+def embedded(folder: Path, method: Method) -> EmbeddedEngine:
+    return EmbeddedEngine.create(
+        EngineOptions(str(folder), method, device="cpu", max_live_tokens=100_000)
+    )
+
+
+def turn(engine: Engine, name: str, ids: Sequence[int], out: int) -> list[int]:
+    engine.extend(name, ids, [TokenPhases().label(token) for token in ids])
+    return list(engine.generate(name, Sampling(out)))
+
+
+def play(engine: Engine, name: str, seed: int) -> tuple[list[list[int]], KVStats]:
+    engine.open(name, TokenPhases())
+    turns = [
+        turn(engine, name, prompt(length, seed + i), out) for i, (length, out) in enumerate(TURNS)
+    ]
+    return turns, engine.close(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "settings"),
+    [
+        ("agentkv", 96, {"interval": 32}),
+        ("agentkv", 90, {"interval": 24, "trigger": "turn"}),
+        ("snapkv", 90, {"interval": 24, "trigger": "prefill+every"}),
+        ("h2o", 96, {"interval": 32}),
+        ("streamingllm", 96, {"interval": 32, "positions": "cache"}),
+        ("full-constrained", None, {}),
+    ],
+)
+def test_sessions_are_the_embedded_engines(
+    sglang: SglangEngine,
+    folder: Path,
+    name: str,
+    budget: int | None,
+    settings: dict[str, int | str],
+) -> None:
+    method = make_method(name, budget, settings)
+    sglang.reconfigure(method)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda i: play(sglang, f"s{i}", 10 * i), range(3)))
+    reference = embedded(folder, method)
+    wanted = [play(reference, f"s{i}", 10 * i) for i in range(3)]
+    reference.shutdown()
+    for (tokens, stats), (expected, counted) in zip(found, wanted, strict=True):
+        assert tokens == expected
+        assert stats == counted
+    pool = sglang.pool()
+    assert (pool["sessions"], pool["free_blocks"]) == (0, pool["total_blocks"])
+
+
+def test_evicted_spans_are_as_if_masked(plain: SglangEngine, folder: Path) -> None:
+    spans = [(10, 45), (100, 131), (400, 420)]
+    answers = []
+    for engine in (plain, embedded(folder, make_method("full-constrained", None))):
+        engine.open("spans", TokenPhases())
+        first = turn(engine, "spans", prompt(260, 1), 30)
+        removed = engine.evict_spans("spans", spans)
+        second = turn(engine, "spans", prompt(60, 2), 40)
+        answers.append((first, removed, second, engine.close("spans")))
+    assert answers[0] == answers[1]
+    assert answers[0][1] == 66
+    assert plain.pool()["free_blocks"] == plain.pool()["total_blocks"]
+
+
+@pytest.mark.parametrize("main_first", [False, True])
+def test_a_fork_shares_rows_and_disturbs_nobody(
+    plain: SglangEngine, folder: Path, main_first: bool
+) -> None:
+    first, own, aside = prompt(203, 3), prompt(40, 4), prompt(30, 5)
+    alone = embedded(folder, make_method("full-constrained", None))
+    alone.open("main", TokenPhases())
+    begun = turn(alone, "main", first, 20)
+    went_on = turn(alone, "main", own, 60)
+    alone.open("aside", TokenPhases())
+    wanted = turn(alone, "aside", [*first, *begun, *aside], 60)
+    alone.shutdown()
+
+    plain.open("main", TokenPhases())
+    assert turn(plain, "main", first, 20) == begun
+    free = plain.pool()["free_blocks"]
+    plain.fork("main", "aside")
+    assert free - plain.pool()["free_blocks"] <= 1
+    with pytest.raises(KVBenchError, match="shares rows"):
+        plain.evict_spans("main", [(0, 10)])
+    with ThreadPoolExecutor(2) as threads:
+        main = threads.submit(turn, plain, "main", own, 60)
+        fork = threads.submit(turn, plain, "aside", aside, 60)
+        assert (main.result(), fork.result()) == (went_on, wanted)
+    for name in ("main", "aside") if main_first else ("aside", "main"):
+        plain.close(name)
+    assert plain.pool()["free_blocks"] == plain.pool()["total_blocks"]
+
+
+def test_a_fork_outlives_its_source(plain: SglangEngine, folder: Path) -> None:
+    first, aside = prompt(203, 6), prompt(30, 7)
+    alone = embedded(folder, make_method("full-constrained", None))
+    alone.open("main", TokenPhases())
+    begun = turn(alone, "main", first, 20)
+    wanted = turn(alone, "main", aside, 60)
+    alone.shutdown()
+    plain.open("main", TokenPhases())
+    assert turn(plain, "main", first, 20) == begun
+    plain.fork("main", "aside")
+    plain.close("main")
+    plain.open("noise", TokenPhases())
+    turn(plain, "noise", prompt(1500, 8), 10)
+    assert turn(plain, "aside", aside, 60) == wanted
+    assert plain.evict_spans("aside", [(0, 32)]) == 32
+    for name in ("aside", "noise"):
+        plain.close(name)
+    assert plain.pool()["free_blocks"] == plain.pool()["total_blocks"]
+
+
+def test_what_cannot_be_is_refused(sglang: SglangEngine) -> None:
+    with pytest.raises(UsageError, match="per query head"):
+        sglang.reconfigure(make_method("snapkv@original", 96))
+    sglang.reconfigure(make_method("agentkv", 96))
+    sglang.open("main", TokenPhases())
+    turn(sglang, "main", prompt(40, 9), 10)
+    with pytest.raises(KVBenchError, match="evicts by itself"):
+        sglang.fork("main", "aside")
+    with pytest.raises(KVBenchError, match="other tokens in every head"):
+        sglang.evict_spans("main", [(0, 10)])
+    with pytest.raises(KVBenchError, match="sessions are open"):
+        sglang.reconfigure(make_method("agentkv", 100))
+    sglang.close("main")
+
+
+def test_every_hook_is_where_it_is_expected(in_sglang: Callable[[str], str]) -> None:
+    code = "from agentbench_kv.engines.sglang.backend.hooks import mismatches; print(mismatches())"
+    assert in_sglang(code).splitlines()[-1] == "[]"
+
+
+def test_a_hook_that_moved_is_named(in_sglang: Callable[[str], str]) -> None:
+    code = """
+from agentbench_kv.engines.sglang.backend import hooks
+batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+hooks.TARGETS = {batch + "prepare_for_decode": ("self", "moon_phase"), batch + "sleep": ("self",),
+    "sglang.srt.nowhere.x": ()}
+print(hooks.mismatches())
+"""
+    printed = in_sglang(code).splitlines()[-1]
+    for word in ("expected self, moon_phase", "ScheduleBatch.sleep is gone", "nowhere.x is gone"):
+        assert word in printed

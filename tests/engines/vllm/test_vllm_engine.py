@@ -1,0 +1,131 @@
+"""The engine in the vLLM it was written for; skipped where its environment is not built."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agentbench_kv.cli import kvbench
+from agentbench_kv.conformance.engines import engine_suite
+from agentbench_kv.engines.vllm.backend import launch
+from agentbench_kv.engines.vllm.engine import VllmEngine, refuse_method
+from agentbench_kv.engines.vllm.wire import on_gpu
+from agentbench_kv.errors import UsageError
+from agentbench_kv.registry import make_method
+
+MICRO = Path(launch.__file__).parents[3] / "models" / "micro"
+
+
+@pytest.mark.engine
+def test_every_symbol_the_plugin_uses_is_there(in_vllm: Callable[[str], str]) -> None:
+    code = "from agentbench_kv.engines.vllm.backend.contract import problems; print(problems())"
+    assert in_vllm(code).splitlines()[-1] == "[]"
+
+
+@pytest.mark.engine
+def test_a_symbol_that_changed_is_named(in_vllm: Callable[[str], str]) -> None:
+    code = """
+from agentbench_kv.engines.vllm.backend import contract
+contract.SYMBOLS = (
+    contract.Symbol("vllm.v1.core.sched.scheduler:Scheduler.schedule", ("moon_phase",)),
+    contract.Symbol("vllm.v1.request:RequestStatus.ASLEEP"),
+    contract.Symbol("vllm.v1.nowhere:x"),
+)
+print(contract.problems())
+"""
+    printed = in_vllm(code).splitlines()[-1]
+    for word in ("has no moon_phase", "ASLEEP", "vllm.v1.nowhere"):
+        assert word in printed
+
+
+@pytest.mark.engine
+def test_tiles_are_the_ones_vllm_writes(in_vllm: Callable[[str], str]) -> None:
+    code = """
+import torch
+from vllm import _custom_ops as ops
+import vllm._C
+from agentbench_kv.engines.vllm.backend.layout import pack_tiles, unpack_tiles
+for isa, dtype, size, dim in (
+    ("vec", torch.float32, 32, 64),
+    ("vec", torch.float32, 128, 128),
+    ("vec", torch.bfloat16, 64, 128),
+    ("vec16", torch.float32, 16, 64),
+    ("amx", torch.bfloat16, 32, 64),
+    ("amx", torch.bfloat16, 64, 32),
+):
+    heads, blocks = 2, 3
+    rows = blocks * size
+    cache = torch.zeros(blocks, heads, size, 2 * dim, dtype=dtype)
+    keys, values = cache.view(blocks, heads, size * 2, -1).chunk(2, dim=2)
+    k, v = (torch.randn(rows, heads, dim).to(dtype) for _ in range(2))
+    try:
+        ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(rows), isa)
+    except Exception as error:
+        print("not here:", isa, error)
+        continue
+    K, V = unpack_tiles(cache, isa)
+    assert torch.equal(K.transpose(1, 2).reshape(rows, heads, dim), k), isa
+    assert torch.equal(V.transpose(1, 2).reshape(rows, heads, dim), v), isa
+    assert torch.equal(pack_tiles(K, V, isa), cache), isa
+    print("same:", isa, size, dim)
+"""
+    assert in_vllm(code).count("same:") >= 3
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("vllm_python")
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_conformance(family: str) -> None:
+    results = engine_suite("vllm", families=[family])
+    wrong = [
+        f"{part}: {check.name}: {check.detail}"
+        for part, checks in results.items()
+        for check in checks
+        if not check.ok
+    ]
+    assert not wrong
+    assert sum(len(checks) for checks in results.values()) > 20
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("vllm_python")
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MICRO, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 77}))
+    words = ["run", "--engine", "vllm", "--model", str(model), "--limit", "1"]
+    done = CliRunner().invoke(
+        kvbench, [*words, "--budget", "256", "--out", str(tmp_path / "runs"), "-q"]
+    )
+    assert done.exit_code != 0
+    assert "the vllm backend did not start" in str(done.exception)
+    assert "Traceback" not in done.output
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_version", lambda: ("vllm", "0.33.0"))
+    monkeypatch.delenv(launch.ALLOW, raising=False)
+    with pytest.raises(SystemExit, match=r"0\.33\.0 is here.*--allow-untested-engine"):
+        launch.main()
+
+
+def test_a_set_per_query_head_is_refused() -> None:
+    with pytest.raises(UsageError, match="rows per KV head"):
+        refuse_method(make_method("snapkv@original", 256))
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype"):
+        VllmEngine.check_compute("float8", "cpu")
+
+
+def test_devices_by_name() -> None:
+    assert on_gpu("cuda:1")
+    assert not on_gpu("cpu")

@@ -1,0 +1,230 @@
+"""The book of sessions over a pool of blocks that behaves like vLLM's, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agentbench_kv.engines.vllm.backend.blocks import SessionBlocks
+from agentbench_kv.engines.vllm.backend.sessions import Held, SessionBook
+from agentbench_kv.registry import make_method
+
+BLOCK, POOL = 8, 40
+
+
+class FakePool:
+    def __init__(self) -> None:
+        self.num_gpu_blocks = POOL + 1
+        self.free_ids = list(range(1, POOL + 1))
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free_ids)
+
+    def free_blocks(self, blocks: Iterable[Any]) -> None:
+        for block in blocks:
+            assert block.block_id not in self.free_ids, "freed twice"
+            self.free_ids.append(block.block_id)
+
+
+class FakeManager:
+    """What the book uses of vLLM's single-type manager."""
+
+    def __init__(self, pool: FakePool) -> None:
+        self.block_size = BLOCK
+        self.pool = pool
+        self.req_to_blocks: dict[str, list[Any]] = {}
+        self.num_cached_block: dict[str, int] = {}
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any) -> int:
+        assert num_tokens >= 0
+        return max(0, -(-num_tokens // BLOCK) - len(self.req_to_blocks.get(request_id, ())))
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, _: int) -> None:
+        count = FakeManager.get_num_blocks_to_allocate(self, request_id, num_tokens)
+        blocks = [SimpleNamespace(block_id=self.pool.free_ids.pop()) for _ in range(count)]
+        self.req_to_blocks.setdefault(request_id, []).extend(blocks)
+
+    def free(self, request_id: str) -> None:
+        self.pool.free_blocks(self.req_to_blocks.pop(request_id, []))
+        self.num_cached_block.pop(request_id, None)
+
+
+def new_book(budget: int = 16, trigger: str = "prefill+every") -> tuple[SessionBook, FakeManager]:
+    pool = FakePool()
+    manager = FakeManager(pool)
+    outer = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[manager]), block_pool=pool
+    )
+    book = SessionBook(make_method("streamingllm", budget, {"interval": 4, "trigger": trigger}), 1)
+    book.attach(SessionBlocks(outer, book.deficits))
+    return book, manager
+
+
+def request(number: int, session: str | None, tokens: list[int]) -> Any:
+    return SimpleNamespace(
+        request_id=f"r{number}",
+        session_id=session,
+        sampling_params=None,
+        prompt_token_ids=tokens,
+        num_computed_tokens=0,
+    )
+
+
+def feed(book: SessionBook, manager: FakeManager, held: Held, rows: int) -> None:
+    """One forward as the scheduler orders it."""
+    name = held.request
+    needed = manager.get_num_blocks_to_allocate(name, held.ledger.fed + rows, 0, 0, 0, 0)
+    while needed > manager.pool.get_num_free_blocks() and book.lose_oldest():
+        pass
+    manager.allocate_new_blocks(name, held.ledger.fed + rows, 0)
+    held.ledger.forward(rows)
+    cut = held.ledger.sampled()
+    if cut is not None:
+        before = book.removal(held, cut).blocks
+        assert len(before) == -(-cut.live // BLOCK)
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Sessions open, grow, are compressed, rest, go on, are dropped and close, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book, self.manager = new_book()
+        self.logs: dict[str, list[int]] = {}
+        self.numbers = 0
+
+    def start(self, name: str, more: int) -> None:
+        self.numbers += 1
+        log = self.logs.setdefault(name, [])
+        log += range(len(log), len(log) + more)
+        asked = request(self.numbers, name, list(log))
+        self.book.begin(asked)
+        held = self.book.by_request[asked.request_id]
+        assert asked.num_computed_tokens == held.ledger.fed
+        feed(self.book, self.manager, held, len(log) - held.ledger.fed)
+        log.append(1000 + len(log))
+
+    @rule(name=st.sampled_from("abcdef"), more=st.integers(1, 30))
+    def turn(self, name: str, more: int) -> None:
+        held = self.book.sessions.get(name)
+        if held is None or not held.running:
+            self.start(name, more)
+
+    @rule(name=st.sampled_from("abcdef"), steps=st.integers(1, 12))
+    def decode(self, name: str, steps: int) -> None:
+        held = self.book.sessions.get(name)
+        if held is None or not held.running:
+            return
+        for _ in range(steps):
+            feed(self.book, self.manager, held, 1)
+            self.logs[name].append(1000 + len(self.logs[name]))
+
+    @rule(name=st.sampled_from("abcdef"))
+    def rest(self, name: str) -> None:
+        held = self.book.sessions.get(name)
+        if held is not None and held.running:
+            self.book.rest(held, list(self.logs[name]))
+
+    @rule(name=st.sampled_from("abcdef"))
+    def close(self, name: str) -> None:
+        held = self.book.sessions.get(name)
+        if held is None:
+            return
+        if held.running:
+            self.book.rest(held, list(self.logs[name]))
+        self.book.end(held)
+        del self.logs[name]
+
+    @rule(name=st.sampled_from("abcdef"))
+    def rewrite(self, name: str) -> None:
+        """The client's history is not what the session holds."""
+        held = self.book.sessions.get(name)
+        if held is not None and not held.running:
+            self.logs[name][0] = -1 - len(self.logs[name])
+
+    @precondition(lambda self: self.manager.pool.get_num_free_blocks() < POOL)
+    @rule()
+    def pressure(self) -> None:
+        self.book.lose_oldest()
+
+    @invariant()
+    def blocks_are_where_the_rows_are(self) -> None:
+        held_ids = [b.block_id for blocks in self.manager.req_to_blocks.values() for b in blocks]
+        free = self.manager.pool.free_ids
+        assert sorted(held_ids + free) == list(range(1, POOL + 1))
+        for held in self.book.sessions.values():
+            blocks = self.manager.req_to_blocks.get(held.request, [])
+            assert len(blocks) == -(-held.ledger.live // BLOCK)
+            assert self.book.deficits.get(held.request, 0) == held.ledger.deficit
+
+    def teardown(self) -> None:
+        for name in list(self.book.sessions):
+            self.close(name)
+        assert self.manager.pool.get_num_free_blocks() == POOL
+        assert not self.book.by_request
+        assert not self.book.deficits
+
+
+BookMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBook = BookMachine.TestCase
+
+
+def test_a_session_goes_on_where_it_rested() -> None:
+    book, manager = new_book()
+    first = request(1, "s", list(range(30)))
+    book.begin(first)
+    held = book.by_request["r1"]
+    feed(book, manager, held, 30)
+    book.rest(held, [*range(30), 99])
+    second = request(2, "s", [*range(30), 99, 7, 8])
+    book.begin(second)
+    assert second.num_computed_tokens == 30
+    assert held.request == "r2"
+    assert held.ledger.stats.prefill_tokens == 32
+    assert (book.adoptions, book.mismatches) == (1, 0)
+
+
+def test_another_history_is_computed_again_and_counted() -> None:
+    book, manager = new_book()
+    book.begin(request(1, "s", list(range(30))))
+    held = book.by_request["r1"]
+    feed(book, manager, held, 30)
+    book.rest(held, [*range(30), 99])
+    second = request(2, "s", [5, *range(40)])
+    book.begin(second)
+    assert second.num_computed_tokens == 0
+    assert book.mismatches == 1
+    assert held.ledger.stats.recomputed == 30
+    assert book.dropped == ["s"]
+    assert manager.pool.get_num_free_blocks() == POOL
+
+
+def test_a_request_without_session_leaves_nothing() -> None:
+    book, manager = new_book()
+    book.begin(request(1, None, list(range(9))))
+    held = book.by_request["r1"]
+    assert not held.lasting
+    feed(book, manager, held, 9)
+    manager.free("r1")
+    book.lose(held)
+    book.end(held)
+    assert not book.sessions
+    assert manager.pool.get_num_free_blocks() == POOL
+
+
+def test_an_event_at_rest_waits_for_the_next_step() -> None:
+    book, manager = new_book(trigger="turn")
+    book.begin(request(1, "s", list(range(30))))
+    held = book.by_request["r1"]
+    feed(book, manager, held, 30)
+    book.rest(held, [*range(30), 99])
+    (removal,) = book.before
+    assert (removal.session, removal.cut.live, removal.cut.keep) == ("s", 30, 16)
+    assert len(manager.req_to_blocks["r1"]) == 2
+    book.end(held)
+    assert not book.before

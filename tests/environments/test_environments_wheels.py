@@ -1,0 +1,82 @@
+"""Wheels built from source distributions: once for a processor, with what the build needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentbench_kv.environments import PROFILES, wheels
+from agentbench_kv.environments.sdist import BuiltWheel
+from agentbench_kv.environments.wheels import cached_wheel, wheel_of
+from agentbench_kv.errors import PrerequisiteError
+
+WANTED = BuiltWheel("some-thing", "1.2", {"FLAGS": "-O3"})
+NAME = "some_thing-1.2-py3-none-any.whl"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
+
+
+class Pip:
+    """Stands in for pip: writes a wheel where it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[tuple[list[str], dict[str, str]]] = []
+        self._fails = fails
+
+    def __call__(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
+        self.calls.append((list(command), dict(settings)))
+        if self._fails:
+            raise PrerequisiteError("no compiler")
+        (Path(command[command.index("--wheel-dir") + 1]) / NAME).write_text("wheel")
+
+
+def build(pip: Pip, wanted: BuiltWheel = WANTED) -> Path:
+    return wheel_of(wanted, Path("python"), pip, lambda _: None)
+
+
+def test_a_wheel_is_built_once(tmp_path: Path) -> None:
+    pip = Pip()
+    first = build(pip)
+    assert first.name == NAME
+    assert first.is_relative_to(tmp_path / "wheels")
+    assert build(pip) == first == cached_wheel(WANTED)
+    ((command, settings),) = pip.calls
+    assert command[-1] == "some-thing==1.2"
+    assert command[command.index("--no-binary") + 1] == "some-thing"
+    assert settings == {"FLAGS": "-O3"}
+    assert not list(first.parent.glob(".build-*"))
+
+
+def test_other_settings_or_another_processor_build_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip()
+    first = build(pip)
+    other = build(pip, replace(WANTED, settings={"FLAGS": "-O2"}))
+    monkeypatch.setattr(wheels, "_processor", lambda: "another")
+    assert cached_wheel(WANTED) is None
+    assert len({first, other, build(pip)}) == 3
+
+
+def test_a_failed_build_leaves_nothing() -> None:
+    with pytest.raises(PrerequisiteError, match="no compiler"):
+        build(Pip(fails=True))
+    assert cached_wheel(WANTED) is None
+
+
+def test_a_missing_tool_is_named_before_anything_runs() -> None:
+    pip = Pip()
+    with pytest.raises(PrerequisiteError, match="no-such-tool"):
+        build(pip, replace(WANTED, tools=("no-such-tool",)))
+    assert not pip.calls
+
+
+def test_the_pinned_version_and_the_flags_decide_the_folder() -> None:
+    profile = PROFILES["llamacpp"]
+    assert profile.built is not None
+    newer = replace(profile, built=replace(profile.built, version="9.9"))
+    assert newer.folder_name() != profile.folder_name()

@@ -1,0 +1,73 @@
+"""Embeddings of spans; the sentence model is a stand-in that sees what it would be given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.methods.evoke_encoders import HashEncoder, SentenceEncoder, TokenEncoder
+from agentbench_kv.methods.evoke_scorer import cosine
+from agentbench_kv.registry import make_method
+
+
+class Cache:
+    """The two things an encoder may ask of a session."""
+
+    def embed(self, tokens: Any) -> np.ndarray:
+        return np.array([[token, 1.0] for token in tokens], np.float32)
+
+    def text(self, tokens: Any) -> str:
+        return " ".join(f"t{token}" for token in tokens)
+
+
+def test_token_embeddings_are_averaged() -> None:
+    assert TokenEncoder().encode([1, 2, 6], Cache()).tolist() == [3.0, 1.0]
+
+
+def test_hashes_are_alike_by_shared_tokens() -> None:
+    encode = HashEncoder().encode
+    one, same, half, other = (
+        encode(ids, Cache()) for ids in ([1, 2, 3, 4], [4, 3, 2, 1], [1, 2, 8, 9], [5, 6, 7, 8])
+    )
+    assert cosine(one, same) == pytest.approx(1.0)
+    assert cosine(one, same) > cosine(one, half) > cosine(one, other)
+
+
+@pytest.fixture
+def sentence_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+
+    class SentenceTransformer:
+        def __init__(self, path: str, local_files_only: bool) -> None:
+            calls.append((path, local_files_only))
+
+        def encode(self, texts: list[str], show_progress_bar: bool) -> np.ndarray:
+            assert not show_progress_bar
+            calls.append(texts)
+            return np.ones((1, 3), np.float32)
+
+    module = ModuleType("sentence_transformers")
+    module.SentenceTransformer = SentenceTransformer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
+    return calls
+
+
+def test_a_sentence_model_reads_the_spans_text(sentence_model: list[Any], tmp_path: Path) -> None:
+    method = make_method("evoke", 1024, {"encoder": str(tmp_path)})
+    assert method.make_encoder().encode([7, 8], Cache()).tolist() == [1.0, 1.0, 1.0]
+    assert sentence_model == [(str(tmp_path), True), ["t7 t8"]]
+    assert "embed_tokens" not in method.needs
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(PrerequisiteError, match="is no folder; give tokens, hash or the folder"):
+        SentenceEncoder(tmp_path / "nothing")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(PrerequisiteError, match="pip install sentence-transformers"):
+        SentenceEncoder(tmp_path)

@@ -1,0 +1,97 @@
+"""Span-level methods on the embedded engine: masked-cache equality, and that it can fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentbench_kv.conformance.masked_cache import tiny_model
+from agentbench_kv.conformance.methods import build_method
+from agentbench_kv.conformance.spans import check_spans, drive_spans
+from agentbench_kv.conformance.suite import method_suite, passed
+from agentbench_kv.conformance.tracing import default_turns
+from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.errors import UsageError
+from agentbench_kv.registry import make_method
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"recovery": "discard"},
+    {"recovery": "breadcrumb"},
+    {"positions": "compact"},
+    {"positions": "compact", "recovery": "discard"},
+    {"w_attention": 1.0, "layers": "-1", "encoder": "hash"},
+    {"store_mb": 0, "spill_mb": 1},
+]
+
+
+def evoke(budget: int = 160, **settings: Any) -> Any:
+    plain = {"block": 24, "margin": 0.0, **settings}
+    return make_method("evoke", budget, {key: str(value) for key, value in plain.items()})
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_logits_equal_those_of_a_model_blind_to_what_is_away(settings: dict[str, Any]) -> None:
+    method = evoke(**settings)
+    results = check_spans(method, tiny_model("llama", layers=2))
+    assert [result for result in results if not result.ok] == []
+    restores = method.recovery == "kv_restore"
+    assert len(results) == (3 if method.positions == "compact" and restores else 4)
+
+
+def test_blocks_do_come_back_in_these_sessions() -> None:
+    trace, _ = drive_spans(tiny_model(layers=2), evoke(), default_turns())
+    assert trace.stats.restored > 0
+    assert trace.stats.evicted > trace.stats.restored
+
+
+def failed(method: Any) -> set[str]:
+    return {result.name for result in check_spans(method) if not result.ok}
+
+
+def test_a_block_with_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = EmbeddedEngine.restore_block
+
+    def wrong(self: Any, session: str, block: Any, at: Any = None) -> None:
+        block.data[: block.nbytes // 2] = 0
+        restore(self, session, block, at)
+
+    monkeypatch.setattr(EmbeddedEngine, "restore_block", wrong)
+    assert failed(evoke()) == {"masked-cache equality"}
+
+
+def test_keys_that_turned_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentbench_kv.engines.embedded import blocks
+
+    original = blocks._rows_of
+
+    def turned(block: Any, cache: Any) -> Any:
+        keys, values, places = original(block, cache)
+        return torch.roll(keys, 1, -1), values, places
+
+    monkeypatch.setattr(blocks, "_rows_of", turned)
+    assert failed(evoke()) == {"masked-cache equality"}
+
+
+def test_a_cache_above_its_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict = EmbeddedEngine.evict_spans
+    monkeypatch.setattr(
+        EmbeddedEngine,
+        "evict_spans",
+        lambda self, session, spans: evict(self, session, spans[:1]),
+    )
+    found = failed(evoke(recovery="discard"))
+    assert "within the budget after every turn" in found
+
+
+def test_the_suite_of_a_span_level_method() -> None:
+    results = method_suite(build_method("evoke", 400))
+    assert list(results) == ["spans"]
+    assert passed(results)
+
+
+def test_a_span_level_method_ranks_no_rows() -> None:
+    with pytest.raises(UsageError, match="not on cache rows"):
+        evoke().select([], [], 0)

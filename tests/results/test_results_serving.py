@@ -1,0 +1,232 @@
+"""Repeated measurements: files, medians, paired ratios, reasons, tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.serving.folder import ServingFolder, serving_folders
+from agentbench_kv.results.serving.records import Measurement, ServingArm, ServingPlan
+from agentbench_kv.results.serving.summary import ServingSummary, summarize_serving
+from agentbench_kv.results.tables.markdown import render
+from agentbench_kv.results.tables.model import Kind, Table
+from agentbench_kv.results.tables.serving import DUMMY, serving_tables, summary_tables
+
+AGENTKV = ServingArm(name="agentkv 4096", method="agentkv", budget=4096, settings={"interval": 128})
+ARMS = [ServingArm(name="full", method="full"), AGENTKV]
+KV = {"events": 8, "session_resets": 0, "max_over_budget": 100, "median_peak_live": 4224.0}
+SPEEDS = {
+    ("full", "c8"): [100.0, 200.0, 300.0],
+    ("full", "c16"): [90.0, 180.0, 270.0],
+    ("agentkv 4096", "c8"): [110.0, 260.0, 330.0],
+    ("agentkv 4096", "c16"): [200.0, 300.0, 600.0],
+}
+
+
+def plan(**changes: Any) -> ServingPlan:
+    fields: dict[str, Any] = {
+        "engine": "vllm",
+        "model": "/models/Qwen3-8B",
+        "arms": ARMS,
+        "shapes": ["32k/1k"],
+        "loads": ["c8", "c16"],
+        "turns": 1,
+        "tool_tokens": 256,
+        "think_time_s": 0.0,
+        "sessions": None,
+        "warmup": 2,
+        "repeats": 3,
+        "seed": 0,
+    }
+    return ServingPlan(**{**fields, **changes})
+
+
+def measurement(arm: str, load: str, repetition: int, speed: float, **changes: Any) -> Measurement:
+    figures = {"output_throughput": speed, "completed": 16, "failed": 0, "median_ttft_ms": 10.5}
+    fields: dict[str, Any] = {
+        "arm": arm,
+        "shape": "32k/1k",
+        "load": load,
+        "repetition": repetition,
+        "place": 0,
+        "date": "2026-11-21T00:00:00+00:00",
+        "backend": "vllm/gateway",
+        "model_id": "Qwen3-8B",
+        "num_prompts": 16,
+        "max_concurrency": int(load[1:]),
+        "request_rate": "inf",
+        "figures": {**figures, **changes.pop("figures", {})},
+        "kv": KV if arm.startswith("agentkv") else None,
+    }
+    return Measurement(**{**fields, **changes})
+
+
+def measured() -> list[Measurement]:
+    return [
+        measurement(arm, load, repetition, speed)
+        for (arm, load), speeds in SPEEDS.items()
+        for repetition, speed in enumerate(speeds)
+    ]
+
+
+def summary(changed: list[Measurement] | None = None, **changes: Any) -> ServingSummary:
+    return summarize_serving(plan(**changes), measured() if changed is None else changed)
+
+
+def cell(found: ServingSummary, arm: str, load: str) -> Any:
+    return next(each for each in found.cells if (each.arm, each.load) == (arm, load))
+
+
+def test_a_cell_is_the_median_of_its_repetitions() -> None:
+    found = cell(summary(), "full", "c8")
+    assert found.repetitions == 3
+    assert found.figures["output_throughput"].point == 200.0
+    assert found.figures["median_ttft_ms"].point == 10.5
+    assert (found.ratios, found.kv, found.reasons) == ({}, {}, [])
+
+
+def test_ratios_are_paired_by_repetition() -> None:
+    ratio = cell(summary(), "agentkv 4096", "c8").ratios["full"]
+    paired = np.array(SPEEDS["agentkv 4096", "c8"]) / np.array(SPEEDS["full", "c8"])
+    assert ratio.point == pytest.approx(np.median(paired))
+    assert ratio.point != pytest.approx(260.0 / 200.0)
+    assert ratio.low == pytest.approx(min(paired))
+    assert ratio.high == pytest.approx(max(paired))
+
+
+def test_a_repetition_that_one_side_lacks_is_left_out_of_the_ratio() -> None:
+    kept = [m for m in measured() if m.key != ("full", "32k/1k", "c8", 1)]
+    assert cell(summary(kept), "agentkv 4096", "c8").ratios["full"].n == 2
+
+
+def test_a_repetition_with_failures_is_left_out_of_the_ratio() -> None:
+    broken = measurement("full", "c8", 0, 1.0, figures={"failed": 1})
+    runs = [broken if run.key == broken.key else run for run in measured()]
+    ratio = cell(summary(runs), "agentkv 4096", "c8").ratios["full"]
+    assert (ratio.n, ratio.point) == (2, pytest.approx((260 / 200 + 330 / 300) / 2))
+
+
+def test_the_best_load_of_each_arm_is_compared_with_the_best_of_the_base() -> None:
+    best = {each.arm: each for each in summary().best}
+    assert (best["full"].load, best["agentkv 4096"].load) == ("c8", "c16")
+    assert best["full"].ratios == {}
+    ratios = [200 / 100, 300 / 200, 600 / 300]
+    assert best["agentkv 4096"].ratios["full"].point == pytest.approx(np.median(ratios))
+
+
+def test_a_cell_with_failures_is_not_ranked_and_never_the_best() -> None:
+    runs = measured()
+    broken = measurement(
+        *("agentkv 4096", "c16", 1, 9999.0), figures={"failed": 2}, errors={"HTTP 500: no": 2}
+    )
+    found = summary([broken if run.key == broken.key else run for run in runs])
+    assert cell(found, "agentkv 4096", "c16").reasons == ["2 of 50 requests failed: HTTP 500: no"]
+    assert {each.arm: each.load for each in found.best}["agentkv 4096"] == "c8"
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        (None, "no KV accounting"),
+        ({**KV, "events": 0}, "never triggered at budget 4096"),
+        ({**KV, "max_over_budget": 129}, "held 129 tokens above budget"),
+        ({**KV, "session_resets": 3}, "3 session resets"),
+        ({**KV, "max_over_budget": 128}, None),
+        ({**KV, "max_over_budget": None}, None),
+    ],
+)
+def test_a_compressed_arm_must_show_its_budget(
+    kv: dict[str, Any] | None, reason: str | None
+) -> None:
+    runs = [measurement("agentkv 4096", "c8", 0, 1.0, kv=kv)]
+    (found,) = summary(runs).cells
+    assert [reason in each for each in found.reasons] == [True] if reason else not found.reasons
+
+
+def test_a_server_by_url_must_show_the_budget_it_says() -> None:
+    server = ServingArm(name="server", method="server", url="http://a:1")
+    for kv, held in (
+        (None, []),
+        ({**KV, "budget": None}, []),
+        ({**KV, "budget": 512, "events": 0}, ["never triggered at budget 512"]),
+    ):
+        run = measurement("server", "c8", 0, 1.0, kv=kv)
+        (found,) = summary([run], arms=[server], weights="unknown").cells
+        assert found.reasons == held
+
+
+def test_files_hold_the_figures_beside_the_other_keys(tmp_path: Path) -> None:
+    folder = ServingFolder.create(tmp_path / "s", plan(), {"kvbench": "0"})
+    path = folder.add(measured()[0])
+    document = json.loads(path.read_text())
+    assert path.name == "rep01-full-32k-1k-c8.json"
+    assert document["output_throughput"] == 100.0
+    assert document["completed"] == 16
+    assert isinstance(document["completed"], int)
+    assert document["request_rate"] == "inf"
+    assert folder.measurements() == [measured()[0]]
+
+
+def test_a_folder_goes_on_with_its_own_plan_only(tmp_path: Path) -> None:
+    ServingFolder.create(tmp_path, plan(), {"kvbench": "0"})
+    again = ServingFolder.create(tmp_path, plan(), {"kvbench": "1"})
+    assert (again.plan, again.provenance) == (plan(), {"kvbench": "0"})
+    with pytest.raises(UsageError, match="other settings"):
+        ServingFolder.create(tmp_path, plan(turns=2), {})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"engine": 1}'])
+def test_an_unreadable_folder_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "serving.json").write_text(text)
+    with pytest.raises(UsageError, match=r"serving\.json"):
+        ServingFolder.read(tmp_path)
+
+
+def test_a_file_that_is_no_measurement_is_named(tmp_path: Path) -> None:
+    folder = ServingFolder.create(tmp_path, plan(), {})
+    (tmp_path / "rep01-x.json").write_text('{"arm": "full"}')
+    with pytest.raises(UsageError, match=r"rep01-x\.json"):
+        folder.measurements()
+
+
+def test_folders_are_found_at_a_path_and_below(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        ServingFolder.create(tmp_path / name, plan(), {})
+    (tmp_path / "c").mkdir()
+    assert serving_folders([tmp_path, tmp_path / "b"]) == [tmp_path / "a", tmp_path / "b"]
+
+
+def tables(**changes: Any) -> list[Table]:
+    return summary_tables(summary(**changes))
+
+
+def test_tables_of_a_folder(tmp_path: Path) -> None:
+    folder = ServingFolder.create(tmp_path, plan(), {})
+    for each in measured():
+        folder.add(each)
+    assert serving_tables([tmp_path]) == tables()
+    loads, best = tables()
+    assert loads.kind is best.kind is Kind.THROUGHPUT
+    text = render([loads])
+    assert "| c8 | agentkv 4096 | 3 | 260" in text
+    assert "4,224" in text
+    assert "fewest repetitions: 3" in text
+    assert "Qwen3-8B, vllm" in loads.title
+
+
+def test_the_papers_ratio_stands_beside_ours() -> None:
+    published = [row for row in tables()[1].rows if row.published]
+    assert [row.cells[3].value for row in published] == [1.76, 1.31]
+    assert all("agentkv figure5" in str(row.cells[0].value) for row in published)
+    other = tables(model="micro")[1]
+    assert not [row for row in other.rows if row.published]
+
+
+def test_dummy_weights_are_told_in_every_table() -> None:
+    assert all(DUMMY in table.notes for table in tables(weights="dummy"))
+    assert not any(DUMMY in table.notes for table in tables())

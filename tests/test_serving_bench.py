@@ -1,0 +1,186 @@
+"""The order in which arms are measured, what each gets, and what is skipped."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentbench_kv import serving_bench
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Vocabulary
+from agentbench_kv.loadgen.process import Result
+from agentbench_kv.results.serving.records import ServingArm, ServingPlan
+from agentbench_kv.serving_arms import Standing, engine_arms, stand, url_arms
+from agentbench_kv.serving_bench import ServingRun, measure_serving, rotated
+
+NAMES = ("full", "full-constrained", "agentkv")
+SHAPES = (Shape(100, 10), Shape(200, 10))
+LOADS = (Load(4, concurrency=2), Load(4, rate=1.0))
+
+
+def make_run(**changes: Any) -> ServingRun:
+    plan: dict[str, Any] = {
+        "engine": "embedded",
+        "model": "micro",
+        "arms": [ServingArm(name=name, method=name) for name in NAMES],
+        "shapes": [shape.label for shape in SHAPES],
+        "loads": [load.label for load in LOADS],
+        "turns": 2,
+        "tool_tokens": 5,
+        "think_time_s": 0.0,
+        "sessions": 4,
+        "warmup": 0,
+        "repeats": 4,
+        "seed": 0,
+    }
+    return ServingRun(ServingPlan(**{**plan, **changes}), SHAPES, LOADS)
+
+
+class Fake:
+    """Stands for engines and for the client's process; notes what happens."""
+
+    def __init__(self, context: int | None = 1000) -> None:
+        self.started: list[str] = []
+        self.standing = 0
+        self.most_standing = 0
+        self.jobs: list[tuple[str, Job]] = []
+        self._context = context
+
+    @contextmanager
+    def stand(self, plan: ServingPlan, arm: ServingArm, at_once: int) -> Any:  # noqa: ARG002
+        assert at_once == 4
+        self.started.append(arm.name)
+        self.standing += 1
+        self.most_standing = max(self.most_standing, self.standing)
+        try:
+            yield Standing(Target(arm.name, "gateway", "m"), Vocabulary(9), self._context)
+        finally:
+            self.standing -= 1
+
+    def measure(self, job: Job) -> Result:
+        self.jobs.append((job.target.base, job))
+        return Result({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake()
+    monkeypatch.setattr(serving_bench, "stand", made.stand)
+    monkeypatch.setattr(serving_bench, "measure_apart", made.measure)
+    return made
+
+
+def measure(run: ServingRun, path: Path) -> list[tuple[Any, bool]]:
+    told: list[tuple[Any, bool]] = []
+    measure_serving(run, path, lambda measured, before: told.append((measured, before)))
+    return told
+
+
+def test_arms_are_first_equally_often() -> None:
+    arms = make_run().plan.arms
+    orders = [[arm.name for arm in rotated(arms, repetition)] for repetition in range(9)]
+    for place in range(3):
+        assert sorted(order[place] for order in orders) == sorted(NAMES * 3)
+    assert orders[1] == ["full-constrained", "agentkv", "full"]
+
+
+def test_every_repetition_measures_every_arm_one_at_a_time(fake: Fake, tmp_path: Path) -> None:
+    told = measure(make_run(), tmp_path)
+    assert fake.started == [
+        *("full", "full-constrained", "agentkv"),
+        *("full-constrained", "agentkv", "full"),
+        *("agentkv", "full", "full-constrained"),
+        *("full", "full-constrained", "agentkv"),
+    ]
+    assert (fake.most_standing, fake.standing) == (1, 0)
+    assert len(told) == 4 * 3 * 4
+    assert len(list(tmp_path.glob("rep*.json"))) == 4 * 3 * 4
+    assert (tmp_path / "summary.json").is_file()
+    places = {(m.repetition, m.arm): m.place for m, _ in told}
+    assert places[1, "agentkv"] == 1
+    assert places[2, "agentkv"] == 0
+
+
+def test_together_every_arm_is_started_once(fake: Fake, tmp_path: Path) -> None:
+    measure(make_run(together=True), tmp_path)
+    assert sorted(fake.started) == sorted(NAMES)
+    assert (fake.most_standing, fake.standing) == (3, 0)
+    assert [base for base, _ in fake.jobs][4:8] == ["full-constrained"] * 4
+
+
+def test_arms_of_a_repetition_get_the_same_sessions_and_nothing_is_sent_twice(
+    fake: Fake, tmp_path: Path
+) -> None:
+    measure(make_run(), tmp_path)
+    cells = [(job.workload.shape, job.load) for _, job in fake.jobs]
+    assert cells == [(shape, load) for shape in SHAPES for load in LOADS] * 12
+    seeds: dict[tuple[Any, ...], set[int]] = {}
+    for number, (_, job) in enumerate(fake.jobs):
+        seeds.setdefault((number // 12, *cells[number]), set()).add(job.seed)
+    assert all(len(same) == 1 for same in seeds.values())
+    assert len(set().union(*seeds.values())) == len(seeds) == 4 * 4
+
+
+def test_what_was_measured_is_not_measured_again(fake: Fake, tmp_path: Path) -> None:
+    measure(make_run(), tmp_path)
+    next(tmp_path.glob("rep03-agentkv-200-10-c2.json")).unlink()
+    fake.started.clear()
+    fake.jobs.clear()
+    told = measure(make_run(), tmp_path)
+    assert fake.started == ["agentkv"]
+    ((_, job),) = fake.jobs
+    assert (job.workload.shape, job.load) == (SHAPES[1], LOADS[0])
+    assert [before for _, before in told].count(True) == 47
+
+
+def test_a_session_longer_than_the_context_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = Fake(context=224)
+    monkeypatch.setattr(serving_bench, "stand", small.stand)
+    monkeypatch.setattr(serving_bench, "measure_apart", small.measure)
+    with pytest.raises(UsageError, match="200/10 in 2 turns has 225 tokens; m has room for 224"):
+        measure(make_run(), tmp_path)
+
+
+def test_methods_are_checked_before_anything_starts() -> None:
+    where = {"dtype": "float32", "device": "cpu"}
+    arms = engine_arms(
+        "embedded", "micro", [("full", None), ("agentkv", 128)], {"interval": "64"}, **where
+    )
+    assert [arm.name for arm in arms] == ["full", "agentkv 128"]
+    assert (arms[0].budget, arms[0].settings) == (None, {})
+    assert (arms[1].budget, arms[1].interval) == (128, 64)
+    for bad, message in (
+        (("api", "m", [("full", None)], {}), "takes messages"),
+        (("embedded", "micro", [("nosuch", 5)], {}), "nosuch"),
+        (("embedded", "micro", [("agentkv", None)], {}), "budget"),
+        (("embedded", "micr", [("full", None)], {}), "micro"),
+        (("embedded", "micro", [("agentkv", 128)], {"nosuch": "1"}), "nosuch"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine_arms(*bad, **where)
+
+
+def test_servers_are_named() -> None:
+    arms = url_arms(["full=http://a:1/v1", "http://b:2/"])
+    assert [(arm.name, arm.url) for arm in arms] == [
+        ("full", "http://a:1"),
+        ("server", "http://b:2"),
+    ]
+    with pytest.raises(UsageError, match="twice"):
+        url_arms(["http://a:1", "http://b:2"])
+    with pytest.raises(UsageError, match="expected NAME=URL"):
+        url_arms(["a:1"])
+
+
+def test_a_server_that_does_not_answer_is_one_line() -> None:
+    arm = ServingArm(name="server", url="http://127.0.0.1:9")
+    with (
+        pytest.raises(PrerequisiteError, match="no model server answers"),
+        stand(make_run().plan, arm, 1),
+    ):
+        pass
