@@ -95,7 +95,7 @@ def _told(fact: FactShown) -> str:
     """Say what became of a fact."""
     story = f"{fact.text}: stated in turn {fact.stated}"
     if fact.away:
-        story += f", away after {len(fact.away)} turns ({', '.join(map(str, fact.away))})"
+        story += f", away at the end of turns {', '.join(map(str, fact.away))}"
     if fact.came_back is not None:
         story += f", back in turn {fact.came_back}"
     return f"{story}: {'recalled' if fact.recalled else 'NOT recalled'}"

@@ -60,7 +60,8 @@ def build(profile: Profile, folder: Path, python: Path, report: Report, exported
         report(f"creating {folder}")
         _step(profile, log, (str(python), "-m", "venv", str(folder)), report)
     report(f"installing {profile.lock.name} (log: {log})")
-    install = (str(interpreter(folder)), "-I", *_PIP, *_WHEELS_ONLY, "-r", str(profile.lock))
+    pip = [word for word in _PIP if not (profile.resolves and word == "--no-deps")]
+    install = (str(interpreter(folder)), "-I", *pip, *_WHEELS_ONLY, "-r", str(profile.lock))
     _step(profile, log, install, report)
     if exported:
         report(f"installing {profile.name} from {exported}")

@@ -124,6 +124,8 @@ class Profile:
         What is installed besides the lock, from a repository that the user names.
     built : BuiltWheel or None
         What is installed besides the lock, built from its source distribution.
+    resolves : bool
+        The lock names the top only, and pip resolves what that needs.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Profile:
     probe: str
     source: Source | None = None
     built: BuiltWheel | None = None
+    resolves: bool = False
 
     def lock_sha256(self) -> str:
         """Hash the pins, so that a changed lock gets a new folder."""
@@ -176,12 +179,22 @@ PROFILES: dict[str, Profile] = {
     ),
     "vllm": Profile(
         name="vllm",
-        summary="vLLM 0.32.0 on the CPU: the engine vllm (on a GPU: pip install vllm==0.32.0)",
+        summary="vLLM 0.32.0 on the CPU: the engine vllm",
         lock=LOCKS / "vllm.txt",
         oldest=(3, 11),
         newest=(3, 11),
         disk_mb=3500,
         probe=VLLM_PROBE,
+    ),
+    "vllm-cuda": Profile(
+        name="vllm-cuda",
+        summary="vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
+        lock=LOCKS / "vllm-cuda.txt",
+        oldest=(3, 11),
+        newest=(3, 13),
+        disk_mb=15000,
+        probe=VLLM_PROBE,
+        resolves=True,
     ),
     "sglang": Profile(
         name="sglang",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 import threading
 import time
@@ -46,7 +47,9 @@ def run_server(
     """
     settings = settings or ServerSettings()
     check_exposure(host, settings.api_key)
-    # uvicorn has shut down in good order when it passes Ctrl-C on.
+    # uvicorn has shut down in good order when it passes a signal on; backends must end too.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _listen(host, port) as listener, suppress(KeyboardInterrupt):
         config = _config(create_app(gateway, settings), host, port, log_level="info")
         uvicorn.Server(config).run(sockets=[listener])

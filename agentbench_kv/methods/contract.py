@@ -9,6 +9,7 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.params import ParamSpec, param_specs, parse_settings
 
 __all__ = ["contract_problem", "expected_score"]
@@ -52,6 +53,8 @@ def _spelled(hook: str, cls: type) -> str:
 
 
 def _no_score(cls: type[Method]) -> str:
+    if issubclass(cls, SpanMethod):
+        return "has no sessions" if cls.sessions is SpanMethod.sessions else ""
     if cls.compresses and cls.score is Method.score and cls.select is Method.select:
         return f"has no score; expected {expected_score()}"
     return ""

@@ -31,7 +31,7 @@ class Signals:
     cosines : ndarray
         Cosine of a block's embedding and the task focus.
     attention : ndarray or None
-        Attention mass in a block, in [0, 1]; NaN where it was not measured, None if nowhere.
+        Attention mass in a block, in [0, 1]; None if nobody measured it.
     priorities : ndarray
         What the client said, 1 if nothing.
     sources : sequence of Source
@@ -74,10 +74,10 @@ class Scorer:
         total = self.recency + self.coherence
         summed = self.recency * np.exp(-self.decay * signals.ages)
         summed = summed + self.coherence * (signals.cosines + 1.0) / 2.0
-        relevance: Floats = summed / total
         if signals.attention is not None:
-            attended = (summed + self.attention * signals.attention) / (total + self.attention)
-            relevance = np.where(np.isnan(attended), relevance, attended)
+            total += self.attention
+            summed = summed + self.attention * signals.attention
+        relevance: Floats = summed / total
         return relevance
 
     def _floor(self, source: Source) -> float:

@@ -231,8 +231,8 @@ class EvokeSession(SpanSession):
     def _bring_back(self, query: Vector) -> None:
         """Restore the blocks most like a query, up to the lower watermark.
 
-        Without room, a block comes back only in place of blocks that are clearly less like the
-        query; else junk would push out junk with every message, and what is needed with it.
+        Without room below it, a block comes back only if blocks leave for it that are clearly less
+        like the query; else junk would push out junk with every message, and what is needed.
         """
         gap = self.low - self._cache.live - self._unfed
         wanted = self._most_like(query, lambda span: self._key(span) in self._store)
@@ -277,7 +277,7 @@ class EvokeSession(SpanSession):
         return ranked[: self._method.topk]
 
     def _message_vector(self, tokens: Sequence[int], notes: TurnNotes) -> Vector | None:
-        """Return the embedding of what the user says, or of all of it if the user is silent."""
+        """Return the embedding of what the user says, or the task focus if the user is silent."""
         wanted: list[int] = []
         at = 0
         for size, source in notes.parts:
@@ -323,9 +323,8 @@ class EvokeSession(SpanSession):
         attention = None
         if self._method.w_attention:
             ranges = [(span.start, span.end) for span in spans]
-            found = self._cache.attention(ranges, self._method.chosen_layers, self._method.ewma)
-            attention = np.array(found)
-            attention[[not span.resident for span in spans]] = np.nan
+            layers, ewma = self._method.chosen_layers, self._method.ewma
+            attention = np.array(self._cache.attention(ranges, layers, ewma))
         return Signals(
             ages=np.array([now - span.end for span in spans], dtype=np.float64),
             cosines=np.array(

@@ -19,11 +19,16 @@ SHARE = st.floats(0.0, 1.0)
 
 
 def formulation(
-    age: float, cos: float, attention: float, priority: float, source: str, w: dict[str, float]
+    age: float,
+    cos: float,
+    attention: float | None,
+    priority: float,
+    source: str,
+    w: dict[str, float],
 ) -> float:
-    """The specification's sentence, for one block; NaN attention: the signal is absent."""
+    """The specification's sentence, for one block."""
     signals = [(w["rec"], math.exp(-w["decay"] * age)), (w["coh"], (cos + 1) / 2)]
-    if not math.isnan(attention):
+    if attention is not None:
         signals.append((w["att"], attention))
     s = sum(weight * value for weight, value in signals) / sum(weight for weight, _ in signals)
     floor = {"user": w["user"], "assistant": w["assistant"], "document": 0.0}[source]
@@ -35,7 +40,7 @@ def formulation(
 BLOCK = st.tuples(
     st.floats(0, 1e5),
     st.floats(-1, 1),
-    st.one_of(SHARE, st.just(math.nan)),
+    SHARE,
     st.floats(0.01, 10),
     st.sampled_from(["user", "assistant", "document"]),
 )
@@ -69,7 +74,7 @@ def test_scores_are_the_specifications(blocks: list, weights: tuple) -> None:
     expected = [formulation(*block, w) for block in blocks]
     assert scorer.score(signals) == pytest.approx(expected, abs=1e-12)
     without = Signals(signals.ages, signals.cosines, None, signals.priorities, signals.sources)
-    expected = [formulation(a, c, math.nan, p, s, w) for a, c, _, p, s in blocks]
+    expected = [formulation(a, c, None, p, s, w) for a, c, _, p, s in blocks]
     assert scorer.score(without) == pytest.approx(expected, abs=1e-12)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from agentbench_kv.conformance.suite import method_suite, passed
 from agentbench_kv.conformance.tracing import default_turns
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.blocks import SpanMethod
+from agentbench_kv.methods.contract import contract_problem
+from agentbench_kv.methods.evoke import Evoke
 from agentbench_kv.registry import make_method
 
 SETTINGS: list[dict[str, Any]] = [
@@ -90,6 +94,15 @@ def test_the_suite_of_a_span_level_method() -> None:
     results = method_suite(build_method("evoke", 400))
     assert list(results) == ["spans"]
     assert passed(results)
+
+
+def test_a_span_level_method_without_sessions_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Empty(SpanMethod):
+        name: ClassVar[str] = "empty"
+
+    assert contract_problem(Empty) == "has no sessions"
+    assert contract_problem(Evoke) == ""
 
 
 def test_a_span_level_method_ranks_no_rows() -> None:

@@ -246,7 +246,7 @@ def _order(key: str, config: Mapping[str, Any]) -> Callable[[Array], Array]:
 
 
 def main() -> int:
-    """Convert FOLDER to OUT [--no-tokenizer]; errors of the user are one line on stderr and exit code 2."""
+    """Convert FOLDER to OUT; errors of the user are one line on stderr and exit code 2."""
     folder, out = map(Path, sys.argv[1:3])
     try:
         convert(folder, out, tokenizer=sys.argv[3:] != [NO_TOKENIZER])

@@ -66,9 +66,7 @@ def resolve_model(name: str, python: Path) -> LlamaCppModel:
     return LlamaCppModel(file, folder, sha, model_shape(read_metadata(file)))
 
 
-def convert_elsewhere(
-    python: Path, folder: Path, out: Path, *, tokenizer: bool = True
-) -> None:
+def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool = True) -> None:
     """Convert a folder in the environment's interpreter.
 
     Parameters

@@ -76,13 +76,12 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int])
         for index, kind in enumerate(types)
         if kind in (CONTROL, USER_DEFINED)
     ]
-    skipped = {token["id"] for token in added}
-    skipped |= {index for index, kind in enumerate(types) if kind == UNUSED}
     pre = str(metadata.get("tokenizer.ggml.pre", ""))
     model = {
         "type": "BPE",
         "ignore_merges": pre == "llama-bpe",
-        "vocab": {token: i for i, token in enumerate(tokens) if i not in skipped},
+        # Added tokens too: one that the vocabulary lacks would get the next free id.
+        "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
         "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
     }
     return {

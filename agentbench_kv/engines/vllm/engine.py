@@ -39,7 +39,7 @@ class VllmEngine(ServingEngine):
         refuse_method(options.method)
         path = model_path(options.model)
         facts = read_model(path)
-        python = python_of("vllm")
+        python = python_of(environment_for(options.device))
         folder = scratch_folder()
         wire = VllmWire(
             options, facts, VllmPaths(python, path, folder), stock=options.method.name == "full"
@@ -62,20 +62,25 @@ class VllmEngine(ServingEngine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse a model that is no folder, and a missing environment."""
+        """Refuse a model that is no folder."""
         model_path(model)
-        python_of("vllm")
 
     @classmethod
-    def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
-        """Refuse an unknown dtype."""
+    def check_compute(cls, dtype: str, device: str) -> None:
+        """Refuse an unknown dtype, and a missing environment."""
         check_dtype(dtype)
+        python_of(environment_for(device))
 
     def reconfigure(self, method: Method) -> None:
         """Go on with another method; only while no session is open, and not from or to `full`."""
         refuse_method(method)
         document: dict[str, Any] = method_document(method, self._folder)
         self._control.call("configure", method=document)
+
+
+def environment_for(device: str) -> str:
+    """Return the name of the managed environment for a device."""
+    return "vllm-cuda" if on_gpu(device) else "vllm"
 
 
 def refuse_method(method: Method) -> None:

@@ -19,7 +19,11 @@ def main() -> None:
     count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
     every = list(range(len(ids)))
     logits = context.decode(Batch(ids, every, [0] * len(ids), every))
-    document = {"ids": list(found[:count]), "logits": logits.tolist(), "ends": list(context.shape.eos_token_ids)}
+    document = {
+        "ids": list(found[:count]),
+        "logits": logits.tolist(),
+        "ends": list(context.shape.eos_token_ids),
+    }
     sys.stdout.write(json.dumps(document))
 
 

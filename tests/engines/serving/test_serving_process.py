@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,3 +146,30 @@ def test_a_backend_finds_the_kernels_built_before(tmp_path: Path) -> None:
     sources, key = process.tail()
     assert Path(sources) != SOURCES
     assert key == toolchain("cpu").key
+
+
+def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    backend = (
+        "import os, pathlib, time;"
+        "from agentbench_kv.engines.serving.backend.parent import follow_parent;"
+        f"follow_parent(); pathlib.Path({str(ready)!r}).write_text(str(os.getpid()));"
+        "time.sleep(600)"
+    )
+    harness = (
+        "import os, pathlib, sys, time\n"
+        "from agentbench_kv.engines.serving.process import BackendProcess, Launch\n"
+        f"ready = pathlib.Path({str(ready)!r})\n"
+        f"launch = Launch([sys.executable, '-c', {backend!r}], ready.exists)\n"
+        f"BackendProcess('toy', launch, pathlib.Path({str(tmp_path / 'log')!r})).wait_ready()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", harness], check=False, timeout=120)
+    while not ready.exists() or not ready.read_text():
+        time.sleep(0.01)
+    backend_pid = int(ready.read_text())
+    for _ in range(3000):
+        if not runs(backend_pid):
+            break
+        time.sleep(0.01)
+    assert not runs(backend_pid)

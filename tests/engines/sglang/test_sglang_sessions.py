@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.conformance.engines.models import write_model
 from agentbench_kv.conformance.engines.plans import prompt
 from agentbench_kv.engines.base import Engine, KVStats, Sampling
@@ -198,3 +199,19 @@ print(hooks.mismatches())
     printed = in_sglang(code).splitlines()[-1]
     for word in ("expected self, moon_phase", "ScheduleBatch.sleep is gone", "nowhere.x is gone"):
         assert word in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [{}, {"page-size": "16", "disable-overlap-schedule": ""}], ids=["plain", "pages"]
+)
+def test_the_conformance_suite_passes(
+    sglang_python: Path,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, str],
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+    monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
+    results = engine_suite("sglang", quick=True, engine_args=arguments)
+    failed = [(part, r.name, r.detail) for part, all_ in results.items() for r in all_ if not r.ok]
+    assert not failed

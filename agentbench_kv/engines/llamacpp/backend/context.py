@@ -235,5 +235,5 @@ def free_threads() -> int:
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen.isdigit() and int(chosen):
         return int(chosen)
-    idle = len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])
-    return max(1, idle)
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, own - round(os.getloadavg()[0]))

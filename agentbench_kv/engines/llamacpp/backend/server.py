@@ -20,6 +20,7 @@ from agentbench_kv.engines.llamacpp.backend.scheduler import STEP_TOKENS, Schedu
 from agentbench_kv.engines.llamacpp.backend.streams import Stream, StreamServer
 from agentbench_kv.engines.llamacpp.shape import ROW_TYPES
 from agentbench_kv.engines.serving.backend.control import ControlServer
+from agentbench_kv.engines.serving.backend.parent import follow_parent
 from agentbench_kv.engines.serving.backend.policy import Policy
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import QueryKind
@@ -162,6 +163,7 @@ class Backend:
 
 def main() -> int:
     """Serve until told to end; an error before that is one line and exit code 2."""
+    follow_parent()
     settings = Settings(**json.loads(os.environ[SETTINGS]))
     policy = Policy.load()
     try:

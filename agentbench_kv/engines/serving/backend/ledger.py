@@ -53,7 +53,7 @@ class SessionLedger:
         self._bytes = bytes_per_token
         self._schedule = Schedule(method)
         self._prefilling = False
-        self._lost = False
+        self._lost = 0
         self._prompt = 0
 
     @property
@@ -64,7 +64,8 @@ class SessionLedger:
     def begin_turn(self, tokens: int) -> None:
         """Count a prefill of `tokens` that is to come."""
         if self._lost:
-            self._lost = False
+            self.stats.recomputed += self._lost
+            self._lost = 0
             self.stats.restarts.append((len(self.stats.events), tokens))
         self.stats.prefill_tokens += tokens
         self.stats.longest_prefill = max(self.stats.longest_prefill, tokens)
@@ -108,9 +109,8 @@ class SessionLedger:
         return twin
 
     def lose(self) -> None:
-        """Count the loss of all rows: what was fed must be computed again."""
-        self.stats.recomputed += self.fed
-        self._lost = self._lost or self.fed > 0
+        """Take note of the loss of all rows; they count as recomputed once a turn begins again."""
+        self._lost += self.fed
         self.fed = self.live = 0
         self._prompt = 0
         self._schedule = Schedule(self._method)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+from agentbench_kv.engines.serving.backend.parent import follow_parent
 from agentbench_kv.engines.serving.backend.policy import VARIABLE
 from agentbench_kv.engines.sglang import shims
 from agentbench_kv.engines.sglang.backend.versions import KEY, check_version
@@ -20,6 +21,7 @@ if os.environ.get(CPU) == "1":
 
 def main() -> None:
     """Check the version, load the plug-in, then do what SGLang's own launcher does."""
+    follow_parent()
     check_version()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -21,10 +21,16 @@ class SessionBlocks:
         vLLM's, of a model with full attention in all layers.
     deficits : mapping
         Request -> logical minus physical length.
+
+    Attributes
+    ----------
+    freed : int
+        Blocks that events gave back since the start.
     """
 
     def __init__(self, manager: Any, deficits: Mapping[str, int]) -> None:
         (self._single,) = manager.coordinator.single_type_managers
+        self.freed = 0
         self._pool = manager.block_pool
         self._single.__class__ = _by_physical_length(type(self._single))
         self._single.kvbench_deficits = deficits
@@ -59,6 +65,7 @@ class SessionBlocks:
         self._single.req_to_blocks[request] = blocks[:count]
         self._single.num_cached_block[request] = count
         self._pool.free_blocks(reversed(blocks[count:]))
+        self.freed += len(blocks) - count
         return before
 
     def rename(self, old: str, new: str) -> None:

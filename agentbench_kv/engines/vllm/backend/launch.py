@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 import sys
 
+from agentbench_kv.engines.serving.backend.parent import follow_parent
+
 TESTED = "0.32.0"
 ALLOW = "KVBENCH_ALLOW_UNTESTED_ENGINE"
 
@@ -33,6 +35,7 @@ def name_cpu_build() -> None:
 
 def main() -> None:
     """Check the version, then hand over to vLLM's own command line."""
+    follow_parent()
     name, version = find_version()
     if version != TESTED and not os.environ.get(ALLOW):
         raise SystemExit(

@@ -189,6 +189,7 @@ class Scheduler(BaseScheduler):
                 "free_blocks": book.blocks.free,
                 "total_blocks": book.blocks.total,
                 "block_size": book.blocks.size,
+                "blocks_freed": book.blocks.freed,
                 "sessions": len(book.sessions),
                 "resting": sum(not held.running for held in book.sessions.values()),
                 "running": len(self.running),
