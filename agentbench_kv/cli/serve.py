@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from agentbench_kv.cli.options import parse_budget, parse_settings
+from agentbench_kv.cli.spec_options import ENGINE_OPTIONS
 
 __all__ = ["serve"]
 
@@ -41,21 +42,8 @@ __all__ = ["serve"]
 )
 @click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True)
 @click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True)
-@click.option(
-    "--engine-arg",
-    "engine_args",
-    multiple=True,
-    metavar="NAME=VALUE",
-    envvar="KVBENCH_ENGINE_ARG",
-    help="Option of a serving engine's own command line, without dashes; repeatable.",
-)
-@click.option(
-    "--allow-untested-engine",
-    "allow_untested",
-    is_flag=True,
-    envvar="KVBENCH_ALLOW_UNTESTED_ENGINE",
-    help="Go on with a version of the engine that the adapter was not tested with.",
-)
+@ENGINE_OPTIONS[0]
+@ENGINE_OPTIONS[1]
 @click.option("--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True)
 @click.option("--port", type=int, default=8000, envvar="KVBENCH_PORT", show_default=True)
 @click.option(

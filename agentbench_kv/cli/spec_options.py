@@ -14,6 +14,25 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+ENGINE_OPTIONS = (
+    click.option(
+        "--engine-arg",
+        "engine_args",
+        multiple=True,
+        metavar="NAME=VALUE",
+        envvar="KVBENCH_ENGINE_ARG",
+        help="Option of a serving engine's own command line, without dashes; repeatable.",
+    ),
+    click.option(
+        "--allow-untested-engine",
+        "allow_untested",
+        is_flag=True,
+        envvar="KVBENCH_ALLOW_UNTESTED_ENGINE",
+        help="Go on with a version of the engine that the adapter was not tested with.",
+    ),
+)
+"""For verbs that may start a serving engine."""
+
 _OPTIONS = (
     click.option("--engine", default="embedded", envvar="KVBENCH_ENGINE", show_default=True),
     click.option(
@@ -40,21 +59,7 @@ _OPTIONS = (
     ),
     click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True),
     click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True),
-    click.option(
-        "--engine-arg",
-        "engine_args",
-        multiple=True,
-        metavar="NAME=VALUE",
-        envvar="KVBENCH_ENGINE_ARG",
-        help="Option of a serving engine's own command line, without dashes; repeatable.",
-    ),
-    click.option(
-        "--allow-untested-engine",
-        "allow_untested",
-        is_flag=True,
-        envvar="KVBENCH_ALLOW_UNTESTED_ENGINE",
-        help="Go on with a version of the engine that the adapter was not tested with.",
-    ),
+    *ENGINE_OPTIONS,
 )
 _NAMES = (
     "engine", "model", "limit", "trials", "concurrency", "temperature", "max_tokens", "timeout",

@@ -1,23 +1,20 @@
-"""One generation of a serving engine: a thread that streams, a queue the caller reads."""
+"""One generation of a serving engine, streamed on a thread of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from agentbench_kv.engines.base import FinishReason, Generation, Sampling
+from agentbench_kv.engines.base import FinishReason, Sampling
+from agentbench_kv.engines.streamed import StreamedGeneration
 
 __all__ = ["ServingGeneration"]
 
 _AHEAD = 4
 """Tokens the stream may be ahead of its reader, so that a cancel is felt where it was meant."""
-_PATIENCE_S = 30.0
 
 
-class ServingGeneration(Generation):
+class ServingGeneration(StreamedGeneration):
     """Tokens on their way from a backend.
 
     Parameters
@@ -30,34 +27,9 @@ class ServingGeneration(Generation):
     def __init__(
         self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]
     ) -> None:
-        self.sampling = sampling
-        self.produced = 0
-        self.cancelled = False
+        super().__init__(sampling, ahead=_AHEAD)
         self._play = play
-        self._started = time.perf_counter()
-        self._tokens: queue.Queue[int | BaseException | None] = queue.Queue(_AHEAD)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the generated ids; raises what ended the generation early."""
-        while (item := self._tokens.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def cancel(self) -> None:
-        """End after the token in flight."""
-        self.cancelled = True
-
-    def push(self, token: int) -> None:
-        """Hand a token to the reader."""
-        now = time.perf_counter() - self._started
-        if self.produced == 0:
-            self.first_token_s = now
-        self.last_token_s = now
-        self.produced += 1
-        self._hand_over(token)
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -66,12 +38,3 @@ class ServingGeneration(Generation):
             self._hand_over(error)
             return
         self._hand_over(None)
-
-    def _hand_over(self, item: int | BaseException | None) -> None:
-        """Wait for the reader; one that cancelled may never come back for the rest."""
-        handed = False
-        while not handed:
-            with contextlib.suppress(queue.Full):
-                self._tokens.put(item, timeout=_PATIENCE_S)
-                handed = True
-            handed = handed or self.cancelled

@@ -12,6 +12,8 @@ import torch
 
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.engines.serving.backend.ledger import Cut
+from agentbench_kv.engines.serving.backend.policy import Policy
+from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
 from agentbench_kv.engines.serving.model import ModelFacts
 from agentbench_kv.engines.sglang.backend import cpu
 from agentbench_kv.engines.sglang.backend.admission import Admission
@@ -20,10 +22,13 @@ from agentbench_kv.engines.sglang.backend.desk import Desk
 from agentbench_kv.engines.sglang.backend.hooks import TARGETS
 from agentbench_kv.engines.sglang.backend.patches import Patches
 from agentbench_kv.engines.sglang.backend.steps import Steps
+from agentbench_kv.engines.sglang.backend.worker import DecodedRow, Pool, PrefilledRows, Worker
 from agentbench_kv.engines.sglang.flags import flags
 from agentbench_kv.engines.sglang.wire import _refuse_abort
 from agentbench_kv.errors import CapacityError, KVBenchError
+from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import Method
+from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
 FACTS = ModelFacts("qwen3", 4, 4, 2, 64, 2048, (2,))
@@ -241,6 +246,46 @@ def test_the_desk_carries_out_on_the_scheduler_s_thread() -> None:
         asking.join(0.01)
     assert answers == ["done", "failed"]
     assert done == [("this", threading.get_ident())]
+
+
+def small_worker(kept: str) -> Worker:
+    shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
+    buffers = [[torch.zeros(64, 1, 2, 8) for _ in range(2)] for _ in range(2)]
+    keys, values = (PagedRows.of(buffer, "brhd") for buffer in buffers)
+    pool = Pool(keys, values, torch.zeros(3, 64, dtype=torch.int32), 1)
+    policy = Policy(make_method(kept, 64), Path(), Path())
+    return Worker(policy, shape, torch.ones(4), pool)
+
+
+def forward_of(decode: bool, rows: int) -> Any:
+    mode = SimpleNamespace(is_decode=lambda: decode)
+    return SimpleNamespace(forward_mode=mode, req_pool_indices=torch.full((rows,), 2))
+
+
+@pytest.mark.parametrize("kept", ["agentkv", "snapkv"])
+def test_staged_queries_end_up_where_a_prefill_puts_them(kept: str) -> None:
+    tokens, recipes = [(7 * i) % 23 for i in range(40)], {"s": TokenPhases.recipe}
+    queries = torch.randn(2, len(tokens), 4, 8)
+    whole, stepwise = small_worker(kept), small_worker(kept)
+    for worker, count in ((whole, 40), (stepwise, 12)):
+        part = PrefilledRows("s", 2, 3, count, count)
+        worker.plan_prefill([Fed("s", 0, tokens[:count])], [part], recipes)
+        for layer in range(2):
+            # Three rows in front belong to a request that is nobody's turn.
+            packed = torch.cat([torch.full((3, 4, 8), 9.0), queries[layer, :count]])
+            worker.observe(layer, packed, forward_of(False, count))
+    for at in range(12, 40):
+        for layer in range(2):
+            stepwise.observe(layer, queries[layer, at : at + 1], forward_of(True, 1))
+        decoded = DecodedRow(Fed("s", at, [tokens[at]]), 2, at + 1)
+        stepwise.settle([decoded], recipes)
+    expected, found = (
+        worker.rows._sessions["s"].queries.layer_queries(2) for worker in (whole, stepwise)
+    )
+    assert len(expected[0].positions) > 0
+    for one, other in zip(expected, found, strict=True):
+        for name in ("vectors", "positions", "phases"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
 
 
 class Pages:

@@ -15,7 +15,7 @@ from agentbench_kv.engines.base import Engine, KVStats, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.engines.sglang.engine import SglangEngine
-from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
@@ -181,6 +181,16 @@ def test_what_cannot_be_is_refused(sglang: SglangEngine) -> None:
     with pytest.raises(KVBenchError, match="sessions are open"):
         sglang.reconfigure(make_method("agentkv", 100))
     sglang.close("main")
+
+
+@pytest.mark.usefixtures("sglang_python")
+def test_an_option_that_eviction_cannot_stand_ends_the_start(folder: Path) -> None:
+    method = make_method("full-constrained", None)
+    options = EngineOptions(
+        str(folder), method, device="cpu", engine_args={"enable-mixed-chunk": ""}
+    )
+    with pytest.raises(PrerequisiteError, match="does not support mixed prefill and decode"):
+        SglangEngine.create(options)
 
 
 def test_every_hook_is_where_it_is_expected(in_sglang: Callable[[str], str]) -> None:

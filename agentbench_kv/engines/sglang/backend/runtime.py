@@ -21,6 +21,7 @@ from agentbench_kv.engines.sglang.backend.memory import Memory
 from agentbench_kv.engines.sglang.backend.steps import Steps
 from agentbench_kv.engines.sglang.backend.worker import Pool, Worker
 from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.phases.decoding import StopMatcher
 
@@ -41,6 +42,8 @@ class Runtime:
         refuse_unsupported(runner)
         self.policy = policy
         self._codec: TokenCodec | None = None
+        args = runner.server_args
+        self._captured = args.device == "cuda" and not args.disable_cuda_graph
         shape = _shape(runner)
         frequencies = rope_frequencies(policy.model_path).to(shape.device)
         self.worker = Worker(policy, shape, frequencies, _pool(runner))
@@ -65,7 +68,16 @@ class Runtime:
         self.control = ControlServer(self.policy.control, self.desk.commands)
 
     def configure(self, policy: Policy) -> None:
-        """Go on with another method."""
+        """Go on with another method.
+
+        Raises
+        ------
+        ValueError
+            If CUDA graphs were captured that do not keep the queries it needs.
+        """
+        needed = policy.method.query_plan().kind is not QueryKind.NONE
+        if self._captured and needed and not self.worker.keeps_queries:
+            raise ValueError("CUDA graphs were captured without queries; start the server anew")
         self.policy = policy
         self.book.method = policy.method
         self.worker.configure(policy)
