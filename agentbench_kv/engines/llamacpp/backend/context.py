@@ -91,11 +91,6 @@ class Context:
         self._batch = self._llama.llama_batch_init(batch, 0, 1)
         self._warm_up()
 
-    @property
-    def raw(self) -> Any:
-        """The `llama_context` pointer, for calls that are not wrapped here."""
-        return self._context
-
     def _load(self, path: Path) -> Any:
         options = self._llama.llama_model_default_params()
         options.n_gpu_layers = 0

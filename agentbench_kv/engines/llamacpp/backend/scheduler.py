@@ -68,7 +68,6 @@ class Scheduler:
         self._waiting: deque[BackendGeneration] = deque()
         self._running: list[BackendGeneration] = []
         self.sessions: dict[str, BackendSession] = {}
-        self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
         self._thread.start()
 
@@ -79,8 +78,7 @@ class Scheduler:
         def begin() -> None:
             name = request["session"]
             session = self.sessions.get(name) or self._open(name, request["recipe"])
-            if any(each.session is session for each in (*self._running, *self._waiting)):
-                raise KVBenchError(f"session {name} is generating")
+            self._abandon(session)
             self._match(session, request["known"])
             session.tokens += request["tokens"]
             # After a loss the whole session is one prefill.
@@ -104,8 +102,6 @@ class Scheduler:
         """Run `work` on the thread that owns the context; return what it returns."""
         done: Future[T] = Future()
         with self._work:
-            if self._stopping:
-                raise KVBenchError("the backend is stopping")
             self._errands.append((work, done))
             self._work.notify_all()
         return done.result()
@@ -115,15 +111,8 @@ class Scheduler:
         with self._work:
             self._work.notify_all()
 
-    def stop(self) -> None:
-        """End the thread."""
-        with self._work:
-            self._stopping = True
-            self._work.notify_all()
-        self._thread.join()
-
     def idle_session(self, name: str, more: int = 0) -> BackendSession:
-        """Return a session that is not generating, its rows in the cache; on the own thread.
+        """Return a session at rest, its rows in the cache; on the own thread.
 
         Parameters
         ----------
@@ -134,15 +123,14 @@ class Scheduler:
         Raises
         ------
         KVBenchError
-            If it is unknown or generating.
+            If it is unknown.
         CapacityError
             If there is no room for its rows.
         """
         session = self.sessions.get(name)
         if session is None:
             raise KVBenchError(f"session {name} is not open")
-        if any(each.session is session for each in (*self._running, *self._waiting)):
-            raise KVBenchError(f"session {name} is generating")
+        self._abandon(session)
         self.room.bring_in(session, session.rows.live + more, self.sessions.values())
         return session
 
@@ -151,10 +139,7 @@ class Scheduler:
         session = self.sessions.pop(name, None)
         if session is None:
             return None
-        for generation in [*self._running, *self._waiting]:
-            if generation.session is session:
-                self._retire(generation)
-                generation.stream.finish({"done": True})
+        self._abandon(session)
         stats = session.stats()
         session.rows.free()
         self.worker.drop(name)
@@ -180,19 +165,16 @@ class Scheduler:
 
     def _loop(self) -> None:
         with torch.inference_mode():
-            while (batch := self._next_batch()) is not None:
-                if not batch:
-                    continue
+            while True:
+                batch = self._next_batch()
                 try:
                     self._step(batch)
                 except Exception as error:  # noqa: BLE001  a failed step must not end the engine
                     self._break(batch, error)
 
-    def _next_batch(self) -> list[BackendGeneration] | None:
-        """Do errands, admit, and choose who takes part; None when stopping."""
+    def _next_batch(self) -> list[BackendGeneration]:
+        """Do errands, admit, and choose who takes part in a step; wait if there is nobody."""
         with self._work:
-            if self._stopping:
-                return None
             errands, self._errands = self._errands, deque()
         for work, done in errands:
             _run(work, done)
@@ -201,14 +183,18 @@ class Scheduler:
         with self._work:
             self._await_readers()
             batch = self._plan()
-            if not batch and not self._errands and not self._stopping:
+            # A stream that closed since it was looked at has no other wake-up to come.
+            if not batch and not self._errands and not self._closed():
                 self._work.wait()
         return batch
+
+    def _closed(self) -> list[BackendGeneration]:
+        return [each for each in (*self._running, *self._waiting) if each.stream.closed]
 
     def _await_readers(self) -> None:
         """Wait a moment for readers that have not asked yet, so that they share the next step."""
         deadline = time.monotonic() + ASK_S
-        while not self._errands and not self._stopping:
+        while not self._errands:
             waited = deadline - time.monotonic()
             late = [g for g in self._running if not g.stream.ready and not g.stream.closed]
             if waited <= 0 or not late or len(late) == len(self._running):
@@ -228,10 +214,21 @@ class Scheduler:
             self._running.append(self._waiting.popleft())
 
     def _drop_closed(self) -> None:
-        for generation in [each for each in self._waiting if each.stream.closed]:
-            self._waiting.remove(generation)
-        for generation in [each for each in self._running if each.stream.closed]:
+        for generation in self._closed():
+            self._end(generation)
+
+    def _abandon(self, session: BackendSession) -> None:
+        """End what is left of a session's last generation: its caller has gone on already."""
+        for generation in [*self._running, *self._waiting]:
+            if generation.session is session:
+                self._end(generation)
+
+    def _end(self, generation: BackendGeneration) -> None:
+        if generation in self._running:
             self._finish(generation)
+        else:
+            self._waiting.remove(generation)
+            generation.stream.finish({"done": True})
 
     def _plan(self) -> list[BackendGeneration]:
         batch: list[BackendGeneration] = []
@@ -244,6 +241,8 @@ class Scheduler:
         return batch
 
     def _step(self, batch: list[BackendGeneration]) -> None:
+        if not batch:
+            return
         logits, ready = self._forward(batch)
         for generation, row in zip(ready, logits, strict=True):
             self._advance(generation, row)
