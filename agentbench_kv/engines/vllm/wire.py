@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,10 @@ class VllmWire(Wire):
             up = self._client.get("/health").status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
-        return up and (self.stock or ControlClient(self.control).answers())
+        if not up or self.stock:
+            return up
+        with closing(ControlClient(self.control)) as control:
+            return control.answers()
 
     def _links(self) -> Path:
         folder = self._paths.folder / "path"

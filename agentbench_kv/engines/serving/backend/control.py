@@ -43,6 +43,7 @@ class ControlServer:
 
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
+    request_queue_size = 128
     commands: Mapping[str, Handler]
 
 
