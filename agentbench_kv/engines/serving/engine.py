@@ -24,13 +24,16 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
+from agentbench_kv.engines.serving.backend.policy import method_document
 from agentbench_kv.engines.serving.control import ControlClient, ControlError
 from agentbench_kv.engines.serving.generation import ServingGeneration
 from agentbench_kv.engines.serving.observed import ObservedLedger
 from agentbench_kv.engines.serving.process import BackendProcess
 from agentbench_kv.engines.serving.sessions import ServingSession, stats_from
+from agentbench_kv.engines.serving.setup import refuse_method
 from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.errors import ContextLimitError, KVBenchError
+from agentbench_kv.methods.base import Method
 
 __all__ = ["ServingEngine", "scratch_folder"]
 
@@ -125,6 +128,19 @@ class ServingEngine(Engine):
         state = self._sessions.pop(session)
         self._ask(state, "close")
         return state.total()
+
+    def reconfigure(self, method: Method) -> None:
+        """Go on with another method; only while no session is open, and not from or to `full`.
+
+        Raises
+        ------
+        UsageError
+            For a method the cache cannot hold.
+        ControlError
+            If sessions are open.
+        """
+        refuse_method(method)
+        self._control.call("configure", method=method_document(method, self._folder))
 
     def pool(self) -> dict[str, int]:
         """Return what the backend says of its memory; nothing where it is as shipped, or gone."""

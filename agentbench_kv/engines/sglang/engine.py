@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from agentbench_kv.engines.base import Capability, EngineInfo, KVStats, SpanRange
-from agentbench_kv.engines.embedded.model import check_dtype, folder_sha, model_path, pick_device
+from agentbench_kv.engines.base import Capability, KVStats, SpanRange
+from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_device
 from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.backend.policy import method_document
 from agentbench_kv.engines.serving.engine import ServingEngine, scratch_folder
 from agentbench_kv.engines.serving.model import read_model
 from agentbench_kv.engines.serving.sessions import ServingSession
+from agentbench_kv.engines.serving.setup import engine_info, log_file, refuse_method
 from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
-from agentbench_kv.environments import home, python_of
+from agentbench_kv.environments import python_of
 from agentbench_kv.errors import KVBenchError, UsageError
-from agentbench_kv.methods.base import Method
 
 __all__ = ["SglangEngine"]
 
@@ -52,21 +51,17 @@ class SglangEngine(ServingEngine):
         paths = SglangPaths(python_of("sglang"), path, folder)
         gpu = pick_device(options.device).type == "cuda"
         wire = SglangWire(options, facts, paths, gpu=gpu, stock=options.method.name == "full")
-        info = EngineInfo(
-            name="sglang",
-            model=options.model,
-            model_path=path,
-            model_sha=folder_sha(path),
-            device="cuda" if gpu else "cpu",
-            dtype=options.dtype,
+        info = engine_info(
+            "sglang",
+            options,
+            path,
+            facts,
+            gpu=gpu,
             context_limit=facts.context_limit,
-            eos_token_ids=facts.eos_token_ids,
             capabilities=cls.capabilities,
         )
-        log = home() / "logs"
-        log.mkdir(parents=True, exist_ok=True)
         size = facts.bytes_per_token(options.dtype)
-        return cls(info, wire, folder, log / f"sglang-{folder.name}.log", size)
+        return cls(info, wire, folder, log_file("sglang", folder), size)
 
     @classmethod
     def check_model(cls, model: str) -> None:
@@ -84,12 +79,6 @@ class SglangEngine(ServingEngine):
         """Free the session in the backend and return its accounting."""
         self._wire.forget(self._sessions[session].backend_name)
         return super().close(session)
-
-    def reconfigure(self, method: Method) -> None:
-        """Go on with another method; only while no session is open, and not from or to `full`."""
-        refuse_method(method)
-        document: dict[str, Any] = method_document(method, self._folder)
-        self._control.call("configure", method=document)
 
     def fork(self, session: str, new: str) -> None:
         """Open a session that has seen what another one, between two generations, has.
@@ -125,12 +114,3 @@ class SglangEngine(ServingEngine):
                 "SGLang as shipped shares and evicts rows as it likes; use full-constrained"
             )
         return state.known > 0 and state.epoch == self._epoch
-
-
-def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache a serving engine cannot hold."""
-    if method.per_query_head:
-        raise UsageError(
-            f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "
-            "head; use another preset or --engine embedded"
-        )

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance.engines import engine_suite
+from agentbench_kv.engines.serving.setup import refuse_method
 from agentbench_kv.engines.vllm.backend import launch
-from agentbench_kv.engines.vllm.engine import VllmEngine, refuse_method
+from agentbench_kv.engines.vllm.engine import VllmEngine
 from agentbench_kv.engines.vllm.wire import on_gpu
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import make_method

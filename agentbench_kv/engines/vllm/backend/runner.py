@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.serving.backend.frequencies import rope_frequencies
 from agentbench_kv.engines.serving.backend.orders import Orders, Outcome, Removal
 from agentbench_kv.engines.serving.backend.policy import Policy
 from agentbench_kv.engines.serving.backend.rows import Fed, RowShape, RowStore, WorkerRows
 from agentbench_kv.engines.vllm.backend.capture import CAPTURE
-from agentbench_kv.engines.vllm.backend.frequencies import rope_frequencies
 from agentbench_kv.engines.vllm.backend.layout import PackedStore, paged_store
 
 __all__ = ["EvictingRunner"]
