@@ -17,7 +17,8 @@ import torch
 from agentbench_kv.conformance.masked_cache import default_turns, drive, short_turns, tiny_model
 from agentbench_kv.conformance.replay import check_replay, held_queries, moments
 from agentbench_kv.conformance.tracing import Turn, calibrated_for
-from agentbench_kv.engines.embedded import cache, queries, scheduler
+from agentbench_kv.engines import queries
+from agentbench_kv.engines.embedded import cache, scheduler
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.views import QueryKind, QueryPlan
 from agentbench_kv.registry import load_method, make_method, names
