@@ -45,7 +45,9 @@ class Scheduler(BaseScheduler):
         self._method_order: dict[str, Any] | None = None
         self._codec: TokenCodec | None = None
         self._preempted = 0
-        self._book = SessionBook(self._policy.method, bytes_per_token(self.kv_cache_config))
+        workers = self.vllm_config.parallel_config.tensor_parallel_size
+        size = bytes_per_token(self.kv_cache_config) * workers
+        self._book = SessionBook(self._policy.method, size)
         self._book.attach(SessionBlocks(self.kv_cache_manager, self._book.deficits))
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
