@@ -252,9 +252,7 @@ def test_recreate_starts_from_nothing(tiny, monkeypatch):
 @pytest.mark.usefixtures("no_building")
 def test_recreate_with_a_wrong_python_deletes_nothing(tiny):
     folder = pretend_ready(tiny(oldest=(3, 2), newest=(3, 3)))
-    with pytest.raises(
-        PrerequisiteError, match=r"have wheels for 3\.2 to 3\.3: .* tiny --py"
-    ):
+    with pytest.raises(PrerequisiteError, match=r"have wheels for 3\.2 to 3\.3: .* tiny --py"):
         environments.create("tiny", recreate=True)
     assert (folder / MARKER_FILE).exists()
 
