@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from agentbench_kv.loadgen.connections import authorization
 from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Workload
 from agentbench_kv.loadgen.process import measure_apart
 from agentbench_kv.loadgen.prompts import read_vocabulary
@@ -41,7 +42,7 @@ KEYS = (
 
 def ours(args: argparse.Namespace, seed: int) -> dict[str, float]:
     """Measure with our client, in a process of its own."""
-    model = httpx.get(f"{args.url}/v1/models").json()["data"][0]["id"]
+    model = httpx.get(f"{args.url}/v1/models", headers=authorization()).json()["data"][0]["id"]
     job = Job(
         Target(args.url, args.engine, model),
         Workload(Shape(args.input, args.output)),

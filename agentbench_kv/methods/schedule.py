@@ -35,6 +35,10 @@ class Schedule:
         self._since_due = 0
         return self._over(live, logical)
 
+    def take_back(self) -> None:
+        """Uncount the last decoded token, with which no event fired."""
+        self._since_due = (self._since_due - 1) % self._method.interval
+
     def after_prefill(self, live: int, logical: int) -> bool:
         """Return True if an event fires right after a prefill."""
         return self._method.trigger == "prefill+every" and self._over(live, logical)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class VllmWire(Wire):
         }
 
     def _ready(self) -> bool:
-        if not self._socket.exists():
+        if not listens(self._socket):
             return False
         try:
             up = self._client.get("/health").status_code == httpx.codes.OK
@@ -210,6 +211,16 @@ class VllmWire(Wire):
 
 
 _UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+
+
+def listens(path: Path) -> bool:
+    """Return whether anybody listens on a Unix socket; vLLM makes it long before it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def on_gpu(device: str) -> bool:

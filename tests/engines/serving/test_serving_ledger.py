@@ -109,3 +109,38 @@ def test_rows_moved_are_added_to_their_event() -> None:
     ledger.moved(0, 7)
     stats = ledger.snapshot()
     assert (stats.rows_moved, stats.events[0].rows_moved) == (7, 7)
+
+
+def test_a_token_nobody_wanted_does_not_count() -> None:
+    method = make_method("streamingllm", 16, {"interval": 5})
+    wanted, taken = SessionLedger(method, 1), SessionLedger(method, 1)
+    for ledger in (wanted, taken):
+        ledger.begin_turn(20)
+        ledger.forward(20)
+        ledger.sampled()
+        for _ in range(2):
+            ledger.forward(1)
+            ledger.sampled()
+    taken.forward(1)
+    taken.sampled()
+    assert taken.take_back()
+    wanted.begin_turn(7)
+    wanted.forward(8)
+    taken.begin_turn(7)
+    taken.forward(7)
+    for _ in range(8):
+        cuts = [ledger.sampled() for ledger in (wanted, taken)]
+        assert cuts[0] == cuts[1]
+        for ledger in (wanted, taken):
+            ledger.forward(1)
+    assert wanted.stats.decode_tokens == taken.stats.decode_tokens
+    assert [e.logical for e in wanted.stats.events] == [e.logical for e in taken.stats.events] != []
+
+
+def test_a_token_with_an_event_cannot_be_taken_back() -> None:
+    method = make_method("streamingllm", 16, {"interval": 1})
+    ledger = SessionLedger(method, 1)
+    ledger.begin_turn(20)
+    ledger.forward(20)
+    assert ledger.sampled() is not None
+    assert not ledger.take_back()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -228,3 +229,19 @@ def test_an_event_at_rest_waits_for_the_next_step() -> None:
     assert len(manager.req_to_blocks["r1"]) == 2
     book.end(held)
     assert not book.before
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_client_that_stops_a_token_early_goes_on_all_the_same(forgotten: bool) -> None:
+    book, manager = new_book(budget=64)
+    book.begin(request(1, "s", list(range(30))))
+    held = book.by_request["r1"]
+    feed(book, manager, held, 30)
+    feed(book, manager, held, 1)
+    book.rest(held, [*range(30), 98] if forgotten else [*range(30), 98, 99])
+    second = request(2, "s", [*range(30), 98, 7, 8])
+    book.begin(second)
+    assert second.num_computed_tokens == 31
+    assert (book.adoptions, book.mismatches) == (1, 0)
+    assert held.ledger.stats.decode_tokens == 1
+    assert held.ledger.stats.recomputed == 0

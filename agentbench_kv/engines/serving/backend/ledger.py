@@ -53,6 +53,7 @@ class SessionLedger:
         self._bytes = bytes_per_token
         self._schedule = Schedule(method)
         self._prefilling = False
+        self._cut_last = False
         self._lost = 0
         self._prompt = 0
 
@@ -83,6 +84,7 @@ class SessionLedger:
     def sampled(self) -> Cut | None:
         """Count a sampled token; return the event that falls due with it."""
         cut = None
+        self._cut_last = False
         if self._prefilling:
             self._prefilling = False
             if self._schedule.after_prefill(self.live, self.fed):
@@ -92,6 +94,18 @@ class SessionLedger:
         if self._schedule.after_decode(self.live, self.fed):
             cut = self._cut()
         return cut
+
+    def take_back(self) -> bool:
+        """Uncount the last sampled token, which its client did not want and nothing has fed.
+
+        False if an event fell due with it: rows are gone that should be there.
+        """
+        if self._cut_last:
+            return False
+        self.stats.decode_tokens -= 1
+        self.stats.decode_kv_sum -= self.live
+        self._schedule.take_back()
+        return True
 
     def end_turn(self) -> Cut | None:
         """Return the event that falls due at the end of an assistant's turn."""
@@ -138,4 +152,5 @@ class SessionLedger:
         stats.evicted += cut.live - cut.keep
         stats.events.append(KVEvent(stats.decode_tokens, self.fed, cut.live, cut.keep, 0))
         self.live = cut.keep
+        self._cut_last = True
         return cut

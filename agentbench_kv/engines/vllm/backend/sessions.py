@@ -81,11 +81,10 @@ class SessionBook:
         if held is None:
             held = self._open(name, recipe, request.request_id)
         prompt = request.prompt_token_ids
-        fed = held.ledger.fed
-        if fed and (prompt[:fed] != held.tokens[:fed] or len(prompt) <= fed):
+        if held.ledger.fed and not _goes_on(held, prompt):
             self.mismatches += 1
             self.lose(held)
-        elif fed:
+        elif held.ledger.fed:
             self._adopt(held, request)
         held.running = True
         held.request = request.request_id
@@ -156,6 +155,20 @@ class SessionBook:
     def _forget_rows(self, name: str) -> None:
         self.dropped.append(name)
         self.before = [removal for removal in self.before if removal.session != name]
+
+
+def _goes_on(held: Held, prompt: list[int]) -> bool:
+    """Return whether a prompt goes on from a session's rows.
+
+    The last token it sampled was never fed: a client that stopped a step too late for the engine
+    leaves it out, and vLLM forgets it when a request is aborted while it runs. Then it does not
+    count.
+    """
+    fed = held.ledger.fed
+    if prompt[:fed] != held.tokens[:fed] or len(prompt) <= fed:
+        return False
+    unwanted = len(held.tokens) <= fed or prompt[fed] != held.tokens[fed]
+    return not unwanted or held.ledger.take_back()
 
 
 def _identity(request: Any) -> tuple[str | None, str]:
