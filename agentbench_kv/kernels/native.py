@@ -214,8 +214,10 @@ class NativeBackend:
 
     def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:  # noqa: ARG002
         """Move rows of a contiguous cache [layers, kv_heads, capacity, ...]."""
-        rows = [PagedRows(tuple(cache[:, :, None].unbind())) for cache in caches]
-        return int(self.compact_paged(rows, None, kept[None], None, sort))
+        table = _Table(None, 0, 1, 0)
+        return int(
+            self._compact([_plain_rows(each) for each in caches], table, kept[None], None, sort)
+        )
 
     def compact_paged(
         self,
@@ -226,22 +228,26 @@ class NativeBackend:
         sort: bool,
     ) -> Tensor:
         """Move rows of many sessions; return how many moved, without waiting for a GPU."""
-        kept, table, counts = (
-            _whole(kept, torch.int64),
-            _maybe(table, torch.int32),
-            _maybe(counts, torch.int64),
-        )
-        sessions, layers, heads, budget = kept.shape
+        table = _maybe(table, torch.int32)
         described = [_rows(each) for each in tensors]
+        rows = [each for each, _ in described]
+        return self._compact(rows, _table(table, tensors[0]), kept, counts, sort)
+
+    def _compact(
+        self,
+        rows: Sequence[_Rows],
+        table: _Table,
+        kept: Tensor,
+        counts: Tensor | None,
+        sort: bool,
+    ) -> Tensor:
+        kept, counts = _whole(kept, torch.int64), _maybe(counts, torch.int64)
         moved = torch.zeros((), dtype=torch.int64, device=kept.device)
         self._call(
             "kvb_compact",
             kept.device,
-            (_Rows * len(described))(*(each for each, _ in described)),
-            len(described),
-            _table(table, tensors[0]),
-            _Shape(sessions, layers, heads),
-            *(kept.data_ptr(), budget, _address(counts), int(sort), moved.data_ptr()),
+            *((_Rows * len(rows))(*rows), len(rows), table, _Shape(*kept.shape[:3])),
+            *(kept.data_ptr(), kept.shape[3], _address(counts), int(sort), moved.data_ptr()),
         )
         return moved
 
@@ -358,6 +364,13 @@ def _table(table: Tensor | None, rows: PagedRows) -> _Table:
     if table is None:
         return _Table(None, 0, size, shift)
     return _Table(table.data_ptr(), table.stride(0), size, shift)
+
+
+def _plain_rows(cache: Tensor) -> _Rows:
+    """Describe a contiguous cache [layers, heads, capacity, ...] of one session."""
+    layer, head, row = (stride * cache.itemsize for stride in cache.stride()[:3])
+    size = cache.shape[3:].numel() * cache.itemsize
+    return _Rows(cache.data_ptr(), None, layer, head, 0, row, size)
 
 
 def _rows(rows: PagedRows) -> tuple[_Rows, Tensor | None]:

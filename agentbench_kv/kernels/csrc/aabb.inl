@@ -52,6 +52,8 @@ __global__ void box_scores(const float* queries, const float* lows, const float*
 
 namespace kvb {
 
+constexpr int64_t BOX_STRIP = NARROW * LANES;  // queries
+
 inline void box(const BoxJob& job, int64_t head, int64_t number) {
   const int64_t first = number * job.block, end = smaller(first + job.block, job.tokens);
   float* __restrict low = job.lows + (head * blocks_of(job) + number) * job.head_dim;
@@ -75,20 +77,20 @@ inline void box(const BoxJob& job, int64_t head, int64_t number) {
 // and q * low elsewhere: a product of [q+, q-] with [high, low].
 inline void box_strip(const float* queries, int64_t count, const float* const* corners,
                       int64_t blocks, int64_t head_dim, float* scores) {
-  Buffer<Floats> packed(2 * head_dim * VECTORS), products(blocks * VECTORS);
-  std::fill_n(packed.get(), 2 * head_dim * VECTORS, Floats{});
+  Buffer<Floats> packed(2 * head_dim * NARROW), products(blocks * NARROW);
+  std::fill_n(packed.get(), 2 * head_dim * NARROW, Floats{});
   float* lanes = reinterpret_cast<float*>(packed.get());
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t c = 0; c < head_dim; ++c) {
       const float q = queries[i * head_dim + c];
-      lanes[c * STRIP + i] = q > 0 ? q : 0.0f;
-      lanes[(head_dim + c) * STRIP + i] = q > 0 ? 0.0f : q;
+      lanes[c * BOX_STRIP + i] = q > 0 ? q : 0.0f;
+      lanes[(head_dim + c) * BOX_STRIP + i] = q > 0 ? 0.0f : q;
     }
   }
-  all_products<Singles, false>(corners, blocks, packed.get(), 2 * head_dim, 1.0f, products.get());
+  all_products<Singles, NARROW, false>(corners, blocks, packed.get(), 2 * head_dim, 1.0f, products.get());
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t b = 0; b < blocks; ++b) {
-      scores[i * blocks + b] = products[b * VECTORS + i / LANES][i % LANES];
+      scores[i * blocks + b] = products[b * NARROW + i / LANES][i % LANES];
     }
   }
 }
@@ -103,8 +105,8 @@ inline void box_head(const float* queries, int64_t rows, const float* lows, cons
     std::copy_n(lows + b * head_dim, head_dim, to + head_dim);
     corners[b] = to;
   }
-  for (int64_t first = 0; first < rows; first += STRIP) {
-    box_strip(queries + first * head_dim, smaller(STRIP, rows - first), corners.data(), blocks,
+  for (int64_t first = 0; first < rows; first += BOX_STRIP) {
+    box_strip(queries + first * head_dim, smaller(BOX_STRIP, rows - first), corners.data(), blocks,
               head_dim, scores + first * blocks);
   }
 }

@@ -8,7 +8,7 @@
 
 namespace kvb {
 
-constexpr int64_t TILE = KEYS * (LANES == 16 ? 16 : 32);  // keys whose logits are made at a time
+constexpr int64_t TILE = 384;  // keys whose logits are made at a time
 
 // One KV head's scoring: what all its strips share. `Kind` says how products are made: of floats,
 // or of pairs of bf16.
@@ -26,10 +26,10 @@ class MassHead {
         keys_(rows_of(job.keys, job.table, p)),
         head_dim_(job.head_dim),
         depth_(job.head_dim / Kind::CHANNELS),
-        exponentials_(length_ * VECTORS),
-        packed_(depth_ * VECTORS * merge_.merged),
+        exponentials_(length_ * WIDE),
+        packed_(depth_ * WIDE * merge_.merged),
         floats_(job.key_dtype == KVB_F32 ? 0 : TILE * head_dim_),
-        maxima_(ceil_div(length_, TILE) * VECTORS),
+        maxima_(ceil_div(length_, TILE) * WIDE),
         pointers_(TILE),
         column_(length_) {
     const int64_t size = size_of(job.query_dtype);
@@ -48,9 +48,8 @@ class MassHead {
     for (int32_t output = 0; output < merge_.outputs; ++output) {
       std::fill_n(column_.get(), length_, 0.0f);
       const std::vector<int32_t> rows = valid_rows();
-      for (size_t first = 0; first < rows.size(); first += STRIP) {
-        strip(output, rows.data() + first, std::min<int64_t>(STRIP, rows.size() - first));
-      }
+      const int64_t count = rows.size();
+      for (int64_t i = 0; i < count;) i += next_strip(output, rows.data() + i, count - i);
       write(output, rows.empty() ? 0.0f : 1.0f / rows.size());
     }
   }
@@ -75,39 +74,50 @@ class MassHead {
     std::fill(to + length_, to + width, 0.0f);
   }
 
-  // Adds the probabilities of up to STRIP rows to the column.
-  void strip(int32_t output, const int32_t* rows, int64_t count) {
-    for (int32_t g = 0; g < merge_.merged; ++g) pack(output, g, rows, count);
-    Floats maximum[VECTORS], total[VECTORS] = {};
+  // Takes as many of the rows as fit into the strip that suits them.
+  int64_t next_strip(int32_t output, const int32_t* rows, int64_t left) {
+    if (left > NARROW * LANES) return strip<WIDE>(output, rows, smaller(WIDE * LANES, left));
+    return strip<NARROW>(output, rows, left);
+  }
+
+  // Adds the probabilities of up to V vectors of rows to the column.
+  template <int V>
+  int64_t strip(int32_t output, const int32_t* rows, int64_t count) {
+    for (int32_t g = 0; g < merge_.merged; ++g) pack<V>(output, g, rows, count);
+    Floats maximum[V], total[V] = {};
     for (auto& each : maximum) each = all(MINUS_INFINITY);
     for (int64_t first = 0; first < length_; first += TILE) {
-      logits(first, smaller(TILE, length_ - first));
-      if (causal_) hide(rows, count, first, smaller(TILE, length_ - first));
-      exponentiate(first, smaller(TILE, length_ - first), maximum, total);
+      logits<V>(first, smaller(TILE, length_ - first));
+      if (causal_) hide<V>(rows, count, first, smaller(TILE, length_ - first));
+      exponentiate<V>(first, smaller(TILE, length_ - first), maximum, total);
     }
-    Floats weight[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) {
+    Floats weight[V];
+    for (int v = 0; v < V; ++v) {
       for (int i = 0; i < LANES; ++i) {
         weight[v][i] = v * LANES + i < count && total[v][i] > 0 ? 1.0f / total[v][i] : 0.0f;
       }
     }
-    add_columns(maximum, weight);
+    add_columns<V>(maximum, weight);
+    return count;
   }
 
   // Queries as vectors over the rows of the strip, channel by channel.
+  template <int V>
   void pack(int32_t output, int32_t merged, const int32_t* rows, int64_t count) {
-    Query* to = packed_.get() + merged * depth_ * VECTORS;
-    std::fill_n(to, depth_ * VECTORS, Query{});
+    Query* to = packed_.get() + merged * depth_ * V;
+    std::fill_n(to, depth_ * V, Query{});
     for (int64_t i = 0; i < count; ++i) {
       const int64_t query = query_of(job_.n, output, merged, rows[i]) * head_dim_;
-      pack_lane(reinterpret_cast<Key*>(to) + i, query);
+      pack_lane<V * LANES>(reinterpret_cast<Key*>(to) + i, query);
     }
   }
 
+  template <int STRIP>
   void pack_lane(float* lane, int64_t query) {
     for (int64_t c = 0; c < depth_; ++c) lane[c * STRIP] = load(queries_, query + c, job_.query_dtype);
   }
 
+  template <int STRIP>
   void pack_lane(uint32_t* lane, int64_t query) {
     const char* pairs = queries_ + query * 2;
     for (int64_t c = 0; c < depth_; ++c) memcpy(lane + c * STRIP, pairs + c * 4, 4);
@@ -123,20 +133,22 @@ class MassHead {
     return reinterpret_cast<const Key*>(to);
   }
 
+  template <int V>
   void logits(int64_t first, int64_t count) {
     for (int64_t k = 0; k < count; ++k) pointers_[k] = key_row(keys_.at(first + k), k);
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim_));
-    Floats* out = exponentials_.get() + first * VECTORS;
-    all_products<Kind, false>(pointers_.get(), count, packed_.get(), depth_, scale, out);
+    Floats* out = exponentials_.get() + first * V;
+    all_products<Kind, V, false>(pointers_.get(), count, packed_.get(), depth_, scale, out);
     for (int32_t g = 1; g < merge_.merged; ++g) {
-      const Query* queries = packed_.get() + g * depth_ * VECTORS;
-      all_products<Kind, true>(pointers_.get(), count, queries, depth_, scale, out);
+      const Query* queries = packed_.get() + g * depth_ * V;
+      all_products<Kind, V, true>(pointers_.get(), count, queries, depth_, scale, out);
     }
   }
 
   // A query does not see keys at later positions.
+  template <int V>
   void hide(const int32_t* rows, int64_t count, int64_t first, int64_t keys) {
-    Ints positions[VECTORS] = {};
+    Ints positions[V] = {};
     for (int64_t i = 0; i < count; ++i) {
       positions[i / LANES][i % LANES] = static_cast<int32_t>(query_positions_[rows[i] % job_.n]);
     }
@@ -144,45 +156,47 @@ class MassHead {
       int64_t position;
       memcpy(&position, key_positions_.at(first + k), sizeof position);
       const Ints at = all(static_cast<int32_t>(position));
-      Floats* out = exponentials_.get() + (first + k) * VECTORS;
-      for (int v = 0; v < VECTORS; ++v) out[v] = at > positions[v] ? all(MINUS_INFINITY) : out[v];
+      Floats* out = exponentials_.get() + (first + k) * V;
+      for (int v = 0; v < V; ++v) out[v] = at > positions[v] ? all(MINUS_INFINITY) : out[v];
     }
   }
 
   // Turns a tile's logits into exponentials above the running maximum, and notes that maximum.
+  template <int V>
   void exponentiate(int64_t first, int64_t count, Floats* maximum, Floats* total) {
-    Floats* tile = exponentials_.get() + first * VECTORS;
-    for (int v = 0; v < VECTORS; ++v) {
+    Floats* tile = exponentials_.get() + first * V;
+    for (int v = 0; v < V; ++v) {
       const Floats before = maximum[v];
       Floats top = before;
-      for (int64_t k = 0; k < count; ++k) top = larger(top, tile[k * VECTORS + v]);
+      for (int64_t k = 0; k < count; ++k) top = larger(top, tile[k * V + v]);
       maximum[v] = top;
       // Where all is hidden so far, 0 stands in for a maximum of minus infinity.
       const Floats base = top == MINUS_INFINITY ? Floats{} : top;
       Floats added = {};
       for (int64_t k = 0; k < count; ++k) {
-        Floats& place = tile[k * VECTORS + v];
+        Floats& place = tile[k * V + v];
         place = exponential(place - base);
         added += place;
       }
       const Floats shrink = before == MINUS_INFINITY ? Floats{} : exponential(before - base);
       total[v] = total[v] * shrink + added;
-      maxima_[first / TILE * VECTORS + v] = base;
+      maxima_[first / TILE * V + v] = base;
     }
   }
 
+  template <int V>
   void add_columns(const Floats* maximum, const Floats* weight) {
     for (int64_t first = 0; first < length_; first += TILE) {
-      Floats factor[VECTORS];
-      for (int v = 0; v < VECTORS; ++v) {
-        const Floats base = maxima_[first / TILE * VECTORS + v];
+      Floats factor[V];
+      for (int v = 0; v < V; ++v) {
+        const Floats base = maxima_[first / TILE * V + v];
         const Floats last = maximum[v] == MINUS_INFINITY ? Floats{} : maximum[v];
         factor[v] = weight[v] * exponential(base - last);
       }
-      const Floats* tile = exponentials_.get() + first * VECTORS;
+      const Floats* tile = exponentials_.get() + first * V;
       for (int64_t k = 0; k < smaller(TILE, length_ - first); ++k) {
-        Floats weighted = tile[k * VECTORS] * factor[0];
-        for (int v = 1; v < VECTORS; ++v) weighted += tile[k * VECTORS + v] * factor[v];
+        Floats weighted = tile[k * V] * factor[0];
+        for (int v = 1; v < V; ++v) weighted += tile[k * V + v] * factor[v];
         column_[first + k] += sum(weighted);
       }
     }

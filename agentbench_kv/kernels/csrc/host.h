@@ -46,13 +46,14 @@ void parallel_for(int64_t items, int64_t work, int32_t threads, const Body& body
 
 // ---- vectors ----
 
+// Queries are taken in strips of some vectors. A wide strip reads the keys half as often as a narrow
+// one, which has fewer empty lanes for few queries. TOTALS sums leave registers for their operands.
 #ifdef __AVX512F__
-constexpr int LANES = 16, KEYS = 12;
+constexpr int LANES = 16, TOTALS = 24, WIDE = 4;
 #else
-constexpr int LANES = 8, KEYS = 6;
+constexpr int LANES = 8, TOTALS = 12, WIDE = 2;
 #endif
-constexpr int VECTORS = 2;               // of queries in a strip
-constexpr int STRIP = VECTORS * LANES;   // queries in a strip
+constexpr int NARROW = 2;
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -148,20 +149,77 @@ inline void from_floats(const float* from, int32_t dtype, int64_t n, void* to) {
   for (; i < n; ++i) half[i] = to_f16(from[i]);
 }
 
-// An array aligned for vectors.
+// ---- memory ----
+
+// Asks for a row that is wanted soon: which one comes next is nothing the processor foresees.
+inline void fetch(const void* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
+}
+
+struct Block {
+  void* data;
+  size_t size;
+};
+
+inline void release(Block block) { ::operator delete(block.data, std::align_val_t(64)); }
+
+// A thread's blocks that are not in use. They stay for its next call: the first touch of a megabyte
+// from the system takes longer than all that is then done with it.
+class Spare {
+ public:
+  ~Spare() {
+    for (const Block& block : blocks_) release(block);
+  }
+
+  // The smallest block that is large enough, or a new one.
+  Block take(size_t size) {
+    auto best = blocks_.end();
+    for (auto it = blocks_.begin(); it != blocks_.end(); ++it) {
+      if (it->size >= size && (best == blocks_.end() || it->size < best->size)) best = it;
+    }
+    if (best == blocks_.end()) return {::operator new(size, std::align_val_t(64)), size};
+    const Block block = *best;
+    blocks_.erase(best);
+    return block;
+  }
+
+  // Of more than COUNT blocks the smallest goes.
+  void put(Block block) {
+    blocks_.push_back(block);
+    if (blocks_.size() <= COUNT) return;
+    const auto least = std::min_element(blocks_.begin(), blocks_.end(),
+                                        [](Block a, Block b) { return a.size < b.size; });
+    release(*least);
+    blocks_.erase(least);
+  }
+
+ private:
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr size_t COUNT = 0;  // a block that is larger than asked for would hide overruns
+#else
+  static constexpr size_t COUNT = 8;
+#endif
+  std::vector<Block> blocks_;
+};
+
+inline Spare& spare() {
+  static thread_local Spare own;
+  return own;
+}
+
+// An array aligned for vectors, not initialised.
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t n)
-      : data_(static_cast<T*>(::operator new(larger(n, 1) * sizeof(T), std::align_val_t(64)))) {}
-  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
+  explicit Buffer(int64_t n) : block_(spare().take(larger(n, 1) * sizeof(T))) {}
+  ~Buffer() { spare().put(block_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  T* get() const { return data_; }
-  T& operator[](int64_t i) const { return data_[i]; }
+  T* get() const { return static_cast<T*>(block_.data); }
+  T& operator[](int64_t i) const { return get()[i]; }
 
  private:
-  T* data_;
+  Block block_;
 };
 
 // ---- products ----
@@ -188,40 +246,43 @@ struct Pairs {
 #endif
 
 // out[k][v] = scale * (keys[k] . queries[v]), or its maximum with what is there. Queries are laid
-// out channel by channel, VECTORS vectors each.
-template <class Kind, int N, bool MERGE>
+// out channel by channel, V vectors each.
+template <class Kind, int V, int N, bool MERGE>
 inline void products(const typename Kind::Key* const* keys, const typename Kind::Query* queries,
                      int64_t depth, float scale, Floats* out) {
-  Floats total[N][VECTORS] = {};
+  Floats total[N][V] = {};
   for (int64_t c = 0; c < depth; ++c) {
     for (int k = 0; k < N; ++k) {
       typename Kind::Key key;  // copied: a pair of halves need not lie at a multiple of 4
       memcpy(&key, keys[k] + c, sizeof key);
-      for (int v = 0; v < VECTORS; ++v) Kind::add(total[k][v], key, queries[c * VECTORS + v]);
+      for (int v = 0; v < V; ++v) Kind::add(total[k][v], key, queries[c * V + v]);
     }
   }
   for (int k = 0; k < N; ++k) {
-    for (int v = 0; v < VECTORS; ++v) {
-      Floats& place = out[k * VECTORS + v];
+    for (int v = 0; v < V; ++v) {
+      Floats& place = out[k * V + v];
       place = MERGE ? larger(place, total[k][v] * scale) : total[k][v] * scale;
     }
   }
 }
 
 // The same for any number of keys.
-template <class Kind, bool MERGE>
+template <class Kind, int V, bool MERGE>
 inline void all_products(const typename Kind::Key* const* keys, int64_t count,
                          const typename Kind::Query* queries, int64_t depth, float scale,
                          Floats* out) {
+  constexpr int KEYS = TOTALS / V;
   int64_t k = 0;
   for (; k + KEYS <= count; k += KEYS) {
-    products<Kind, KEYS, MERGE>(keys + k, queries, depth, scale, out + k * VECTORS);
+    const int64_t next = smaller(count, k + 2 * KEYS);
+    for (int64_t i = k + KEYS; i < next; ++i) fetch(keys[i], depth * sizeof(**keys));
+    products<Kind, V, KEYS, MERGE>(keys + k, queries, depth, scale, out + k * V);
   }
   for (; k + 3 <= count; k += 3) {
-    products<Kind, 3, MERGE>(keys + k, queries, depth, scale, out + k * VECTORS);
+    products<Kind, V, 3, MERGE>(keys + k, queries, depth, scale, out + k * V);
   }
   for (; k < count; ++k) {
-    products<Kind, 1, MERGE>(keys + k, queries, depth, scale, out + k * VECTORS);
+    products<Kind, V, 1, MERGE>(keys + k, queries, depth, scale, out + k * V);
   }
 }
 

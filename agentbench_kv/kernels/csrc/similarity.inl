@@ -9,6 +9,8 @@
 
 namespace kvb {
 
+constexpr int STRIP_KEYS = WIDE * LANES;
+
 // What a row of cosines comes to: its sum, its last column above the threshold (-1: none), that
 // column's cosine, and the one of column 0.
 struct RowSums {
@@ -31,20 +33,20 @@ inline void unit_rows(const void* keys, int32_t dtype, int64_t key_row, int64_t 
 
 // A strip of keys as vectors, channel by channel.
 inline void pack_strip(const float* units, int64_t count, int64_t head_dim, Floats* packed) {
-  std::fill_n(packed, head_dim * VECTORS, Floats{});
+  std::fill_n(packed, head_dim * WIDE, Floats{});
   float* lanes = reinterpret_cast<float*>(packed);
   for (int64_t i = 0; i < count; ++i) {
-    for (int64_t c = 0; c < head_dim; ++c) lanes[c * STRIP + i] = units[i * head_dim + c];
+    for (int64_t c = 0; c < head_dim; ++c) lanes[c * STRIP_KEYS + i] = units[i * head_dim + c];
   }
 }
 
 // The rows of one strip, a lane each, as columns come by in ascending order.
 struct LaneSums {
-  Floats sum[VECTORS], exempted[VECTORS], first[VECTORS];
-  Ints column[VECTORS];
+  Floats sum[WIDE], exempted[WIDE], first[WIDE];
+  Ints column[WIDE];
 
   void read(const RowSums* rows, int64_t count) {
-    for (int64_t i = 0; i < STRIP; ++i) {
+    for (int64_t i = 0; i < STRIP_KEYS; ++i) {
       const RowSums row = i < count ? rows[i] : RowSums{0, 0, 0, -1};
       sum[i / LANES][i % LANES] = row.sum;
       exempted[i / LANES][i % LANES] = row.exempted;
@@ -54,7 +56,7 @@ struct LaneSums {
   }
 
   void add(const Floats* cosines, int64_t from, float threshold) {
-    for (int v = 0; v < VECTORS; ++v) {
+    for (int v = 0; v < WIDE; ++v) {
       const Ints above = cosines[v] > threshold;
       sum[v] += cosines[v];
       column[v] = above ? all(static_cast<int32_t>(from)) : column[v];
@@ -74,12 +76,12 @@ struct LaneSums {
 // The same cosines seen from the other side: one row meets the columns of a whole strip.
 inline void add_strip(const Floats* cosines, int64_t strip, float threshold, RowSums* row) {
   Floats total = cosines[0];
-  for (int v = 1; v < VECTORS; ++v) total += cosines[v];
+  for (int v = 1; v < WIDE; ++v) total += cosines[v];
   row->sum += sum(total);
   if (strip == 0) row->first = cosines[0][0];
   Ints lane, highest = all(-1);
   for (int i = 0; i < LANES; ++i) lane[i] = i;
-  for (int v = 0; v < VECTORS; ++v) {
+  for (int v = 0; v < WIDE; ++v) {
     const Ints above = cosines[v] > threshold;
     highest = above ? lane + v * LANES : highest;
   }
@@ -92,25 +94,25 @@ inline void add_strip(const Floats* cosines, int64_t strip, float threshold, Row
 // Every pair of a head's keys once: a strip meets itself and all later keys.
 inline void similarity_head(const float* units, int64_t tokens, int64_t head_dim, float threshold,
                             RowSums* rows) {
-  constexpr int64_t tile = KEYS * 8;
-  Buffer<Floats> packed(head_dim * VECTORS), cosines(tile * VECTORS);
+  constexpr int64_t tile = 96;
+  Buffer<Floats> packed(head_dim * WIDE), cosines(tile * WIDE);
   const float* keys[tile];
   std::fill_n(rows, tokens, RowSums{0, 0, 0, -1});
-  for (int64_t strip = 0; strip < tokens; strip += STRIP) {
-    const int64_t count = smaller(STRIP, tokens - strip);
+  for (int64_t strip = 0; strip < tokens; strip += STRIP_KEYS) {
+    const int64_t count = smaller(STRIP_KEYS, tokens - strip);
     pack_strip(units + strip * head_dim, count, head_dim, packed.get());
     LaneSums lanes;
     lanes.read(rows + strip, count);
     for (int64_t begin = strip; begin < tokens; begin += tile) {
       const int64_t size = smaller(tile, tokens - begin);
       for (int64_t k = 0; k < size; ++k) keys[k] = units + (begin + k) * head_dim;
-      all_products<Singles, false>(keys, size, packed.get(), head_dim, 1.0f, cosines.get());
+      all_products<Singles, WIDE, false>(keys, size, packed.get(), head_dim, 1.0f, cosines.get());
       for (int64_t k = 0; k < size; ++k) {
-        Floats* row = cosines.get() + k * VECTORS;
+        Floats* row = cosines.get() + k * WIDE;
         const int64_t own = begin + k - strip;
         if (own < count) row[own / LANES][own % LANES] = 0;
         lanes.add(row, begin + k, threshold);
-        if (own >= STRIP) add_strip(row, strip, threshold, rows + begin + k);
+        if (own >= STRIP_KEYS) add_strip(row, strip, threshold, rows + begin + k);
       }
     }
     lanes.write(rows + strip, count);
