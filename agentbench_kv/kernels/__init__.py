@@ -18,12 +18,15 @@ from agentbench_kv.kernels.ops import (
     select_top,
     similarity_column_mean,
 )
+from agentbench_kv.kernels.ordering import ascending_rows, by_position
 
 __all__ = [
     "aabb",
     "aabb_score",
     "active_backend",
+    "ascending_rows",
     "attention_mass",
+    "by_position",
     "compact",
     "describe_backend",
     "ring_write",

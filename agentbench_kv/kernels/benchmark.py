@@ -163,7 +163,7 @@ def _select_top(scene: Scene) -> Work:
     scores = scene.normal(cell.sessions, cell.shape.kv_heads, cell.tokens, dtype=torch.float32)
     rows = cell.sessions * cell.shape.kv_heads
     return Work(
-        lambda backend: backend.select_top(scores, cell.budget, None),
+        lambda backend: backend.select_top(scores, cell.budget, None, None),
         scores.nbytes + rows * cell.budget * 8,
         library=lambda: scores.topk(cell.budget, -1).indices.sort(-1).values,
     )

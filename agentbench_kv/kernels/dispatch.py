@@ -65,7 +65,9 @@ class Backend(Protocol):
         """See `kernels.paged.attention_mass`."""
         ...
 
-    def select_top(self, scores: Tensor, budget: int, always: Tensor | None) -> Tensor:
+    def select_top(
+        self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """See `kernels.ops.select_top`."""
         ...
 

@@ -74,7 +74,7 @@ _ENDING = [_I, _P]
 _SIGNATURES: dict[str, list[Any]] = {
     "kvb_compact": [POINTER(_Rows), _I, _Table, _Shape, _P, _L, _P, _I, _P],
     "kvb_attention_mass": [POINTER(_Mass)],
-    "kvb_select_top": [_P, _P, _L, _L, _L, _P],
+    "kvb_select_top": [_P, _P, _P, _L, _L, _L, _P],
     "kvb_ring_write": [_P, _I, _L, _L, _P, _I, _L, _L, _P, _L, _L, _L],
     "kvb_rope_rotate": [_Rows, _I, _Table, _Shape, _P, _L, _P, _L, _L, _L, _P, _I, _I],
     "kvb_aabb": [_P, _I, _L, _L, _L, _L, _L, _L, _P, _P],
@@ -195,20 +195,24 @@ class NativeBackend:
         self._call("kvb_attention_mass", queries.device, byref(job))
         return mass
 
-    def select_top(self, scores: Tensor, budget: int, always: Tensor | None) -> Tensor:
+    def select_top(
+        self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """Take the highest scores of every row; wider ones, which no method has, by PyTorch."""
         if scores.dtype not in DTYPES:
-            return TorchBackend().select_top(scores, budget, always)
+            return TorchBackend().select_top(scores, budget, always, positions)
         *lead, tokens = scores.shape
         budget = min(budget, tokens)
         scores = scores.float().contiguous()
         marks = None if always is None else _whole(always.expand(scores.shape), torch.bool)
+        places = None if positions is None else _whole(positions.expand(scores.shape), torch.int64)
         indices = torch.empty((*lead, budget), dtype=torch.int64, device=scores.device)
         rows = indices[..., 0].numel() if budget else 0
         self._call(
             "kvb_select_top",
             scores.device,
-            *(scores.data_ptr(), _address(marks), rows, tokens, budget, indices.data_ptr()),
+            *(scores.data_ptr(), _address(marks), _address(places)),
+            *(rows, tokens, budget, indices.data_ptr()),
         )
         return indices
 

@@ -59,11 +59,13 @@ def attention_mass(
     return backend.attention_mass(queries, keys, gqa, query_positions, key_positions)
 
 
-def select_top(scores: Tensor, budget: int, always: Tensor | None = None) -> Tensor:
+def select_top(
+    scores: Tensor, budget: int, always: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:
     """Return the indices of the `budget` highest scores of each row, ascending.
 
-    Exact; ties go to the lower index; NaN ranks below everything; entries marked in `always` are
-    taken first.
+    Exact; ties go to the lower position, or to the lower index if no positions are given; NaN ranks
+    below everything; entries marked in `always` are taken first.
 
     Parameters
     ----------
@@ -73,12 +75,14 @@ def select_top(scores: Tensor, budget: int, always: Tensor | None = None) -> Ten
         How many to take; all of them if there are fewer.
     always : Tensor [..., tokens] of bool, optional
         Entries that must be taken; at most `budget` per row.
+    positions : Tensor [..., tokens], int64, optional
+        Distinct in every row, from 0 to 2**32 - 1.
 
     Returns
     -------
     Tensor [..., min(budget, tokens)], int64
     """
-    return active_backend(scores.device).select_top(scores, budget, always)
+    return active_backend(scores.device).select_top(scores, budget, always, positions)
 
 
 def compact(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.kernels.layout import PagedRows, gather_rows, scatter_rows
+from agentbench_kv.kernels.ordering import ascending_rows, by_position
 
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Bytes of similarities that exist at a time; a CPU works best inside its cache."""
@@ -51,22 +52,39 @@ class TorchBackend:
             probs = probs.masked_fill(torch.isneginf(logits), 0.0)
         return _merge_group(probs.sum(2) / max(n, 1), gqa)
 
-    def select_top(self, scores: Tensor, budget: int, always: Tensor | None) -> Tensor:
+    def select_top(
+        self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """Take the rows above the threshold, then the first of those that equal it."""
+        if not budget or not scores.numel():
+            shape = (*scores.shape[:-1], min(budget, scores.shape[-1]))
+            return scores.new_empty(shape, dtype=torch.int64)
+        if positions is not None:
+            return self._select_rows(scores, budget, always, positions.expand(scores.shape))
         ranked = _sortable(scores)
         if always is not None:
             ranked = ranked.masked_fill(always, torch.iinfo(torch.int64).max)
         if budget >= ranked.shape[-1]:
             every = torch.arange(ranked.shape[-1], device=scores.device)
             return every.expand(*ranked.shape[:-1], -1).contiguous()
-        if not budget:
-            return scores.new_empty((*scores.shape[:-1], 0), dtype=torch.int64)
         threshold = ranked.topk(budget, -1).values[..., -1:]
         above = ranked > threshold
         level = ranked == threshold
         room = budget - above.sum(-1, keepdim=True)
         kept = above | (level & (level.cumsum(-1) <= room))
         return kept.nonzero()[:, -1].reshape(*ranked.shape[:-1], budget)
+
+    def _select_rows(
+        self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor
+    ) -> Tensor:
+        """Select by ascending position, and return to rows."""
+        tokens = scores.shape[-1]
+        _, order = by_position(positions.reshape(1, -1, tokens))
+        order = order.reshape(scores.shape)
+        marks = None if always is None else always.expand(scores.shape).gather(-1, order)
+        ranks = self.select_top(scores.gather(-1, order), budget, marks, None)
+        rows = order.gather(-1, ranks).reshape(1, -1, ranks.shape[-1])
+        return ascending_rows(rows, tokens).reshape(ranks.shape)
 
     def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:
         """Move rows by advanced indexing over flattened (layer, head)s."""

@@ -76,6 +76,8 @@ class AgentKV(Method):
 
     def _representatives(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         """Return [q_heads, n, head_dim]; n is at most `representatives`."""
+        if self.sampler == "last" and self.drop_phase == "none":
+            return queries.vectors
         dropped = PHASE_NAMES.index(self.drop_phase) if self.drop_phase != "none" else -1
         if self.sampler == "last":
             return queries.vectors[:, queries.phases != dropped]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError, unknown_name
-from agentbench_kv.kernels import select_top
+from agentbench_kv.kernels import ascending_rows, by_position, select_top
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.methods.params import ParamSpec, param, param_specs, parse_settings
 from agentbench_kv.methods.views import (
@@ -47,8 +47,6 @@ KEPT_SETS = ("per_head", "per_kv_head", "shared")
 POSITIONS = ("logical", "cache")
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
 ENDLESS = 1 << 40
-SPARSE = 16
-"""Positions seen per row held, above which sorting rows is cheaper than a table of positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,46 +235,66 @@ class Method:
         budget = self.budget_at(now)
         if layers[0].positions.shape[-1] <= budget:
             return _everything(layers)
-        positions, orders = _by_position(torch.stack([view.positions for view in layers]), now)
+        rows = torch.stack([view.positions for view in layers])
         moment = ScoreContext(
-            positions=positions,
+            positions=rows,
             cached=layers[0],
             now=now,
             budget=budget,
             layer=0,
             prompt=prompt,
-            next_position=now if self.positions == "logical" else positions.shape[-1],
-            phases=phases,
+            next_position=now if self.positions == "logical" else rows.shape[-1],
+            seen_phases=phases,
         )
+        if not self.ordered and self.kept_set == "per_head":
+            return self._select_rows(layers, queries, moment)
+        return self._select_ranks(layers, queries, moment)
+
+    def _select_rows(
+        self, layers: Sequence[LayerView], queries: Sequence[Queries], moment: ScoreContext
+    ) -> Selection:
+        """Choose among rows in cache order."""
         scores = torch.stack(
-            [
-                self._score_layer(view, queries[i], orders[i], replace(moment, layer=i))
-                for i, view in enumerate(layers)
-            ]
+            [self._score_layer(view, queries[i], None, moment, i) for i, view in enumerate(layers)]
         )
-        merged = self._merge(scores)
-        always = self._always(positions, now, prompt)
-        ranked = select_top(merged, budget, always)
-        kept = _ascending_rows(orders.gather(-1, ranked), positions.shape[-1])
-        return Selection(kept, merged.masked_fill(always, float("nan")))
+        always = self._always(moment.positions, moment.now, moment.prompt)
+        kept = select_top(scores, moment.budget, always, moment.positions)
+        return Selection(kept, scores.masked_fill_(always, torch.nan), moment.positions)
+
+    def _select_ranks(
+        self, layers: Sequence[LayerView], queries: Sequence[Queries], moment: ScoreContext
+    ) -> Selection:
+        """Choose among rows by ascending position, as merging layers or heads needs it."""
+        positions, orders = by_position(moment.positions)
+        scores = []
+        for i, (view, order) in enumerate(zip(layers, orders, strict=True)):
+            wanted = order if self.ordered and not _ascending(order) else None
+            found = self._score_layer(view, queries[i], wanted, moment, i)
+            scores.append(found if self.ordered else found.gather(-1, order))
+        merged = self._merge(torch.stack(scores))
+        always = self._always(positions, moment.now, moment.prompt)
+        ranked = select_top(merged, moment.budget, always)
+        kept = ascending_rows(orders.gather(-1, ranked), positions.shape[-1])
+        return Selection(kept, merged.masked_fill(always, torch.nan))
 
     def _score_layer(
-        self, view: LayerView, queries: Queries, order: Tensor, moment: ScoreContext
+        self,
+        view: LayerView,
+        queries: Queries,
+        order: Tensor | None,
+        moment: ScoreContext,
+        layer: int,
     ) -> Tensor:
-        """Return scores [kv_heads, tokens] by ascending position."""
-        wanted = order if self.ordered and not _ascending(order) else None
-        positions = view.positions if wanted is None else view.positions.gather(-1, wanted)
-        sums = view.sums if view.sums is None or wanted is None else view.sums.gather(-1, wanted)
+        """Return scores [kv_heads, tokens] in an order; None: in cache order."""
         context = replace(
             moment,
+            layer=layer,
             cached=view,
-            order=wanted,
-            positions=positions,
-            sums=sums,
-            phases=None if moment.phases is None else moment.phases[positions],
+            order=order,
+            positions=view.positions if order is None else view.positions.gather(-1, order),
+            sums=view.sums if view.sums is None or order is None else view.sums.gather(-1, order),
         )
-        scores = self.score(queries, in_order(view.keys, wanted), context).float()
-        return scores if self.ordered else scores.gather(-1, order)
+        return self.score(queries, in_order(view.keys, order), context).float()
 
     def _merge(self, scores: Tensor) -> Tensor:
         """Make scores [layers, kv_heads, tokens] agree where the kept set is shared."""
@@ -288,29 +306,8 @@ class Method:
 
     def _always(self, positions: Tensor, now: int, prompt: int) -> Tensor:  # noqa: ARG002
         """Mark the positions [layers, kv_heads, tokens] that no event may evict."""
-        recent = self.recent_kept(self.budget_at(now))
-        return (positions < self.sinks) | (positions >= now - recent)
-
-
-def _by_position(positions: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Sort positions [layers, kv_heads, tokens]; return the order too."""
-    layers, heads, tokens = positions.shape
-    if now <= SPARSE * tokens and int(positions.max()) < now:
-        # Without comparisons: write every row's number at its position, and read them in order.
-        rows = torch.arange(tokens, device=positions.device).expand_as(positions)
-        table = torch.full((layers, heads, now), -1, dtype=torch.int64, device=positions.device)
-        there = (table.scatter_(-1, positions, rows) >= 0).nonzero()[:, -1]
-        if len(there) == positions.numel():
-            ordered = there.reshape(positions.shape)
-            return ordered, table.gather(-1, ordered)
-    ordered, order = positions.sort(-1)
-    return ordered, order
-
-
-def _ascending_rows(rows: Tensor, tokens: int) -> Tensor:
-    """Sort distinct cache rows [layers, kv_heads, n] below `tokens`."""
-    marks = torch.zeros((*rows.shape[:2], tokens), dtype=torch.bool, device=rows.device)
-    return marks.scatter_(-1, rows, True).nonzero()[:, -1].reshape(rows.shape)
+        recent = positions >= now - self.recent_kept(self.budget_at(now))
+        return recent | (positions < self.sinks) if self.sinks else recent
 
 
 def _ascending(order: Tensor) -> bool:

@@ -99,8 +99,8 @@ class ScoreContext:
         Tokens of the session's first prefill.
     next_position : int
         RoPE position of the next token: `now`, or the rows held where positions are the cache's.
-    phases : Tensor [kv_heads, tokens], int64, or None
-        Phase of every key's token.
+    seen_phases : Tensor [now], int64, or None
+        Phase of every token ever seen.
     """
 
     positions: Tensor
@@ -112,7 +112,12 @@ class ScoreContext:
     sums: Tensor | None = None
     prompt: int = 0
     next_position: int = 0
-    phases: Tensor | None = None
+    seen_phases: Tensor | None = None
+
+    @cached_property
+    def phases(self) -> Tensor | None:
+        """Phase of every key's token [kv_heads, tokens], int64; None if phases are not known."""
+        return None if self.seen_phases is None else self.seen_phases[self.positions]
 
     @cached_property
     def values(self) -> Tensor:
@@ -128,9 +133,19 @@ class Selection:
     ----------
     kept : Tensor [layers, kv_heads, budget], int64
         Cache rows to keep, ascending.
-    scores : Tensor [layers, kv_heads, tokens], float32
-        Scores by ascending position, after `kept_set` merging; NaN where always kept.
+    values : Tensor [layers, kv_heads, tokens], float32
+        Scores after `kept_set` merging; NaN where always kept.
+    positions : Tensor [layers, kv_heads, tokens], int64, optional
+        Of `values`, if they come in cache order; otherwise they come by ascending position.
     """
 
     kept: Tensor
-    scores: Tensor
+    values: Tensor
+    positions: Tensor | None = None
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """`values` by ascending position."""
+        if self.positions is None:
+            return self.values
+        return self.values.gather(-1, self.positions.argsort(-1))

@@ -65,7 +65,7 @@ def test_an_observers_view_in_cache_order():
     positions = torch.tensor([[[4, 0, 9, 2], [7, 1, 0, 3]]])
     selection = Selection(
         kept=torch.tensor([[[0, 3], [1, 2]]]),
-        scores=torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]]]),
+        values=torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]]]),
     )
     found = EventTrace.from_selection(10, positions, selection)
     assert found.positions.tolist() == [[[0, 2, 4, 9], [0, 1, 3, 7]]]

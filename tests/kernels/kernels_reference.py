@@ -59,16 +59,18 @@ def _softmax(logits):
     return weights / np.where(total == 0, 1, total)
 
 
-def select_top(scores, budget, always=None):
-    """Sort every row by (always, NaN last, score, index)."""
+def select_top(scores, budget, always=None, positions=None):
+    """Sort every row by (always, NaN last, score, position or index)."""
     scores = np.asarray(scores)
     flat = scores.reshape(-1, scores.shape[-1]).astype(np.float64)
     marks = np.zeros(flat.shape, bool) if always is None else np.asarray(always).reshape(flat.shape)
     taken = min(budget, flat.shape[1])
+    index = np.broadcast_to(np.arange(flat.shape[1]), flat.shape)
+    places = index if positions is None else np.asarray(positions).reshape(flat.shape)
     rows = []
-    for row, mark in zip(flat, marks, strict=True):
+    for row, mark, place in zip(flat, marks, places, strict=True):
         missing = np.isnan(row)
-        order = np.lexsort((np.arange(len(row)), -np.where(missing, 0, row), missing, ~mark))
+        order = np.lexsort((place, -np.where(missing, 0, row), missing, ~mark))
         rows.append(np.sort(order[:taken]))
     return np.array(rows, dtype=np.int64).reshape(*scores.shape[:-1], taken)
 

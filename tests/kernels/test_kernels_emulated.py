@@ -35,7 +35,7 @@ from test_kernels_compact_paged import Work
 from test_kernels_ring_write import awkward, exact
 from test_kernels_rope import close as close_rope
 from test_kernels_rope import expanded, fill_keys, frequencies
-from test_kernels_select_top import KINDS
+from test_kernels_select_top import KINDS, draw_positions
 from test_kernels_select_top import draw as draw_scores
 from test_kernels_similarity import draw as draw_keys
 
@@ -286,6 +286,15 @@ def test_select_top_takes_what_is_marked(tokens, in_every_order):
     marks = torch.from_numpy(always)
     got = in_every_order(lambda: kernels.select_top(torch.from_numpy(scores), budget, marks))
     assert np.array_equal(got.numpy(), reference_select(scores, budget, always))
+
+
+@pytest.mark.parametrize("tokens", [2, 1024, 2050])
+def test_select_top_breaks_ties_by_position(tokens, in_every_order):
+    scores = np.concatenate([draw_scores(kind, 1, tokens) for kind in KINDS])
+    positions = draw_positions(len(KINDS), tokens, 3 * tokens)
+    given, places, budget = torch.from_numpy(scores), torch.from_numpy(positions), tokens // 2
+    got = in_every_order(lambda: kernels.select_top(given, budget, None, places))
+    assert np.array_equal(got.numpy(), reference_select(scores, budget, None, positions))
 
 
 # ---- ring ----

@@ -130,11 +130,12 @@ def draw(kind, rows, tokens, seed=0):
     return drawn[kind].astype(np.float32)
 
 
-def compare(scores, budget, device, always=None, dtype=torch.float32):
+def compare(scores, budget, device, always=None, dtype=torch.float32, positions=None):
     given_scores = torch.from_numpy(scores).to(dtype).to(device)
     mask = None if always is None else torch.from_numpy(always).to(device)
-    got = select_top(given_scores, budget, mask)
-    expected = reference(given_scores.float().cpu().numpy(), budget, always)
+    places = None if positions is None else torch.from_numpy(positions).to(device)
+    got = select_top(given_scores, budget, mask, places)
+    expected = reference(given_scores.float().cpu().numpy(), budget, always, positions)
     assert got.dtype == torch.int64
     assert np.array_equal(got.cpu().numpy(), expected)
 
@@ -157,6 +158,32 @@ def test_select_top_with_marks_up_to_the_whole_budget(tokens, kind, device):
     for row, count in enumerate((0, 1, budget // 2, budget)):
         always[row, rng.permutation(tokens)[:count]] = True
     compare(scores, budget, device, always)
+
+
+def draw_positions(rows, tokens, most):
+    """Distinct positions below `most` in no order, others in every row."""
+    rng = np.random.default_rng(tokens)
+    return np.stack([rng.choice(most, tokens, replace=False) for _ in range(rows)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 2, 255, 1025, 2600])
+@pytest.mark.parametrize("spread", [1, 3, 50])
+def test_select_top_breaks_ties_by_position(tokens, kind, spread, device):
+    scores = draw(kind, 3, tokens)
+    positions = draw_positions(3, tokens, spread * tokens)
+    always = np.zeros(scores.shape, bool)
+    always[1, : tokens // 4] = True
+    for budget in {1, tokens // 3, max(tokens - 1, 1), tokens}:
+        compare(scores, budget, device, positions=positions)
+        if budget >= tokens // 4:
+            compare(scores, budget, device, always, positions=positions)
+
+
+def test_select_top_of_the_largest_positions(device):
+    positions = np.array([[2**32 - 1, 0, 2**31, 2**32 - 2, 255, 256]])
+    for budget in range(1, 7):
+        compare(np.ones((1, 6), np.float32), budget, device, positions=positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -70,9 +70,11 @@ int64_t kvb_attention_mass_workspace(const kvb_mass* job);
 int kvb_attention_mass(const kvb_mass* job, int32_t threads, void* stream);
 
 // Indices [rows, budget] of the highest scores [rows, tokens] of each row, ascending. Ties go to the
-// lower index, NaN ranks last, entries with always != 0 come first. budget <= tokens.
-int kvb_select_top(const float* scores, const uint8_t* always, int64_t rows, int64_t tokens,
-                   int64_t budget, int64_t* indices, int32_t threads, void* stream);
+// lower of `positions` (distinct in a row, below 2^32; nullptr: the indices), NaN ranks last, entries
+// with always != 0 come first. budget <= tokens.
+int kvb_select_top(const float* scores, const uint8_t* always, const int64_t* positions,
+                   int64_t rows, int64_t tokens, int64_t budget, int64_t* indices, int32_t threads,
+                   void* stream);
 
 // ring[slots[i]] = rows[i], cast. Rings and rows are [*, heads, width]; strides in elements.
 // Nothing is allocated and nothing waits: safe inside a captured CUDA graph.

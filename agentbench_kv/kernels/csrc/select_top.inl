@@ -1,28 +1,57 @@
-// Exact top-B of every row by radix selection on order-preserving bits; ties to the lower index.
+// Exact top-B of every row by radix selection; ties to the lower position, or to the lower index.
+//
+// A candidate's key is 64 bits wide: its score's order-preserving bits, then its position upside down.
+// Keys of one row are distinct, so the rows taken are those from some key up, which is found digit
+// by digit from the top, 8 bits a pass. Scores seldom tie: most rows are settled before the positions.
 
 namespace kvb {
 
-KVB_HD uint32_t rank_at(const float* scores, const uint8_t* always, int64_t i) {
-  return always && always[i] ? ALWAYS : rank_of(scores[i]);
+// One row: what is chosen from, and how many of it to take.
+struct Candidates {
+  const float* scores;
+  const uint8_t* always;
+  const int64_t* positions;
+
+  KVB_HD uint64_t key(int64_t i) const {
+    const uint32_t rank = always && always[i] ? ALWAYS : rank_of(scores[i]);
+    const int64_t position = positions ? positions[i] : i;
+    return static_cast<uint64_t>(rank) << 32 | (0xffffffffu - static_cast<uint32_t>(position));
+  }
+};
+
+KVB_HD Candidates candidates_of(const float* scores, const uint8_t* always, const int64_t* positions,
+                                int64_t tokens, int64_t row) {
+  Candidates c;
+  c.scores = scores + row * tokens;
+  c.always = always ? always + row * tokens : nullptr;
+  c.positions = positions ? positions + row * tokens : nullptr;
+  return c;
 }
 
-// What a pass over 8 bits leaves: the digits fixed so far, and how many of that prefix to take.
+// The digits fixed so far, and how many keys that begin with them to take. Once those are all there
+// are, every key from `prefix` up is taken.
 struct Threshold {
-  uint32_t prefix;
+  uint64_t prefix;
   int64_t take;
+  int32_t shift;  // of the digit that comes next
 
-  KVB_HD bool matches(uint32_t rank, int shift) const {
-    return shift == 24 || (rank ^ prefix) >> (shift + 8) == 0;
+  KVB_HD bool matches(uint64_t key) const {
+    return shift == 56 || (key ^ prefix) >> (shift + 8) == 0;
   }
 
-  // Fixes the digit at `shift`, given how many candidates have each value of it.
+  KVB_HD int digit(uint64_t key) const { return static_cast<int>(key >> shift & 255u); }
+
+  // Fixes a digit, given how many matching keys have each value of it; returns whether to go on.
   template <class Count>
-  KVB_HD void narrow(const Count* histogram, int shift) {
+  KVB_HD bool narrow(const Count* histogram) {
     int digit = 255;
     while (digit > 0 && static_cast<int64_t>(histogram[digit]) < take) {
       take -= static_cast<int64_t>(histogram[digit--]);
     }
-    prefix |= static_cast<uint32_t>(digit) << shift;
+    prefix |= static_cast<uint64_t>(digit) << shift;
+    const bool whole = static_cast<int64_t>(histogram[digit]) == take;
+    shift -= 8;
+    return !whole && shift >= 0;
   }
 };
 
@@ -32,32 +61,30 @@ struct Threshold {
 
 namespace kvb {
 
-inline void select_row(const float* scores, const uint8_t* always, int64_t tokens, int64_t budget,
-                       int64_t* indices) {
-  std::vector<uint32_t> ranks(tokens);
-  for (int64_t i = 0; i < tokens; ++i) ranks[i] = rank_at(scores, always, i);
-  Threshold threshold = {0, budget};
-  for (int shift = 24; shift >= 0; shift -= 8) {
+inline void select_row(const Candidates& row, int64_t tokens, int64_t budget, int64_t* indices) {
+  const Buffer<uint64_t> keys(tokens);
+  for (int64_t i = 0; i < tokens; ++i) keys[i] = row.key(i);
+  Threshold threshold = {0, budget, 56};
+  for (bool going = true; going;) {
     int64_t histogram[256] = {};
-    for (const uint32_t rank : ranks) {
-      if (threshold.matches(rank, shift)) ++histogram[rank >> shift & 255u];
+    for (int64_t i = 0; i < tokens; ++i) {
+      if (threshold.matches(keys[i])) ++histogram[threshold.digit(keys[i])];
     }
-    threshold.narrow(histogram, shift);
+    going = threshold.narrow(histogram);
   }
-  int64_t ties = threshold.take;
   for (int64_t i = 0, at = 0; at < budget; ++i) {
-    const bool above = ranks[i] > threshold.prefix;
-    if (above || (ranks[i] == threshold.prefix && ties-- > 0)) indices[at++] = i;
+    if (keys[i] >= threshold.prefix) indices[at++] = i;
   }
 }
 
 }  // namespace kvb
 
-extern "C" int kvb_select_top(const float* scores, const uint8_t* always, int64_t rows,
-                              int64_t tokens, int64_t budget, int64_t* indices, int32_t threads,
-                              void*) {
+extern "C" int kvb_select_top(const float* scores, const uint8_t* always, const int64_t* positions,
+                              int64_t rows, int64_t tokens, int64_t budget, int64_t* indices,
+                              int32_t threads, void*) {
+  if (budget == 0) return 0;
   kvb::parallel_for(rows, rows * tokens * 8, threads, [&](int64_t row) {
-    kvb::select_row(scores + row * tokens, always ? always + row * tokens : nullptr, tokens, budget,
+    kvb::select_row(kvb::candidates_of(scores, always, positions, tokens, row), tokens, budget,
                     indices + row * budget);
   });
   return 0;
@@ -85,53 +112,51 @@ __device__ __forceinline__ int2 count_before(bool yes, int* warps) {
 }
 
 __global__ void __launch_bounds__(SELECT_THREADS)
-    select_rows(const float* all_scores, const uint8_t* all_always, int64_t tokens, int64_t budget,
-                int64_t* all_indices) {
+    select_rows(const float* scores, const uint8_t* always, const int64_t* positions, int64_t tokens,
+                int64_t budget, int64_t* all_indices) {
   __shared__ unsigned histogram[256];
   __shared__ Threshold threshold;
+  __shared__ bool going;
   __shared__ int warps[SELECT_THREADS / 32];
-  const int64_t row = blockIdx.x;
-  const float* scores = all_scores + row * tokens;
-  const uint8_t* always = all_always ? all_always + row * tokens : nullptr;
-  int64_t* indices = all_indices + row * budget;
+  const Candidates row = candidates_of(scores, always, positions, tokens, blockIdx.x);
+  int64_t* indices = all_indices + blockIdx.x * budget;
   if (threadIdx.x == 0) {
     threshold.prefix = 0;
     threshold.take = budget;
+    threshold.shift = 56;
+    going = true;
   }
-  for (int shift = 24; shift >= 0; shift -= 8) {
+  __syncthreads();
+  while (going) {
     for (int i = threadIdx.x; i < 256; i += SELECT_THREADS) histogram[i] = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < tokens; i += SELECT_THREADS) {
-      const uint32_t rank = rank_at(scores, always, i);
-      if (threshold.matches(rank, shift)) atomicAdd(&histogram[rank >> shift & 255u], 1u);
+      const uint64_t key = row.key(i);
+      if (threshold.matches(key)) atomicAdd(&histogram[threshold.digit(key)], 1u);
     }
     __syncthreads();
-    if (threadIdx.x == 0) threshold.narrow(histogram, shift);
+    if (threadIdx.x == 0) going = threshold.narrow(histogram);
     __syncthreads();
   }
-  int64_t ties = threshold.take, written = 0;
+  int64_t written = 0;
   for (int64_t first = 0; first < tokens; first += SELECT_THREADS) {
     const int64_t i = first + threadIdx.x;
-    const uint32_t rank = i < tokens ? rank_at(scores, always, i) : 0;
-    const bool level = i < tokens && rank == threshold.prefix;
-    const int2 levels = count_before(level, warps);
-    const bool taken = i < tokens && (rank > threshold.prefix || (level && levels.x < ties));
+    const bool taken = i < tokens && row.key(i) >= threshold.prefix;
     const int2 takens = count_before(taken, warps);
     if (taken) indices[written + takens.x] = i;
-    ties -= smaller(ties, levels.y);
     written += takens.y;
   }
 }
 
 }  // namespace kvb
 
-extern "C" int kvb_select_top(const float* scores, const uint8_t* always, int64_t rows,
-                              int64_t tokens, int64_t budget, int64_t* indices, int32_t,
-                              void* stream) {
+extern "C" int kvb_select_top(const float* scores, const uint8_t* always, const int64_t* positions,
+                              int64_t rows, int64_t tokens, int64_t budget, int64_t* indices,
+                              int32_t, void* stream) {
   if (rows == 0 || budget == 0) return 0;
   const auto queue = static_cast<cudaStream_t>(stream);
   KVB_LAUNCH(kvb::select_rows, static_cast<unsigned>(rows), kvb::SELECT_THREADS, 0, queue, scores,
-             always, tokens, budget, indices);
+             always, positions, tokens, budget, indices);
   return cudaGetLastError();
 }
 
