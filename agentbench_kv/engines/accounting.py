@@ -1,10 +1,12 @@
-"""Adding up the accounting of a session that went through several caches."""
+"""The accounting of a session: added up over several caches, and as a JSON object."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentbench_kv.engines.base import KVStats
 
-__all__ = ["merge_stats"]
+__all__ = ["merge_stats", "stats_dict"]
 
 _SUMMED = (
     "evicted",
@@ -36,3 +38,11 @@ def merge_stats(before: KVStats, now: KVStats) -> KVStats:
     for name in _SUMMED:
         setattr(merged, name, getattr(before, name) + getattr(now, name))
     return merged
+
+
+def stats_dict(stats: KVStats) -> dict[str, Any]:
+    """Return the accounting as a JSON object; events are counted, not listed."""
+    names = ("logical", "live", "peak_live", "evicted", "restored", "prefill_tokens")
+    more = ("longest_prefill", "decode_tokens", "bytes_read", "rows_moved", "recomputed", "budget")
+    plain = {name: getattr(stats, name) for name in (*names, *more)}
+    return {**plain, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agentbench_kv.engines.accounting import merge_stats
+from agentbench_kv.engines.accounting import merge_stats, stats_dict
 from agentbench_kv.engines.base import FinishReason, KVStats, Phase
 
 __all__ = ["SessionReport", "TurnInfo", "count_phases", "kvbench_usage", "merge_stats"]
@@ -118,14 +118,6 @@ def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
     """Return how many tokens each phase has, all four named."""
     counts = Counter(phases)
     return {phase.name.lower(): counts[phase] for phase in Phase}
-
-
-def stats_dict(stats: KVStats) -> dict[str, Any]:
-    """Return the accounting as a JSON object; events are counted, not listed."""
-    names = ("logical", "live", "peak_live", "evicted", "restored", "prefill_tokens")
-    more = ("longest_prefill", "decode_tokens", "bytes_read", "rows_moved", "recomputed", "budget")
-    plain = {name: getattr(stats, name) for name in (*names, *more)}
-    return {**plain, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}
 
 
 def _spans(stats: KVStats, turn: TurnInfo) -> dict[str, Any]:

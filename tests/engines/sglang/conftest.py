@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 from agentbench_kv.engines.serving.links import link_packages
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
+
+sys.path.insert(0, str(Path(__file__).parent))
+"""Where `sglang_logits` is imported from."""
 
 
 @pytest.fixture(scope="session")

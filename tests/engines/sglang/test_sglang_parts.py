@@ -17,6 +17,7 @@ from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
 from agentbench_kv.engines.serving.model import ModelFacts
 from agentbench_kv.engines.sglang.backend import cpu
 from agentbench_kv.engines.sglang.backend.admission import Admission
+from agentbench_kv.engines.sglang.backend.answers import attach
 from agentbench_kv.engines.sglang.backend.book import Book
 from agentbench_kv.engines.sglang.backend.desk import Desk
 from agentbench_kv.engines.sglang.backend.hooks import TARGETS
@@ -117,6 +118,23 @@ def test_the_longest_at_rest_comes_first() -> None:
         sessions.end_turn(sessions.sessions[name], 10)
     sessions.begin(request("again", 20, 5, "a"))
     assert [held.name for held in sessions.resting()] == ["c", "b"]
+
+
+def test_the_accounting_goes_out_with_the_last_tokens_only() -> None:
+    sessions = book(make_method("full-constrained", None))
+    first, refused = request("r1", 10, 5, "s"), request("r2", 3, 5)
+    held = sessions.begin(first)
+    attach(first, held)
+    attach(refused, None)
+    sent = slice(0, 1)
+    assert first.customized_info.keys() == refused.customized_info.keys() == {"kvbench"}
+    assert first.customized_info["kvbench"][sent] is None
+    held.ledger.forward(10)
+    sessions.end_turn(held, 10)
+    assert first.customized_info["kvbench"][sent]["live"] == 10
+    sessions.begin(request("r3", 20, 5, "s"))
+    assert first.customized_info["kvbench"][sent] is None
+    assert refused.customized_info["kvbench"][sent] is None
 
 
 @pytest.mark.parametrize(

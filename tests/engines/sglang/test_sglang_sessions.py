@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.conformance.engines.models import write_model
 from agentbench_kv.conformance.engines.plans import prompt
+from agentbench_kv.engines.accounting import stats_dict
 from agentbench_kv.engines.base import Engine, KVStats, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.serving.streams import post_events
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
@@ -165,6 +168,78 @@ def test_a_fork_outlives_its_source(plain: SglangEngine, folder: Path) -> None:
     assert plain.evict_spans("aside", [(0, 32)]) == 32
     for name in ("aside", "noise"):
         plain.close(name)
+    assert plain.pool()["free_blocks"] == plain.pool()["total_blocks"]
+
+
+def test_an_answer_of_the_native_endpoint_ends_with_its_accounting(
+    sglang: SglangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang.reconfigure(make_method("agentkv", 96, {"interval": 32}))
+    said: dict[str, list[Any]] = {}
+
+    def listening(*request: Any) -> Iterator[dict[str, Any]]:
+        for event in post_events(*request):
+            meta = event["meta_info"]
+            said.setdefault(meta["id"].rpartition(".")[0], []).append(meta["kvbench"])
+            yield event
+
+    def two_turns(engine: Engine, name: str, length: int) -> tuple[str, list[dict[str, Any]]]:
+        engine.open(name, TokenPhases())
+        after = []
+        for number in range(2):
+            turn(engine, name, prompt(length, number), 45)
+            after.append(stats_dict(engine.stats(name)))
+        known = sglang.kept_names(name)
+        engine.close(name)
+        return known, after
+
+    monkeypatch.setattr("agentbench_kv.engines.sglang.wire.post_events", listening)
+    with ThreadPoolExecutor(3) as threads:
+        played = list(threads.map(lambda n: two_turns(sglang, f"s{n}", n), (60, 140, 201)))
+    for name, after in played:
+        # The session's last sampled token counts there and is not in the cache here.
+        expected = [{**figures, "logical": figures["logical"] - 1} for figures in after]
+        assert [each for each in said[name] if each is not None] == expected
+
+
+def post(engine: SglangEngine, ids: Sequence[int], out: int, **more: Any) -> dict[str, Any]:
+    """Send a generation as a client that knows only SGLang would; return its last event's meta."""
+    sampling = {"max_new_tokens": out, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": list(ids), "sampling_params": sampling, "stream": True, **more}
+    *_, last = post_events(engine._wire._client, engine._wire._url("/generate"), body)
+    meta: dict[str, Any] = last["meta_info"]
+    return meta
+
+
+def test_a_request_without_a_session_is_accounted_for(sglang: SglangEngine, folder: Path) -> None:
+    method = make_method("agentkv", 96, {"interval": 32})
+    alone = embedded(folder, method)
+    alone.open("one", TokenPhases())
+    turn(alone, "one", prompt(140, 0), 45)
+    wanted = stats_dict(alone.close("one"))
+    alone.shutdown()
+    sglang.reconfigure(method)
+    account = post(sglang, prompt(140, 0), 45)["kvbench"]
+    assert account["events"] > 0
+    for name in ("live", "peak_live", "evicted", "prefill_tokens", "decode_tokens", "events"):
+        assert account[name] == wanted[name]
+    assert sglang.pool()["sessions"] == 0
+
+
+def test_a_second_request_of_a_session_is_refused_alone(plain: SglangEngine, folder: Path) -> None:
+    alone = embedded(folder, make_method("full-constrained", None))
+    alone.open("one", TokenPhases())
+    wanted = turn(alone, "one", prompt(90, 0), 400)
+    alone.shutdown()
+    plain.open("one", TokenPhases())
+    plain.extend("one", prompt(90, 0), [TokenPhases().label(token) for token in prompt(90, 0)])
+    generation = iter(plain.generate("one", Sampling(400)))
+    found = [next(generation)]
+    other = post(plain, [1, 2], 5, session_params={"id": plain.kept_names("one")})
+    assert "already has an active request" in other["finish_reason"]["message"]
+    assert other["kvbench"] is None
+    assert [*found, *generation] == wanted
+    plain.close("one")
     assert plain.pool()["free_blocks"] == plain.pool()["total_blocks"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.decoding import StopMatcher
@@ -52,6 +53,8 @@ class Held:
         Samples that are counted already and will be drawn again.
     used : int
         When it was last at work, in no unit.
+    settled : KVStats or None
+        The accounting after its last turn; None while one runs.
     parent : str or None
         The session whose first `shared` rows it reads.
     """
@@ -68,6 +71,7 @@ class Held:
     resampling: int = 0
     stop: StopRule | None = None
     used: int = 0
+    settled: KVStats | None = None
     parent: str | None = None
     shared: int = 0
 
@@ -113,6 +117,7 @@ class Book:
         held.samples, held.decoding, held.resampling = 0, False, 0
         held.stop = self._stop_rule(wanted) if wanted else None
         held.used = next(self._clock)
+        held.settled = None
         held.starting = int(wanted.get("new", len(request.origin_input_ids) - held.tokens))
         return held
 
@@ -121,6 +126,7 @@ class Book:
         held.request, held.stop, held.decoding = None, None, False
         held.tokens = tokens
         held.used = next(self._clock)
+        held.settled = held.ledger.snapshot()
 
     def forget(self, held: Held) -> None:
         """Drop a session from the book."""

@@ -102,6 +102,8 @@ class Commands:
             "waiting": len(scheduler.waiting_queue),
             "preempted": memory.retracted,
             "dropped": memory.drops,
+            "fork_shared": runtime.forks.shared,
+            "fork_copied": runtime.forks.copied,
         }
 
     def _configure(self, request: Mapping[str, Any]) -> None:

@@ -25,9 +25,15 @@ class Forks:
     worker : Worker
     compactor : Compactor
     scheduler : sglang Scheduler
+
+    Attributes
+    ----------
+    shared, copied : int
+        Rows that forks found in place, and rows that were copied for them, so far.
     """
 
     def __init__(self, book: Book, worker: Worker, compactor: Compactor, scheduler: Any) -> None:
+        self.shared = self.copied = 0
         self._book = book
         self._worker = worker
         self._compactor = compactor
@@ -58,6 +64,7 @@ class Forks:
         shared = rows // page * page
         self._share(slot.req_pool_idx, name, rows, shared)
         fork.parent, fork.shared = source.name, shared
+        self.shared += shared
         self._worker.rows.fork(source.name, name)
         return {"shared": shared, "copied": rows - shared}
 
@@ -135,6 +142,7 @@ class Forks:
         for each in (self._worker.pool.keys, self._worker.pool.values):
             for layer in each.layers:
                 layer[:, new // page, new % page] = layer[:, old // page, old % page]
+        self.copied += len(new)
 
     def _protect(self, fork: Held, rows: int) -> None:
         """Say how many of a fork's first rows are not its own."""

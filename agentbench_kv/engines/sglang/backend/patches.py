@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from agentbench_kv.engines.serving.backend.policy import Policy
+from agentbench_kv.engines.sglang.backend.answers import attach
 from agentbench_kv.engines.sglang.backend.book import Held, wishes
 from agentbench_kv.engines.sglang.backend.runtime import Runtime
 
@@ -74,8 +75,8 @@ class Patches:
     ) -> None:
         """Begin a turn with a request that enters the queue for the first time."""
         refused = request.to_finish is not None or request.finished()
-        if not is_retracted and not refused:
-            self.runtime.book.begin(request)
+        if not is_retracted:
+            attach(request, None if refused else self.runtime.book.begin(request))
         original(scheduler, request, is_retracted)
 
     def abort_request(self, original: Original, scheduler: Any, order: Any) -> None:
@@ -178,8 +179,12 @@ class Patches:
         """Append exactly the ids that came; SGLang would drop a leading BOS."""
         request = original(session, arrived, None, *args, **kwargs)
         request.tokenizer = tokenizer
+        if request.to_finish is not None:
+            # Or SGLang ends the turn that is running in the session it was refused from.
+            request.session = None
+            return request
         wanted = wishes(arrived.sampling_params)
-        if request.to_finish is not None or not wanted:
+        if not wanted:
             return request
         if wanted["repeated"]:
             del request.origin_input_ids[-wanted["repeated"] :]
@@ -221,9 +226,11 @@ class Patches:
         self, original: Original, cache: Any, request: Any, *args: Any, **kwargs: Any
     ) -> None:
         """End the only turn of a request without a session."""
+        held = self.runtime.book.of(request) if request.finished() else None
+        if held is not None:
+            self.runtime.steps.finish_alone(request, held)
         original(cache, request, *args, **kwargs)
-        held = self.runtime.book.of(request)
-        if held is not None and request.finished():
+        if held is not None:
             self.runtime.steps.lose(held)
             self.runtime.book.forget(held)
 

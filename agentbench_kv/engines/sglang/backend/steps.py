@@ -91,6 +91,13 @@ class Steps:
             self._apply(held, request, last)
         self._book.end_turn(held, len(request.origin_input_ids) + samples)
 
+    def finish_alone(self, request: Any, held: Held) -> None:
+        """Account for the only turn of a request without a session; its rows are about to go."""
+        samples = request.finished_len or len(request.output_ids)
+        self._settle_last(request, held, samples)
+        held.ledger.end_turn()
+        self._book.end_turn(held, len(request.origin_input_ids) + samples)
+
     def lose(self, held: Held) -> None:
         """Forget a session's rows; they are free or about to be."""
         if held.ledger.fed:
