@@ -1,13 +1,13 @@
-"""What an event costs: scoring, selection and compaction of one layer, for every method.
+"""What an event costs: scoring, selection and compaction, for every method.
 
     python benchmarks/methods.py [--budgets 1024 4096 16384] [--repeats 9] [--device cpu]
-        [--dtype float32] [--kernels auto torch]
+        [--dtype float32] [--kernels auto torch] [--layers 1]
 
-One layer with Qwen3-8B's heads (32 query heads, 8 KV heads, head size 128), T = B + 128 cached
-rows of random values, in no order, as an earlier event leaves them. Methods and kernels take turns,
-repetition after repetition; medians are printed. Each method's peak memory is measured in a process
-of its own: what the event allocates above the cache, from the high-water mark of the process (CPU)
-or of the allocator (CUDA).
+Layers with Qwen3-8B's heads (32 query heads, 8 KV heads, head size 128; the model has 36 of them),
+T = B + 128 cached rows of random values, in no order, as an earlier event leaves them. Methods and
+kernels take turns, repetition after repetition; medians are printed. Each method's peak memory is
+measured in a process of its own: what the event allocates above the cache, from the high-water mark
+of the process (CPU) or of the allocator (CUDA).
 """
 
 from __future__ import annotations
@@ -32,21 +32,28 @@ MEGABYTE = 1 << 20
 
 
 class Scene:
-    """One layer's cache with what a method asks for."""
+    """Some layers' cache with what a method asks for."""
 
-    def __init__(self, method: Method, budget: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, method: Method, budget: int, device: str, dtype: torch.dtype, layers: int = 1
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         tokens = budget + INTERVAL
         heads = QUERY_HEADS if method.per_query_head else KV_HEADS
-        shape = (heads, tokens, HEAD_DIM)
+        shape = (layers, heads, tokens, HEAD_DIM)
         self.keys = torch.randn(shape, generator=generator).to(device, dtype)
         self.values = torch.randn(shape, generator=generator).to(device, dtype)
-        rows = torch.rand(heads, tokens, generator=generator).argsort(-1)
+        rows = torch.rand(shape[:3], generator=generator).argsort(-1)
         self.positions = rows.to(device)
-        sums = torch.rand(heads, tokens, generator=generator).to(device)
+        sums = torch.rand(shape[:3], generator=generator).to(device)
         needs = method.query_plan().kind in (QueryKind.SUMS, QueryKind.FUTURE)
-        self.view = LayerView(self.keys, self.values, self.positions, sums if needs else None)
-        self.queries = self._queries(method, tokens, generator, device, dtype)
+        self.views = [
+            LayerView(self.keys[i], self.values[i], self.positions[i], sums[i] if needs else None)
+            for i in range(layers)
+        ]
+        self.queries = [
+            self._queries(method, tokens, generator, device, dtype) for _ in range(layers)
+        ]
         self.phases = torch.randint(len(Phase), (tokens,), generator=generator).to(device)
         self.now = tokens
 
@@ -69,9 +76,9 @@ class Scene:
         """Run one event; return seconds of scoring and selection, of compaction, rows moved."""
         with torch.inference_mode():
             began = _now(self.keys.device)
-            selection = method.select([self.view], [self.queries], self.now, 0, self.phases)
+            selection = method.select(self.views, self.queries, self.now, 0, self.phases)
             chosen = _now(self.keys.device)
-            caches = [cache[None].clone() for cache in (self.keys, self.values, self.positions)]
+            caches = [cache.clone() for cache in (self.keys, self.values, self.positions)]
             copied = _now(self.keys.device)
             moved = compact(*caches, selection.kept, self.now)
             return chosen - began, _now(self.keys.device) - copied, moved
@@ -83,10 +90,10 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def built(name: str, budget: int) -> Method:
+def built(name: str, budget: int, layers: int = 1) -> Method:
     """Build a method with made-up statistics of a model, if it needs any."""
     frequencies = 1e6 ** -torch.linspace(0, 1, HEAD_DIM // 2)
-    statistics_ = made_up_calibration(1, QUERY_HEADS, frequencies)
+    statistics_ = made_up_calibration(layers, QUERY_HEADS, frequencies)
     return make_method(name, budget).with_calibration(statistics_)
 
 
@@ -111,7 +118,7 @@ def peak_bytes(
     else:
         before = _high_water(reset=True)
     with torch.inference_mode():
-        method.select([scene.view], [scene.queries], scene.now, 0, scene.phases)
+        method.select(scene.views, scene.queries, scene.now, 0, scene.phases)
     after = torch.cuda.max_memory_allocated() if device == "cuda" else _high_water(reset=False)
     found.put(after - before)
 
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--methods", nargs="+", default=None)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
@@ -162,9 +170,12 @@ def measured(
     options: argparse.Namespace, budget: int
 ) -> dict[tuple[str, str], list[tuple[float, float, int]]]:
     """Return every repetition of every method with every choice of kernels, interleaved."""
-    methods = {name: built(name, budget) for name in options.methods or arms()}
+    methods = {name: built(name, budget, options.layers) for name in options.methods or arms()}
     dtype = getattr(torch, options.dtype)
-    scenes = {name: Scene(each, budget, options.device, dtype) for name, each in methods.items()}
+    scenes = {
+        name: Scene(each, budget, options.device, dtype, options.layers)
+        for name, each in methods.items()
+    }
     times: dict[tuple[str, str], list[tuple[float, float, int]]] = {
         (name, kernels): [] for name in methods for kernels in options.kernels
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib import import_module
 
@@ -66,6 +67,7 @@ def kvbench() -> None:
 
 def main() -> None:
     """Run the command line; user errors become one line and exit code 2."""
+    _show_notes()
     try:
         sys.exit(kvbench.main(standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -74,6 +76,15 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; the same command goes on where it stopped", 130)
+
+
+def _show_notes() -> None:
+    """Print the package's own log lines, such as that kernels are being compiled, on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("agentbench_kv")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _fail(message: str, code: int) -> None:

@@ -88,7 +88,7 @@ def library(kind: str) -> Path:
     folder = cache_folder()
     target = folder / f"kvb-{tools.kind}-{tools.key}.so"
     if not target.exists():
-        logger.info("compiling the %s kernels, once (%s)", kind, tools.about)
+        logger.info("kvbench: compiling the %s kernels, once (%s)", kind, tools.about)
         with _workplace(folder) as place:
             _compile(tools, place / target.name)
             target = _install(place / target.name, target)
