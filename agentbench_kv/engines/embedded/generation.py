@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agentbench_kv.engines.base import FinishReason, Sampling
-from agentbench_kv.engines.embedded.sampling import Sampler
 from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.engines.streamed import StreamedGeneration
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
-from agentbench_kv.engines.embedded.sampling import Sampler
 from agentbench_kv.engines.llamacpp.backend.cells import Cells
 from agentbench_kv.engines.llamacpp.backend.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.backend.streams import Stream
+from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
 
