@@ -1,7 +1,8 @@
 """Attention where a key's position is its row in the cache: what `positions=cache` has to equal.
 
 Keys are stored before RoPE. Whenever a query is computed, every key it may see is rotated by its
-index among them, and the query by the last index, as StreamingLLM's authors do.
+row in the cache, and the query by its own, the last one, as StreamingLLM's authors do. Keys and
+values themselves stay what they were when their token was read.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ def remove_rotary(model: Any) -> Rope:
     return Rope(frequencies, factor)
 
 
-def relative_logits(query: Tensor, key: Tensor, allowed: Tensor, rope: Rope) -> Tensor:
+def relative_logits(query: Tensor, key: Tensor, rows: Tensor, rope: Rope) -> Tensor:
     """Return unscaled q·k [heads, n, n] in float64, every pair rotated by its distance.
 
     Parameters
     ----------
     query, key : Tensor [heads, n, head_dim]
         Before RoPE.
-    allowed : Tensor [heads, n, n] of bool
-        Which keys each query sees; a key's position is its index among them.
+    rows : Tensor [heads, n, n], int64
+        Position of each key when each query was computed; a query's own key is the last one.
     rope : Rope
     """
-    index = allowed.cumsum(-1) - 1
-    distance = (index[..., -1:] - index).clamp(min=0)
+    own = rows.diagonal(dim1=-2, dim2=-1)[..., None]
+    # Keys behind the query are not seen; their distance must only be an index.
+    distance = (own - rows).clamp(min=0)
     q, k = _pairs(query), _pairs(key)
-    angles = torch.arange(allowed.shape[-1]).double()[:, None] * rope.frequencies
-    total = torch.zeros(allowed.shape, dtype=torch.float64)
+    angles = torch.arange(rows.shape[-1]).double()[:, None] * rope.frequencies
+    total = torch.zeros(rows.shape, dtype=torch.float64)
     for f, table in enumerate(torch.polar(torch.ones_like(angles), angles).unbind(1)):
         product = q[..., f][:, :, None] * k[..., f].conj()[:, None, :]
         total += (product * table[distance]).real

@@ -20,6 +20,7 @@ from agentbench_kv.conformance.tracing import Trace
 __all__ = [
     "Capture",
     "cache_heads",
+    "cache_rows",
     "largest_difference",
     "reference_error",
     "reference_logits",
@@ -107,6 +108,28 @@ def visible(trace: Trace, layers: int, heads: int) -> Tensor:
     return allowed
 
 
+def cache_rows(trace: Trace, layers: int, heads: int) -> Tensor:
+    """Return which row of the cache each key lay in when each query was computed.
+
+    An event names the rows it left in their order, and what is fed later lies behind them; so a
+    span that came back at the end has rows behind those of younger tokens.
+
+    Returns
+    -------
+    Tensor [layers, heads, queries, keys], int64
+        Without a meaning where the key is not `visible`.
+    """
+    fed = len(trace.tokens) - 1
+    rows = torch.arange(fed).expand(layers, heads, fed, fed).clone()
+    for event in trace.events:
+        held = event.kept.shape[-1]
+        following = torch.zeros(layers, heads, fed, dtype=torch.int64)
+        following.scatter_(2, event.kept, torch.arange(held).expand_as(event.kept))
+        following[:, :, event.logical :] = held + torch.arange(fed - event.logical)
+        rows[:, :, event.logical :] = following[:, :, None]
+    return rows
+
+
 def reference_logits(
     model: Any,
     tokens: Sequence[int],
@@ -114,6 +137,7 @@ def reference_logits(
     capture: Capture | None = None,
     *,
     positions: str = "logical",
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Read `tokens` in one pass under a mask per (layer, head).
 
@@ -127,7 +151,9 @@ def reference_logits(
     capture : Capture, optional
         Filled with every layer's queries, keys, values and probabilities.
     positions : str
-        `logical`: RoPE by the place in the session. `cache`: by the index among visible keys.
+        `logical`: RoPE by the place in the session. `cache`: by the row in the cache.
+    rows : Tensor [layers, heads, tokens, tokens], optional
+        As `cache_rows`, for `cache`. If not given, visible keys lie in the order of the session.
 
     Returns
     -------
@@ -138,12 +164,16 @@ def reference_logits(
     AttentionInterface.register(REFERENCE_ATTENTION, _masked_attention)
     plain = copy.deepcopy(model)
     plain.set_attn_implementation(REFERENCE_ATTENTION)
+    rope = remove_rotary(plain) if positions == "cache" else None
+    if rope is not None and rows is None:
+        rows = allowed.cumsum(-1) - 1
     with torch.inference_mode():
         output = plain(
             input_ids=torch.tensor([list(tokens)]),
             use_cache=False,
             kvbench_allowed=allowed,
-            kvbench_rope=remove_rotary(plain) if positions == "cache" else None,
+            kvbench_rope=rope,
+            kvbench_rows=rows,
             kvbench_capture=capture,
         )
     logits: Tensor = output.logits[0].float()
@@ -159,16 +189,18 @@ def _masked_attention(
     scaling: float,
     kvbench_allowed: Tensor,
     kvbench_rope: Rope | None,
+    kvbench_rows: Tensor | None,
     kvbench_capture: Capture | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Textbook attention over repeated KV heads."""
     q, k, v = query[0], _repeated(key[0], query), _repeated(value[0], query)
     allowed = _repeated(kvbench_allowed[int(module.layer_idx)], query)
-    if kvbench_rope is None:
+    if kvbench_rope is None or kvbench_rows is None:
         logits = q @ k.transpose(1, 2) * scaling
     else:
-        logits = relative_logits(q, k, allowed, kvbench_rope) * scaling
+        rows = _repeated(kvbench_rows[int(module.layer_idx)], query)
+        logits = relative_logits(q, k, rows, kvbench_rope) * scaling
     weights = logits.masked_fill(~allowed, float("-inf")).softmax(-1).to(q.dtype)
     if kvbench_capture is not None:
         kvbench_capture.queries.append(q.clone())
@@ -185,8 +217,10 @@ def _repeated(heads: Tensor, query: Tensor) -> Tensor:
 
 def largest_difference(model: Any, trace: Trace, positions: str = "logical") -> float:
     """Return the largest absolute difference between recorded and masked-reference logits."""
-    allowed = visible(trace, model.config.num_hidden_layers, cache_heads(model, trace))
-    expected = reference_logits(model, trace.tokens[:-1], allowed, positions=positions)
+    size = (model.config.num_hidden_layers, cache_heads(model, trace))
+    allowed = visible(trace, *size)
+    rows = cache_rows(trace, *size) if positions == "cache" else None
+    expected = reference_logits(model, trace.tokens[:-1], allowed, positions=positions, rows=rows)
     return max(
         float((logits - expected[position - 1]).abs().max())
         for position, logits in trace.logits.items()

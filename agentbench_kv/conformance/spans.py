@@ -52,9 +52,6 @@ def check_spans(
         CheckResult("within the budget after every turn", not over, f"resident {over}"),
         CheckResult("accounting", *_accounting(trace)),
     ]
-    if positions == "cache" and trace.stats.restored:
-        # Blocks come back at the end there, which no single pass over the ids can do.
-        return results
     largest = largest_difference(model, trace, positions)
     detail = f"largest logit difference {largest:.2e} over {len(trace.logits)} positions"
     return [*results, CheckResult("masked-cache equality", largest <= tolerance, detail)]

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_cache import tiny_model
+from agentbench_kv.conformance.masked_cache import reference_logits, tiny_model, visible
+from agentbench_kv.conformance.masked_reference import cache_rows
 from agentbench_kv.conformance.methods import build_method
 from agentbench_kv.conformance.spans import check_spans, drive_spans
 from agentbench_kv.conformance.suite import method_suite, passed
 from agentbench_kv.conformance.tracing import default_turns
 from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.contract import contract_problem
@@ -41,8 +43,7 @@ def test_logits_equal_those_of_a_model_blind_to_what_is_away(settings: dict[str,
     method = evoke(**settings)
     results = check_spans(method, tiny_model("llama", layers=2))
     assert [result for result in results if not result.ok] == []
-    restores = method.recovery == "kv_restore"
-    assert len(results) == (3 if method.positions == "compact" and restores else 4)
+    assert len(results) == 4
 
 
 def test_blocks_do_come_back_in_these_sessions() -> None:
@@ -77,6 +78,34 @@ def test_keys_that_turned_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(blocks, "_rows_of", turned)
     assert failed(evoke()) == {"masked-cache equality"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_restored_block_lies_at_the_end_of_a_compact_cache(family: str) -> None:
+    """Its keys and values are those of its first reading, turned to the rows behind the others."""
+    model, method = tiny_model(family, layers=2), evoke(positions="compact")
+    trace, _ = drive_spans(model, method, default_turns())
+    assert trace.stats.restored > 0
+    allowed, rows = visible(trace, 2, 2), cache_rows(trace, 2, 2)
+    seen = torch.stack(list(trace.logits.values()))
+    at = [position - 1 for position in trace.logits]
+    found = {}
+    for name, places in (("end", rows), ("session's order", None)):
+        made = reference_logits(model, trace.tokens[:-1], allowed, positions="cache", rows=places)
+        found[name] = float((made[at] - seen).abs().max())
+    assert found["end"] <= 1e-4
+    assert found["session's order"] > 1e-2
+
+
+def test_a_block_one_position_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spot = EmbeddedSession.spot_for
+
+    def wrong(self: Any, places: list[int], at: int | None) -> tuple[list[int], int]:
+        targets, row = spot(self, places, at)
+        return [target + 1 for target in targets], row
+
+    monkeypatch.setattr(EmbeddedSession, "spot_for", wrong)
+    assert failed(evoke(positions="compact")) == {"masked-cache equality"}
 
 
 def test_a_cache_above_its_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

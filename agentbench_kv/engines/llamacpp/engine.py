@@ -42,6 +42,8 @@ class LlamaCppEngine(ServingEngine):
         }
     )
 
+    _wire: LlamaCppWire
+
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
         """Start a backend.
@@ -79,6 +81,12 @@ class LlamaCppEngine(ServingEngine):
             raise UsageError(f"dtype {dtype!r}: rows of the llamacpp engine are {known}")
         if device not in ("auto", "cpu"):
             raise UsageError(f"device {device!r}: the llamacpp engine is built for the CPU")
+
+    def reconfigure(self, method: Method) -> None:
+        """Go on with another method; only while no session is open."""
+        super().reconfigure(method)
+        # A backend that dies is started again with it.
+        self._wire.use(method)
 
     def save_block(self, session: str, start: int, end: int) -> Block:
         """Copy the rows of logical positions `[start, end)` to the host."""

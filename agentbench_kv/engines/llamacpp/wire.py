@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from agentbench_kv.engines.serving.links import link_packages
 from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.errors import CapacityError, KVBenchError
+from agentbench_kv.methods.base import Method
 
 __all__ = ["LlamaCppWire"]
 
@@ -63,6 +65,10 @@ class LlamaCppWire(Wire):
     def details(self) -> dict[str, str]:
         """Return what a run's record says of the backend."""
         return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
+
+    def use(self, method: Method) -> None:
+        """Start backends with another method from now on."""
+        self._options = replace(self._options, method=method)
 
     @property
     def control(self) -> Path:

@@ -1,7 +1,8 @@
 """Checks of the backend, run with the interpreter of its environment; prints JSON.
 
-`python backend_checks.py FOLDER` runs every function called `check_*` and prints one object of
-their results, for `test_llamacpp_backend.py` to judge. `... FOLDER abort` is trap 1.
+`python backend_checks.py FOLDER` runs every function called `check_*`, or those whose names follow,
+and prints one object of their results, for `test_llamacpp_backend.py` to judge. `... FOLDER abort`
+is trap 1.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.backend import library
-from agentbench_kv.engines.llamacpp.backend.blob import Blob
+from agentbench_kv.engines.llamacpp.backend.blob import Blob, RowFormat
 from agentbench_kv.engines.llamacpp.backend.cells import Cells
 from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
+from agentbench_kv.engines.llamacpp.backend.plugin import find_plugin
 from agentbench_kv.engines.llamacpp.backend.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.backend.watch import NativeWatch, PythonWatch, Watch
 from agentbench_kv.engines.llamacpp.made_model import TINY, make_model
@@ -268,6 +271,43 @@ def check_watches_agree() -> Any:
     return {"native": True, "same": all(same)}
 
 
+def check_plugin_turns_as_the_kernels() -> Any:
+    """Compare keys turned by the plug-in with the same keys turned by `kernels.rope_rotate`."""
+    scene = Scene(tokens=1)
+    shape = scene.context.shape
+    scene.close()
+    found = {}
+    for row_type, size in ((F32, 4), (F16, 2)):
+        for interleaved in (False, True):
+            width = shape.kv_heads * shape.head_dim
+            form = RowFormat(replace(shape, interleaved=interleaved), row_type, width * size, True)
+            ours = Blob.empty(form, torch.arange(37))
+            ours._all_keys().copy_(torch.randn(ours._all_keys().shape, generator=DRAW))
+            theirs, before = Blob(form, bytearray(ours.data)), ours._all_keys().clone()
+            ours.rotate(-1234)
+            theirs._rotate_by_kernels(-1234)
+            found[f"{row_type}{interleaved}"] = {
+                "difference": largest(ours._all_keys(), theirs._all_keys()),
+                "turned": largest(ours._all_keys(), before),
+                "moved": ours.positions.tolist() == list(range(-1234, -1197)),
+            }
+    return {"native": find_plugin() is not None, "forms": found}
+
+
+def check_plugin_loads_as_python() -> Any:
+    """Load a block by the plug-in and by Python: the same cells, the same bytes in all of them."""
+    found = []
+    for name in ("load", "_load_by_python"):
+        scene = Scene()
+        blob, _ = scene.evict()
+        before = bytes(blob.data)
+        cells = getattr(scene.cells, name)(0, blob)
+        state = bytes(scene.context.state(0))
+        found.append((cells.tolist(), state, bytes(blob.data) == before))
+        scene.close()
+    return {"same": found[0] == found[1], "intact": found[0][2], "cells": len(found[0][0])}
+
+
 def check_trap_2_saving_before_a_shift_is_done() -> Any:
     """llama.cpp's own shift turns keys with the next decode only; ours turns them at once."""
     scene = Scene()
@@ -495,13 +535,14 @@ def main() -> None:
     folder = Path(sys.argv[1])
     MODEL = make_model(folder / "tiny.gguf", TINY)
     torch.set_num_threads(1)
-    if sys.argv[2:] == ["abort"]:
+    wanted = sys.argv[2:]
+    if wanted == ["abort"]:
         trap_1_abort()
         return
     checks: dict[str, Callable[[], Any]] = {
         name.removeprefix("check_"): check
         for name, check in globals().items()
-        if name.startswith("check_")
+        if name.startswith("check_") and (not wanted or name.removeprefix("check_") in wanted)
     }
     with torch.inference_mode():
         sys.stdout.write(json.dumps({name: check() for name, check in checks.items()}) + "\n")

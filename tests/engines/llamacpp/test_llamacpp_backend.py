@@ -24,11 +24,11 @@ def run(
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("made")
 
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         with backend_environment() as environment:
             return subprocess.run(
                 (str(llamacpp_python), str(CHECKS), str(folder), *arguments),
-                env=environment | {"OMP_NUM_THREADS": "1"},
+                env=environment | {"OMP_NUM_THREADS": "1"} | variables,
                 capture_output=True,
                 text=True,
             )
@@ -36,10 +36,14 @@ def run(
     return start
 
 
-@pytest.fixture(scope="module")
-def checks(run: Callable[..., subprocess.CompletedProcess[str]]) -> dict[str, Any]:
-    done = run()
+@pytest.fixture(scope="module", params=["on", "off"])
+def checks(
+    run: Callable[..., subprocess.CompletedProcess[str]], request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """All results, with the plug-in and with what stands in for it where there is no compiler."""
+    done = run(KVBENCH_LLAMACPP_PLUGIN=request.param)
     assert done.returncode == 0, done.stderr
+    assert request.param == "on" or "handled from Python" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -95,6 +99,33 @@ def test_both_watches_see_the_same(checks: dict[str, Any]) -> None:
     if not found["native"]:
         pytest.skip("the plug-in could not be built here")
     assert found["same"]
+
+
+@pytest.mark.parametrize("form", ["0False", "0True", "1False", "1True"])
+def test_the_plug_in_turns_keys_as_the_kernels_do(checks: dict[str, Any], form: str) -> None:
+    found = checks["plugin_turns_as_the_kernels"]
+    if not found["native"]:
+        pytest.skip("without the plug-in, the kernels turn them")
+    # float16: one unit in the last place of numbers below 8.
+    assert found["forms"][form]["difference"] <= (1e-5 if form.startswith("0") else 2**-8)
+    assert found["forms"][form]["turned"] > 1
+    assert found["forms"][form]["moved"]
+
+
+def test_the_plug_in_loads_a_block_as_python_does(checks: dict[str, Any]) -> None:
+    assert checks["plugin_loads_as_python"] == {"same": True, "intact": True, "cells": 100}
+
+
+def test_the_plug_in_is_built_once(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Every start finds the package through another link; the library is the same."""
+    for _ in range(2):
+        done = run("plugin_loads_as_python", KVBENCH_KERNEL_CACHE=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+    if "handled from Python" in done.stderr:
+        pytest.skip("the plug-in could not be built here")
+    assert len(list(tmp_path.glob("kvb-llamacpp-*.so"))) == 1
 
 
 def test_trap_1_a_cache_that_is_not_unified_aborts(

@@ -23,6 +23,8 @@ from agentbench_kv.errors import UsageError
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MICRO = model_path("micro")
+NOT_FURTHER = 1.5
+"""Times Hugging Face's own distance from float64; why this: docs/decisions/0024."""
 TEXT = (
     "<|im_start|>user\nthe quick fox's 42 dens?  \n\n<|im_end|>\n<|im_start|>assistant\n<think>\n"
     'hm, żółć!</think>\n<tool_call>{"name": "get"}</tool_call><|im_end|>'
@@ -61,6 +63,18 @@ def saved(family: str, tiny_model: Callable[..., Any], folder: Path) -> Path:
     return folder
 
 
+def reference(folder: Path, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [ids, vocabulary] of Hugging Face in float32 and, of the same weights, in float64."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        single = network(torch.tensor([ids])).logits[0]
+        return single, network.double()(torch.tensor([ids])).logits[0]
+
+
+def largest(numbers: torch.Tensor) -> float:
+    return float(numbers.abs().max())
+
+
 @pytest.mark.parametrize("family", ["micro", "qwen2", "qwen3", "llama", "mistral"])
 def test_ids_and_logits_are_those_of_hugging_face(
     family: str,
@@ -72,18 +86,17 @@ def test_ids_and_logits_are_those_of_hugging_face(
     folder = saved(family, tiny_model, tmp_path / "model")
     convert_elsewhere(llamacpp_python, folder, tmp_path / "model.gguf")
     ids = AutoTokenizer.from_pretrained(folder).encode(TEXT, add_special_tokens=False)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        single = network(torch.tensor([ids])).logits[0]
-        exact = network.double()(torch.tensor([ids])).logits[0]
+    single, exact = reference(folder, ids)
     found = ask(tmp_path / "model.gguf", ids)
     assert found["ids"] == ids
     assert found["ends"] == [2]
     logits = torch.tensor(found["logits"])
-    assert float((logits - single).abs().max()) <= 1e-5 * max(1.0, float(exact.abs().max()))
-    # Where logits are large, single precision itself is no better: ours errs no more than theirs.
-    theirs = float((single - exact).abs().max())
-    assert float((logits - exact).abs().max()) <= max(1e-5, 2 * theirs)
+    if family == "micro":
+        assert largest(logits - single) <= 1e-5 * largest(exact)
+        assert largest(logits - exact) <= NOT_FURTHER * largest(single - exact)
+    else:
+        assert largest(logits - single) <= 1e-5
+        assert largest(logits - exact) <= 1e-5
 
 
 def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(

@@ -17,7 +17,7 @@ from agentbench_kv.engines.base import Engine, FinishReason, KVStats, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
 from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.errors import CapacityError, UsageError
+from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.blocks import Resident
 from agentbench_kv.phases import TokenPhases
@@ -255,3 +255,33 @@ def test_embeddings_are_the_models(engines: Callable[..., Engine]) -> None:
     theirs = engines(EmbeddedEngine, RESIDENT).embed_tokens([5, 9, 5])
     assert np.abs(ours - theirs).max() <= 1e-6
     assert np.array_equal(ours[0], ours[2])
+
+
+def test_another_method_without_another_start(engines: Callable[..., Engine]) -> None:
+    """Queries are kept or not, positions are packed or not, as the new method wants it."""
+    engine = engines(LlamaCppEngine, make_method("full", None), max_live_tokens=4096, concurrency=2)
+    assert isinstance(engine, LlamaCppEngine)
+    first, restarts = engine.backend_pid, engine.restarts
+    for name, budget in (("agentkv", 128), ("streamingllm@paper", 128), ("full", None)):
+        method = make_method(name, budget)
+        engine.reconfigure(method)
+        assert played(engine, name)[0] == played(engines(EmbeddedEngine, method), name)[0]
+    engine.open("open", TokenPhases())
+    turn(engine, "open", words(20, 1), 5)
+    with pytest.raises(KVBenchError, match="1 sessions are open"):
+        engine.reconfigure(make_method("h2o", 128))
+    engine.close("open")
+    assert (engine.backend_pid, engine.restarts) == (first, restarts)
+
+
+def test_a_backend_that_died_comes_back_with_the_method_it_had(
+    engines: Callable[..., Engine],
+) -> None:
+    method = make_method("agentkv", 128)
+    engine = engines(LlamaCppEngine, make_method("full", None), max_live_tokens=4096, concurrency=2)
+    assert isinstance(engine, LlamaCppEngine)
+    engine.reconfigure(method)
+    assert engine.backend_pid is not None
+    os.kill(engine.backend_pid, signal.SIGKILL)
+    said, stats = played(engine, "after")
+    assert (said, len(stats.events)) == (played(engines(EmbeddedEngine, method), "after")[0], 2)

@@ -7,6 +7,7 @@ per layer the type, the row size and the rows of keys, then the same of values.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentbench_kv.engines.llamacpp.backend import plugin
 from agentbench_kv.engines.llamacpp.shape import ModelShape
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import rope_rotate
@@ -163,15 +165,42 @@ class Blob:
         return made
 
     def rotate(self, by: int) -> None:
-        """Move the tokens by some positions: keys rotate, labels follow."""
-        form = self.form
-        rope_rotate(
-            self._all_keys(),
-            torch.tensor(by),
-            form.frequencies,
-            interleaved=form.shape.interleaved,
-        )
+        """Move the tokens by some positions: keys rotate, labels follow.
+
+        Raises
+        ------
+        KVBenchError
+            If the rows are quantised.
+        """
+        native = plugin.find_plugin()
+        if native is None:
+            self._rotate_by_kernels(by)
+        else:
+            keys = self._described_keys()
+            native.kvb_turn(ctypes.byref(keys), by, self.form.frequencies.data_ptr())
         self._cells[:, 0] += by
+
+    def _rotate_by_kernels(self, by: int) -> None:
+        frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
+        rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
+
+    def _described_keys(self) -> plugin.Keys:
+        form, shape = self.form, self.form.shape
+        return plugin.Keys(
+            first=_address(self.data) + _keys_at(form, self.tokens, 0),
+            layers=shape.layers,
+            layer_bytes=_ROWS.size + self.tokens * form.row_bytes,
+            tokens=self.tokens,
+            heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            halved=int(form.dtype is torch.float16),
+            interleaved=int(shape.interleaved),
+        )
+
+    def described(self) -> plugin.State:
+        """Return where the blob lies, for the plug-in; valid while the blob lives."""
+        first = _keys_at(self.form, self.tokens, 0)
+        return plugin.State(_address(self.data), len(self.data), first, self.tokens)
 
     def _all_keys(self) -> Tensor:
         """Return every layer's keys [layers, kv_heads, tokens, head_dim], a view."""
@@ -190,6 +219,11 @@ class Blob:
     def _elements(self, at: int) -> Tensor:
         count = self.tokens * self.form.width
         return torch.frombuffer(self.data, dtype=self.form.dtype, offset=at, count=count)
+
+
+def _address(data: bytearray) -> int:
+    """Return where bytes lie; they may not be resized while it is used."""
+    return ctypes.addressof(ctypes.c_uint8.from_buffer(data))
 
 
 def _cells_end(count: int) -> int:

@@ -30,10 +30,6 @@ class Blocks:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        method = scheduler.policy.method
-        self._per_head = method.compresses
-        self._packed = method.positions == "cache"
-        self._label = method.label
 
     def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
         """Return the RoPE position of the first token of [start, end), and the rows' bytes.
@@ -127,11 +123,16 @@ class Blocks:
         each = weights @ mass / weights.sum()
         return [float(each[_inside(rows.logical, [span])].sum()) for span in spans]
 
+    @property
+    def _packed(self) -> bool:
+        return self._scheduler.policy.method.positions == "cache"
+
     def _session(self, name: str, more: int = 0) -> BackendSession:
-        if self._per_head:
+        method = self._scheduler.policy.method
+        if method.compresses:
             raise UsageError(
-                f"method {self._label!r} keeps other tokens in every head; spans can be evicted or "
-                "saved under methods that keep whole tokens only"
+                f"method {method.label!r} keeps other tokens in every head; spans can be evicted "
+                "or saved under methods that keep whole tokens only"
             )
         return self._scheduler.idle_session(name, more)
 

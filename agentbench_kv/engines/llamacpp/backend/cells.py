@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentbench_kv.engines.llamacpp.backend import plugin
 from agentbench_kv.engines.llamacpp.backend.blob import Blob, RowFormat
 from agentbench_kv.engines.llamacpp.backend.context import Context
 from agentbench_kv.errors import KVBenchError
@@ -21,6 +22,7 @@ __all__ = ["Cells"]
 
 TAG = 0x6B76_6265 << 32
 """Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes."""
+LOST = "a restored block is not where it was put"
 SEARCHED = 1024
 """Cells that are searched at once; llama.cpp takes low ones first."""
 
@@ -169,6 +171,21 @@ class Cells:
         CapacityError
             If there are not as many free cells; nothing has changed then.
         """
+        native = plugin.find_plugin()
+        if native is None:
+            return self._load_by_python(sequence, blob)
+        found = np.empty(blob.tokens, np.int64)
+        code = native.kvb_load(
+            *(self.context.address, ctypes.byref(blob.described()), ctypes.byref(self._described)),
+            *(TAG, self.context.scratch, sequence, found.ctypes.data),
+        )
+        if code == plugin.NO_ROOM:
+            raise self.context.no_room()
+        if code:
+            raise KVBenchError(LOST)
+        return torch.from_numpy(found)
+
+    def _load_by_python(self, sequence: int, blob: Blob) -> Tensor:
         context, marks = self.context, blob.row_marks()
         heads = marks.copy()
         marks[:] = TAG + np.arange(blob.tokens)
@@ -181,6 +198,11 @@ class Cells:
         context.share(context.scratch, sequence)
         context.remove(context.scratch)
         return torch.from_numpy(cells)
+
+    @cached_property
+    def _described(self) -> plugin.Cells:
+        first = self._memory("k", 0, self.form.row_bytes).data_ptr()
+        return plugin.Cells(first, self.count, self.form.row_bytes)
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
@@ -200,7 +222,7 @@ class Cells:
             if left <= 0:
                 break
         if left or cells.min() < 0:
-            raise KVBenchError("a restored block is not where it was put")
+            raise KVBenchError(LOST)
         return cells
 
 

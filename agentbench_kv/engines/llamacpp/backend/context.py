@@ -211,7 +211,16 @@ class Context:
         view = (ctypes.c_uint8 * len(data)).from_buffer(data)
         got = self._llama.llama_state_seq_set_data(self._context, view, len(data), sequence)
         if got != len(data):
-            raise CapacityError(f"the cache of {self.cells} tokens has no room for a block")
+            raise self.no_room()
+
+    def no_room(self) -> CapacityError:
+        """Return the error for rows that do not fit."""
+        return CapacityError(f"the cache of {self.cells} tokens has no room for a block")
+
+    @property
+    def address(self) -> Any:
+        """`llama_context *`, for the plug-in."""
+        return self._context
 
     def close(self) -> None:
         """Free model and cache; the context is unusable afterwards."""

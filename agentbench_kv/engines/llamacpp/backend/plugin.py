@@ -1,9 +1,10 @@
-"""Building and loading the plug-in, once for every version of it and of llama.cpp."""
+"""The C++ plug-in: built once for every version of it and of llama.cpp, then loaded."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -18,13 +19,64 @@ from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, library
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.kernels.build import cache_folder
 
-__all__ = ["NO_PLUGIN", "load_plugin"]
+__all__ = ["NO_PLUGIN", "NO_ROOM", "Cells", "Keys", "State", "find_plugin", "load_plugin"]
 
-SOURCE = Path(__file__).parents[1] / "csrc" / "watch.cpp"
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parents[1] / "csrc"
 NO_PLUGIN = "KVBENCH_LLAMACPP_PLUGIN"
 """Environment variable; `off` keeps to Python."""
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+LIBRARIES = ("ggml-base", "ggml-cpu", "llama")
 TIMEOUT_S = 300
+NO_ROOM = 1
+"""Answer of `kvb_load`: the cache has not as many free cells."""
+
+
+class State(ctypes.Structure):
+    """`kvb_state`: a saved sequence."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+    )
+
+
+class Cells(ctypes.Structure):
+    """`kvb_cells`: the first layer's keys of all cells."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+    )
+
+
+class Keys(ctypes.Structure):
+    """`kvb_keys`: keys of all layers of a saved sequence."""
+
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        ("layers", ctypes.c_int64),
+        ("layer_bytes", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("halved", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
+    )
+
+
+@cache
+def find_plugin() -> Any:
+    """Return the plug-in, or None with one warning that says why there is none."""
+    try:
+        return load_plugin()
+    except PrerequisiteError as error:
+        logger.warning("llama.cpp is handled from Python, which is slower: %s", error)
+        return None
 
 
 @cache
@@ -41,9 +93,18 @@ def load_plugin() -> Any:
         raise PrerequisiteError(f"switched off by {NO_PLUGIN}=off")
     ggml()
     plugin: Any = ctypes.CDLL(str(_library()))
+    _declare(plugin)
+    if plugin.kvb_tensor_size() != ctypes.sizeof(Tensor):
+        raise PrerequisiteError("the installed ggml headers are not those of the libraries")
+    return plugin
+
+
+def _declare(plugin: Any) -> None:
     pointer, number = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
     plugin.kvb_tensor_size.restype = ctypes.c_size_t
     plugin.kvb_watch_new.restype = pointer
+    plugin.kvb_watch_want_queries.argtypes = (pointer, ctypes.c_int)
+    plugin.kvb_watch_want_queries.restype = None
     plugin.kvb_watch_callback.restype = pointer
     plugin.kvb_watch_begin.argtypes, plugin.kvb_watch_begin.restype = (pointer,), None
     plugin.kvb_watch_base.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
@@ -52,21 +113,30 @@ def load_plugin() -> Any:
     plugin.kvb_watch_cells.restype = number
     plugin.kvb_watch_queries.argtypes = (pointer, ctypes.c_int, number)
     plugin.kvb_watch_queries.restype = ctypes.POINTER(ctypes.c_float)
-    if plugin.kvb_tensor_size() != ctypes.sizeof(Tensor):
-        raise PrerequisiteError("the installed ggml headers are not those of the libraries")
-    return plugin
+    sequence = ctypes.c_int32
+    blob, cells = ctypes.POINTER(State), ctypes.POINTER(Cells)
+    plugin.kvb_load.argtypes = (pointer, blob, cells, ctypes.c_int64, sequence, sequence, pointer)
+    plugin.kvb_turn.argtypes = (ctypes.POINTER(Keys), ctypes.c_int64, pointer)
+    plugin.kvb_turn.restype = None
 
 
 def _library() -> Path:
     command = _command()
     target = cache_folder() / f"kvb-llamacpp-{_key(command)}.so"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as place:
-            draft = Path(place) / target.name
-            _compile((*command, "-o", str(draft)))
-            draft.replace(target)
+        try:
+            _build(command, target)
+        except OSError as error:
+            raise PrerequisiteError(f"cannot write {target.parent}: {error.strerror}") from error
     return target
+
+
+def _build(command: tuple[str, ...], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as place:
+        draft = Path(place) / target.name
+        _compile((*command, "-o", str(draft)))
+        draft.replace(target)
 
 
 def _command() -> tuple[str, ...]:
@@ -79,14 +149,23 @@ def _command() -> tuple[str, ...]:
     headers = libraries.parents[1] / "include"
     if not (headers / "ggml.h").exists():
         raise PrerequisiteError(f"no ggml.h in {headers}")
-    link = (f"-L{libraries}", "-lggml-base", f"-Wl,-rpath,{libraries}")
-    return (*shlex.split(wanted), *FLAGS, f"-I{headers}", str(SOURCE), *link)
+    link = (f"-L{libraries}", *(f"-l{name}" for name in LIBRARIES), f"-Wl,-rpath,{libraries}")
+    return (*shlex.split(wanted), *FLAGS, f"-I{headers}", *map(str, _sources()), *link)
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
 
 
 def _key(command: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(repr((command, platform.machine())).encode())
-    digest.update(SOURCE.read_bytes())
-    digest.update((library_folder() / "libggml-base.so").read_bytes())
+    """Name a build by what it is made of and from."""
+    # Not where the sources lie: the backend finds them through a link of its own.
+    words = [word.replace(str(SOURCES), "") for word in command]
+    digest = hashlib.sha256(repr((words, platform.machine())).encode())
+    for path in _sources():
+        digest.update(path.read_bytes())
+    for name in LIBRARIES:
+        digest.update((library_folder() / f"lib{name}.so").read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -99,4 +178,4 @@ def _compile(command: tuple[str, ...]) -> None:
         raise PrerequisiteError(f"cannot run {command[0]}: {error}") from error
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error" in line] or [""]
-        raise PrerequisiteError(f"{command[0]} could not compile {SOURCE.name}: {said[0][:300]}")
+        raise PrerequisiteError(f"{command[0]} could not compile the plug-in: {said[0][:300]}")

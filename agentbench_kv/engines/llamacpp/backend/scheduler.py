@@ -26,7 +26,8 @@ from agentbench_kv.engines.serving.backend.ledger import Cut
 from agentbench_kv.engines.serving.backend.orders import Removal
 from agentbench_kv.engines.serving.backend.policy import Policy
 from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.methods.base import QueryKind
 
 __all__ = ["PREFILL_CHUNK", "STEP_TOKENS", "Scheduler"]
 
@@ -53,16 +54,8 @@ class Scheduler:
     def __init__(self, context: Context, policy: Policy) -> None:
         self.context = context
         self.cells = Cells(context)
-        self.policy = policy
-        self._method = policy.method
-        shape, form = context.shape, self.cells.form
-        self._bytes = 2 * shape.layers * form.row_bytes
-        rows = RowShape(
-            shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, torch.float32,
-            torch.device("cpu"),
-        )  # fmt: skip
-        self.worker = KeptRows(policy, rows, form.frequencies.float())
-        self.room = Room(context, self._method)
+        self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
+        self._use(policy)
         self._work = threading.Condition()
         self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._waiting: deque[BackendGeneration] = deque()
@@ -70,6 +63,31 @@ class Scheduler:
         self.sessions: dict[str, BackendSession] = {}
         self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
         self._thread.start()
+
+    def _use(self, policy: Policy) -> None:
+        shape = self.context.shape
+        rows = RowShape(
+            shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, torch.float32,
+            torch.device("cpu"),
+        )  # fmt: skip
+        self.policy = policy
+        self._method = policy.method
+        self.worker = KeptRows(policy, rows, self.cells.form.frequencies.float())
+        self.room = Room(self.context, policy.method)
+        needed = policy.method.query_plan().kind is not QueryKind.NONE
+        self.context.watch.want_queries(needed)
+
+    def configure(self, policy: Policy) -> None:
+        """Go on with another method; on the own thread.
+
+        Raises
+        ------
+        UsageError
+            If sessions are open.
+        """
+        if self.sessions:
+            raise UsageError(f"{len(self.sessions)} sessions are open; close them first")
+        self._use(policy)
 
     def start(self, request: dict[str, Any], sampling: Sampling, stream: Stream) -> None:
         """Queue a generation of a session, which is opened if it is new."""

@@ -23,7 +23,6 @@ from agentbench_kv.engines.serving.backend.control import ControlServer
 from agentbench_kv.engines.serving.backend.parent import follow_parent
 from agentbench_kv.engines.serving.backend.policy import Policy
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.phases.decoding import StopMatcher
 
@@ -71,7 +70,6 @@ class Backend:
             sequences=2 * settings.sessions + 2,
             row_type=ROW_TYPES[settings.dtype],
             batch=STEP_TOKENS,
-            queries=policy.method.query_plan().kind is not QueryKind.NONE,
             threads=free_threads(),
         )
         self.scheduler = Scheduler(context, policy)
@@ -92,6 +90,7 @@ class Backend:
             "restore_block": self._restore,
             "span_attention": self._attention,
             "embed_tokens": self._embed,
+            "configure": self._configure,
         }
 
     def start(self, request: dict[str, Any], stream: Stream) -> None:
@@ -127,6 +126,10 @@ class Backend:
     def _close(self, request: Mapping[str, Any]) -> Any:
         stats = self.scheduler.call(lambda: self.scheduler.close_session(request["session"]))
         return None if stats is None else asdict(stats)
+
+    def _configure(self, request: Mapping[str, Any]) -> None:
+        policy = self._policy.with_method(request["method"])
+        self.scheduler.call(lambda: self.scheduler.configure(policy))
 
     def _pool(self, _: Mapping[str, Any]) -> Any:
         return self.scheduler.call(self.scheduler.pool)

@@ -7,7 +7,6 @@ step costs the latter about a millisecond more.
 from __future__ import annotations
 
 import ctypes
-import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -17,12 +16,9 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, llama, op_number
-from agentbench_kv.engines.llamacpp.backend.plugin import load_plugin
-from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.engines.llamacpp.backend.plugin import find_plugin, load_plugin
 
 __all__ = ["NativeWatch", "PythonWatch", "Watch", "make_watch"]
-
-logger = logging.getLogger(__name__)
 
 CACHE_NAME = re.compile(rb"cache_([kv])_l(\d+)$")
 QUERY_NAME = re.compile(rb"Qcur-(\d+)$")
@@ -43,6 +39,10 @@ class Watch(ABC):
     def __init__(self, layers: int, queries: bool) -> None:
         self.layers = layers
         self.wants_queries = queries
+
+    def want_queries(self, wanted: bool) -> None:
+        """Keep queries from the next decode on, or no longer."""
+        self.wants_queries = wanted
 
     @property
     @abstractmethod
@@ -72,12 +72,9 @@ class Watch(ABC):
 
 
 def make_watch(layers: int, queries: bool) -> Watch:
-    """Return the plug-in's watch, or the one in Python with one warning that says why."""
-    try:
-        return NativeWatch(layers, queries)
-    except PrerequisiteError as error:
-        logger.warning("llama.cpp is watched from Python, which is slower: %s", error)
-        return PythonWatch(layers, queries)
+    """Return the plug-in's watch, or the one in Python."""
+    kind = PythonWatch if find_plugin() is None else NativeWatch
+    return kind(layers, queries)
 
 
 class NativeWatch(Watch):
@@ -92,7 +89,13 @@ class NativeWatch(Watch):
     def __init__(self, layers: int, queries: bool) -> None:
         super().__init__(layers, queries)
         self._plugin = load_plugin()
-        self._watch = self._plugin.kvb_watch_new(layers, int(queries))
+        self._watch = self._plugin.kvb_watch_new(layers)
+        self.want_queries(queries)
+
+    def want_queries(self, wanted: bool) -> None:
+        """Keep queries from the next decode on, or no longer."""
+        super().want_queries(wanted)
+        self._plugin.kvb_watch_want_queries(self._watch, int(wanted))
 
     @property
     def callback(self) -> Any:

@@ -75,14 +75,16 @@ bool callback(ggml_tensor * tensor, bool asking, void * data) {
 
 extern "C" {
 
-kvb_watch * kvb_watch_new(int layers, int want_queries) {
+kvb_watch * kvb_watch_new(int layers) {
     kvb_watch * watch = new kvb_watch;
-    watch->want_queries = want_queries != 0;
+    watch->want_queries = false;
     watch->keys.assign(layers, nullptr);
     watch->values.assign(layers, nullptr);
     watch->queries.resize(layers);
     return watch;
 }
+
+void kvb_watch_want_queries(kvb_watch * watch, int wanted) { watch->want_queries = wanted != 0; }
 
 void kvb_watch_free(kvb_watch * watch) { delete watch; }
 
