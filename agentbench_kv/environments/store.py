@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +47,8 @@ class EnvironmentStatus:
         The command that makes it ready.
     packages : dict
         Versions installed, for managed environments.
-    size_mb : int or None
-        Disk space of a managed environment.
+    folder : Path or None
+        Where a managed environment lies.
     """
 
     name: str
@@ -58,13 +59,19 @@ class EnvironmentStatus:
     detail: str
     mend: str | None = None
     packages: dict[str, str] = field(default_factory=dict)
-    size_mb: int | None = None
+    folder: Path | None = None
+
+    @cached_property
+    def size_mb(self) -> int | None:
+        """Disk space of a managed environment: every file is looked at, for seconds at worst."""
+        return None if self.folder is None else _size_mb(self.folder)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields in JSON types."""
-        plain = dict(vars(self))
+        """Return what is known in JSON types."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        del plain["folder"]
         plain["python"] = None if self.python is None else str(self.python)
-        return plain
+        return {**plain, "size_mb": self.size_mb}
 
 
 def create(
@@ -184,7 +191,7 @@ def _managed(wanted: Profile) -> EnvironmentStatus:
         python=interpreter(folder),
         detail=str(folder),
         packages=marker.packages,
-        size_mb=_size_mb(folder),
+        folder=folder,
     )
 
 

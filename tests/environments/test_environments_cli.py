@@ -49,19 +49,20 @@ def test_check_of_a_missing_environment_exits_with_2():
 
 
 @pytest.mark.usefixtures("empty_home")
-def test_create_passes_its_options_and_reports_on_stderr(monkeypatch):
+def test_create_passes_its_options_and_reports_on_stderr(monkeypatch, tmp_path):
     seen = {}
 
     def create(name, **options):
         seen.update(options, name=name)
         options["report"]("progress")
-        return EnvironmentStatus(name, "", "ready", "managed", None, "somewhere", size_mb=43)
+        return EnvironmentStatus(name, "", "ready", "managed", None, "somewhere", folder=tmp_path)
 
+    (tmp_path / "large").write_bytes(bytes(3 << 20))
     monkeypatch.setattr(environments, "create", create)
     result = run(env, "create", "bfcl", "--python", sys.executable, "--recreate")
     assert result.exit_code == 0
     assert (seen["name"], str(seen["python"]), seen["recreate"]) == ("bfcl", sys.executable, True)
-    assert result.stdout == "bfcl     ready: somewhere (43 MB)\n"
+    assert result.stdout == "bfcl     ready: somewhere (3 MB)\n"
     assert result.stderr == "progress\n"
     assert json.loads(run(env, "create", "bfcl", "--json").stdout)["state"] == "ready"
 

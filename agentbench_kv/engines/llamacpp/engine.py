@@ -82,12 +82,6 @@ class LlamaCppEngine(ServingEngine):
         if device not in ("auto", "cpu"):
             raise UsageError(f"device {device!r}: the llamacpp engine is built for the CPU")
 
-    def reconfigure(self, method: Method) -> None:
-        """Go on with another method; only while no session is open."""
-        super().reconfigure(method)
-        # A backend that dies is started again with it.
-        self._wire.use(method)
-
     def save_block(self, session: str, start: int, end: int) -> Block:
         """Copy the rows of logical positions `[start, end)` to the host."""
         saved = self._command(session, "save_block", start=start, end=end)

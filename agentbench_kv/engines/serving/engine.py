@@ -141,6 +141,7 @@ class ServingEngine(Engine):
         """
         refuse_method(method)
         self._control.call("configure", method=method_document(method, self._folder))
+        self._wire.use(method)
 
     def pool(self) -> dict[str, int]:
         """Return what the backend says of its memory; nothing where it is as shipped, or gone."""

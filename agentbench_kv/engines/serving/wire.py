@@ -10,6 +10,7 @@ from typing import Any
 
 from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.decoding import StopMatcher
 
 __all__ = ["Request", "Wire", "stop_document"]
@@ -68,6 +69,10 @@ class Wire(ABC):
         OSError, httpx.TransportError
             If the backend is gone.
         """
+
+    @abstractmethod
+    def use(self, method: Method) -> None:
+        """Start backends with another method from now on."""
 
     def opened(self, session: str) -> None:  # noqa: ARG002
         """Prepare for a session that is new to the backend."""

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.engines.sglang.backend.versions import ALLOW, KEY
 from agentbench_kv.engines.sglang.flags import flags
 from agentbench_kv.errors import CapacityError
+from agentbench_kv.methods.base import Method
 
 __all__ = ["SglangPaths", "SglangWire"]
 
@@ -82,6 +83,10 @@ class SglangWire(Wire):
     def control(self) -> Path:
         """The control channel's socket; nobody listens on it in a stock server."""
         return self._paths.folder / "control"
+
+    def use(self, method: Method) -> None:
+        """Start servers with another method from now on."""
+        self._options = replace(self._options, method=method)
 
     def launch(self) -> Launch:
         """Return the command that starts the server, on a port that is free now."""

@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from agentbench_kv.engines.serving.model import ModelFacts
 from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.streams import post_events
 from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
+from agentbench_kv.methods.base import Method
 
 __all__ = ["VllmWire", "on_gpu"]
 
@@ -83,6 +84,10 @@ class VllmWire(Wire):
         asked = self._options.engine_args.get("max-model-len")
         limits = [self._facts.context_limit, self._options.max_live_tokens, asked and int(asked)]
         return min(limit for limit in limits if limit)
+
+    def use(self, method: Method) -> None:
+        """Start servers with another method from now on."""
+        self._options = replace(self._options, method=method)
 
     def launch(self) -> Launch:
         """Return the command that starts the server."""
