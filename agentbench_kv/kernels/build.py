@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ CACHE_VARIABLE = "KVBENCH_KERNEL_CACHE"
 FLAGS_VARIABLE = "KVBENCH_KERNEL_FLAGS"
 TIMEOUT_S = 600
 STALE_S = 3600
+PATIENCE_S = 1.0
 PORTABLE_ARCHITECTURES = ("80", "90")
 
 logger = logging.getLogger(__name__)
@@ -88,11 +90,22 @@ def library(kind: str) -> Path:
     folder = cache_folder()
     target = folder / f"kvb-{tools.kind}-{tools.key}.so"
     if not target.exists():
-        logger.info("kvbench: compiling the %s kernels, once (%s)", kind, tools.about)
-        with _workplace(folder) as place:
+        with _workplace(folder) as place, _note_if_slow(f"{kind} kernels, once ({tools.about})"):
             _compile(tools, place / target.name)
             target = _install(place / target.name, target)
     return target
+
+
+@contextmanager
+def _note_if_slow(what: str) -> Iterator[None]:
+    """Say what is compiled once it has taken `PATIENCE_S`."""
+    timer = threading.Timer(PATIENCE_S, logger.info, ("kvbench: compiling the %s", what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def cache_folder() -> Path:

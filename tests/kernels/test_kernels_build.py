@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import tempfile
 import time
 from pathlib import Path
@@ -407,3 +408,20 @@ def test_a_build_killed_half_way_does_no_harm(compiler, cache, tmp_path):
     kernels.use_backend("cpu")
     assert works()
     assert [each.suffix for each in sorted(cache.iterdir())] == ["", ".so"]
+
+
+def test_a_build_that_takes_its_time_says_so(monkeypatch):
+    monkeypatch.setattr(build, "PATIENCE_S", 0.0)
+    said = threading.Event()
+    monkeypatch.setattr(build.logger, "info", lambda *_: said.set())
+    with build._note_if_slow("cpu kernels"):
+        assert said.wait(10)
+
+
+def test_a_quick_build_says_nothing(monkeypatch):
+    monkeypatch.setattr(build, "PATIENCE_S", 30.0)
+    said = []
+    monkeypatch.setattr(build.logger, "info", lambda *arguments: said.append(arguments))
+    with build._note_if_slow("cpu kernels"):
+        pass
+    assert not said
