@@ -101,7 +101,7 @@ def arms() -> Iterator[str]:
     """Name every method that compresses, with its presets."""
     for name in names("method"):
         cls = load_method(name)
-        if cls.compresses:
+        if cls.compresses and not cls.spans:
             yield from (f"{name}@{preset}" for preset in cls.presets) if cls.presets else (name,)
 
 
