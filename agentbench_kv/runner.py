@@ -169,8 +169,9 @@ def _play(
     with open_stage(spec, task, [sample for sample, _ in todo]) as stage:
         _note_provenance(run, stage)
         jobs = ((stage, run, sample, trial) for sample, trial in todo)
-        for record in _in_parallel(jobs, spec.concurrency):
-            report(record)
+        with run.playing():
+            for record in _in_parallel(jobs, spec.concurrency):
+                report(record)
 
 
 @contextmanager

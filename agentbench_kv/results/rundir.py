@@ -10,7 +10,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,7 +58,7 @@ class RunDir(RunReader):
         super().__init__(path)
         self._info = info
         self._base_wall_s = info.wall_s
-        self._started = time.monotonic()
+        self._started: float | None = time.monotonic()
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._lost: UsageError | None = None
@@ -129,6 +130,21 @@ class RunDir(RunReader):
         with self._lock:
             self._update(**_annotated(self._info, _plain(provenance)))
 
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Count as `wall_s` what passes within, and nothing before or after.
+
+        An engine may take longer to start than its trials. Without this, all of the time counts
+        in which the run is open.
+        """
+        began = self._started = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._base_wall_s += time.monotonic() - began
+                self._started = None
+
     def expect(self, trials: int) -> None:
         """Set how many trials make the run complete."""
         self._update(expected_trials=trials)
@@ -194,7 +210,7 @@ class RunDir(RunReader):
             write_info(self.path, self._info)
 
     def _clock(self) -> dict[str, float]:
-        active = time.monotonic() - self._started
+        active = 0.0 if self._started is None else time.monotonic() - self._started
         return {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
 
     def _keep_beating(self) -> None:

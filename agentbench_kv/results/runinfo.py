@@ -57,7 +57,8 @@ class RunInfo(BaseModel):
     pid, host, owner : int, str, str
         Process that writes the run, its machine, and a token that is new at every start.
     wall_s : float
-        Seconds the run was active, summed over its starts.
+        Seconds in which trials were played, summed over the run's starts; starting and stopping
+        the engine does not count.
     expected_trials : int or None
         Samples times trials; None while unknown.
     resumes : list of Resume

@@ -81,7 +81,7 @@ class Summary(_Derived):
     kv : KVSummary or None
         None if no trial reached the engine.
     tokens_per_s : float or None
-        Generated tokens over `wall_s`, the run's active seconds summed over its starts.
+        Generated tokens over `wall_s`, the seconds in which trials were played.
     ttft_ms, tpot_ms : float or None
         Medians over scored trials, milliseconds.
     failures : dict

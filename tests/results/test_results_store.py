@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,26 @@ def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make
     assert last.expected_trials == 3
     assert last.provenance == {"git": "1", "gpu": None, "engine": "9"}
     assert last.resumes[0].changed == {"git": ("1", "3")}
+
+
+def test_only_the_time_of_trials_counts_if_they_are_timed(store, spec, monkeypatch):
+    """Starting and stopping an engine is no part of a run's speed."""
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(rundir, "time", clock)
+
+    def play(seconds):
+        with store.open("a", spec) as run:
+            now[0] += 30
+            with run.playing():
+                now[0] += seconds
+                run.expect(1)
+                inside = run.info.wall_s
+            now[0] += 8
+        return inside, run.info.wall_s
+
+    assert play(5) == (5, 5)
+    assert play(2) == (7, 7)
 
 
 def test_annotations_and_expectations_reach_the_disk(store, spec):

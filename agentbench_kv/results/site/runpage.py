@@ -154,7 +154,7 @@ def _speed_figures(summary: Summary) -> Iterator[Figure]:
         "speed",
         "Output tokens/s",
         number(summary.tokens_per_s),
-        f"{tokens:,} generated tokens over {summary.wall_s:,.1f} s in which the run was active",
+        f"{tokens:,} generated tokens over {summary.wall_s:,.1f} s in which trials were played",
     )
     yield Figure("ttft", "TTFT, ms", number(summary.ttft_ms), "median over scored trials")
     yield Figure("tpot", "TPOT, ms", number(summary.tpot_ms), "median over scored trials")

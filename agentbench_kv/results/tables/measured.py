@@ -40,7 +40,7 @@ class Measured:
     sessions : int
         Trials that reached the engine.
     in_flight : float or None
-        Sessions driven at once, on average over the run's active seconds.
+        Sessions driven at once, on average while trials were played.
     """
 
     arm: Arm
