@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from agentbench_kv.spec import RunSpec
 from agentbench_kv.trials import Stage, play_trial, sample_key
 
 Progress = Callable[[RunSpec, int, int, TrialRecord | None], None]
-"""Called with the spec, finished and expected trials, and the trial that just ended."""
+"""Called with the spec, finished and expected trials, and the trial that just ended; with None when
+a run starts, and again when its engine stands and its first trial begins."""
 
 
 def build_engine(
@@ -137,11 +139,11 @@ def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
                 for sample in samples
                 if (sample.id, trial) not in done
             ]
-            progress(spec, expected - len(todo), expected, None)
+            start = partial(progress, spec, expected - len(todo), expected, None)
+            start()
             if todo:
-                _play(
-                    spec, task, todo, run, _counted(spec, expected - len(todo), expected, progress)
-                )
+                report = _counted(spec, expected - len(todo), expected, progress)
+                _play(spec, task, todo, run, start, report)
         return summarize(run)
     finally:
         task.close()
@@ -164,11 +166,13 @@ def _play(
     task: Task,
     todo: Sequence[tuple[Sample, int]],
     run: RunDir,
+    start: Callable[[], None],
     report: Callable[[TrialRecord], None],
 ) -> None:
     with open_stage(spec, task, [sample for sample, _ in todo]) as stage:
         _note_provenance(run, stage)
         jobs = ((stage, run, sample, trial) for sample, trial in todo)
+        start()
         with run.playing():
             for record in _in_parallel(jobs, spec.concurrency):
                 report(record)

@@ -42,7 +42,7 @@ class RunProgress(Protocol):
         ...
 
     def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        """Report the state after `record`, or the start of a run if there is none."""
+        """Report the state after `record`, or that a run or its first trial begins."""
         ...
 
 
@@ -56,7 +56,7 @@ def run_progress(quiet: bool = False, console: Console | None = None) -> RunProg
 
 @dataclass
 class Tally:
-    """Figures of the trials that ended since this process started the run.
+    """Figures of the trials that ended since this process began to play them.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Tally:
         Peak live tokens of each trial.
     """
 
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     tokens: int = 0
     events: int = 0
     failed: int = 0
@@ -112,13 +112,16 @@ class PlainProgress(Quiet):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._tally = Tally()
+        self._spec: RunSpec | None = None
 
     def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
         """Print a line now and then."""
         if record is None:
             self._tally = Tally()
-            resumed = f" ({done} done before)" if done else ""
-            self._say(f"{_title(spec)}: {expected} trials{resumed}")
+            if spec is not self._spec:
+                self._spec = spec
+                resumed = f" ({done} done before)" if done else ""
+                self._say(f"{_title(spec)}: {expected} trials{resumed}")
             return
         self._tally.add(record)
         if done == expected or done % max(1, expected // LINES_PER_RUN) == 0:
@@ -133,6 +136,7 @@ class LiveProgress(Quiet):
 
     def __init__(self, console: Console) -> None:
         self._tally = Tally()
+        self._spec: RunSpec | None = None
         self._bar: TaskID | None = None
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -156,9 +160,11 @@ class LiveProgress(Quiet):
         """Add a bar, or move the last one."""
         if record is None:
             self._tally = Tally()
-            self._bar = self._progress.add_task(
-                _title(spec), total=expected, completed=done, figures=""
-            )
+            if spec is not self._spec:
+                self._spec = spec
+                self._bar = self._progress.add_task(
+                    _title(spec), total=expected, completed=done, figures=""
+                )
         elif self._bar is not None:
             self._tally.add(record)
             self._progress.update(self._bar, completed=done, figures=str(self._tally))

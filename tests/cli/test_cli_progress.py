@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -29,6 +30,7 @@ def shown(progress_class, terminal: bool, records) -> str:
     console = Console(file=text, force_terminal=terminal, width=200, soft_wrap=True)
     with progress_class(console) as progress:
         progress(SPEC, 5, 5 + len(records), None)
+        progress(SPEC, 5, 5 + len(records), None)  # the engine stands
         for number, each in enumerate(records):
             progress(SPEC, 6 + number, 5 + len(records), each)
     return text.getvalue()
@@ -50,6 +52,22 @@ def test_plain_progress_prints_about_ten_lines_without_control_characters():
     assert 10 <= len(text.splitlines()) <= 13
     assert "(5 done before)" in text
     assert "\x1b" not in text
+
+
+def test_speed_counts_from_the_first_trial_on(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("agentbench_kv.cli.progress.time", clock)
+    text = io.StringIO()
+    progress = PlainProgress(Console(file=text, width=200))
+    progress(SPEC, 0, 1, None)
+    now[0] = 30.0
+    progress(SPEC, 0, 1, None)
+    now[0] = 32.0
+    progress(SPEC, 1, 1, record(0))
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "50 tok/s" in lines[1]
 
 
 def test_progress_fits_where_it_is_shown():
