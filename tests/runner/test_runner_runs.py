@@ -78,7 +78,7 @@ def test_as_many_trials_run_at_once_as_were_asked_for(
     told(behave, ids=[f"x-{i}" for i in range(12)])
     one = spec(limit=None, concurrency=3)
     runner.run_one(one, tmp_path, lambda *state: seen.append(state[1]))
-    assert seen == list(range(13))
+    assert seen == [0, *range(13)]
     assert {r.attempts for r in RunStore(tmp_path).find(one.id).trials()} == {1}
 
 
@@ -120,11 +120,12 @@ def test_progress_counts_what_is_finished(
     one = spec(concurrency=1)
     told(behave, ids=("x-0", "x-1", "x-2"))
     runner.run_one(one, tmp_path, watch)
-    assert seen == [(0, 3, None), (1, 3, "x-0"), (1, 3, "x-1"), (2, 3, "x-2")]
+    started = [(0, 3, None), (0, 3, None)]  # the run, then its first trial
+    assert seen == [*started, (1, 3, "x-0"), (1, 3, "x-1"), (2, 3, "x-2")]
     seen.clear()
     told(scored, ids=("x-0", "x-1", "x-2"))
     runner.run_one(one, tmp_path, watch)
-    assert seen == [(2, 3, None), (3, 3, "x-1")]
+    assert seen == [(2, 3, None), (2, 3, None), (3, 3, "x-1")]
 
 
 def test_a_run_says_what_it_ran_on(spec: SpecOf, tmp_path: Path) -> None:
