@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +24,44 @@ from transformers import (
 from agentbench_kv.engines.base import Phase
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.serving.links import link_packages
+from agentbench_kv.environments import python_of
+from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.registry import make_method
+
+
+@pytest.fixture(scope="session")
+def environment_python() -> Callable[[str], Path]:
+    """The interpreter of a managed environment; skips with the reason if there is none."""
+
+    def find(name: str) -> Path:
+        try:
+            return python_of(name)
+        except PrerequisiteError as error:
+            pytest.skip(str(error))
+
+    return find
+
+
+@pytest.fixture
+def in_environment(tmp_path: Path) -> Callable[..., str]:
+    """Run code in an environment's interpreter, with our package; returns what it printed."""
+
+    def run(python: Path, code: str, **variables: str) -> str:
+        path = link_packages(tmp_path / "path", [], {})
+        done = subprocess.run(
+            [str(python), "-c", code],
+            env={**os.environ, "PYTHONPATH": str(path), "PYTHONSAFEPATH": "1", **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run
+
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

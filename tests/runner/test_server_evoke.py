@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +41,31 @@ def served(engine: str = "embedded", **settings: Any) -> Iterator[openai.OpenAI]
             yield client
     finally:
         built.shutdown()
+
+
+@contextmanager
+def served_from_the_command_line(*options: str) -> Iterator[openai.OpenAI]:
+    """A server as a user starts it."""
+    command = [sys.executable, "-c", "from agentbench_kv.cli import main; main()", "serve"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen(
+        [*command, *options, "--port", str(port)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            assert any(f":{port}" in line for line in process.stdout or ())
+            url = f"http://127.0.0.1:{port}/v1"
+            # The address is printed a moment before somebody listens on it.
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=5) as client:
+                yield client
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
 
 
 def ask(client: openai.OpenAI, session: str, **request: Any) -> tuple[Any, dict[str, Any]]:
@@ -78,22 +108,37 @@ def test_twenty_turns_with_tools_stay_within_the_budget(recovery: str) -> None:
         check(hold(client, 3), recovery)
 
 
-@pytest.mark.engine
-def test_the_same_on_llamacpp() -> None:
+@pytest.fixture
+def llamacpp() -> str:
     try:
         python_of("llamacpp")
     except PrerequisiteError as error:
         pytest.skip(str(error))
-    with served("llamacpp") as client:
+    return "llamacpp"
+
+
+@pytest.mark.engine
+def test_the_same_on_llamacpp(llamacpp: str) -> None:
+    with served(llamacpp) as client:
         check(hold(client, 3), "kv_restore")
 
 
-def check(accounts: list[dict[str, Any]], recovery: str) -> None:
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_same_from_the_command_line(llamacpp: str) -> None:
+    options = f"--engine {llamacpp} --method evoke --budget {2 * BUDGET} --set encoder=hash"
+    with served_from_the_command_line(*options.split()) as client:
+        accounts = hold(client, 3)
+    check(accounts, "kv_restore", 2 * BUDGET)
+    assert accounts[-1]["recomputed"] == 0
+
+
+def check(accounts: list[dict[str, Any]], recovery: str, budget: int = BUDGET) -> None:
     last = accounts[-1]
-    assert all(account["resident"] == account["live"] <= BUDGET for account in accounts)
+    assert all(account["resident"] == account["live"] <= budget for account in accounts)
     assert all(account["session_resets"] == 0 for account in accounts)
     assert last["logical"] > 3 * BUDGET
-    assert last["peak_live"] <= BUDGET
+    assert last["peak_live"] <= budget
     assert last["evicted"] == sum(account["turn_evicted"] for account in accounts) > 0
     assert last["recovered"] == sum(account["turn_recovered"] for account in accounts)
     assert (last["recovered"] > 0) == (recovery == "kv_restore")
