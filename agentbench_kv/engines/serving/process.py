@@ -27,6 +27,10 @@ class BackendStoppedError(KVBenchError):
     """The backend's process ended while it was needed."""
 
 
+SPIN_COUNT = "1000"
+"""What the command line sets for its own threads (`cli`); an engine as shipped has its own ways."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """How to start a backend.
@@ -154,5 +158,7 @@ def _environment() -> dict[str, str]:
     """Return this process's environment without what would mislead another interpreter."""
     misleading = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
     own = {key: value for key, value in os.environ.items() if key not in misleading}
+    if own.get("GOMP_SPINCOUNT") == SPIN_COUNT:
+        del own["GOMP_SPINCOUNT"]
     # A folder called `vllm` where the user happens to stand must not be imported.
     return {**own, "PYTHONSAFEPATH": "1"}

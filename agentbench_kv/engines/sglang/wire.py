@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import secrets
 import socket
 import time
@@ -31,6 +32,7 @@ __all__ = ["SglangPaths", "SglangWire"]
 
 _BACKEND = "agentbench_kv.engines.sglang.backend"
 _HOST = "127.0.0.1"
+_PORTS = range(20_000, 30_000)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 _POLL_S = 0.005
 _requests = itertools.count(1)
@@ -248,6 +250,12 @@ def _refuse_abort(event: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """Return a port nobody has, below those that systems hand out unasked.
+
+    It is used many seconds later; one of the others could be some connection's by then.
+    """
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, port))
+            return port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agentbench_kv import cli
+from agentbench_kv.engines.serving import process
 from agentbench_kv.engines.serving.backend.control import ControlServer
 from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
 from agentbench_kv.engines.serving.control import ControlClient, ControlError
@@ -173,3 +176,15 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
             break
         time.sleep(0.01)
     assert not runs(backend_pid)
+
+
+@pytest.mark.parametrize("theirs", [None, "5"])
+def test_a_backends_threads_wait_as_they_are_used_to(monkeypatch, theirs):
+    """The command line's own setting stays with it; the user's is passed on."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", theirs or "")
+    if not theirs:
+        monkeypatch.delenv("GOMP_SPINCOUNT")
+    cli._yield_processors()
+    assert os.environ["GOMP_SPINCOUNT"] == (theirs or process.SPIN_COUNT)
+    assert process._environment().get("GOMP_SPINCOUNT") == theirs
