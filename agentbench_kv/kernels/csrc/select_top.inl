@@ -6,7 +6,7 @@
 
 namespace kvb {
 
-// One row: what is chosen from, and how many of it to take.
+// One row of what is chosen from.
 struct Candidates {
   const float* scores;
   const uint8_t* always;
