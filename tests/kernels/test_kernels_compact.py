@@ -160,3 +160,20 @@ def test_compact_repeated_events_keep_the_survivors():
         assert got == alive
         base = torch.arange(4).reshape(2, 2, 1) * 30 * DIM
         assert torch.equal(keys[:, :, :length, 0], (base + positions[:, :, :length] * DIM).float())
+
+
+@pytest.mark.parametrize("sort", [False, True])
+@pytest.mark.parametrize("width", [16, 32, 48])
+def test_rows_of_whole_cache_lines(width, sort):
+    """Such rows are written past the processor's cache."""
+    keys, values = torch.randn(2, 1, 3, 90, width)
+    positions = torch.stack([torch.randperm(200)[:90] for _ in range(3)])[None]
+    kept = torch.stack([torch.randperm(90)[:50].sort().values for _ in range(3)])[None]
+    caches = (keys, values, positions)
+    expected = [[cache[0, head, kept[0, head]].clone() for cache in caches] for head in range(3)]
+    compact(keys, values, positions, kept, 90, sort=sort)
+    for head, wanted in enumerate(expected):
+        found = [cache[0, head, :50] for cache in caches]
+        if not sort:
+            found, wanted = ([part[rows[2].argsort()] for part in rows] for rows in (found, wanted))
+        assert all(torch.equal(got, right) for got, right in zip(found, wanted, strict=True))
