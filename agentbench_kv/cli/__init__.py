@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from importlib import import_module
 
 import click
 
-from agentbench_kv import __version__
+from agentbench_kv import __version__, own_settings
 from agentbench_kv.errors import KVBenchError
 
 VERBS = (
@@ -69,7 +68,7 @@ def kvbench() -> None:
 def main() -> None:
     """Run the command line; user errors become one line and exit code 2."""
     _show_notes()
-    _yield_processors()
+    own_settings.apply()
     try:
         sys.exit(kvbench.main(standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -78,17 +77,6 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; the same command goes on where it stopped", 130)
-
-
-def _yield_processors() -> None:
-    """Let OpenMP's threads sleep soon when they wait for one another.
-
-    By default they spin for milliseconds, which takes the processor from the very thread they wait
-    for wherever something else runs too: with both cores busy a run took four times as long. To be
-    set before PyTorch is loaded.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _show_notes() -> None:

@@ -88,6 +88,13 @@ class PagedRows:
     def _offsets(self) -> list[int]:
         return [layer.data_ptr() - self.layers[0].data_ptr() for layer in self.layers]
 
+    @cached_property
+    def strides(self) -> tuple[int, int, int]:
+        """Bytes from one head, one block and one row of a block to the next."""
+        first = self.layers[0]
+        head, block, row = (stride * first.itemsize for stride in first.stride()[:3])
+        return head, block, row
+
     @property
     def kv_heads(self) -> int:
         """KV heads."""
@@ -98,7 +105,7 @@ class PagedRows:
         """Rows of a block."""
         return self.layers[0].shape[2]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         first = self.layers[0]

@@ -351,6 +351,8 @@ def _innermost(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor as the kernels read it: itself, if it already is."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return tensor
     return tensor.to(dtype).contiguous()
 
 
@@ -379,8 +381,6 @@ def _plain_rows(cache: Tensor) -> _Rows:
 
 def _rows(rows: PagedRows) -> tuple[_Rows, Tensor | None]:
     """Describe rows in bytes, with the layers' offsets where they are not evenly spaced."""
-    first = rows.layers[0]
-    head, block, row = (stride * first.itemsize for stride in first.stride()[:3])
-    step, uneven = rows.layer_step, rows.layer_offsets
-    described = _Rows(first.data_ptr(), _address(uneven), step, head, block, row, rows.row_bytes)
-    return described, uneven
+    base, uneven = rows.layers[0].data_ptr(), rows.layer_offsets
+    steps = (rows.layer_step, *rows.strides)
+    return _Rows(base, _address(uneven), *steps, rows.row_bytes), uneven

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentbench_kv import own_settings
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 
 __all__ = ["BackendProcess", "BackendStoppedError", "Launch"]
@@ -25,10 +26,6 @@ _CAUSE = re.compile(r"\b\w*(Error|Exception|Exit): ")
 
 class BackendStoppedError(KVBenchError):
     """The backend's process ended while it was needed."""
-
-
-SPIN_COUNT = "1000"
-"""What the command line sets for its own threads (`cli`); an engine as shipped has its own ways."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,7 @@ class BackendProcess:
 def _environment() -> dict[str, str]:
     """Return this process's environment without what would mislead another interpreter."""
     misleading = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-    own = {key: value for key, value in os.environ.items() if key not in misleading}
-    if own.get("GOMP_SPINCOUNT") == SPIN_COUNT:
-        del own["GOMP_SPINCOUNT"]
+    theirs = own_settings.without(os.environ)
+    own = {key: value for key, value in theirs.items() if key not in misleading}
     # A folder called `vllm` where the user happens to stand must not be imported.
     return {**own, "PYTHONSAFEPATH": "1"}

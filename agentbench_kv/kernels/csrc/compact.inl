@@ -12,41 +12,59 @@ struct Move {
 
 namespace kvb {
 
-// The first row from `row` on that is not kept, where kept[at] is the first kept row not below it.
-// Rows kept one after the other are passed over sixteen at a time.
-inline int64_t next_hole(const int64_t* kept, int64_t stay, int64_t at, int64_t row) {
-  constexpr int64_t STRIDE = 16;
-  while (at + STRIDE <= stay && kept[at + STRIDE - 1] == row + STRIDE - 1) {
-    at += STRIDE;
-    row += STRIDE;
+typedef uint64_t Eight __attribute__((vector_size(64)));
+typedef uint8_t EightBytes __attribute__((vector_size(8)));
+
+// A bit for each of 64 kept rows: whether it does not follow the kept row before it.
+inline uint64_t gaps_before(const int64_t* kept) {
+  uint64_t gaps = 0;
+  for (int i = 0; i < 64; i += 8) {
+    Eight these, previous;
+    memcpy(&these, kept + i, sizeof these);
+    memcpy(&previous, kept + i - 1, sizeof previous);
+    // The sign of a difference, not a comparison: with that, a table that is never read may be read.
+    const EightBytes apart = __builtin_convertvector((previous + 1 - these) >> 63, EightBytes);
+    uint64_t bytes;
+    memcpy(&bytes, &apart, sizeof bytes);
+    gaps |= (bytes * 0x0102040810204080u >> 56) << i;  // the lowest bits of all bytes
   }
-  int64_t low = 0, high = smaller(STRIDE, stay - at);
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (kept[at + middle] == row + middle) {
-      low = middle + 1;
-    } else {
-      high = middle;
+  return gaps;
+}
+
+// Moves rows from `late` on into the holes, which lie between the first `stay` rows and after them.
+inline std::vector<Move> fill_holes(const int64_t* kept, int64_t count, int64_t stay) {
+  constexpr int64_t AHEAD = 512;  // the processor foresees too little of so fast a walk
+  std::vector<Move> moves(count - stay);
+  Move* move = moves.data();
+  const int64_t* late = kept + stay;
+  auto fill = [&](int64_t row, int64_t end) {
+    for (; row < end && late < kept + count; ++row) *move++ = {*late++, row};
+  };
+  if (stay == 0) {
+    fill(0, count);
+    return moves;
+  }
+  fill(0, kept[0]);
+  int64_t i = 1;
+  for (; i + 64 <= stay; i += 64) {
+    for (int64_t j = i; j < i + 64; j += 8) __builtin_prefetch(kept + j + AHEAD);
+    for (uint64_t gaps = gaps_before(kept + i); gaps; gaps &= gaps - 1) {
+      const int64_t at = i + __builtin_ctzll(gaps);
+      fill(kept[at - 1] + 1, kept[at]);
     }
   }
-  return row + low;
+  for (; i < stay; ++i) fill(kept[i - 1] + 1, kept[i]);
+  fill(kept[stay - 1] + 1, count);
+  return moves;
 }
 
 // The moves of one place, in order.
 inline std::vector<Move> moves_of(const int64_t* kept, int64_t count, bool sorted) {
+  if (!sorted) return fill_holes(kept, count, count_below(kept, count, count));
   std::vector<Move> moves;
-  if (sorted) {
-    // kept[i] >= i: a row is read before anything later is written over it.
-    for (int64_t i = 0; i < count; ++i) {
-      if (kept[i] != i) moves.push_back({kept[i], i});
-    }
-    return moves;
-  }
-  const int64_t stay = count_below(kept, count, count);
-  moves.reserve(count - stay);
-  for (int64_t i = 0, row = 0; stay + i < count; ++row) {
-    row = next_hole(kept, stay, row - i, row);
-    moves.push_back({kept[stay + i++], row});
+  // kept[i] >= i: a row is read before anything later is written over it.
+  for (int64_t i = 0; i < count; ++i) {
+    if (kept[i] != i) moves.push_back({kept[i], i});
   }
   return moves;
 }

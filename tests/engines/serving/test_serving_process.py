@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv import cli
+from agentbench_kv import own_settings
 from agentbench_kv.engines.serving import process
 from agentbench_kv.engines.serving.backend.control import ControlServer
 from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
@@ -178,13 +178,30 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
     assert not runs(backend_pid)
 
 
-@pytest.mark.parametrize("theirs", [None, "5"])
-def test_a_backends_threads_wait_as_they_are_used_to(monkeypatch, theirs):
-    """The command line's own setting stays with it; the user's is passed on."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setenv("GOMP_SPINCOUNT", theirs or "")
-    if not theirs:
-        monkeypatch.delenv("GOMP_SPINCOUNT")
-    cli._yield_processors()
-    assert os.environ["GOMP_SPINCOUNT"] == (theirs or process.SPIN_COUNT)
-    assert process._environment().get("GOMP_SPINCOUNT") == theirs
+@pytest.fixture
+def nothing_set(monkeypatch) -> None:
+    """An environment without the settings; what a test sets in it is undone."""
+    monkeypatch.setattr(own_settings, "_applied", set())
+    for name in (*own_settings._SETTINGS, "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE"])
+@pytest.mark.parametrize("theirs", [None, "0"])
+def test_the_command_lines_own_settings_stay_with_it(monkeypatch, name, theirs):
+    """What the user has set is left alone, and passed on to a backend."""
+    if theirs:
+        monkeypatch.setenv(name, theirs)
+    own_settings.apply()
+    assert os.environ[name] == (theirs or own_settings._SETTINGS[name])
+    assert process._environment().get(name) == theirs
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_a_wait_policy_is_stronger_than_a_spin_count(monkeypatch):
+    """OpenMP would take the count before the policy."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    own_settings.apply()
+    assert "GOMP_SPINCOUNT" not in os.environ
