@@ -89,11 +89,15 @@ class PagedRows:
         return [layer.data_ptr() - self.layers[0].data_ptr() for layer in self.layers]
 
     @cached_property
-    def strides(self) -> tuple[int, int, int]:
-        """Bytes from one head, one block and one row of a block to the next."""
-        first = self.layers[0]
+    def in_bytes(self) -> tuple[int, int | None, int, int, int, int, int]:
+        """Addresses of the first row and of the layers' offsets; bytes of steps and of a row.
+
+        The steps are from one layer, head, block and row of a block to the next.
+        """
+        first, offsets = self.layers[0], self.layer_offsets
         head, block, row = (stride * first.itemsize for stride in first.stride()[:3])
-        return head, block, row
+        where = None if offsets is None else offsets.data_ptr()
+        return first.data_ptr(), where, self.layer_step, head, block, row, self.row_bytes
 
     @property
     def kv_heads(self) -> int:
@@ -105,7 +109,7 @@ class PagedRows:
         """Rows of a block."""
         return self.layers[0].shape[2]
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         first = self.layers[0]

@@ -169,8 +169,7 @@ class NativeBackend:
         lengths, table = _maybe(lengths, torch.int64), _maybe(table, torch.int32)
         query_positions = _maybe(query_positions, torch.int64)
         valid = _maybe(valid, torch.bool)
-        at = _rows(key_positions) if key_positions is not None else (_Rows(), None)
-        of = _rows(keys)
+        at = _rows(key_positions) if key_positions is not None else _Rows()
         job = _Mass(
             queries=queries.data_ptr(),
             query_dtype=DTYPES[queries.dtype],
@@ -179,13 +178,13 @@ class NativeBackend:
             group=group,
             n=n,
             head_dim=head_dim,
-            keys=of[0],
+            keys=_rows(keys),
             table=_table(table, keys),
             shape=_Shape(sessions, layers, keys.kv_heads),
             lengths=_address(lengths),
             length=length,
             query_positions=_address(query_positions),
-            key_positions=at[0],
+            key_positions=at,
             valid=_address(valid),
             mass=mass.data_ptr(),
         )
@@ -233,8 +232,7 @@ class NativeBackend:
     ) -> Tensor:
         """Move rows of many sessions; return how many moved, without waiting for a GPU."""
         table = _maybe(table, torch.int32)
-        described = [_rows(each) for each in tensors]
-        rows = [each for each, _ in described]
+        rows = [_rows(each) for each in tensors]
         return self._compact(rows, _table(table, tensors[0]), kept, counts, sort)
 
     def _compact(
@@ -273,11 +271,10 @@ class NativeBackend:
         shifts = _innermost(shifts.to(torch.int64))
         lengths, table = _maybe(lengths, torch.int64), _maybe(table, torch.int32)
         frequencies = frequencies.double().contiguous()
-        of = _rows(keys)
         self._call(
             "kvb_rope_rotate",
             shifts.device,
-            *(of[0], DTYPES[keys.layers[0].dtype], _table(table, keys)),
+            *(_rows(keys), DTYPES[keys.layers[0].dtype], _table(table, keys)),
             *(_Shape(sessions, layers, heads), _address(lengths), length),
             *(shifts.data_ptr(), shifts.stride(0), shifts.stride(1), shifts.stride(2)),
             *(frequencies.data_ptr(), len(frequencies), int(interleaved)),
@@ -379,8 +376,6 @@ def _plain_rows(cache: Tensor) -> _Rows:
     return _Rows(cache.data_ptr(), None, layer, head, 0, row, size)
 
 
-def _rows(rows: PagedRows) -> tuple[_Rows, Tensor | None]:
-    """Describe rows in bytes, with the layers' offsets where they are not evenly spaced."""
-    base, uneven = rows.layers[0].data_ptr(), rows.layer_offsets
-    steps = (rows.layer_step, *rows.strides)
-    return _Rows(base, _address(uneven), *steps, rows.row_bytes), uneven
+def _rows(rows: PagedRows) -> _Rows:
+    """Describe rows, which have to outlive the call, with all that belongs to them."""
+    return _Rows(*rows.in_bytes)

@@ -83,6 +83,20 @@ def test_compact_keeps_exactly_the_kept_rows(layers, heads, length, spare, data,
     check(layers, heads, cache, make_kept(layers, heads, length, budget), length, sort)
 
 
+LONG = (1, 2, 7, 8, 9, 63, 64, 65, 128, 255, 256, 257)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs=st.lists(st.tuples(*[st.sampled_from(LONG)] * 2), min_size=1, max_size=8))
+def test_compact_fills_holes_of_every_length_between_runs_of_every_length(runs):
+    """Kept rows are read many at a time; a gap may lie anywhere and be of any size."""
+    marks = [mark for kept, gone in runs for mark in [True] * kept + [False] * gone]
+    for first in (True, False):
+        chosen = torch.tensor(marks if first else marks[::-1])
+        torch.manual_seed(0)
+        check(1, 1, make_cache(1, 1, len(marks)), chosen.nonzero()[:, 0][None, None], len(marks))
+
+
 @pytest.mark.parametrize("sort", [False, True])
 def test_compact_moves_nothing_if_the_first_rows_are_kept(sort):
     cache = make_cache(2, 2, 8)
