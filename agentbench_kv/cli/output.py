@@ -56,9 +56,8 @@ def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
         return 0
     console = render.console()
     console.print(render.summary_table(summaries))
-    sub_scores = render.sub_score_table(summaries)
-    if sub_scores is not None:
-        console.print(sub_scores)
+    for table in render.finer_tables(summaries):
+        console.print(table)
     for summary in summaries:
         for note in (*summary.validity.reasons, *summary.notes):
             console.print(f"{summary.run_id}: {note}", markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from math import comb
 
 from agentbench_kv.results.statistics import RESAMPLES, Interval, interval, ratio_interval
 
-__all__ = ["common_trials", "is_binary", "pass_k", "pass_power", "sample_powers"]
+__all__ = ["common_trials", "is_binary", "pass_k", "pass_power", "pass_powers", "sample_powers"]
 
 # How far from 1 a success may lie, as tau2-bench has it.
 _TOLERANCE = 1e-6
@@ -53,6 +53,33 @@ def pass_power(
     if clusters:
         return interval({name: [power] for name, power in powers.items()}, clusters, resamples)
     return ratio_interval(powers, dict.fromkeys(powers, 1.0), resamples=resamples)
+
+
+def pass_powers(
+    scores_by_sample: Scores,
+    clusters: Mapping[str, str] | None = None,
+    resamples: int = RESAMPLES,
+) -> dict[str, Interval]:
+    """Return `pass^1` to `pass^K` by name, K being the trials that every sample has.
+
+    Above 8 only powers of two and K itself. Empty with fewer than two trials a sample, and for
+    graded scores, of which no trial need ever be a success.
+
+    Parameters
+    ----------
+    scores_by_sample : mapping of str to sequence of float
+        Scores of each sample's trials.
+    clusters : mapping of str to str, optional
+        Group of each sample.
+    resamples : int
+        Bootstrap resamples.
+    """
+    most = common_trials(scores_by_sample)
+    if most < 2 or not is_binary(scores_by_sample):
+        return {}
+    shown = (k for k in range(1, most + 1) if k <= 8 or k & (k - 1) == 0 or k == most)
+    powers = {f"pass^{k}": pass_power(scores_by_sample, k, clusters, resamples) for k in shown}
+    return {name: ends for name, ends in powers.items() if ends is not None}
 
 
 def sample_powers(scores_by_sample: Scores, k: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -17,10 +17,10 @@ __all__ = [
     "facts_table",
     "failure_kinds",
     "failure_table",
+    "finer_tables",
     "new_table",
     "percent",
     "plain",
-    "sub_score_table",
     "summary_table",
     "turn_overview",
     "turn_table",
@@ -58,16 +58,35 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
     return table
 
 
-def sub_score_table(summaries: Sequence[Summary]) -> Table | None:
+def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
+    """Return what the headline scores are made of: sub-scores, and pass^k of repeated trials."""
+    tables = (_sub_score_table(summaries), _pass_table(summaries))
+    return [table for table in tables if table is not None]
+
+
+def _sub_score_table(summaries: Sequence[Summary]) -> Table | None:
     """Return one row per run, one column per sub-score; None if no run has any.
 
     A sub-score that crosses two others (`tool_one_shot`) is left to `summary.json`.
     """
-    names = _plain_sub_scores(summaries)
+    parts = [
+        {name: part.interval for name, part in summary.sub_scores.items()} for summary in summaries
+    ]
+    return _shares(summaries, _plain_sub_scores(summaries), parts)
+
+
+def _pass_table(summaries: Sequence[Summary]) -> Table | None:
+    """Return one row per run, one column for each pass^k; None if no run repeats its samples."""
+    names = dict.fromkeys(name for summary in summaries for name in summary.pass_k)
+    return _shares(summaries, list(names), [summary.pass_k for summary in summaries])
+
+
+def _shares(
+    summaries: Sequence[Summary], names: Sequence[str], shares: Sequence[Mapping[str, Interval]]
+) -> Table | None:
     table = new_table("method", "budget", "task", *names)
-    for summary in summaries:
-        scores = (summary.sub_scores.get(name) for name in names)
-        cells = (percent(score.interval) if score else None for score in scores)
+    for summary, each in zip(summaries, shares, strict=True):
+        cells = (percent(each.get(name)) for name in names)
         table.add_row(*map(plain, (summary.method, summary.budget, summary.task, *cells)))
     return table if names else None
 

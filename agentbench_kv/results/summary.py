@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.files import Lines, write_atomic
+from agentbench_kv.results.passk import pass_powers
 from agentbench_kv.results.reader import RunReader, latest_trials
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.runinfo import RunInfo, RunStatus
@@ -78,6 +79,8 @@ class Summary(_Derived):
         The same without the failed trials: what the failures cost.
     sub_scores : dict
         One per metric pair `x_right`, `x_asked`.
+    pass_k : dict
+        `pass^1` to `pass^K` of a run that tried every sample K times, see `passk.pass_powers`.
     kv : KVSummary or None
         None if no trial reached the engine.
     tokens_per_s : float or None
@@ -126,6 +129,7 @@ class Summary(_Derived):
     alien_lines: int
     notes: list[str]
     user_retries: int = 0
+    pass_k: dict[str, Interval] = {}
 
 
 def summarize(run: RunReader) -> Summary:
@@ -164,6 +168,7 @@ def build(run: RunReader) -> Summary:
         score_triggered=_score(record for record in trials if record.sample_id in triggered),
         score_completed=_score(record for record in trials if record.score is not None),
         sub_scores=_sub_scores(trials),
+        pass_k=pass_powers(*_by_sample(trials)),
         kv=kv,
         wall_s=info.wall_s,
         tokens_per_s=kv.decode_tokens / info.wall_s if kv and info.wall_s > 0 else None,
@@ -196,13 +201,19 @@ def _identity(info: RunInfo) -> dict[str, Any]:
 
 
 def _score(trials: Iterable[TrialRecord]) -> Interval | None:
+    scores, clusters = _by_sample(trials)
+    return interval(scores, clusters) if scores else None
+
+
+def _by_sample(trials: Iterable[TrialRecord]) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return every sample's headline scores, and the groups of samples that are in one."""
     scores: dict[str, list[float]] = {}
     clusters: dict[str, str] = {}
     for record in trials:
         scores.setdefault(record.sample_id, []).append(record.headline)
         if record.cluster is not None:
             clusters[record.sample_id] = record.cluster
-    return interval(scores, clusters) if scores else None
+    return scores, clusters
 
 
 def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:

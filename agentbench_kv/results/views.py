@@ -141,10 +141,9 @@ def _print_summaries(summaries: Sequence[Summary]) -> None:
     for summary in summaries:
         for reason in summary.validity.reasons:
             console.print(render.plain(f"{summary.run_id}: {reason}"), soft_wrap=True)
-    sub_scores = render.sub_score_table(summaries)
-    if sub_scores is not None:
+    for table in render.finer_tables(summaries):
         console.print()
-        console.print(sub_scores)
+        console.print(table)
 
 
 def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | None]) -> None:

@@ -59,6 +59,19 @@ def test_summarize_json_is_one_document(out):
     assert [run["run_id"] for run in json.loads(result.stdout)] == ["first", "second"]
 
 
+def test_pass_k_is_printed_where_samples_are_repeated(out, spec, make_trial):
+    """In `summarize` and `show`; a run without repetitions has an empty cell beside it."""
+    with RunStore(out).open("again", spec) as run:
+        for sample, scores in {"s0": (1.0, 1.0), "s1": (1.0, 0.0)}.items():
+            for trial, score in enumerate(scores):
+                run.append_trial(make_trial(sample, trial, score=score))
+    both = call(summarize, "first", "again", "--out", out, COLUMNS="200").output
+    assert "pass^2" in both
+    assert "50.0% [" in both
+    assert "pass^2" in call(show, "again", "--out", out, COLUMNS="200").output
+    assert "pass^" not in call(show, "first", "--out", out, COLUMNS="200").output
+
+
 def test_one_unknown_run_stops_summarize_before_it_writes(out):
     result = call(summarize, "first", "secnd", "--out", out)
     assert isinstance(result.exception, UsageError)

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from agentbench_kv.results.passk import pass_power
+from agentbench_kv.results.passk import pass_power, pass_powers
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -29,6 +29,22 @@ def test_groups_of_samples_are_what_is_resampled():
     scores = {f"s{i}": [i % 2, 1] for i in range(12)}
     found = pass_power(scores, 2, clusters={f"s{i}": f"g{i // 4}" for i in range(12)})
     assert found.n == 3
+
+
+def test_all_powers_of_as_many_trials_as_every_sample_has():
+    scores = {"a": [1, 1, 0, 1], "b": [1, 0, 1], "c": [0, 0, 0, 0, 1]}
+    found = pass_powers(scores, resamples=200)
+    assert list(found) == ["pass^1", "pass^2", "pass^3"]
+    assert found["pass^2"] == pass_power(scores, 2, resamples=200)
+    many = {name: [1.0] * 20 for name in "ab"}
+    assert list(pass_powers(many, resamples=50)) == [
+        f"pass^{k}" for k in (1, 2, 3, 4, 5, 6, 7, 8, 16, 20)
+    ]
+
+
+@pytest.mark.parametrize("scores", [{"a": [1], "b": [1, 0]}, {"a": [1, 0.5], "b": [1, 0]}, {}])
+def test_single_trials_and_graded_scores_have_no_powers(scores):
+    assert pass_powers(scores) == {}
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from agentbench_kv.results.papers import figures
 from agentbench_kv.results.site import build_site
 from agentbench_kv.results.site.text import file_stem, visible
 from agentbench_kv.results.site.timeline import overview, read_turns, session, timeline
+from agentbench_kv.results.store import RunStore
 
 
 class Page(HTMLParser):
@@ -116,6 +117,18 @@ def test_the_rows_show_what_the_records_say(site_runs, site):
         score = arm.summary.score
         assert f"{100 * score.point:.1f}% [{100 * score.low:.1f}, {100 * score.high:.1f}]" in index
     assert "incomplete: 32 of 37 trials finished" in index
+
+
+def test_pass_k_of_repeated_trials_is_on_the_runs_page_and_in_its_chart(tmp_path, spec, make_trial):
+    kv = {"peak_live": 400, "logical": 1000, "events": 1, "longest_prefill": 90}
+    with RunStore(tmp_path / "runs").open("again", spec, expected_trials=4) as run:
+        for sample, scores in {"s0": (1.0, 1.0), "s1": (1.0, 0.0)}.items():
+            for trial, score in enumerate(scores):
+                run.append_trial(make_trial(sample, trial, score=score, kv=kv))
+    folder = build_site(*load_arms([tmp_path / "runs"]), tmp_path / "site").parent
+    pages = [path.read_text() for path in folder.rglob("*.html")]
+    assert sum('id="pass-2"' in page for page in pages) == 1
+    assert sum('"pass^2"' in page or "pass^2&#34;" in page for page in pages) == 1
 
 
 def test_published_figures_stand_beside_ours_marked_and_unranked(published_runs, tmp_path):

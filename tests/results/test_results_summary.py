@@ -99,6 +99,17 @@ def test_sub_scores_are_ratios_of_sums_over_samples(run, make_trial):
     assert think.interval == ratio_interval({"a": 1, "b": 2, "c": 0}, {"a": 10, "b": 2, "c": 4})
 
 
+def test_repeated_trials_have_pass_k_in_which_a_failure_is_no_success(run, make_trial):
+    outcomes = {"a": (1.0, 1.0, None), "b": (1.0, 0.0, 1.0), "c": (0.0, 0.0, 0.0)}
+    trials = [
+        make_trial(name, i, **({"status": "timeout"} if s is None else {"score": s}), **kv())
+        for name, scores in outcomes.items()
+        for i, s in enumerate(scores)
+    ]
+    shares = {name: ends.point for name, ends in build(run(*trials)).pass_k.items()}
+    assert shares == pytest.approx({"pass^1": 4 / 9, "pass^2": 2 / 9, "pass^3": 0.0})
+
+
 def test_kv_and_serving_figures(run, make_trial):
     trials = [
         make_trial(

@@ -134,6 +134,7 @@ def chart_cell(shown: Iterable[Row], task: str, model: str) -> dict[str, Any]:
 def _point(arm: Arm, series: str, href: str) -> dict[str, Any]:
     summary, kv = arm.summary, arm.summary.kv
     scores = {HEADLINE: summary.score, "triggered": summary.score_triggered}
+    scores |= summary.pass_k
     scores |= {visible(name, 60): part.interval for name, part in summary.sub_scores.items()}
     return {
         "series": series,

@@ -99,6 +99,7 @@ def _figures(summary: Summary) -> Iterator[Figure]:
         percent(summary.score_completed),
         "what the failures cost; the headline counts each of them as 0",
     )
+    yield from _pass_figures(summary)
     yield from _kv_figures(summary)
     yield from _speed_figures(summary)
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.failures.items())
@@ -110,6 +111,14 @@ def _figures(summary: Summary) -> Iterator[Figure]:
         f"{summary.infra_retries} retries after infrastructure errors, "
         f"{summary.session_resets} session resets",
     )
+
+
+def _pass_figures(summary: Summary) -> Iterator[Figure]:
+    for name, ends in summary.pass_k.items():
+        k = name.removeprefix("pass^")
+        chance = f"chance that {k} trials of a sample all succeed, without bias"
+        how = f"{chance}; 95% {_METHODS[ends.method]} (n = {ends.n:,})"
+        yield Figure(f"pass-{k}", name, percent(ends), how)
 
 
 def _kv_figures(summary: Summary) -> Iterator[Figure]:
