@@ -35,6 +35,7 @@ class RKV(SnapKV):
         "serving": {"lam": 0.1, "window": 8, "kept_set": "shared"},
     }
     default_preset: ClassVar[str] = "agentkv"
+    ordered: ClassVar[bool] = True
 
     lam: float = param(0.07, "weight of importance against redundancy", low=0, high=1)
     threshold: float = param(0.5, "cosine above which two keys repeat each other", low=-1, high=1)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, pad
+from torch.nn.functional import avg_pool1d
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.kernels import attention_mass
+from agentbench_kv.kernels import attention_mass, by_position
 from agentbench_kv.methods.base import (
     GQA_MODES,
     Method,
@@ -57,6 +57,7 @@ class SnapKV(Method):
         },
     }
     default_preset: ClassVar[str] = "rkv"
+    ordered: ClassVar[bool] = False
 
     window: int = param(32, "observation window, its tokens always kept", low=1)
     kernel: int = param(7, "pooling width, odd", low=1)
@@ -92,37 +93,32 @@ class SnapKV(Method):
         return QueryPlan(QueryKind.RECENT, self.window)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
-        """Pool the window's attention over earlier tokens; the window itself scores 0."""
-        past = keys.shape[1] - self.window
-        mass = self._past_mass(queries, keys, context, past)
-        pooled = self._pooled(mass)
+        """Pool the window's attention over earlier tokens; the window itself scores 0.
+
+        Only scores are put into order, which pooling needs; keys stay where they are.
+        """
+        order = by_position(context.positions[None])[1][0, :, : keys.shape[1] - self.window]
+        mass = self._mass(queries, keys, context)
+        pooled = self._pooled(mass.gather(-1, order[:, None].expand(-1, mass.shape[1], -1)))
         merged = pooled.amax(1) if self.gqa == "max_prob" else pooled.mean(1)
         if self.aggregate == "sum":
             merged = merged * queries.vectors.shape[1]
-        return pad(merged, (0, self.window))
+        return keys.new_zeros(keys.shape[:2], dtype=merged.dtype).scatter_(-1, order, merged)
 
-    def _past_mass(
-        self, queries: Queries, keys: Tensor, context: ScoreContext, past: int
-    ) -> Tensor:
-        """Return [kv_heads, group, past]; the group is 1 when raw logits were merged."""
-        if self.gqa == "max_logit":
-            merged = self._mass(queries, keys, context, past, "max_logit")
-            return merged[:, None]
-        return self._mass(queries, keys, context, past, "per_head")
-
-    def _mass(
-        self, queries: Queries, keys: Tensor, context: ScoreContext, past: int, gqa: Any
-    ) -> Tensor:
-        if self.columns == "past":
-            return attention_mass(queries.vectors, keys[:, :past], gqa=gqa)
+    def _mass(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
+        """Return [kv_heads, group, tokens]; the group is 1 when raw logits were merged."""
+        sees = queries.positions
+        if self.columns == "past":  # every query as if it came before the window
+            sees = torch.full_like(sees, context.now - self.window - 1)
+        merged = self.gqa == "max_logit"
         mass = attention_mass(
             queries.vectors,
             keys,
-            gqa=gqa,
-            query_positions=queries.positions,
+            gqa="max_logit" if merged else "per_head",
+            query_positions=sees,
             key_positions=context.positions,
         )
-        return mass[..., :past]
+        return mass[:, None] if merged else mass
 
     def _pooled(self, mass: Tensor) -> Tensor:
         half = self.kernel // 2
