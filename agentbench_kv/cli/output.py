@@ -100,7 +100,7 @@ def _methods(engine: str | None) -> list[dict[str, Any]]:
 
 def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, Any]:
     cls = load_method(name)
-    needs = cls.create("", AMPLE if cls.compresses else None).needs
+    plain = cls.create("", AMPLE if cls.compresses else None)
     row: dict[str, Any] = {
         "name": name,
         "summary": cls.summary,
@@ -110,7 +110,7 @@ def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, A
         "parameters": [
             {
                 "name": spec.name,
-                "default": spec.default,
+                "default": getattr(plain, spec.name),
                 "allowed": spec.allowed(),
                 "doc": spec.doc,
             }
@@ -118,7 +118,7 @@ def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, A
         ],
         "source": cls.source,
     }
-    return row if engine is None else row | {f"on_{engine}": needs <= able}
+    return row if engine is None else row | {f"on_{engine}": plain.needs <= able}
 
 
 def _engines(_: str | None) -> list[dict[str, Any]]:

@@ -88,7 +88,8 @@ def check_masked_cache(
         "first": list(turns or default_turns(vocab)),
         "second": default_turns(vocab, 1)[2:4],
     }
-    traces = drive(model, replace(method, interval=interval), sessions)
+    method = replace(method, interval=interval)
+    traces = drive(model, method, sessions)
     results = [_check_reference(model, traces["second"], method.positions, tolerance)]
     for name, trace in traces.items():
         results += check_trace(
@@ -146,8 +147,29 @@ def _coverage_problem(trace: Trace) -> str:
 def _event_problem(method: Method, trace: Trace, min_events: int) -> str:
     if not method.compresses:
         return f"{len(trace.events)} events, expected none" if trace.events else ""
+    got, due = [event.logical for event in trace.events], _due(method, trace)
+    if got != due:
+        return f"events at {got}, due at {due} with trigger={method.trigger}"
     few = len(trace.events) < min_events
     return f"{len(trace.events)} events, expected at least {min_events}" if few else ""
+
+
+def _due(method: Method, trace: Trace) -> list[int]:
+    """Return the tokens seen at every event, from the meaning of the triggers alone."""
+    generated, due, evicted = set(trace.decoded_at), [], 0
+    for count, seen in enumerate(trace.decoded_at, 1):
+        # `seen` tokens are in the cache when the one at that position is drawn.
+        live, budget = seen - evicted, method.budget_at(seen)
+        fires = {
+            "every": count % method.interval == 0,
+            "slack": live >= budget + method.interval,
+            "turn": seen + 1 not in generated,
+        }
+        fires["prefill+every"] = fires["every"] or seen - 1 not in generated
+        if fires[method.trigger] and live > budget:
+            due.append(seen)
+            evicted += live - budget
+    return due
 
 
 def _kept_problem(method: Method, trace: Trace) -> str:

@@ -182,13 +182,17 @@ class EvokeSession(SpanSession):
             self.spans.append(Span(first, last, source, hints, self._turn))
 
     def _take_answer(self, generated: Sequence[int]) -> None:
-        """Append what is new of the answer, filling its last block first."""
+        """Append what is new of the answer, filling its last block first.
+
+        The prompt's own last block, the answer's header, is filled too unless it carries hints:
+        those are for what the request adds, not for the answer.
+        """
         new = list(generated[self._answered :])
         self._answered = len(generated)
         tail = self.spans[-1] if self.spans else None
         start = len(self.tokens)
         self.tokens += new
-        if tail is not None and tail.source is Source.ASSISTANT and tail.turn == self._turn:
+        if tail is not None and self._is_soft(tail) and not tail.hints:
             grown = min(len(new), self._method.block - len(tail))
             tail.end += grown
             start += grown

@@ -75,6 +75,7 @@ def assess(
     findings = [
         (RunState.DRIFT, _drifted(trials, reference or ())),
         (RunState.BUDGET_NOT_APPLIED, _exceeded(spec, trials)),
+        (RunState.BUDGET_NOT_APPLIED, _raised(spec, trials)),
         (RunState.INCOMPLETE, _missing(trials, expected)),
         (RunState.BUDGET_NOT_APPLIED, _never_triggered(spec, trials)),
     ]
@@ -143,6 +144,29 @@ def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | N
         f"{worst.trial} held {worst.kv.peak_live} tokens, {over} over the bound "
         f"{spec['budget']} + {_interval(spec)} + {worst.kv.longest_prefill} "
         "(budget + interval + longest prefill)"
+    )
+
+
+def _raised(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
+    """Say where a share came to fewer tokens than the method can work with, so that it kept more.
+
+    A session without an event was not compressed to either number.
+    """
+    if not _is_compressed(spec):
+        return None
+    size = Budget.parse(spec["budget"])
+    raised = [
+        record
+        for record in trials
+        if record.kv.events and (record.kv.budget or 0) > size.at(record.kv.logical)
+    ]
+    if not raised:
+        return None
+    worst = min(raised, key=lambda record: record.kv.logical)
+    return (
+        f"{len(raised)} trials ended with a budget above the share; sample {worst.sample_id} trial "
+        f"{worst.trial} was given {worst.kv.budget} tokens, the least the method takes, and "
+        f"{spec['budget']} of {worst.kv.logical} are {size.at(worst.kv.logical)}"
     )
 
 

@@ -21,6 +21,16 @@ def test_ls_methods_lists_presets_and_parameters(kvbench: Callable[..., Any]) ->
     assert window["allowed"] == "an integer >= 1"
 
 
+def test_ls_methods_lists_what_the_plain_name_runs_with(kvbench: Callable[..., Any]) -> None:
+    """`--method agentkv` is the default preset, not the class without one."""
+    rows = json.loads(kvbench("ls", "methods", "--json").stdout)
+    for row in rows:
+        listed = {each["name"]: each["default"] for each in row["parameters"]}
+        preset = row["presets"].get(row["default_preset"], {})
+        assert listed == {**listed, **preset}
+        assert row["name"] != "agentkv" or listed["keep_recent"] == 8
+
+
 def test_ls_methods_says_what_an_engine_can_run(kvbench: Callable[..., Any]) -> None:
     rows = json.loads(kvbench("ls", "methods", "--engine", "scripted", "--json").stdout)
     assert {row["name"] for row in rows if row["on_scripted"]} == {"full", "full-constrained"}

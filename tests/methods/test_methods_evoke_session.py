@@ -192,6 +192,16 @@ def test_a_block_comes_back_when_the_user_asks_for_it() -> None:
     assert driver.session.figures()["recovered_blocks"] >= 1
 
 
+def test_hints_are_for_what_the_request_adds_not_for_its_answer() -> None:
+    """The gateway's last part is the answer's header; a pin that grew would pass the budget."""
+    driver = Driver(evoke(342, block=128))
+    prompt = [([3] * 125, Source.USER), ([1] * 3, Source.ASSISTANT)]
+    driver.turn(prompt, [7] * 300, pinned=True)
+    assert sum(len(s) for s in driver.session.spans if s.hints.pinned) == 128
+    driver.turn([([3] * 60, Source.USER), ([1] * 3, Source.ASSISTANT)], [7] * 360)
+    assert driver.cache.live <= 0.95 * 342
+
+
 def test_discarded_blocks_never_come_back() -> None:
     driver = Driver(evoke(recovery="discard"))
     driver.document([50] * 8)

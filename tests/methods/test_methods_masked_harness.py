@@ -16,6 +16,7 @@ from agentbench_kv.conformance.masked_cache import (
 from agentbench_kv.engines.embedded import scheduler
 from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.kernels import active_backend
+from agentbench_kv.methods.schedule import Schedule
 from agentbench_kv.registry import make_method
 
 
@@ -73,6 +74,31 @@ def test_harness_reports_a_missing_event(recorded):
     wrong = replace(trace, events=trace.events[:-1])
     assert largest_difference(model, wrong) > 1e-3
     assert "accounting" in failures(model, method, wrong)
+
+
+@pytest.mark.parametrize("trigger", ["every", "slack", "turn", "prefill+every"])
+def test_harness_finds_events_that_come_late(recorded, monkeypatch, trigger):
+    """Late, or never: tokens, kept sets and accounting agree with each other all along."""
+    model, method, _ = recorded
+    method = replace(method, trigger=trigger)
+
+    def run():
+        return failures(model, method, drive(model, method, {"only": short_turns()})["only"])
+
+    assert run() == set()
+    over = Schedule._over
+    monkeypatch.setattr(Schedule, "_over", lambda self, live, *rest: over(self, live - 1, *rest))
+    if trigger == "prefill+every":
+        monkeypatch.setattr(Schedule, "after_prefill", lambda *_: False)
+    if trigger == "every":
+        monkeypatch.setattr(Schedule, "__init__", late)
+    if trigger == "turn":
+        monkeypatch.setattr(Schedule, "after_turn", lambda *_: False)
+    assert "events" in run()
+
+
+def late(self, method):
+    self._method, self._since_due = method, -1
 
 
 def test_harness_reports_heads_that_are_swapped(recorded):

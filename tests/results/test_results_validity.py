@@ -130,3 +130,24 @@ def test_prompts_that_differ_from_the_other_arm_are_drift(spec, compressed):
     verdict = assess(spec, ours, reference=other)
     assert verdict.state == "drift"
     assert "1 of 2 trials, first in sample b trial 0" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "events", "state"),
+    [(90, 1, "valid"), (342, 1, "budget_not_applied"), (342, 0, "valid")],
+)
+def test_a_share_the_method_raised_to_its_least_was_not_applied(
+    spec, make_trial, given, events, state
+):
+    """EVOKE's blocks of 128 take 342 tokens: 38 % of such a session, whatever the run is called."""
+    rows = [(given, events), (90, 1)]
+    trials = [
+        make_trial(f"s{i}", kv={"peak_live": 200, "logical": 900, "budget": own, "events": count})
+        for i, (own, count) in enumerate(rows)
+    ]
+    verdict = assess({**spec, "budget": "10%"}, trials, expected=2)
+    assert verdict.state == state
+    if state != "valid":
+        (reason,) = verdict.reasons
+        assert "given 342 tokens" in reason
+        assert "10% of 900 are 90" in reason
