@@ -151,10 +151,14 @@ def _tables(
 def _site(arms: Sequence[Arm], problems: Sequence[Problem], folder: Path) -> None:
     from agentbench_kv.errors import UsageError
     from agentbench_kv.results.site.build import build_site
+    from agentbench_kv.results.tables.measured import measure
 
     if not arms:
         raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
-    click.echo(build_site(arms, problems, folder))
+    # Ranks rest on summaries: one that its records contradict must not get there.
+    measured, odd = measure(arms)
+    _tell(odd)
+    click.echo(build_site([run.arm for run in measured], [*problems, *odd], folder))
 
 
 def _tell(problems: Sequence[Problem]) -> None:

@@ -208,7 +208,7 @@ def _collect(
     whole: dict[str, float], arms: Iterable[Arm]
 ) -> tuple[Means, dict[str, str], list[str]]:
     """Group the arms by label and budget; ids of those that cannot be placed come last."""
-    grouped: dict[str, dict[int, list[Arm]]] = {}
+    grouped: dict[str, dict[int | str | None, list[Arm]]] = {}
     clusters: dict[str, str] = {}
     left_out: list[str] = []
     for arm in arms:
@@ -216,12 +216,18 @@ def _collect(
             left_out.append(arm.run_id)
             continue
         clusters |= arm.clusters
-        grouped.setdefault(arm.label, {}).setdefault(arm.tokens, []).append(arm)
-    means = {
-        label: {budget: _sample_means(same) for budget, same in sorted(budgets.items())}
-        for label, budgets in grouped.items()
-    }
+        grouped.setdefault(arm.label, {}).setdefault(arm.budget, []).append(arm)
+    means = {label: _by_tokens(budgets.values()) for label, budgets in grouped.items()}
     return means, clusters, left_out
+
+
+def _by_tokens(groups: Iterable[list[Arm]]) -> dict[int, dict[str, float]]:
+    """Average the runs of each budget; a share is as many tokens as in the median run."""
+    places: dict[int, list[Arm]] = {}
+    for same in groups:
+        tokens = round(float(np.median([arm.tokens or 0 for arm in same])))
+        places.setdefault(tokens, []).extend(same)
+    return {tokens: _sample_means(same) for tokens, same in sorted(places.items())}
 
 
 def _each(means: Means) -> list[dict[str, float]]:

@@ -13,13 +13,12 @@ from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from scipy.stats import norm
 
 from agentbench_kv.results.paired import mcnemar_p, permutation_p
 from agentbench_kv.results.resample import by_group, percentile_ends, resampled_sums
-from agentbench_kv.results.statistics import LEVEL, RESAMPLES, Floats
+from agentbench_kv.results.statistics import RESAMPLES, Floats, steady_ends
 
-__all__ = ["Gap", "score_gap", "size_gap", "unseen_share"]
+__all__ = ["Gap", "score_gap", "size_gap"]
 
 _PSEUDO = 0.5**0.5
 _LOWER = 0.9
@@ -159,21 +158,10 @@ def size_gap(
     )
 
 
-def unseen_share(units: int, level: float = LEVEL) -> float:
-    """Return the largest share of a kind that `units` samples without one are compatible with.
-
-    The upper end of Wilson's interval for 0 of `units`.
-    """
-    z = float(norm.ppf((1 + level) / 2))
-    return z * z / (units + z * z)
-
-
 def _score_ends(units: Floats, changes: Floats, resamples: int) -> tuple[float, float, float]:
     if np.ptp(changes) < _CONSTANT:
-        change, unseen = float(changes[0]), unseen_share(len(units))
-        unseen90 = unseen_share(len(units), _LOWER)
-        middle = change * (1 - unseen)
-        return middle - unseen, middle + unseen, change * (1 - unseen90) - unseen90
+        change, number = float(changes[0]), len(units)
+        return *steady_ends(change, number), steady_ends(change, number, _LOWER)[0]
     weight = float(units[:, [1, 3]].mean())
     half = _PSEUDO * float(np.abs(changes).max()) * weight
     pseudo = [[change, weight, 0.0, weight] for change in (half, -half)]

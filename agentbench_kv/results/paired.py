@@ -13,7 +13,13 @@ from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
 from agentbench_kv.results.resample import by_group
-from agentbench_kv.results.statistics import ANALYSIS_SEED, LEVEL, RESAMPLES, Floats
+from agentbench_kv.results.statistics import (
+    ANALYSIS_SEED,
+    LEVEL,
+    RESAMPLES,
+    Floats,
+    steady_ends,
+)
 
 __all__ = [
     "Difference",
@@ -24,6 +30,8 @@ __all__ = [
     "paired_ratio_difference",
     "permutation_p",
 ]
+
+_CONSTANT = 1e-12
 
 
 class Difference(BaseModel):
@@ -162,10 +170,9 @@ def _gap(a: Floats, a_of: Floats, b: Floats, b_of: Floats, axis: int = -1) -> An
 
 
 def _ends(a: Floats, a_of: Floats, b: Floats, b_of: Floats, resamples: int) -> tuple[float, float]:
-    """Bootstrap interval of the gap; a gap that is the same in every sample has none around it."""
-    if np.ptp(a / a_of - b / b_of) == 0.0:
-        point = float(_gap(a, a_of, b, b_of))
-        return point, point
+    """Bootstrap interval of the gap; Wilson's bound where it is the same in every unit."""
+    if np.ptp(a / a_of - b / b_of) < _CONSTANT:
+        return steady_ends(float(_gap(a, a_of, b, b_of)), len(a))
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", DegenerateDataWarning)

@@ -193,6 +193,13 @@ def _median(values: Iterable[float | None]) -> str | None:
     return number(statistics.median(known)) if known else None
 
 
+def _samples(summary: Summary) -> str:
+    """Return how many there are, and in how many groups if groups were resampled."""
+    score = summary.score
+    groups = "" if score is None or score.n == summary.samples else f" in {score.n} groups"
+    return f"{summary.samples}{groups}"
+
+
 def _facts(summary: Summary) -> list[tuple[str, object]]:
     kv = summary.kv
     facts: list[tuple[str, object]] = [
@@ -201,7 +208,7 @@ def _facts(summary: Summary) -> list[tuple[str, object]]:
         ("engine", summary.engine),
         ("model", summary.model),
         ("seed", summary.seed),
-        ("samples", f"{summary.samples}, {summary.validity.triggered_samples} with an event"),
+        ("samples", f"{_samples(summary)}, {summary.validity.triggered_samples} with an event"),
         ("trials", f"{summary.trials} of {summary.expected_trials or 'unknown'}"),
         ("score, failures left out", percent(summary.score_completed)),
         ("failed trials", f"{100 * summary.non_completion_rate:.1f}%"),

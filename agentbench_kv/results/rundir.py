@@ -246,8 +246,23 @@ def _claimed(
     _refuse_other_spec(path, old.spec, spec)
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
+    mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
     resumed = old.model_copy(update=mine | {"resumes": [*old.resumes, Resume(at=now)]})
     return resumed.model_copy(update=_annotated(resumed, provenance))
+
+
+def _unwritten_s(path: Path, info: RunInfo) -> float:
+    """Return the seconds a killed writer played after its last heartbeat, if records prove any.
+
+    Its trials count, so their time must: without it every kill would make the run look faster.
+    """
+    if info.status is not RunStatus.RUNNING:
+        return 0.0
+    try:
+        last = (path / "samples.jsonl").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+    return min(max(0.0, last - info.heartbeat), STALE_S)
 
 
 def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-from scipy.stats import DegenerateDataWarning, bootstrap
+from scipy.stats import DegenerateDataWarning, bootstrap, norm
 from statsmodels.stats.proportion import proportion_confint
 
-__all__ = ["ANALYSIS_SEED", "LEVEL", "Interval", "interval", "ratio_interval", "wilson"]
+__all__ = [
+    "ANALYSIS_SEED",
+    "LEVEL",
+    "Interval",
+    "interval",
+    "ratio_interval",
+    "steady_ends",
+    "unseen_share",
+    "wilson",
+]
 
 LEVEL = 0.95
 ANALYSIS_SEED = 20260101
@@ -60,6 +69,25 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     """
     low, high = proportion_confint(successes, n, alpha=1 - LEVEL, method="wilson")
     return max(0.0, float(low)), min(1.0, float(high))
+
+
+def steady_ends(change: float, units: int, level: float = LEVEL) -> tuple[float, float]:
+    """Return the ends of a paired change of scores that was the same in every unit.
+
+    Resampling finds no spread in it, and would be sure of what few units never showed. So as many
+    unseen units as Wilson's interval for 0 of `units` allows may change by 1 either way.
+    """
+    unseen = unseen_share(units, level)
+    return change * (1 - unseen) - unseen, change * (1 - unseen) + unseen
+
+
+def unseen_share(units: int, level: float = LEVEL) -> float:
+    """Return the largest share of a kind that `units` samples without one are compatible with.
+
+    The upper end of Wilson's interval for 0 of `units`.
+    """
+    z = float(norm.ppf((1 + level) / 2))
+    return z * z / (units + z * z)
 
 
 def interval(

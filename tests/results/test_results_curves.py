@@ -19,7 +19,8 @@ STEEP = [0.05, 0.25, 0.6, 0.8, 0.9]
 
 def arm(label, tokens, scores, clusters=None):
     return SimpleNamespace(
-        run_id=f"{label}-{tokens}", label=label, tokens=tokens, clusters=clusters or {},
+        run_id=f"{label}-{tokens}", label=label, tokens=tokens, budget=tokens,
+        clusters=clusters or {},
         scores={f"s{i}": [float(score)] for i, score in enumerate(scores)},
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentbench_kv.results.paired import holm, paired_difference, paired_ratio_difference
+from agentbench_kv.results.verdict import gap_of_scores
 
 
 def arms(a, b):
@@ -45,10 +46,13 @@ def test_only_shared_samples_count():
     assert paired_difference({"x": [1.0]}, {"y": [1.0]}) is None
 
 
-def test_equal_arms_differ_by_nothing():
+def test_equal_arms_differ_by_nothing_as_far_as_so_few_samples_tell():
     a, b = arms([1, 0, 1, 1], [1, 0, 1, 1])
-    found = paired_difference(a, b)
-    assert (found.point, found.low, found.high, found.p_value) == (0, 0, 0, 1)
+    found, gap = paired_difference(a, b), gap_of_scores(a, b)
+    assert (found.point, found.p_value) == (0, 1)
+    assert (found.low, found.high) == pytest.approx((gap.low, gap.high))
+    one, other = arms([1], [0])
+    assert paired_difference(one, other).low < 0 < paired_difference(one, other).high
 
 
 def test_ratios_weigh_samples_by_what_was_asked():

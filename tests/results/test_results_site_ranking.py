@@ -49,6 +49,17 @@ def test_a_tier_is_of_achieved_not_nominal_kv(arms_of):
     assert placed["a"].of == placed["b"].of == 1
 
 
+@pytest.mark.parametrize("right", [[1.0], [1.0, 1.0]])
+def test_a_sample_or_two_rank_nobody_before_another(arms_of, right):
+    placed = by_name(
+        standings(arms_of({"a": (right, 400, {}), "b": ([0.0] * len(right), 400, {})}))
+    )
+    assert [placed["a"].rank, placed["b"].rank] == [1, 1]
+    gap = placed["b"].gap
+    assert gap.point == -1.0
+    assert gap.low < 0 < gap.high
+
+
 def test_ranks_are_shared_exactly_where_the_paired_interval_includes_zero(arms_of):
     rng = np.random.default_rng(5)
     ease = rng.random(60)

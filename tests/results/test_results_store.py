@@ -103,6 +103,20 @@ def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make
     assert last.resumes[0].changed == {"git": ("1", "3")}
 
 
+def test_the_time_between_the_last_heartbeat_and_a_kill_counts(store, spec, make_trial):
+    """Trials that ended in it count, so a run that was killed must not look faster."""
+    with store.open("a", spec) as run:
+        run.append_trial(make_trial("x"))
+    path = store.root / "a"
+    beat = time.time() - 40
+    rewrite(path, status=RunStatus.RUNNING, heartbeat=beat, pid=2**22 + 1, wall_s=1.0)
+    os.utime(path / "samples.jsonl", (beat + 4, beat + 4))
+    with store.open("a", spec) as run:
+        assert 5.0 <= run.info.wall_s < 5.5
+    with store.open("a", spec) as run:
+        assert 5.0 <= run.info.wall_s < 6.0
+
+
 def test_only_the_time_of_trials_counts_if_they_are_timed(store, spec, monkeypatch):
     """Starting and stopping an engine is no part of a run's speed."""
     now = [100.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -261,6 +262,17 @@ def test_curves_have_a_row_for_each_method(built):
     assert areas[1:] == [None, None], "one budget has no area"
 
 
+def test_the_number_of_groups_is_shown(tmp_path, spec, make_trial):
+    own = spec | {"method": "full", "budget": None}
+    with RunStore(tmp_path).open("full", own, expected_trials=24) as run:
+        for i in range(24):
+            run.append_trial(make_trial(f"s{i}", score=float(i % 3 > 0), cluster=f"c{i // 4}"))
+    table = one(report_tables(load_arms([tmp_path])[0])[0], "score, %", "all samples")
+    (note,) = [note for note in table.notes if "groups" in note]
+    assert note.startswith("samples come in 6 groups")
+    assert "rough" in note
+
+
 def test_rows_of_one_method_with_other_settings_are_kept_apart(tmp_path, write):
     for name, heat in (("cool", 0.0), ("hot", 0.7)):
         write(tmp_path, name, 0.5, method="rkv", budget=2048, temperature=heat, model="m")
@@ -269,6 +281,55 @@ def test_rows_of_one_method_with_other_settings_are_kept_apart(tmp_path, write):
     labels = [row.cells[0].value for row in tables[0].rows]
     assert labels == ["rkv [temperature=0.0]", "rkv [temperature=0.7]"]
     assert "no run of full" in tables[-1].notes[0]
+
+
+def test_a_row_is_compared_with_the_full_of_its_own_settings(tmp_path, write):
+    for heat, chance in ((0.0, 0.9), (1.0, 0.3)):
+        for name, about in (("full", {"budget": None, "events": 0}), ("rkv", {"budget": 2048})):
+            write(tmp_path, f"{name}-{heat}", chance, method=name, temperature=heat, **about)
+    write(tmp_path, "lonely", 0.5, method="rkv", budget=2048, temperature=2.0)
+    arms, _ = load_arms([tmp_path])
+    table = one(report_tables(arms)[0], "difference to full")
+    for heat in ("0.0", "1.0"):
+        own = (raw_scores(tmp_path, f"{name}-{heat}") for name in ("rkv", "full"))
+        expected = paired_difference(*own).point
+        assert cell(table, f"rkv [temperature={heat}]", "2048").value == pytest.approx(expected)
+    assert len(table.ranked) == 2
+    assert table.notes[0] == "no full of the same settings and samples: " + (
+        "rkv [temperature=2.0] at 2048"
+    )
+    assert "full [temperature=0.0] or full [temperature=1.0], the one of" in table.notes[1]
+    scores = one(report_tables(arms)[0], "all samples")
+    marks = [row.cells[-1].mark for row in scores.ranked if "rkv [" in row.cells[0].value]
+    assert marks == [Mark.BEST] * 3
+
+
+def test_curves_join_the_seeds_of_a_share_and_keep_other_temperatures_apart(tmp_path, write):
+    """A share is another number of tokens in each run, as sessions differ in length."""
+    for heat in (0.0, 1.0):
+        for seed in (0, 1):
+            some = {"model": "m", "temperature": heat, "seed": seed, "samples": 12}
+            write(tmp_path, f"f{heat}{seed}", 0.9, method="full", budget=None, events=0, **some)
+            for share in ("60%", "80%"):
+                name = f"{share[:2]}-{heat}{seed}"
+                write(tmp_path, name, 0.7 - heat / 2, budget=share, method="rkv", **some)
+    arms, _ = load_arms([tmp_path])
+    moved = [
+        replace(arm, summary=arm.summary.model_copy(update={"kv": _longer(arm)})) for arm in arms
+    ]
+    tables = [table for table in report_tables(moved)[0] if table.kind is Kind.CURVES]
+    curves = [table for table in tables if "accuracy over budget" in table.title]
+    assert ["temperature=0.0" in table.title for table in curves] == [True, False]
+    for table in curves:
+        (row,) = table.ranked
+        assert row.cells[1].value == 2
+        assert "12 samples" in table.notes[0]
+
+
+def _longer(arm):
+    """Sessions of the second seed are longer by a few tokens."""
+    longer = arm.summary.kv.median_logical + 10 * arm.summary.seed
+    return arm.summary.kv.model_copy(update={"median_logical": longer})
 
 
 def test_what_a_tasks_name_does_not_say_stands_under_its_table(tmp_path, write):
@@ -319,6 +380,21 @@ def test_a_summary_edited_by_hand_is_named_and_not_believed(tmp_path, write, cha
     assert words in problem.reason
     assert problem.path == tmp_path / "run"
     assert [t.rows for t in tables] == [t.rows for t in honest]
+
+
+def test_the_site_does_not_believe_an_edited_summary_either(tmp_path, write):
+    write(tmp_path / "runs", "run", 0.5, method="snapkv", budget=2048, events=0)
+    path = tmp_path / "runs" / "run" / "summary.json"
+    document = json.loads(path.read_text())
+    document["score"].update(point=0.99)
+    document["validity"].update(state="valid", reasons=[])
+    path.write_text(json.dumps(document))
+    result = call(tmp_path / "runs", "--html", tmp_path / "site")
+    assert result.exit_code == 0
+    assert "summary.json says score 0.990000, the records" in result.stderr
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "99.0%" not in page
+    assert "budget_not_applied" in page
 
 
 def call(*args, **env):

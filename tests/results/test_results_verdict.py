@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from agentbench_kv.results.gap import Gap, score_gap, size_gap, unseen_share
-from agentbench_kv.results.statistics import wilson
+from agentbench_kv.results.gap import Gap, score_gap, size_gap
+from agentbench_kv.results.statistics import unseen_share, wilson
 from agentbench_kv.results.verdict import (
     Verdict,
     gap_of_scores,

@@ -11,11 +11,12 @@ import numpy as np
 from agentbench_kv.results.arms import Arm
 from agentbench_kv.results.paired import paired_difference
 from agentbench_kv.results.resample import by_group, percentile_ends, resampled_sums
-from agentbench_kv.results.statistics import RESAMPLES, Floats
+from agentbench_kv.results.statistics import RESAMPLES, Floats, steady_ends
 from agentbench_kv.results.validity import RunState, assess
 
 __all__ = ["TIERS", "Gap", "Standing", "standings", "tier"]
 
+_CONSTANT = 1e-12
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)
 
 
@@ -185,7 +186,7 @@ class _Gaps:
         groups: dict[tuple[str, ...], list[Arm]] = {}
         for arm in arms:
             groups.setdefault(tuple(sorted(arm.scores)), []).append(arm)
-        self._columns: dict[int, tuple[int, float, Floats]] = {}
+        self._columns: dict[int, tuple[int, float, Floats, Floats]] = {}
         for number, (ids, members) in enumerate(groups.items()):
             self._add(number, ids, members)
 
@@ -196,14 +197,20 @@ class _Gaps:
         sums = resampled_sums(np.hstack([units, weights]), RESAMPLES)
         drawn = sums[:, :-1] / sums[:, -1:]
         for column, arm in enumerate(arms):
-            self._columns[id(arm)] = (number, float(means[:, column].mean()), drawn[:, column])
+            mean, own = float(means[:, column].mean()), units[:, column] / weights[:, 0]
+            self._columns[id(arm)] = (number, mean, drawn[:, column], own)
 
     def between(self, arm: Arm, leader: Arm) -> Gap:
         """Return arm minus leader."""
-        group, mean, drawn = self._columns[id(arm)]
-        other, their_mean, their_drawn = self._columns[id(leader)]
+        group, mean, drawn, own = self._columns[id(arm)]
+        other, their_mean, their_drawn, theirs = self._columns[id(leader)]
         if group == other:
-            low, high = percentile_ends(drawn - their_drawn)
+            steady = np.ptp(own - theirs) < _CONSTANT
+            low, high = (
+                steady_ends(mean - their_mean, len(own))
+                if steady
+                else percentile_ends(drawn - their_drawn)
+            )
             return Gap(mean - their_mean, low, high, len(arm.scores))
         difference = paired_difference(arm.scores, leader.scores)
         if difference is None:

@@ -22,6 +22,7 @@ LEGEND = (
     "against it includes 0"
 )
 NO_BUDGET = "no budget"
+FEW_GROUPS = 20
 
 Cells = Mapping[tuple[str, int | str | None], Cell]
 
@@ -46,7 +47,7 @@ def _tables(view: View) -> list[Table]:
     if not all(map(_wholly_triggered, some)):
         tables.append(_triggered_table(view, some))
     if any(entry.group.compressed for entry in whole):
-        tables.append(_gap_table(view, *against_full(whole)))
+        tables.append(_gap_table(view, whole, against_full(whole)))
     return tables
 
 
@@ -86,7 +87,7 @@ def _triggered_table(view: View, entries: Sequence[Entry]) -> Table:
     return _table(view, "samples with an event", Unit.SHARE, rows, _notes(entries), budgets)
 
 
-def _gap_table(view: View, full: Entry | None, gaps: Sequence[Gap]) -> Table:
+def _gap_table(view: View, entries: Sequence[Entry], gaps: Sequence[Gap]) -> Table:
     cells = {
         (gap.entry.group.label, gap.entry.group.budget): Cell(
             gap.difference.point, gap.difference.low, gap.difference.high, gap.adjusted
@@ -100,13 +101,22 @@ def _gap_table(view: View, full: Entry | None, gaps: Sequence[Gap]) -> Table:
         shared = min(gap.difference.n for gap in gaps if gap.entry.group.label == label)
         values = [cells.get((label, budget), Cell()) for budget in budgets]
         rows.append(Row((Cell(label), Cell(shared), *values)))
-    note = "no run of full: nothing to compare with"
-    if full is not None:
-        note = (
-            f"less {full.group.label}, in points, paired by sample; "
-            f"p adjusted for the {len(gaps)} comparisons of this table (Holm)"
-        )
-    return _table(view, "difference to full", Unit.POINTS, rows, [note], budgets)
+    return _table(view, "difference to full", Unit.POINTS, rows, _gap_notes(entries, gaps), budgets)
+
+
+def _gap_notes(entries: Sequence[Entry], gaps: Sequence[Gap]) -> list[str]:
+    if all(entry.group.compressed for entry in entries):
+        return ["no run of full: nothing to compare with"]
+    compared = {id(gap.entry) for gap in gaps}
+    alone = [e for e in entries if e.group.compressed and id(e) not in compared]
+    names = dict.fromkeys(f"{e.group.label} at {e.group.budget}" for e in alone)
+    notes = [f"no full of the same settings and samples: {', '.join(names)}"] * bool(names)
+    if gaps:
+        fulls = dict.fromkeys(gap.full.group.label for gap in gaps)
+        which = f"{' or '.join(fulls)}{', the one of the same settings' * (len(fulls) > 1)}"
+        adjusted = f"p adjusted for the {len(gaps)} comparisons of this table (Holm)"
+        notes.append(f"less {which}, in points, paired by sample; {adjusted}")
+    return notes
 
 
 def _measured_rows(entries: Sequence[Entry], budgets: Budgets) -> list[Row]:
@@ -154,7 +164,17 @@ def _below(view: View, run: Measured, cell: Cell) -> Row:
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
     compressed = any(entry.group.compressed for entry in entries)
-    return [note for note in (LEGEND * compressed, unshared(entries)) if note]
+    notes = (LEGEND * compressed, unshared(entries), _groups_note(entries))
+    return [note for note in notes if note]
+
+
+def _groups_note(entries: Sequence[Entry]) -> str:
+    """Say how many units the intervals really rest on, where samples are not independent."""
+    groups = [entry.scores.groups for entry in entries if entry.scores.groups]
+    if not groups:
+        return ""
+    rough = f"; with fewer than {FEW_GROUPS} the interval is rough" * (min(groups) < FEW_GROUPS)
+    return f"samples come in {min(groups)} groups, and groups are what is resampled{rough}"
 
 
 def _table(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agentbench_kv.results.arms import Cell as Place
 from agentbench_kv.results.curves import CurveSummary, Keeps, curve_summary
-from agentbench_kv.results.tables.groups import by_cell
+from agentbench_kv.results.tables.groups import apart_by_conditions, by_cell
 from agentbench_kv.results.tables.measured import Measured
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit
 from agentbench_kv.results.tables.words import heading, slug
@@ -16,15 +17,26 @@ __all__ = ["curve_tables"]
 
 def curve_tables(measured: Sequence[Measured]) -> list[Table]:
     """Return the curves of every cell with valid runs of full and of a method with a budget."""
-    tables: list[Table] = []
-    for place, runs in by_cell(run for run in measured if run.valid).items():
-        full = [run.arm for run in runs if run.arm.method == "full"]
-        arms = [run.arm for run in runs if run.arm.compressed and run.arm.budget is not None]
-        summary = curve_summary(full, arms) if full and arms else None
-        if summary is not None and summary.full > 0:
-            tables.append(_curves(place, summary))
-            tables += [_crossovers(place, summary)] if summary.crossovers else []
-    return tables
+    return [
+        table
+        for place, runs in by_cell(run for run in measured if run.valid).items()
+        for apart, same in apart_by_conditions(runs)
+        for table in _of_runs(place, same, apart)
+    ]
+
+
+def _of_runs(place: Place, runs: Sequence[Measured], apart: str) -> list[Table]:
+    full = [run.arm for run in runs if run.arm.method == "full"]
+    arms = [run.arm for run in runs if run.arm.compressed and run.arm.budget is not None]
+    summary = curve_summary(full, arms) if full and arms else None
+    if summary is None or summary.full <= 0:
+        return []
+    tables = [_curves(place, summary), *[_crossovers(place, summary)] * bool(summary.crossovers)]
+    return [_named(table, apart) for table in tables] if apart else tables
+
+
+def _named(table: Table, apart: str) -> Table:
+    return replace(table, key=slug(table.key, apart), title=f"{table.title} [{apart}]")
 
 
 def _curves(place: Place, summary: CurveSummary) -> Table:

@@ -26,6 +26,7 @@ class Gap:
     """A compressed group less full: the paired difference, and its p-value after Holm."""
 
     entry: Entry
+    full: Entry
     difference: Difference
     adjusted: float
 
@@ -60,31 +61,41 @@ def unshared(entries: Sequence[Entry]) -> str:
     return f"paired with the best on the samples both have: {', '.join(partial)}" * bool(partial)
 
 
-def against_full(entries: Sequence[Entry]) -> tuple[Entry | None, list[Gap]]:
+def against_full(entries: Sequence[Entry]) -> list[Gap]:
     """Compare every compressed entry with `full`; `full-constrained` stands in where there is none.
+
+    Only a `full` that ran under the same conditions will do: `kvbench compare` refuses others.
 
     Returns
     -------
-    full : Entry or None
-        None if there is neither.
-    gaps : list of Gap
+    list of Gap
         One family: the p-values are adjusted for their number (Holm).
     """
-    whole = [entry for entry in entries if not entry.group.compressed]
-    full = min(whole, key=lambda entry: entry.group.method != "full", default=None)
     rivals = [entry for entry in entries if entry.group.compressed]
-    if full is None:
-        return None, []
-    found = differences([(entry.scores, full.scores) for entry in rivals])
-    known = [(entry, gap) for entry, gap in zip(rivals, found, strict=True) if gap is not None]
-    adjusted = holm([gap.p_value for _, gap in known])
-    return full, [Gap(*pair, p) for pair, p in zip(known, adjusted, strict=True)]
+    pairs = [(entry, full) for entry in rivals if (full := _full_of(entry, entries)) is not None]
+    found = differences([(entry.scores, full.scores) for entry, full in pairs])
+    known = [(*pair, gap) for pair, gap in zip(pairs, found, strict=True) if gap is not None]
+    adjusted = holm([gap.p_value for *_, gap in known])
+    return [Gap(*parts, p) for parts, p in zip(known, adjusted, strict=True)]
+
+
+def _full_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+    alike = [
+        other
+        for other in entries
+        if not other.group.compressed and other.group.conditions == entry.group.conditions
+    ]
+    return min(alike, key=lambda other: other.group.method != "full", default=None)
 
 
 def _contests(entries: Sequence[Entry]) -> list[list[int]]:
-    """Return the places of the compressed entries of each budget."""
-    contests: dict[int | str | None, list[int]] = {}
+    """Return the places of the compressed entries of each budget, run under one set of conditions.
+
+    Runs of another temperature are another contest.
+    """
+    contests: dict[tuple[int | str | None, str], list[int]] = {}
     for i, entry in enumerate(entries):
         if entry.group.compressed:
-            contests.setdefault(entry.group.budget, []).append(i)
+            contest = (entry.group.budget, entry.group.conditions)
+            contests.setdefault(contest, []).append(i)
     return list(contests.values())

@@ -21,6 +21,7 @@ from agentbench_kv.results.statistics import (
     RESAMPLES,
     Floats,
     Interval,
+    steady_ends,
     wilson,
 )
 
@@ -68,6 +69,12 @@ class Scores:
         """Sum of right over sum of asked."""
         right, asked = np.sum(list(self.parts.values()), axis=0)
         return float(right / asked)
+
+    @property
+    def groups(self) -> int | None:
+        """Groups the samples fall into, which are what is resampled; None if all stand alone."""
+        number = len({self.clusters.get(name, name) for name in self.parts})
+        return number if number < len(self.parts) else None
 
     def only(self, samples: set[str]) -> Scores:
         """Return the same for some samples."""
@@ -186,7 +193,7 @@ def _constant(unit: _Units) -> bool:
 
 
 def _ends(units: Sequence[Floats]) -> list[tuple[float, float]]:
-    """Return BCa ends of the gap of each (units, 4) array; a gap that never varies has none."""
+    """Return BCa ends of the gap of each (units, 4) array; Wilson's where it never varies."""
     found: dict[int, tuple[float, float]] = {}
     for places in _by_length(units):
         stack = np.stack([units[i] for i in places], axis=-1)
@@ -209,9 +216,11 @@ def _bca(stack: Floats) -> list[tuple[float, float]]:
     point = _gap(*totals)
     drawn = np.concatenate([_gap(*sums) for sums in _resampled(stack)]).T.copy()
     left_out = _gap(*np.moveaxis(totals - stack, 1, 0))
-    steady = np.ptp(_gap(*np.moveaxis(stack, 1, 0)), axis=0) == 0.0
+    steady = np.ptp(_gap(*np.moveaxis(stack, 1, 0)), axis=0) < _CONSTANT
     return [
-        (float(point[k]),) * 2 if steady[k] else _column(point[k], drawn[k], left_out[:, k])
+        steady_ends(float(point[k]), len(stack))
+        if steady[k]
+        else _column(point[k], drawn[k], left_out[:, k])
         for k in range(stack.shape[2])
     ]
 
