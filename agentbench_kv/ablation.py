@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.runner import Progress, run_all
 from agentbench_kv.spec import RunSpec, resolve
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["AXES", "Variant", "ablate", "variants"]
 
@@ -75,7 +78,8 @@ def variants(
     settings : mapping of str to str
         Parameters all arms share.
     axes : mapping of str to values, optional
-        Parameter -> values; those of `AXES` that the method has if not given.
+        Parameter -> values; those of `AXES` that the method has if not given, and of their values
+        those that go with the budget.
 
     Raises
     ------
@@ -90,7 +94,13 @@ def variants(
     arms = {resolve(base, settings).id: Variant("", "", resolve(base, settings))}
     for name, values in chosen.items():
         for value in values:
-            spec = resolve(base, {**settings, name: str(value)})
+            try:
+                spec = resolve(base, {**settings, name: str(value)})
+            except UsageError as error:
+                if axes:
+                    raise
+                logger.info("left out %s=%s: %s", name, value, error)
+                continue
             arms.setdefault(spec.id, Variant(name, str(value), spec))
     if len(arms) < 2:
         raise UsageError("nothing to ablate: every variant is the baseline; name other values")

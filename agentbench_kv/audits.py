@@ -40,7 +40,9 @@ class AuditedFact:
 
     @property
     def held(self) -> float:
-        """Share of (layer, head, token)s that still held it at the session's end."""
+        """Share of (layer, head, token)s that held it at the session's end; 0 if never stated."""
+        if not self.tokens:
+            return 0.0
         return fmean(token.held / token.heads if token.heads else 1.0 for token in self.tokens)
 
     @property

@@ -27,7 +27,7 @@ from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.rundir import RunDir
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary, summarize
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.spec import RunSpec, check_arguments
 from agentbench_kv.trials import Stage, play_trial, sample_key
 
 Progress = Callable[[RunSpec, int, int, TrialRecord | None], None]
@@ -66,6 +66,7 @@ def build_engine(
         If a name is unknown, the pair is impossible, or the model cannot be loaded.
     """
     cls = load_engine(engine)
+    check_arguments(engine, engine_args or {})
     built = make_method(method, budget, settings)
     check_pair(engine, cls, built)
     options = EngineOptions(

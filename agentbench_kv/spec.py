@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from math import inf
 from typing import Any
 
 from agentbench_kv.engines.base import Capability
@@ -99,11 +100,15 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
     UsageError
         For anything that cannot run; nothing has been started then.
     """
-    load_engine(spec.engine)
+    check_arguments(spec.engine, spec.engine_args)
     task = load_task(spec.task)
     for name, low in (("trials", 1), ("concurrency", 1), ("max_tokens", 1)):
         if getattr(spec, name) < low:
             raise UsageError(f"{name} {getattr(spec, name)}: expected at least {low}")
+    if not 0 <= spec.temperature <= 100:
+        raise UsageError(f"temperature {spec.temperature}: expected 0 to 100")
+    if not 0 < spec.timeout_s < inf:
+        raise UsageError(f"timeout {spec.timeout_s}: expected seconds above 0")
     if spec.limit is not None and spec.limit < 1:
         raise UsageError(f"limit {spec.limit}: expected at least 1 sample")
     own = {key: value for key, value in settings.items() if key in task.parameters()}
@@ -116,6 +121,19 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
         params=method.settings(),
         task_params=task.create({**spec.task_params, **own}).settings(),
     )
+
+
+def check_arguments(engine: str, given: Mapping[str, str]) -> None:
+    """Refuse arguments for an engine that has nothing to pass them to, or is not known.
+
+    They are part of what a run is: ignored, they would make two runs of the same.
+    """
+    cls = load_engine(engine)
+    if given and not cls.takes_arguments:
+        raise UsageError(
+            f"--engine-arg {next(iter(given))}: engine {engine!r} has no command line of its own; "
+            "those of vllm and sglang take such options"
+        )
 
 
 def default_methods(engine: str) -> tuple[str, ...]:

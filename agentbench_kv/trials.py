@@ -141,7 +141,8 @@ def play_session(stage: Stage, sample: Sample, trial: int, attempt: int = 1) -> 
         outcome = _outcome(stage.task, sample, context)
     seconds = time.perf_counter() - started
     report = _close(client)
-    return Played(context, _judged(outcome, deadline, report), report, seconds)
+    judged = _counted(stage.task, sample, _judged(outcome, deadline, report))
+    return Played(context, judged, report, seconds)
 
 
 def _client(stage: Stage, session: str, seed: int) -> InProcessClient:
@@ -200,6 +201,13 @@ def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outc
     if outcome.status in _ERRORS and report.endpoint_failed:
         return replace(outcome, status=TrialStatus.INFRA_ERROR)
     return outcome
+
+
+def _counted(task: Task, sample: Sample, outcome: Outcome) -> Outcome:
+    """Give a failed trial its parts of the score, unless the task has counted them."""
+    if outcome.status is TrialStatus.SCORED or outcome.metrics:
+        return outcome
+    return replace(outcome, metrics=dict(task.nothing_right(sample)))
 
 
 def _close(client: InProcessClient) -> SessionReport:

@@ -36,6 +36,16 @@ def test_axes_the_method_lacks_are_left_out():
     assert {arm.axis for arm in arms[1:]} == {"kept_set", "keep_recent", "trigger"}
 
 
+def test_default_values_that_do_not_fit_are_left_out_and_named(caplog):
+    small = RunSpec(**{**vars(BASE), "budget": 100})
+    with caplog.at_level("INFO", "agentbench_kv"):
+        arms = variants(small, {})
+    assert "128" not in {arm.value for arm in arms if arm.axis == "keep_recent"}
+    assert "left out keep_recent=128: budget 100 is not above" in caplog.text
+    with pytest.raises(UsageError, match="budget 100 is not above"):
+        variants(small, {}, {"keep_recent": [128]})
+
+
 @pytest.mark.parametrize(
     ("axes", "message"),
     [

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentbench_kv.adapters.base import Fact
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.audits import audit_session, by_outcome, find_text
+from agentbench_kv.audits import AuditedFact, SessionAudit, audit_session, by_outcome, find_text
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import UsageError
@@ -127,3 +128,9 @@ def test_text_is_found_across_tokens():
     assert find_text(pieces, "de") == (1, 2, 3)
     assert find_text(pieces, "bcdefg") == (0, 1, 2, 3, 4)
     assert find_text(pieces, "x") == ()
+
+
+def test_a_fact_that_was_never_stated_is_not_held():
+    never = AuditedFact(Fact("tag#lopi", "act", "one_shot", False), (), [])
+    groups = by_outcome([SessionAudit("recall-1k-0", 0.0, 3, [never])])
+    assert groups["act", "one_shot", False]["held"] == 0.0

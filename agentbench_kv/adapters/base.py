@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from agentbench_kv.params import ParamSpec, param_specs, parse_settings
-from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus
 
 Message = dict[str, Any]
 ScriptedAgent = Literal["gold", "corrupt", "null"]
@@ -97,7 +97,7 @@ class Outcome:
 
     status: TrialStatus
     score: float | None = None
-    metrics: dict[str, float | int | str | None] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
     transcript: Any = None
     error: str | None = None
     facts: tuple[Fact, ...] = ()
@@ -192,6 +192,14 @@ class Task(ABC):
     @abstractmethod
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         """Return the raw assistant texts of an agent whose score is known in advance."""
+
+    def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:  # noqa: ARG002
+        """Return the metrics of a trial that failed: `x_right` 0 of all that `x_asked` counts.
+
+        A failed trial is 0 in the score, so it must be in the parts of the score, too. Empty if
+        there are none, or if what is asked depends on the agent.
+        """
+        return {}
 
     def provenance(self) -> dict[str, Any]:
         """Return data hashes and versions for the run record."""

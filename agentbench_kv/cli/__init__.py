@@ -71,6 +71,9 @@ def main() -> None:
     own_settings.apply()
     try:
         sys.exit(kvbench.main(standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except KVBenchError as error:

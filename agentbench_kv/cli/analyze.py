@@ -257,7 +257,13 @@ def audit(trace: Path | None, positions: str, as_json: bool) -> None:
     if trace is None:
         raise UsageError("audit needs a trace: add --trace FILE")
     chosen = read_positions(positions)
-    found = run_audit(Trace.load(trace).events, chosen)
+    loaded = Trace.load(trace)
+    # Without an event that saw it, a position that never was would read "still held" everywhere.
+    seen = [event.logical for event in loaded.events]
+    length = max(seen, default=0) if loaded.phases is None else len(loaded.phases)
+    if max(chosen) >= length:
+        raise UsageError(f"position {max(chosen)}: the trace knows positions 0 to {length - 1}")
+    found = run_audit(loaded.events, chosen)
     tokens = [evidence.document() for evidence in found]
     _show({"analysis": "audit", "tokens": tokens}, audit_tables(found), as_json, [trace])
 

@@ -28,7 +28,13 @@ def browser() -> None:
     help="Folder of the encoder the corpus was imported with: dense search.",
 )
 @click.option("--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True)
-@click.option("--port", type=int, default=8010, envvar="KVBENCH_PORT", show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8010,
+    envvar="KVBENCH_PORT",
+    show_default=True,
+)
 @click.option(
     "--api-key",
     envvar="KVBENCH_API_KEY",

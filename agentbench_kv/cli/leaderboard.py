@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,7 +117,9 @@ def pack(
 
     found = [RunStore(out).find(run) for run in runs]
     manifest = make(found, to, who=who, method=method, link=link, transcripts=transcripts)
-    _refuse(to, check(to))
+    if findings := check(to):
+        shutil.rmtree(to)  # it was empty before; the corrected command needs it so again
+        _refuse(to, findings)
     if as_json:
         print_json(manifest.model_dump(by_alias=True))
     else:

@@ -45,7 +45,13 @@ __all__ = ["serve"]
 @ENGINE_OPTIONS[0]
 @ENGINE_OPTIONS[1]
 @click.option("--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True)
-@click.option("--port", type=int, default=8000, envvar="KVBENCH_PORT", show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    envvar="KVBENCH_PORT",
+    show_default=True,
+)
 @click.option(
     "--api-key",
     envvar="KVBENCH_API_KEY",

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model
+from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model, visible
 from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.conformance.tracing import TokenPhases, Trace, TraceRecorder, Turn, default_turns
 from agentbench_kv.engines.base import Hints, Sampling, Source, TurnNotes
@@ -22,6 +22,8 @@ from agentbench_kv.methods.blocks import SpanMethod
 __all__ = ["check_spans", "drive_spans"]
 
 TOLERANCE = 1e-4
+PINNED = 2
+"""The turn, from 0, whose prompt must never leave; a short one, for which every budget has room."""
 
 
 def check_spans(
@@ -52,6 +54,10 @@ def check_spans(
         CheckResult("within the budget after every turn", not over, f"resident {over}"),
         CheckResult("accounting", *_accounting(trace)),
     ]
+    results += [
+        CheckResult("the pinned turn stays", *_pinned(model, trace, turns)),
+        _recovery(method, trace),
+    ]
     largest = largest_difference(model, trace, positions)
     detail = f"largest logit difference {largest:.2e} over {len(trace.logits)} positions"
     return [*results, CheckResult("masked-cache equality", largest <= tolerance, detail)]
@@ -60,7 +66,8 @@ def check_spans(
 def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[Trace, list[int]]:
     """Run one session; return its trace and the tokens in the cache after every turn.
 
-    The prompt of every turn counts as said by the user, as read from a document, in turn.
+    The prompt of every turn counts as said by the user, as read from a document, in turn; that of
+    turn `PINNED` is pinned.
     """
     recorder = TraceRecorder(["only"])
     options = EngineOptions(
@@ -82,11 +89,32 @@ def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[
 
 def _play(engine: BlockEngine, trace: Trace, turn: Turn, number: int) -> None:
     source = (Source.USER, Source.DOCUMENT)[number % 2]
-    engine.note("only", turn.prompt, TurnNotes([(len(turn.prompt), source)], Hints()))
+    hints = Hints(pinned=number == PINNED)
+    engine.note("only", turn.prompt, TurnNotes([(len(turn.prompt), source)], hints))
     engine.extend("only", turn.prompt, [TokenPhases().label(token) for token in turn.prompt])
     trace.add(turn.prompt, decoded=False)
     sampling = Sampling(max_tokens=turn.decode, temperature=1.0, seed=number)
     trace.add(list(engine.generate("only", sampling)), decoded=True)
+
+
+def _pinned(model: Any, trace: Trace, turns: Sequence[Turn]) -> tuple[bool, str]:
+    """Check that the last query sees all that was pinned."""
+    if len(turns) <= PINNED:
+        return True, "no such turn"
+    first = sum(len(turn.prompt) + turn.decode for turn in turns[:PINNED])
+    pinned = range(first, first + len(turns[PINNED].prompt))
+    config = model.config
+    seen = visible(trace, config.num_hidden_layers, config.num_key_value_heads)[:, :, -1]
+    missing = [position for position in pinned if not bool(seen[:, :, position].all())]
+    return not missing, f"gone: {missing}"
+
+
+def _recovery(method: SpanMethod, trace: Trace) -> CheckResult:
+    restores, restored = "restore_block" in method.needs, trace.stats.restored
+    if restores and not restored:
+        why = "none did in these turns; with a smaller budget and smaller blocks some do"
+        return CheckResult("blocks come back", True, why, skipped=True)
+    return CheckResult("blocks come back", restores or not restored, f"{restored} tokens")
 
 
 def _accounting(trace: Trace) -> tuple[bool, str]:

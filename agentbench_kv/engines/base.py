@@ -204,6 +204,8 @@ class Engine(ABC):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    takes_arguments: ClassVar[bool] = False
+    """Whether it passes `EngineOptions.engine_args` on to a command line of its own."""
     info: EngineInfo
     wants_notes: bool = False
     """Whether `note` is to be called before `extend`."""

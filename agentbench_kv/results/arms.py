@@ -19,9 +19,12 @@ from agentbench_kv.results.runinfo import RunInfo
 from agentbench_kv.results.summary import FILE, Summary, build
 from agentbench_kv.results.validity import triggered_samples
 
-__all__ = ["Arm", "Cell", "Problem", "load_arm", "load_arms", "run_folders"]
+__all__ = ["Arm", "Cell", "Problem", "load_arm", "load_arms", "run_folders", "set_apart"]
 
 UNCOMPRESSED = ("full", "full-constrained")
+
+
+_CONDITIONS = ("temperature", "max_tokens", "timeout_s", "dtype", "task_params")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Arm:
     def compressed(self) -> bool:
         """Whether a method with a budget ran."""
         return self.method.partition("@")[0] not in UNCOMPRESSED
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What a method does not set and scores depend on: only runs alike in it compare."""
+        return tuple(repr(self.spec.get(name)) for name in _CONDITIONS)
 
     @property
     def settings(self) -> str:
@@ -222,3 +230,20 @@ def _order(arm: Arm) -> tuple[Any, ...]:
     cell = arm.cell
     place = (cell.task, cell.model, cell.engine, arm.compressed, arm.method, arm.settings)
     return (*place, arm.tokens or 0, arm.summary.seed or 0, arm.run_id)
+
+
+def set_apart(arms: Iterable[Arm]) -> dict[int, str]:
+    """Say by `id(arm)` under which conditions a run was made that others of its cell were not.
+
+    As `temperature=1.0`, joined by commas; empty where a cell's runs are alike.
+    """
+    cells: dict[Cell, list[Arm]] = {}
+    for arm in arms:
+        cells.setdefault(arm.cell, []).append(arm)
+    return {id(arm): text for same in cells.values() for arm, text in _apart(same)}
+
+
+def _apart(arms: Sequence[Arm]) -> list[tuple[Arm, str]]:
+    values = list(zip(*(arm.conditions for arm in arms), strict=True))
+    differ = [name for name, found in zip(_CONDITIONS, values, strict=True) if len(set(found)) > 1]
+    return [(arm, ", ".join(f"{name}={arm.spec.get(name)}" for name in differ)) for arm in arms]

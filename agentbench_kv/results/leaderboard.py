@@ -38,8 +38,9 @@ __all__ = [
 ]
 
 MANIFEST = "submission.json"
-HASHED = ("samples.jsonl", "run.json")
-_KEPT = (*HASHED, SUMMARY, "turns.jsonl")
+HASHED = ("samples.jsonl", "run.json", "turns.jsonl")
+_NEEDED = ("samples.jsonl", "run.json", SUMMARY)
+_KEPT = (*HASHED, SUMMARY)
 _RECORDS = "submissions"
 _EXACT = 1e-9
 # Ends of bootstrap intervals move a little with the version of scipy.
@@ -49,7 +50,7 @@ Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\r\n]+$")
 
 
 class SubmittedRun(BaseModel):
-    """A run of a submission: its directory's name and the SHA-256 of each of `HASHED`."""
+    """A run of a submission: its directory's name and the SHA-256 of those `HASHED` it has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -236,14 +237,14 @@ def _first(error: ValidationError) -> str:
 def _check_run(path: Path, listed: SubmittedRun) -> list[Finding]:
     """Check one run; figures are compared only where the files are the ones that were promised."""
     name = listed.run_id
-    missing = [file for file in (*HASHED, SUMMARY) if not _is_plain(path / file)]
+    missing = [file for file in _NEEDED if not _is_plain(path / file)]
     if missing:
         return [Finding(name, file, "is missing or not a plain file") for file in missing]
     found, promised = _hashes(path), listed.sha256
     broken = [
-        Finding(name, file, f"sha256 is {found[file]}, {MANIFEST} says {promised.get(file)}")
+        Finding(name, file, f"sha256 is {found.get(file)}, {MANIFEST} says {promised.get(file)}")
         for file in HASHED
-        if found[file] != promised.get(file)
+        if found.get(file) != promised.get(file)
     ]
     if broken:
         return broken

@@ -183,7 +183,10 @@ class RunDir(RunReader):
             self.close()
             return
         with contextlib.suppress(KVBenchError):
-            self.close(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+            if isinstance(error, KeyboardInterrupt):
+                self.close(RunStatus.RUNNING)  # which nobody writes any more: interrupted
+            else:
+                self.close(RunStatus.FAILED, f"{type(error).__name__}: {error}")
 
     def _append(self, name: str, records: Sequence[BaseModel]) -> None:
         with self._lock:

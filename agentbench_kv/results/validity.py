@@ -194,7 +194,13 @@ def _missing(trials: Sequence[TrialRecord], expected: int | None) -> str | None:
     wanted = max(expected or 0, len(trials))
     if finished >= wanted and trials:
         return None
-    return f"{finished} of {wanted} trials finished" if wanted else "no trials"
+    if not wanted:
+        return "no trials"
+    lost = len(trials) - finished
+    again = (
+        f"; {lost} lost to infrastructure errors count 0 until the same command tries them again"
+    )
+    return f"{finished} of {wanted} trials finished{again * bool(lost)}"
 
 
 def _drifted(trials: Sequence[TrialRecord], reference: Sequence[TrialRecord]) -> str | None:

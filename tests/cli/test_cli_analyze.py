@@ -87,6 +87,14 @@ def test_what_the_documents_say():
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_position_that_never_was_is_not_still_held():
+    invoke(*CASES["timeline"], "--out", "trace.npz")
+    asked = ["analyze", "audit", "--trace", "trace.npz", "--positions", f"4,{TOKENS}"]
+    refused = str(CliRunner().invoke(kvbench, asked).exception)
+    assert f"position {TOKENS}: the trace knows positions 0 to {TOKENS - 1}" in refused
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_replay_is_a_trace_to_audit():
     replayed = json.loads(invoke(*CASES["timeline"], "--json", "--out", "trace.safetensors"))
     again = json.loads(invoke("timeline", "--trace", "trace.safetensors", "--json"))

@@ -24,6 +24,7 @@ WRONG = [
     (["--set", "gqa=median", "--budget", "64"], "expected one of mean_prob, max_prob, max_logit"),
     (["--set", "interval", "--budget", "64"], "expected key=value"),
     (["--set", "interval=0", "--budget", "64"], "expected an integer >= 1"),
+    (["--timeout", "-3", "--budget", "64"], "timeout -3.0: expected seconds above 0"),
     (["--limit", "0", "--budget", "64"], "limit 0: expected at least 1"),
     (["--trials", "-1", "--budget", "64"], "trials -1: expected at least 1"),
     (["--engine", "scripted", "--method", "agentkv", "--budget", "64"], "does not compress"),

@@ -40,6 +40,12 @@ def test_pack_validate_add(run, tmp_path):
     assert (board / "first" / "samples.jsonl").is_file()
 
 
+def test_a_refused_submission_leaves_nothing_in_the_way(run, tmp_path):
+    pack = ("leaderboard", "pack", run, "--to", tmp_path / "made", "--who", "Ann", "--method")
+    assert kvbench(*pack, "mine").returncode == 2
+    assert kvbench(*pack, "full").returncode == 0
+
+
 def test_an_edited_summary_is_one_line_and_exit_code_2(run, tmp_path):
     made = tmp_path / "made"
     kvbench("leaderboard", "pack", run, "--to", made, "--who", "Ann", "--method", "full")

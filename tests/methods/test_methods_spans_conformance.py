@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,15 +11,18 @@ import torch
 from agentbench_kv.conformance.masked_cache import reference_logits, tiny_model, visible
 from agentbench_kv.conformance.masked_reference import cache_rows
 from agentbench_kv.conformance.methods import build_method
+from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.conformance.spans import check_spans, drive_spans
 from agentbench_kv.conformance.suite import method_suite, passed
 from agentbench_kv.conformance.tracing import default_turns
+from agentbench_kv.engines.base import Hints, TurnNotes
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.contract import contract_problem
 from agentbench_kv.methods.evoke import Evoke
+from agentbench_kv.methods.evoke_session import EvokeSession
 from agentbench_kv.registry import make_method
 
 SETTINGS: list[dict[str, Any]] = [
@@ -43,7 +46,7 @@ def test_logits_equal_those_of_a_model_blind_to_what_is_away(settings: dict[str,
     method = evoke(**settings)
     results = check_spans(method, tiny_model("llama", layers=2))
     assert [result for result in results if not result.ok] == []
-    assert len(results) == 4
+    assert len(results) == 6
 
 
 def test_blocks_do_come_back_in_these_sessions() -> None:
@@ -117,6 +120,25 @@ def test_a_cache_above_its_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     )
     found = failed(evoke(recovery="discard"))
     assert "within the budget after every turn" in found
+
+
+def test_a_pin_that_is_ignored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = EvokeSession.admit
+
+    def deaf(self: Any, tokens: Any, notes: TurnNotes) -> None:
+        admit(self, tokens, replace(notes, hints=Hints()))
+
+    monkeypatch.setattr(EvokeSession, "admit", deaf)
+    assert failed(evoke()) == {"the pinned turn stays"}
+
+
+def test_blocks_that_never_come_back_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recovery() -> CheckResult:
+        return next(each for each in check_spans(evoke()) if each.name == "blocks come back")
+
+    assert not recovery().skipped
+    monkeypatch.setattr(EvokeSession, "_most_like", lambda *_: [])
+    assert recovery().skipped
 
 
 def test_the_suite_of_a_span_level_method() -> None:

@@ -113,6 +113,18 @@ def test_changed_records_break_the_hash_even_with_a_summary_that_fits(submission
     assert any("score.point" in line for line in lines(submission))
 
 
+@pytest.mark.parametrize("change", ["edit", "remove"])
+def test_turns_are_what_was_promised(runs, tmp_path, change):
+    with (runs[0].path / "turns.jsonl").open("a") as turns:
+        turns.write('{"sample_id":"s0","trial":0,"turn":0}\n')
+    folder = tmp_path / "with-turns"
+    pack(runs, folder, who="Ann", method="agentkv")
+    assert validate(folder) == []
+    (path,) = folder.glob("*/turns.jsonl")
+    path.unlink() if change == "remove" else path.write_text("")
+    assert [finding.field for finding in validate(folder)] == ["turns.jsonl"]
+
+
 def test_budget_evidence_is_recomputed(tmp_path, spec, make_trial):
     run = write(tmp_path / "runs", "over", spec, make_trial, peak=900)
     pack([run], tmp_path / "out", who="Ann", method="agentkv")

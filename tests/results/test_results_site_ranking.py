@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentbench_kv.results.arms import load_arms
+from agentbench_kv.results.arms import load_arms, set_apart
 from agentbench_kv.results.paired import paired_difference
 from agentbench_kv.results.site.ranking import standings, tier
 from agentbench_kv.results.store import RunStore
@@ -58,6 +58,14 @@ def test_a_sample_or_two_rank_nobody_before_another(arms_of, right):
     gap = placed["b"].gap
     assert gap.point == -1.0
     assert gap.low < 0 < gap.high
+
+
+def test_runs_of_another_temperature_do_not_compete(arms_of):
+    hot = {"spec": {"temperature": 1.0}}
+    arms = arms_of({"a": ([1.0] * 9, 400, {}), "b": ([0.0] * 9, 400, hot)})
+    assert {(s.rank, s.of) for s in standings(arms)} == {(1, 1)}
+    assert sorted(set_apart(arms).values()) == ["temperature=1.0", "temperature=None"]
+    assert set(set_apart(arms[:1]).values()) == {""}
 
 
 def test_ranks_are_shared_exactly_where_the_paired_interval_includes_zero(arms_of):

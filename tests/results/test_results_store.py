@@ -84,6 +84,16 @@ def test_a_clean_exit_completes_and_an_exception_fails_the_run(store, spec):
     assert (info.status, info.error) == (RunStatus.FAILED, "RuntimeError: engine fell over")
 
 
+def test_ctrl_c_is_an_interruption_and_no_failure(store, spec):
+    with pytest.raises(KeyboardInterrupt), store.open("a", spec):
+        raise KeyboardInterrupt
+    reader = RunReader(store.root / "a")
+    assert reader.interrupted
+    assert reader.info.error is None
+    with store.open("a", spec):
+        assert not reader.interrupted
+
+
 def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make_trial):
     with store.open("a", spec, {"git": "1", "gpu": None}, expected_trials=3) as run:
         run.append_trial(make_trial("x"))

@@ -109,7 +109,8 @@ def test_missing_and_unfinished_trials_make_a_run_incomplete(spec, compressed):
     assert (missing.state, missing.reasons) == ("incomplete", ["1 of 2 trials finished"])
     assert assess(spec | {"expected_trials": 2}, one).state == "incomplete"
     infra = [*one, compressed("b", status="infra_error")]
-    assert assess(spec, infra).reasons == ["1 of 2 trials finished"]
+    (reason,) = assess(spec, infra).reasons
+    assert reason.startswith("1 of 2 trials finished; 1 lost to infrastructure errors")
     failed = [*one, compressed("b", status="timeout")]
     assert assess(spec, failed, expected=2).state == "valid"
     assert assess(spec, []).reasons == ["no trials"]

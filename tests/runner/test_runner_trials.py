@@ -128,6 +128,22 @@ def test_what_breaks_a_trial_is_its_status(
     assert records["x-1"].score == 1.0
 
 
+def test_a_failed_trial_is_in_the_parts_of_the_score_too(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the task has counted what was right before it failed."""
+    monkeypatch.setattr(Task, "nothing_right", lambda *_: {"fact_right": 0, "fact_asked": 4})
+
+    def behave(sample: str, _: int, __: TrialContext) -> Outcome:
+        if sample == "x-0":
+            raise TimeoutError("too slow")
+        known = {"fact_right": 3, "fact_asked": 4}
+        return Outcome(TrialStatus.CONTEXT_LIMIT, metrics={**known} if sample == "x-1" else {})
+
+    records = play(behave, ids=("x-0", "x-1", "x-2"))
+    assert [records[f"x-{i}"].metrics["fact_right"] for i in range(3)] == [0, 3, 0]
+
+
 def test_user_errors_end_the_run_and_keep_what_is_done(
     told: Callable[..., Task], spec: SpecOf, tmp_path: Path
 ) -> None:

@@ -67,11 +67,22 @@ def test_a_resolved_spec_says_everything() -> None:
         ({"concurrency": 0}, "concurrency 0: expected at least 1"),
         ({"max_tokens": 0}, "max_tokens 0: expected at least 1"),
         ({"limit": 0}, "limit 0: expected at least 1 sample"),
+        ({"temperature": -1.0}, "temperature -1.0: expected 0 to 100"),
+        ({"temperature": float("nan")}, "temperature nan: expected 0 to 100"),
+        ({"timeout_s": -3.0}, "timeout -3.0: expected seconds above 0"),
+        ({"timeout_s": float("nan")}, "timeout nan: expected seconds above 0"),
     ],
 )
 def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(replace(BASE, **change), {})
+
+
+def test_arguments_need_an_engine_that_takes_them() -> None:
+    asked = replace(BASE, method="full", budget=None, engine_args={"dtype": "half"})
+    with pytest.raises(UsageError, match="--engine-arg dtype: engine 'embedded' has no command"):
+        resolve(asked, {})
+    assert resolve(replace(asked, engine="vllm"), {}).engine_args == {"dtype": "half"}
 
 
 def test_grid_keeps_order_and_runs_full_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -30,7 +30,7 @@ from agentbench_kv.adapters.locomo.scoring import (
     trial_metrics,
 )
 from agentbench_kv.params import param
-from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus
 
 __all__ = ["LocomoQA"]
 
@@ -102,6 +102,10 @@ class LocomoQA(Task):
                 for fact in facts(conversation, each.question, each.marks["f1"] or 0.0)
             ),
         )
+
+    def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
+        """Count every question as not answered."""
+        return trial_metrics(self._asked(sample)[1], [])
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         """Return the gold answers, or an answer that is wrong (corrupt) or none (null)."""

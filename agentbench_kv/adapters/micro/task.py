@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from agentbench_kv.adapters.micro.generate import generate
 from agentbench_kv.adapters.micro.profiles import PROFILES, TEST_SEEDS, held_out_seed
 from agentbench_kv.adapters.micro.score import Score, Tally, score
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus
 
 DEFAULT_SAMPLES = 50
 SEED_STRIDE = 1_000_000
@@ -67,6 +68,13 @@ class RecallTask(Task):
             transcript=messages,
             facts=result.facts,
         )
+
+    def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
+        """Count every message and every fact of the episode as missed."""
+        environment = Environment(self._episode(sample))
+        while not environment.done:
+            environment.abandon()
+        return _metrics(score(environment))
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         """Return what the gold, corrupt (last call wrong) or null agent says."""

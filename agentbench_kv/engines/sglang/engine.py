@@ -30,6 +30,7 @@ class SglangEngine(ServingEngine):
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.COMPRESS, Capability.EVICT_SPANS, Capability.FORK}
     )
+    takes_arguments: ClassVar[bool] = True
 
     _wire: SglangWire
 

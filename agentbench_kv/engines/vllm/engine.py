@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from agentbench_kv.engines.embedded.model import check_dtype, model_path
 from agentbench_kv.engines.options import EngineOptions
@@ -21,6 +21,8 @@ class VllmEngine(ServingEngine):
     `full` is vLLM as shipped: prefix caching and async scheduling on, no plug-in. Every other
     method, `full-constrained` among them, runs with the plug-in and both off.
     """
+
+    takes_arguments: ClassVar[bool] = True
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:

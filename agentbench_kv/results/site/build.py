@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Arm, Problem
+from agentbench_kv.results.arms import Arm, Problem, set_apart
 from agentbench_kv.results.leaderboard import submissions
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.pages import CHARTS, Pages
@@ -55,7 +55,8 @@ def build_site(arms: Sequence[Arm], problems: Sequence[Problem], folder: Path) -
     stems: set[str] = set()
     addresses = {id(arm): f"runs/{file_stem(arm.run_id, stems)}.html" for arm in arms}
     # A label asks the method's registry for its defaults: once a run is enough.
-    labels = {id(arm): visible(arm.label, 120) for arm in arms}
+    apart = {which: f" [{text}]" * bool(text) for which, text in set_apart(arms).items()}
+    labels = {id(arm): visible(f"{arm.label}{apart[id(arm)]}", 160) for arm in arms}
     table = rows(placed, addresses, labels)
     tasks = _task_pages(table)
     built = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -75,7 +75,7 @@ def tier(kept: float) -> int:
 
 
 def standings(arms: Iterable[Arm]) -> list[Standing]:
-    """Rank runs; only those of one cell, one set of prompts and one tier compete.
+    """Rank runs; only those of one cell, its conditions, one set of prompts and one tier compete.
 
     The run with the best score leads; those whose paired interval against it includes 0 share its
     rank. The best of those left leads the next group, and so on.
@@ -87,7 +87,7 @@ def standings(arms: Iterable[Arm]) -> list[Standing]:
     """
     cells: dict[object, list[Arm]] = {}
     for arm in arms:
-        cells.setdefault(arm.cell, []).append(arm)
+        cells.setdefault((arm.cell, arm.conditions), []).append(arm)
     placed = [standing for cell in cells.values() for standing in _in_cell(cell)]
     return [s for s in placed if s.ranked] + [s for s in placed if not s.ranked]
 

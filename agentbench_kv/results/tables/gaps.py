@@ -93,7 +93,7 @@ def _contests(entries: Sequence[Entry]) -> list[list[int]]:
 
     Runs of another temperature are another contest.
     """
-    contests: dict[tuple[int | str | None, str], list[int]] = {}
+    contests: dict[tuple[int | str | None, tuple[str, ...]], list[int]] = {}
     for i, entry in enumerate(entries):
         if entry.group.compressed:
             contest = (entry.group.budget, entry.group.conditions)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from agentbench_kv.budget import Budget
-from agentbench_kv.results.arms import Cell
+from agentbench_kv.results.arms import Cell, set_apart
 from agentbench_kv.results.tables.measured import SCORE, Measured
 from agentbench_kv.results.tables.pairing import Scores
 
@@ -17,7 +17,6 @@ __all__ = [
     "apart_by_conditions",
     "budget_order",
     "by_cell",
-    "conditions_of",
     "grouped",
     "is_null",
     "variants",
@@ -25,8 +24,6 @@ __all__ = [
 
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", "budget"})
 """What runs of the same row may differ in; the budget is the column."""
-
-_CONDITIONS = ("temperature", "max_tokens", "timeout_s", "dtype", "task_params")
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,9 @@ class Group:
         return self.runs[0].arm.method.partition("@")[0]
 
     @property
-    def conditions(self) -> str:
-        """What a method does not set and scores depend on: only groups alike in it compare."""
-        return conditions_of(self.runs[0])
+    def conditions(self) -> tuple[str, ...]:
+        """See `Arm.conditions`."""
+        return self.runs[0].arm.conditions
 
     @cached_property
     def triggered(self) -> set[str]:
@@ -83,22 +80,13 @@ class Group:
         return Scores.of_trials(trials, _clusters(found))
 
 
-def conditions_of(run: Measured) -> str:
-    """Return a run's `Group.conditions`."""
-    return repr([run.arm.spec.get(name) for name in _CONDITIONS])
-
-
 def apart_by_conditions(runs: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
     """Sort a cell's runs by their conditions, named by what sets each set apart from others."""
-    sets: dict[str, list[Measured]] = {}
+    names = set_apart(run.arm for run in runs)
+    sets: dict[tuple[str, ...], list[Measured]] = {}
     for run in runs:
-        sets.setdefault(conditions_of(run), []).append(run)
-    firsts = [same[0].arm.spec for same in sets.values()]
-    differ = [name for name in _CONDITIONS if len({repr(spec.get(name)) for spec in firsts}) > 1]
-    return [
-        (", ".join(f"{name}={same[0].arm.spec.get(name)}" for name in differ), same)
-        for same in sets.values()
-    ]
+        sets.setdefault(run.arm.conditions, []).append(run)
+    return [(names[id(same[0].arm)], same) for same in sets.values()]
 
 
 def by_cell(measured: Iterable[Measured]) -> dict[Cell, list[Measured]]:

@@ -6,6 +6,7 @@ from agentbench_kv.adapters.micro.environment import Environment
 from agentbench_kv.adapters.micro.generate import generate
 from agentbench_kv.adapters.micro.profiles import PROFILES
 from agentbench_kv.adapters.micro.score import score
+from agentbench_kv.adapters.micro.task import Recall1k, Recall5k
 
 
 def play(episode, alter=lambda call: (call.name, call.arguments)):
@@ -28,6 +29,18 @@ def test_gold_agent_succeeds(name):
         assert result.success
         assert set(result.by_source) == {"think", "act", "tool", "others"}
         assert all(right == asked > 0 for right, asked in result.by_source.values())
+
+
+@pytest.mark.parametrize("task", [Recall1k(), Recall5k()], ids=lambda task: task.profile)
+def test_a_trial_that_fails_was_asked_as_much_as_any_other(task):
+    for sample in task.samples(5, seed=0):
+        lost = task.nothing_right(sample)
+        judged = score(play(task._episode(sample)))
+        assert lost["messages_asked"] == judged.messages[1]
+        for name, (_, asked) in {**judged.by_source, **judged.by_kind}.items():
+            if name in {"derived", "local"}:
+                continue
+            assert (lost[f"{name}_right"], lost[f"{name}_asked"]) == (0, asked)
 
 
 def test_a_wrong_argument_fails_the_episode_but_not_the_world():
