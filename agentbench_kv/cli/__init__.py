@@ -60,8 +60,8 @@ class LazyGroup(click.Group):
 def kvbench() -> None:
     """Measure KV-cache methods on LLM agents, with the proof that the budget was applied.
 
-    Exit codes: 0 done, 1 failed, 2 the request or the set-up is wrong; compare: 3 regression,
-    4 inconclusive.
+    Exit codes: 0 done, 1 failed, 2 the request or the set-up is wrong, 130 interrupted; compare: 3
+    regression, 4 inconclusive.
     """
 
 

@@ -15,12 +15,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.paired import mcnemar_p, permutation_p
-from agentbench_kv.results.resample import by_group, percentile_ends, resampled_sums
-from agentbench_kv.results.statistics import RESAMPLES, Floats, steady_ends
+from agentbench_kv.results.resample import by_group, change_ends, percentile_ends, resampled_sums
+from agentbench_kv.results.statistics import LEVEL, RESAMPLES, Floats
 
 __all__ = ["Gap", "score_gap", "size_gap"]
 
-_PSEUDO = 0.5**0.5
 _LOWER = 0.9
 _CONSTANT = 1e-12
 
@@ -95,7 +94,7 @@ def score_gap(
     units, groups = by_group(ids, np.hstack([cand, base]), clusters)
     changes = units[:, 0] / units[:, 1] - units[:, 2] / units[:, 3]
     exact = binary and groups is None
-    low, high, low90 = _score_ends(units, changes, resamples)
+    (low, high), (low90, _) = change_ends(units, resamples, (LEVEL, _LOWER))
     mine, theirs = _ratios(units.sum(0))
     return Gap(
         base=float(theirs),
@@ -156,17 +155,6 @@ def size_gap(
         spread=_deviation(share),
         bounded=False,
     )
-
-
-def _score_ends(units: Floats, changes: Floats, resamples: int) -> tuple[float, float, float]:
-    if np.ptp(changes) < _CONSTANT:
-        change, number = float(changes[0]), len(units)
-        return *steady_ends(change, number), steady_ends(change, number, _LOWER)[0]
-    weight = float(units[:, [1, 3]].mean())
-    half = _PSEUDO * float(np.abs(changes).max()) * weight
-    pseudo = [[change, weight, 0.0, weight] for change in (half, -half)]
-    mine, theirs = _ratios(resampled_sums(np.vstack([units, pseudo]), resamples).T)
-    return _ends(np.clip(mine - theirs, -1.0, 1.0))
 
 
 def _ends(drawn: Floats) -> tuple[float, float, float]:

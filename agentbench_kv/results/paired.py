@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from scipy.stats import DegenerateDataWarning, bootstrap, permutation_test
+from scipy.stats import permutation_test
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from agentbench_kv.results.resample import by_group
+from agentbench_kv.results.resample import by_group, change_ends
 from agentbench_kv.results.statistics import (
     ANALYSIS_SEED,
-    LEVEL,
     RESAMPLES,
     Floats,
-    steady_ends,
 )
 
 __all__ = [
@@ -30,8 +27,6 @@ __all__ = [
     "paired_ratio_difference",
     "permutation_p",
 ]
-
-_CONSTANT = 1e-12
 
 
 class Difference(BaseModel):
@@ -87,7 +82,7 @@ def paired_difference(
     units, groups = by_group(ids, means, clusters)
     first, second, size = units.T
     binary = groups is None and is_binary(a, b, ids)
-    low, high = _ends(first, size, second, size, resamples)
+    ((low, high),) = change_ends(np.column_stack([first, size, second, size]), resamples)
     return Difference(
         point=float(_gap(first, size, second, size)),
         low=low,
@@ -119,7 +114,7 @@ def paired_ratio_difference(
     right, asked, other, of = (
         np.array([arm[name][i] for name in ids], np.float64) for arm in (a, b) for i in (0, 1)
     )
-    low, high = _ends(right, asked, other, of, resamples)
+    ((low, high),) = change_ends(np.column_stack([right, asked, other, of]), resamples)
     return Difference(
         point=float(_gap(right, asked, other, of)),
         low=low,
@@ -165,28 +160,5 @@ def permutation_p(differences: Floats, resamples: int = RESAMPLES) -> float:
     return float(result.pvalue)
 
 
-def _gap(a: Floats, a_of: Floats, b: Floats, b_of: Floats, axis: int = -1) -> Any:
-    return a.sum(axis) / a_of.sum(axis) - b.sum(axis) / b_of.sum(axis)
-
-
-def _ends(a: Floats, a_of: Floats, b: Floats, b_of: Floats, resamples: int) -> tuple[float, float]:
-    """Bootstrap interval of the gap; Wilson's bound where it is the same in every unit."""
-    if np.ptp(a / a_of - b / b_of) < _CONSTANT:
-        return steady_ends(float(_gap(a, a_of, b, b_of)), len(a))
-    for method in ("BCa", "percentile"):
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore", DegenerateDataWarning)
-            result = bootstrap(
-                (a, a_of, b, b_of),
-                _gap,
-                paired=True,
-                vectorized=True,
-                method=method,
-                confidence_level=LEVEL,
-                n_resamples=resamples,
-                rng=np.random.default_rng(ANALYSIS_SEED),
-            )
-        low, high = (float(end) for end in result.confidence_interval)
-        if np.isfinite(low) and np.isfinite(high):
-            break
-    return low, high
+def _gap(a: Floats, a_of: Floats, b: Floats, b_of: Floats) -> Any:
+    return a.sum() / a_of.sum() - b.sum() / b_of.sum()

@@ -10,7 +10,12 @@ import numpy as np
 
 from agentbench_kv.results.arms import Arm
 from agentbench_kv.results.paired import paired_difference
-from agentbench_kv.results.resample import by_group, percentile_ends, resampled_sums
+from agentbench_kv.results.resample import (
+    by_group,
+    percentile_ends,
+    resampled_sums,
+    unseen_change,
+)
 from agentbench_kv.results.statistics import RESAMPLES, Floats, steady_ends
 from agentbench_kv.results.validity import RunState, assess
 
@@ -187,6 +192,7 @@ class _Gaps:
         for arm in arms:
             groups.setdefault(tuple(sorted(arm.scores)), []).append(arm)
         self._columns: dict[int, tuple[int, float, Floats, Floats]] = {}
+        self._unseen: dict[int, Floats] = {}
         for number, (ids, members) in enumerate(groups.items()):
             self._add(number, ids, members)
 
@@ -194,8 +200,13 @@ class _Gaps:
         means = np.array([[np.mean(arm.scores[name]) for arm in arms] for name in ids])
         units, _ = by_group(ids, means, arms[0].clusters)
         weights, _ = by_group(ids, np.ones((len(ids), 1)), arms[0].clusters)
-        sums = resampled_sums(np.hstack([units, weights]), RESAMPLES)
-        drawn = sums[:, :-1] / sums[:, -1:]
+        known = np.hstack([units, weights, np.zeros_like(weights)])
+        # Two units that were not seen, which change by +1 and -1 times what the pair tells.
+        size = weights.mean()
+        more = [[*np.zeros(len(arms)), size, sign * size] for sign in (1.0, -1.0)]
+        sums = resampled_sums(np.vstack([known, more]), RESAMPLES)
+        drawn = sums[:, :-2] / sums[:, -2:-1]
+        self._unseen[number] = sums[:, -1] / sums[:, -2]
         for column, arm in enumerate(arms):
             mean, own = float(means[:, column].mean()), units[:, column] / weights[:, 0]
             self._columns[id(arm)] = (number, mean, drawn[:, column], own)
@@ -205,12 +216,12 @@ class _Gaps:
         group, mean, drawn, own = self._columns[id(arm)]
         other, their_mean, their_drawn, theirs = self._columns[id(leader)]
         if group == other:
-            steady = np.ptp(own - theirs) < _CONSTANT
-            low, high = (
-                steady_ends(mean - their_mean, len(own))
-                if steady
-                else percentile_ends(drawn - their_drawn)
-            )
+            changes = own - theirs
+            if np.ptp(changes) < _CONSTANT:
+                low, high = steady_ends(mean - their_mean, len(own))
+            else:
+                unseen = self._unseen[group] * unseen_change(changes)
+                low, high = percentile_ends(np.clip(drawn - their_drawn + unseen, -1.0, 1.0))
             return Gap(mean - their_mean, low, high, len(arm.scores))
         difference = paired_difference(arm.scores, leader.scores)
         if difference is None:

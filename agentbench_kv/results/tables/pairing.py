@@ -6,7 +6,7 @@ with a matrix product gives the same ends as one call of `paired_difference` eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from agentbench_kv.results.paired import Difference, mcnemar_p
-from agentbench_kv.results.resample import by_group
+from agentbench_kv.results.resample import by_group, percentile_ends, resampled_sums, unseen_change
 from agentbench_kv.results.statistics import (
     ANALYSIS_SEED,
     LEVEL,
@@ -29,6 +29,7 @@ __all__ = ["Scores", "Span", "differences", "intervals", "spans"]
 
 # Drawn indices held at once: with the counts made of them about 60 MB.
 _BATCH_ITEMS = 2_000_000
+_STACK = 256
 _CONSTANT = 1e-12
 
 
@@ -124,7 +125,7 @@ def differences(pairs: Sequence[tuple[Scores, Scores]]) -> list[Difference | Non
     """
     both = [_together(a, b) for a, b in pairs]
     units = [unit for unit in both if unit is not None]
-    ends, p_values = _ends([unit.sums for unit in units]), _p_values(units)
+    ends, p_values = _change_ends([unit.sums for unit in units]), _p_values(units)
     found = iter(map(_difference, units, ends, p_values))
     return [None if unit is None else next(found) for unit in both]
 
@@ -135,7 +136,7 @@ def spans(pairs: Sequence[tuple[Scores, Scores]]) -> list[Span | None]:
     units = [unit for unit in both if unit is not None]
     found = iter(
         Span(float(_gap(*unit.sums.sum(0))), *ends, unit.n)
-        for unit, ends in zip(units, _ends([unit.sums for unit in units]), strict=True)
+        for unit, ends in zip(units, _change_ends([unit.sums for unit in units]), strict=True)
     )
     return [None if unit is None else next(found) for unit in both]
 
@@ -193,13 +194,24 @@ def _constant(unit: _Units) -> bool:
 
 
 def _ends(units: Sequence[Floats]) -> list[tuple[float, float]]:
-    """Return BCa ends of the gap of each (units, 4) array; Wilson's where it never varies."""
+    """Return BCa ends of the level of each (units, 4) array, whose other side is 0."""
+    return _in_stacks(units, _bca)
+
+
+def _change_ends(units: Sequence[Floats]) -> list[tuple[float, float]]:
+    """Return what `resample.change_ends` gives for each (units, 4) array."""
+    return _in_stacks(units, _changes)
+
+
+def _in_stacks(
+    units: Sequence[Floats], ends_of: Callable[[Floats], list[tuple[float, float]]]
+) -> list[tuple[float, float]]:
+    """Draw once for all arrays of the same length, some hundred at a time."""
     found: dict[int, tuple[float, float]] = {}
     for places in _by_length(units):
         stack = np.stack([units[i] for i in places], axis=-1)
         with np.errstate(all="ignore"):
-            ends = _bca(stack)
-        found |= dict(zip(places, ends, strict=True))
+            found |= dict(zip(places, ends_of(stack), strict=True))
     return [found[i] for i in range(len(units))]
 
 
@@ -207,7 +219,8 @@ def _by_length(arrays: Sequence[Floats]) -> Iterator[list[int]]:
     places: dict[int, list[int]] = {}
     for i, array in enumerate(arrays):
         places.setdefault(len(array), []).append(i)
-    yield from places.values()
+    for same in places.values():
+        yield from (same[at : at + _STACK] for at in range(0, len(same), _STACK))
 
 
 def _bca(stack: Floats) -> list[tuple[float, float]]:
@@ -216,11 +229,21 @@ def _bca(stack: Floats) -> list[tuple[float, float]]:
     point = _gap(*totals)
     drawn = np.concatenate([_gap(*sums) for sums in _resampled(stack)]).T.copy()
     left_out = _gap(*np.moveaxis(totals - stack, 1, 0))
-    steady = np.ptp(_gap(*np.moveaxis(stack, 1, 0)), axis=0) < _CONSTANT
+    return [_column(point[k], drawn[k], left_out[:, k]) for k in range(stack.shape[2])]
+
+
+def _changes(stack: Floats) -> list[tuple[float, float]]:
+    """Return the ends for each column of a (units, 4, columns) array."""
+    changes = _gap(*np.moveaxis(stack, 1, 0))
+    weights = stack[:, [1, 3]].mean((0, 1))
+    half, nothing = unseen_change(changes) * weights, np.zeros_like(weights)
+    more = [np.stack([change, weights, nothing, weights]) for change in (half, -half)]
+    flat = np.concatenate([stack, np.stack(more)]).reshape(len(stack) + 2, -1)
+    sums = resampled_sums(flat, RESAMPLES).reshape(RESAMPLES, 4, -1)
+    drawn = np.clip(_gap(*np.moveaxis(sums, 1, 0)), -1.0, 1.0)
+    steady = np.ptp(changes, axis=0) < _CONSTANT
     return [
-        steady_ends(float(point[k]), len(stack))
-        if steady[k]
-        else _column(point[k], drawn[k], left_out[:, k])
+        steady_ends(float(changes[0, k]), len(stack)) if steady[k] else percentile_ends(drawn[:, k])
         for k in range(stack.shape[2])
     ]
 
