@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from agentbench_kv.cli.options import address_options
+
 __all__ = ["browser"]
 
 
@@ -27,14 +29,7 @@ def browser() -> None:
     envvar="KVBENCH_ENCODER",
     help="Folder of the encoder the corpus was imported with: dense search.",
 )
-@click.option("--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8010,
-    envvar="KVBENCH_PORT",
-    show_default=True,
-)
+@address_options(port=8010)
 @click.option(
     "--api-key",
     envvar="KVBENCH_API_KEY",

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import click
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def address_options(port: int) -> Callable[[_F], _F]:
+    """Add `--host` and `--port` to a command that listens, by default on the loopback only."""
+    host_option = click.option(
+        "--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True
+    )
+    port_option = click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=port,
+        envvar="KVBENCH_PORT",
+        show_default=True,
+    )
+    return lambda command: host_option(port_option(command))
 
 
 def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from agentbench_kv.cli.options import parse_budget, parse_settings
+from agentbench_kv.cli.options import address_options, parse_budget, parse_settings
 from agentbench_kv.cli.spec_options import ENGINE_OPTIONS
 
 __all__ = ["serve"]
@@ -44,14 +44,7 @@ __all__ = ["serve"]
 @click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True)
 @ENGINE_OPTIONS[0]
 @ENGINE_OPTIONS[1]
-@click.option("--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    envvar="KVBENCH_PORT",
-    show_default=True,
-)
+@address_options(port=8000)
 @click.option(
     "--api-key",
     envvar="KVBENCH_API_KEY",

@@ -68,3 +68,11 @@ def test_read_only_output(kvbench: Callable[..., Any]) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "/proc/nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["serve"], ["browser", "serve"]], ids=" ".join)
+def test_a_port_there_is_not_is_refused(command: list[str], kvbench: Callable[..., Any]) -> None:
+    done = kvbench(*command, "--port", "99999")
+    assert done.returncode == 2
+    assert "99999 is not in the range" in done.stderr
+    assert "0<=x<=65535" in kvbench(*command, "--help").stdout
