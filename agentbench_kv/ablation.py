@@ -18,7 +18,7 @@ from agentbench_kv.results.paired import (
     paired_ratio_difference,
 )
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.statistics import Interval
+from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.runner import Progress, run_all

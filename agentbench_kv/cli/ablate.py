@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ def ablate(
 
 def _plain(arm: Variant) -> dict[str, Any]:
     difference = arm.difference.model_dump() if arm.difference else None
-    level = arm.level.model_dump() if arm.level else None
+    level = asdict(arm.level) if arm.level else None
     return {
         "axis": arm.axis,
         "value": arm.value,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Table
 
 from agentbench_kv.results.records import TrialRecord, TurnRecord
-from agentbench_kv.results.statistics import Interval
+from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.results.terminal import console, failures, new_table, number, plain, share
 

@@ -1,4 +1,7 @@
-"""`summary.json`: a run's figures, derived from its records alone and rebuildable at any time."""
+"""A run's figures, derived from its records alone.
+
+`summary.json` holds them for people and other programs: it is output, and nothing here reads it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.files import Lines, write_atomic
-from agentbench_kv.results.passk import pass_powers
 from agentbench_kv.results.reader import RunReader, latest_trials
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.runinfo import RunInfo, RunStatus
-from agentbench_kv.results.statistics import Interval, interval, ratio_interval
+from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.validity import Validity, assess, triggered_samples
 
 __all__ = ["KVSummary", "SubScore", "Summary", "build", "summarize"]
@@ -80,7 +82,7 @@ class Summary(_Derived):
     sub_scores : dict
         One per metric pair `x_right`, `x_asked`.
     pass_k : dict
-        `pass^1` to `pass^K` of a run that tried every sample K times, see `passk.pass_powers`.
+        `pass^1` to `pass^K` of a run that tried every sample K times, see `stats.pass_levels`.
     kv : KVSummary or None
         None if no trial reached the engine.
     tokens_per_s : float or None
@@ -155,7 +157,11 @@ def build(run: RunReader) -> Summary:
     UsageError
         If the directory is not a run.
     """
-    info, lines = run.info, run.trial_lines()
+    return derive(run.info, run.trial_lines())
+
+
+def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
+    """Derive the summary of what `run.json` and `samples.jsonl` hold."""
     trials = sorted(latest_trials(lines.records), key=lambda record: record.key)
     failures = Counter(record.status for record in trials if record.score is None)
     triggered = triggered_samples(trials)
@@ -168,7 +174,7 @@ def build(run: RunReader) -> Summary:
         score_triggered=_score(record for record in trials if record.sample_id in triggered),
         score_completed=_score(record for record in trials if record.score is not None),
         sub_scores=_sub_scores(trials),
-        pass_k=pass_powers(*_by_sample(trials)),
+        pass_k=pass_levels(*_by_sample(trials)),
         kv=kv,
         wall_s=info.wall_s,
         tokens_per_s=kv.decode_tokens / info.wall_s if kv and info.wall_s > 0 else None,
@@ -202,7 +208,7 @@ def _identity(info: RunInfo) -> dict[str, Any]:
 
 def _score(trials: Iterable[TrialRecord]) -> Interval | None:
     scores, clusters = _by_sample(trials)
-    return interval(scores, clusters) if scores else None
+    return level(Scores.of_trials(scores, clusters)) if scores else None
 
 
 def _by_sample(trials: Iterable[TrialRecord]) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -228,19 +234,18 @@ def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
 
 
 def _sub_score(trials: Sequence[TrialRecord], name: str) -> SubScore | None:
-    right: dict[str, float] = {}
-    asked: dict[str, float] = {}
-    clusters = {r.sample_id: r.cluster for r in trials if r.cluster is not None}
+    counts: dict[str, tuple[float, float]] = {}
+    groups = {r.sample_id: r.cluster for r in trials if r.cluster is not None}
     for record in trials:
-        sample = record.sample_id
         pair = (record.metrics.get(f"{name}_right"), record.metrics.get(f"{name}_asked"))
         if isinstance(pair[0], int | float) and isinstance(pair[1], int | float):
-            right[sample] = right.get(sample, 0) + pair[0]
-            asked[sample] = asked.get(sample, 0) + pair[1]
-    ends = ratio_interval(right, asked, clusters)
-    if ends is None:
+            old = counts.get(record.sample_id, (0.0, 0.0))
+            counts[record.sample_id] = (old[0] + pair[0], old[1] + pair[1])
+    scores = Scores.of_counts(counts, groups)
+    if not scores.parts:
         return None
-    return SubScore(right=sum(right.values()), asked=sum(asked.values()), interval=ends)
+    right, asked = (sum(part) for part in zip(*scores.parts.values(), strict=True))
+    return SubScore(right=right, asked=asked, interval=level(scores))
 
 
 def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:

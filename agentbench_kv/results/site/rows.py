@@ -10,7 +10,7 @@ from agentbench_kv.results.arms import Arm, Cell
 from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
 from agentbench_kv.results.site.ranking import TIERS, Standing
 from agentbench_kv.results.site.text import visible
-from agentbench_kv.results.statistics import Interval
+from agentbench_kv.results.stats import Interval
 
 __all__ = ["Row", "chart_cell", "matching", "rows", "tier_name"]
 

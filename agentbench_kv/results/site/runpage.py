@@ -20,7 +20,7 @@ from agentbench_kv.results.site.timeline import (
     timeline,
 )
 from agentbench_kv.results.site.transcripts import transcripts
-from agentbench_kv.results.statistics import Interval
+from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.summary import Summary
 
 __all__ = ["Figure", "context"]
