@@ -17,7 +17,6 @@ from agentbench_kv.results.stats import Floats, Scores, draws, ends
 
 KEEP = 0.95
 RESAMPLES = 4000
-_BEYOND = (0.25, 0.5, 0.75)  # shares of sessions that fit, at which a curve goes on to full's
 
 
 @dataclass(frozen=True)
@@ -132,14 +131,14 @@ class _Drawn:
     Attributes
     ----------
     heights : (1 + resamples, budgets) array
-    beyond : dict of float to (1 + resamples,) array
-        What is known of larger budgets.
+    ample : dict of float to (1 + resamples,) array
+        What full scores, at budgets so large that nothing is evicted.
     """
 
     label: str
     budgets: list[int]
     heights: Floats
-    beyond: Mapping[float, Floats]
+    ample: Mapping[float, Floats]
 
 
 def curve_summary(
@@ -225,23 +224,15 @@ def _columns(label: str, points: Sequence[Point], ids: Sequence[str]) -> dict[in
 def _drawn(
     label: str, columns: dict[int, Floats], whole: Floats, lengths: Floats, resample: _Resample
 ) -> _Drawn:
-    """Draw a curve and, past its last budget, what it is at least: a session that fits is full's.
-
-    At the longest session's length all fit.
-    """
+    """Draw a curve, and full's score for the budgets that hold the longest session."""
     budgets = list(columns)
     heights = np.stack([resample(column) for column in columns.values()], axis=-1)
     known = lengths[np.isfinite(lengths)]
     if not len(known):
         return _Drawn(label, budgets, heights, {})
-    last, longest = budgets[-1], float(known.max())
-    beyond = {
-        tokens: resample(np.where(lengths <= tokens, whole, columns[last]))
-        for tokens in sorted(map(float, np.quantile(known, _BEYOND)))
-        if last < tokens < longest
-    }
+    longest = float(known.max())
     ample = [float(budget) for budget in budgets if budget >= longest] or [longest]
-    return _Drawn(label, budgets, heights, beyond | dict.fromkeys(ample, resample(whole)))
+    return _Drawn(label, budgets, heights, dict.fromkeys(ample, resample(whole)))
 
 
 def _curve(drawn: _Drawn, full: Floats, share: float, samples: int) -> Curve:
@@ -266,7 +257,7 @@ def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
     every: dict[float, Floats] = {
         float(budget): drawn.heights[:, i] for i, budget in enumerate(drawn.budgets)
     }
-    every |= drawn.beyond
+    every |= drawn.ample
     x = np.log2(np.array(list(every), dtype=np.float64))
     heights = rising(np.stack(list(every.values()), axis=-1))
     # A hair of slack: a curve that touches the line must not fail it by rounding.
