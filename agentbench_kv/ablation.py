@@ -32,6 +32,9 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 """Parameters that are varied if nothing else is asked for (AgentKV, tables 3 and 4, and what its
 paper leaves open)."""
 
+_IDLE = ("kept_set", "keep_recent")
+"""What changes nothing about a method that ranks by position."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -70,19 +73,21 @@ def variants(
     settings : mapping of str to str
         Parameters all arms share.
     axes : mapping of str to values, optional
-        Parameter -> values; those of `AXES` that the method has if not given, and of their values
-        those that go with the budget.
+        Parameter -> values; those of `AXES` that make a difference to the method if not given, and
+        of their values those that go with the budget.
 
     Raises
     ------
     UsageError
         For a parameter or a value the method does not take.
     """
-    known = load_method(base.method.partition("@")[0]).parameters()
+    method = load_method(base.method.partition("@")[0])
+    known = method.parameters()
     for name in axes or ():
         if name not in known:
             raise unknown_name(f"{base.method} parameter", name, known)
-    chosen = axes or {name: values for name, values in AXES.items() if name in known}
+    idle = _IDLE if method.by_position else ()
+    chosen = axes or {n: values for n, values in AXES.items() if n in known and n not in idle}
     arms = {resolve(base, settings).id: Variant("", "", resolve(base, settings))}
     for name, values in chosen.items():
         for value in values:

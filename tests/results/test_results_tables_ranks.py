@@ -1,4 +1,4 @@
-"""Stars and differences that nobody gets undeservedly, and one figure for one question everywhere."""
+"""Stars and differences that nobody gets undeservedly; one question has one answer everywhere."""
 
 from __future__ import annotations
 
