@@ -154,7 +154,14 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     asked = asked_once(groups, metric)
     scored = [(group, group.scores(metric, asked)) for group in groups]
     known = [(group, scores) for group, scores in scored if scores is not None]
-    sets = _sample_sets([(group.label, frozenset(scores.parts)) for group, scores in known])
+    played = [(group.label, frozenset(own.parts)) for group, own in known]
+    played += [
+        (group.label, frozenset(own.parts.keys() & run.trials.scores.keys()))
+        for group, own in known
+        for run in group.runs
+        if len(group.runs) > 1
+    ]
+    sets = _sample_sets(played)
     placed = [
         tuple(
             _entry(group, scores, samples)
@@ -191,17 +198,20 @@ def _entry(group: RunGroup, scores: Scores, samples: frozenset[str]) -> Entry:
 def _sample_sets(entries: Sequence[tuple[str, frozenset[str]]]) -> list[frozenset[str]]:
     """Return the sets of samples to compete on, the largest first.
 
-    Those that two methods have exactly, as long as a method is left that has played none of them.
-    Where no two methods agree, the one set, of some method's own, that holds most for most methods.
+    Those that two methods have exactly, all their seeds together or one run's, unless whoever
+    played it also played a larger one. Where no two methods agree, the one set, of some method's own, that holds most for most methods.
     """
     methods: dict[frozenset[str], set[str]] = {}
     for label, samples in entries:
         methods.setdefault(samples, set()).add(label)
     shared = [samples for samples, labels in methods.items() if len(labels) > 1]
     chosen: list[frozenset[str]] = []
+    placed: set[str] = set()
     for samples in sorted(shared, key=lambda each: (-len(each), sorted(each))):
-        if not any(larger <= samples for larger in chosen):
+        able = {label for label, own in entries if samples <= own}
+        if not able <= placed:
             chosen.append(samples)
+            placed |= able
     if chosen or not methods:
         return chosen
 
