@@ -130,10 +130,13 @@ def test_few_groups_rank_nobody_however_many_samples(make: Make) -> None:
     assert "3 groups" in (board.too_small or "")
 
 
+@pytest.mark.parametrize("honest", [1, 3])
 @pytest.mark.parametrize("dropped", [1, 10, 40])
-def test_a_subset_chosen_after_the_fact_takes_no_rank(make: Make, dropped: int) -> None:
+def test_a_subset_chosen_after_the_fact_takes_no_rank(
+    make: Make, dropped: int, honest: int
+) -> None:
     """However few failures are dropped, and however many honest runs there are."""
-    for method in ("rkv", "snapkv", "h2o"):
+    for method in ("rkv", "snapkv", "h2o")[:honest]:
         make(method, NAMES[:50], method=method)
     chosen = NAMES[: 60 - dropped]
     folder = make("picked", chosen, samples=chosen, method="agentkv")
@@ -152,6 +155,17 @@ def test_two_pickers_get_a_board_below_and_change_no_rank_above(make: Make) -> N
     assert ranks(whole) == {"rkv at 256": 1, "snapkv at 256": 2}
     assert len(part.samples) == 30
     assert set(ranks(part)) == {"rkv at 256", "snapkv at 256", "agentkv at 256", "h2o at 256"}
+
+
+def test_a_limit_that_was_declared_is_compared_on_a_board_below(make: Make) -> None:
+    make("full", NAMES, method="full", budget=None)
+    make("a", NAMES[:50], method="rkv")
+    few = NAMES[:25]
+    folder = make("b", few, samples=few, method="h2o", limit=25)
+    whole, part = boards(loaded(folder))
+    assert ranks(whole) == {"rkv at 256": 1}
+    assert ranks(part) == {"rkv at 256": 1, "h2o at 256": 1}
+    assert (len(part.samples), part.full is not None) == (25, True)
 
 
 def test_a_repeated_run_is_one_run(make: Make) -> None:
@@ -229,7 +243,7 @@ def test_ranks_are_level_for_equal_methods_whatever_their_number(make: Make) -> 
     assert set(ranks(board).values()) == {1}
 
 
-def test_a_copy_of_a_run_is_no_noise_floor(make: Make, tmp_path: Path) -> None:
+def test_a_copy_of_a_run_is_no_noise_floor(make: Make) -> None:
     folder = make("full", NAMES[:50], method="full", budget=None)
     (one,) = loaded(folder)
     assert repeats([one, one]) == []
