@@ -14,6 +14,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from agentbench_kv.results.stats import change
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "intervals.py"
 
 
@@ -52,6 +54,19 @@ def test_no_shape_of_data_makes_false_verdicts(shape: object) -> None:
     assert found.change <= 0.08
     assert found.ok <= 0.05
     assert found.regression <= 0.036  # of 250 draws; exactly at most 2 %, see the long form
+
+
+@pytest.mark.parametrize("samples", [5, 10, 20])
+def test_equal_arms_seldom_differ_however_few_the_samples(samples: int) -> None:
+    """A plain bootstrap would leave 0 out in some 10 % of these."""
+    rng = np.random.default_rng(3)
+    sure = 0
+    for _ in range(300):
+        ease = rng.random(samples)
+        one, other = ((ease + rng.normal(0, 0.25, samples) < 0.6) * 1.0 for _ in range(2))
+        gap = change(intervals.scores(one), intervals.scores(other))
+        sure += gap is not None and not gap.tied
+    assert sure / 300 <= 0.05
 
 
 def test_the_gate_catches_ten_points_of_200_samples() -> None:
