@@ -269,8 +269,8 @@ def _open(name: str, project: str, offline: bool) -> Tracker:
         module = import_module(name)
     except ImportError as error:
         raise PrerequisiteError(
-            f"{name} is not installed ({error}): in the clone, pip install "
-            f'".[{name}]"; elsewhere, pip install {name}'
+            f"{name} cannot be imported ({error}): in the clone, pip install "
+            f'".[{name}]"; elsewhere, pip install -U {name}'
         ) from error
     return TRACKERS[name](module, project, offline)
 
@@ -294,7 +294,7 @@ def _write(
 def _refusals(name: str, tracker: Tracker) -> Iterator[None]:
     try:
         yield
-    except tracker.errors as error:
+    except (ImportError, *tracker.errors) as error:
         what = " ".join(str(error).split())
         raise PrerequisiteError(
             f"{name} refused: {what}; --offline writes to this machine only"

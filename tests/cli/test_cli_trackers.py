@@ -182,7 +182,7 @@ def test_a_missing_package_names_its_extra(kvbench, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     done = kvbench("export", "runs", "--to", name)
     assert done.returncode == 2
-    assert f'pip install ".[{name}]"; elsewhere, pip install {name}' in done.stderr
+    assert f'pip install ".[{name}]"; elsewhere, pip install -U {name}' in done.stderr
     assert done.stderr.count("\n") == 1
 
 
