@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -58,7 +59,7 @@ def in_a_terminal(folder, columns):
     """Run `kvbench ls runs` on a pseudo-terminal; return its lines."""
     leader, follower = pty.openpty()
     code = "from agentbench_kv.cli import main; main()"
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb"}
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
     listing = subprocess.Popen(
         [sys.executable, "-c", code, "ls", "runs"], cwd=folder, stdout=follower, env=environment
     )
@@ -69,7 +70,7 @@ def in_a_terminal(folder, columns):
             parts.append(part)
     os.close(leader)
     assert listing.wait() == 0
-    return b"".join(parts).decode().splitlines()
+    return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(parts).decode()).splitlines()
 
 
 @pytest.fixture
