@@ -75,27 +75,26 @@ def _front_matter(frame: pd.DataFrame, file: str) -> str:
         f"  - split: trials\n    path: {json.dumps(file)}",
         "dataset_info:\n  config_name: default\n  features:",
         *features,
-        f"  splits:\n  - name: trials\n    num_examples: {len(frame)}",
         "---",
     )
     return "\n".join(lines)
 
 
-def _runs(frame: pd.DataFrame) -> Iterable[Sequence[object]]:
+def _runs(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
     for _, trials in frame.groupby("path", observed=True, sort=False):
         first = trials.iloc[0]
-        yield (*(first[name] for name in _OF_RUN), len(trials), first["run_state"])
+        cells = (*(first[name] for name in _OF_RUN), len(trials), first["run_state"])
+        yield ["" if pd.isna(cell) else escape(str(cell)) for cell in cells]
 
 
-def _columns(frame: pd.DataFrame) -> Iterable[Sequence[object]]:
+def _columns(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
     for name in map(str, frame):
-        kind = _TYPES[str(frame[name].dtype)]
-        yield name, kind, _MEANINGS.get(name, "the checker's figure of that name")
+        meaning = _MEANINGS.get(name, "the checker's figure of that name")
+        yield escape(name), _TYPES[str(frame[name].dtype)], meaning
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header)]
-    lines += [["" if pd.isna(cell) else escape(str(cell)) for cell in row] for row in rows]
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

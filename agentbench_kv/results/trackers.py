@@ -8,7 +8,7 @@ import os
 import re
 import sqlite3
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
@@ -35,6 +35,7 @@ _MLFLOW_KEY = re.compile(r"[^\w./: -]")
 _OF_SPEC = {"run_id", "task", "method", "budget", "engine", "model"}
 
 Scalar = str | int | float | bool | None
+Errors = tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Tracked:
 class Tracker(Protocol):
     """One project of a tracker; what it cannot do, it raises as one of its `errors`."""
 
-    errors: tuple[type[Exception], ...]
+    errors: Errors
 
     def has(self, run_id: str) -> bool:
         """Whether the project has the run already."""
@@ -95,7 +96,7 @@ class _Wandb:
 
     def __init__(self, wandb: Any, project: str, offline: bool) -> None:
         self._wandb, self._project, self._offline = wandb, project, offline
-        self.errors = (wandb.errors.Error, OSError)
+        self.errors: Errors = (wandb.errors.Error, OSError)
 
     def has(self, run_id: str) -> bool:
         name = _wandb_id(run_id)
@@ -143,7 +144,7 @@ class _Mlflow:
 
     def __init__(self, mlflow: Any, project: str, offline: bool) -> None:
         self._mlflow = mlflow
-        self.errors = (mlflow.exceptions.MlflowException, OSError)
+        self.errors: Errors = (mlflow.exceptions.MlflowException, OSError)
         if offline:
             mlflow.set_tracking_uri("sqlite:///mlflow.db")
         self._project = project
@@ -180,7 +181,7 @@ def _mlflow_key(name: str) -> str:
 class _Trackio:
     """Always this machine's database: `trackio sync` is what sends it anywhere."""
 
-    errors = (ValueError, OSError, sqlite3.Error)
+    errors: Errors = (ValueError, OSError, sqlite3.Error)
 
     def __init__(self, trackio: Any, project: str, offline: bool) -> None:
         del offline
@@ -214,7 +215,11 @@ class _Trackio:
         return [run for run in runs if run.name == run_id]
 
 
-TRACKERS = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
+TRACKERS: dict[str, Callable[[Any, str, bool], Tracker]] = {
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+    "trackio": _Trackio,
+}
 
 
 def track_runs(
@@ -292,9 +297,10 @@ def _write(
 
 @contextlib.contextmanager
 def _refusals(name: str, tracker: Tracker) -> Iterator[None]:
+    errors: Errors = (ImportError, *tracker.errors)
     try:
         yield
-    except (ImportError, *tracker.errors) as error:
+    except errors as error:
         what = " ".join(str(error).split())
         raise PrerequisiteError(
             f"{name} refused: {what}; --offline writes to this machine only"
@@ -307,7 +313,7 @@ def _tracked(path: Path) -> Tracked:
     created = datetime.fromtimestamp(info.created, UTC).isoformat(timespec="seconds")
     config = {"created": created, **_flat(info.spec), **_flat(info.provenance, "provenance.")}
     summary = _flat(build(reader).model_dump(mode="json", exclude=_OF_SPEC))
-    known = {key: value for key, value in summary.items() if value is not None}
+    known: dict[str, Scalar] = {k: value for k, value in summary.items() if value is not None}
     return Tracked(info.run_id, config, known, load_results(path).drop(columns="path"))
 
 

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from agentbench_kv.cli import export as command
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.trackers import TRACKERS
@@ -174,6 +175,10 @@ def test_what_a_tracker_refuses_is_one_line(kvbench, monkeypatch):
     assert done.returncode == 2
     assert "wandb refused: no API key configured; --offline writes to this" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_command_line_names_the_trackers_there_are():
+    assert tuple(TRACKERS) == command.TRACKERS
 
 
 @pytest.mark.usefixtures("runs")
