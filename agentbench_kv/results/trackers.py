@@ -143,6 +143,8 @@ class _Mlflow:
     """A run is found by its tag; another export deletes it, because parameters never change."""
 
     def __init__(self, mlflow: Any, project: str, offline: bool) -> None:
+        # MLflow's own number takes minutes to say that a server is not there.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._mlflow = mlflow
         self.errors: Errors = (mlflow.exceptions.MlflowException, OSError)
         if offline:

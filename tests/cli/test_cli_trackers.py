@@ -6,7 +6,9 @@ import json
 import math
 import sqlite3
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
+from itertools import count
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -166,6 +168,84 @@ def test_wandb_online_overwrites_the_summary_of_one_id(kvbench, monkeypatch):
     table = run.summary["trial_table"]
     assert "path" not in table.columns
     assert table.data[1][table.columns.index("score")] is None
+
+
+class FakeMlflow(ModuleType):
+    """What our side of MLflow touches: runs in a list, the deleted ones gone from it."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.kept, self.ids, self.uri = [], count(), None
+        self.exceptions = SimpleNamespace(MlflowException=RuntimeError)
+        self.log_params = lambda values: self.kept[-1].params.update(values)
+        self.log_metrics = lambda values: self.kept[-1].metrics.update(values)
+        self.set_tags = lambda values: self.kept[-1].tags.update(values)
+        self.log_table = lambda data, file: self.kept[-1].tables.update({file: data})
+        self.set_experiment = lambda name: SimpleNamespace(experiment_id=name)
+        self.set_tracking_uri = lambda uri: setattr(self, "uri", uri)
+
+    def start_run(self, run_name, tags):
+        assert tags == {"kvbench.run_id": run_name}
+        info = SimpleNamespace(run_id=next(self.ids), status="FINISHED")
+        run = SimpleNamespace(info=info, tags=dict(tags), params={}, metrics={}, tables={})
+        self.kept.append(run)
+        return nullcontext()
+
+    def search_runs(self, experiments, query, output_format):
+        assert (experiments, output_format) == (["p"], "list")
+        return [run for run in self.kept
+                if query == f"tags.`kvbench.run_id` = '{run.tags['kvbench.run_id']}'"]  # fmt: skip
+
+    def delete_run(self, old):
+        self.kept = [run for run in self.kept if run.info.run_id != old]
+
+
+class FakeTrackio(ModuleType):
+    """What our side of trackio touches: a row for each call of `log`."""
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.kept = []
+        self.Table = lambda data: data
+        self.Api = lambda: SimpleNamespace(runs=self.runs)
+        self.log = lambda row: self.kept[-1].rows.append(row)
+        self.finish = lambda: None
+
+    def runs(self, project):
+        if not self.kept:
+            raise ValueError(f"no project {project}")
+        return self.kept
+
+    def init(self, project, name, config, **_):
+        assert project == "p"
+        run = SimpleNamespace(name=name, config=config, rows=[])
+        run.delete = lambda: self.kept.remove(run)
+        self.kept.append(run)
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("fake", [FakeMlflow, FakeTrackio])
+def test_what_is_there_is_replaced_by_force_only(kvbench, monkeypatch, fake):
+    module = fake()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    call = ("export", "runs", "--to", module.__name__, "--project", "p", "--offline")
+    assert kvbench(*call).stdout == f"2 runs in {module.__name__}, project p\n"
+    first = list(module.kept)
+    assert ", project p; 2 were there" in kvbench(*call).stdout
+    assert module.kept == first
+    assert kvbench(*call, "--force").stdout == f"2 runs in {module.__name__}, project p\n"
+    assert len(module.kept) == 2
+    assert not any(run is old for run in module.kept for old in first)
+    run = module.kept[0]
+    if fake is FakeTrackio:
+        (row,) = run.rows
+        check_figures(row)
+        assert (run.name, run.config["method"], len(row["trial_table"])) == ("alpha", "agentkv", 2)
+        return
+    check_figures(run.metrics)
+    assert module.uri == "sqlite:///mlflow.db"
+    assert (run.params["budget"], run.tags["validity.state"]) == (64, "valid")
+    assert run.tables["trial_table.json"]["score"] == [1.0, None]
 
 
 @pytest.mark.usefixtures("runs")
