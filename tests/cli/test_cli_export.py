@@ -41,7 +41,7 @@ def test_a_card_says_what_the_parquet_file_holds(kvbench, runs, tmp_path):
     with RunStore(runs).open("odd", {"method": "[x](y) | z", "task": "alpha"}) as run:
         metrics = {"a: b|c": 0.5, "text": "x"}
         record = {"sample_id": "s", "trial": 0, "seed": 0, "status": "scored", "score": 0.5}
-        run.append_trial(TrialRecord.model_validate({**record, "metrics": metrics}))
+        run.append_trial(TrialRecord(**record, metrics=metrics))
     done = kvbench("export", "runs", "--to", "data/trials.parquet", "--card")
     assert "cannot write data/" in done.stderr
     (tmp_path / "data").mkdir()

@@ -31,9 +31,7 @@ def runs(tmp_path):
         with store.open(name, spec, provenance, expected_trials=2) as run:
             kv = {"peak_live": 60, "logical": 100, "events": 2}
             good = {"status": "scored", "score": 1.0, "kv": kv, "metrics": {"x": 0.25}}
-            run.append_trial(
-                TrialRecord.model_validate({"sample_id": "s0", "trial": 0, "seed": 1} | good)
-            )
+            run.append_trial(TrialRecord(**{"sample_id": "s0", "trial": 0, "seed": 1} | good))
             run.append_trial(TrialRecord(sample_id="s1", trial=0, seed=2, status="timeout"))
         (store.root / name / "summary.json").write_text('{"score": {"point": 0.99}}')
     return store.root
