@@ -138,6 +138,15 @@ def test_a_score_of_0_is_never_marked(write, tmp_path):
         assert all(cell.mark is None for _, _, cell in table.cells()), table.title
 
 
+def test_a_method_does_not_lead_its_own_variants_at_a_budget_of_its_own(write, tmp_path):
+    write("full", played(38))
+    write("mine", played(30), budget=100, method="rkv")
+    write("weak", played(2), budget=100, method="rkv", note="a straw man")
+    assert all(cell.mark is None for _, _, cell in built(tmp_path)[0].cells())
+    write("h2o", played(2), budget=100)
+    assert sum(cell.mark is Mark.BEST for _, _, cell in built(tmp_path)[0].cells()) == 1
+
+
 def test_a_repeat_of_the_same_trials_makes_no_score_surer(write, tmp_path):
     write("full", played(38))
     write("rkv", played(20), budget=100)

@@ -185,7 +185,7 @@ def _gap_table(page: _Page, compressed: Sequence[Entry], full: Entry) -> Table:
 
 
 def _marks(compressed: Sequence[Entry], board: Board) -> dict[int, Mark]:
-    """Mark who leads a budget and who shares its rank, if there are two; never a score of 0."""
+    """Mark who leads a budget of two methods and who shares its rank; never a score of 0."""
     contests: dict[int | str | None, list[Entry]] = {}
     for entry in compressed:
         contests.setdefault(entry.group.budget, []).append(entry)
@@ -193,8 +193,9 @@ def _marks(compressed: Sequence[Entry], board: Board) -> dict[int, Mark]:
     return {
         id(placed.entry): Mark.BEST if placed.change is None else Mark.TIED
         for contest in ranked
+        if len({placed.entry.group.method for placed in contest}) > 1
         for placed in contest
-        if placed.rank == 1 and placed.of > 1 and placed.entry.scores.mean > 0
+        if placed.rank == 1 and placed.entry.scores.mean > 0
     }
 
 
