@@ -179,12 +179,12 @@ def _grid(table: Table) -> RichTable:
 
 def _markdown(table: Table) -> str:
     rule = ["--:" if number else ":--" for number in numeric(table)]
-    grid = [_markdown_row(map(_escaped, headings(table))), _markdown_row(rule)]
+    grid = [_markdown_row(map(markdown_text, headings(table))), _markdown_row(rule)]
     for line in lines(table):
-        cells = zip(map(_escaped, line.texts), line.strong, strict=True)
+        cells = zip(map(markdown_text, line.texts), line.strong, strict=True)
         grid.append(_markdown_row(f"**{text}**" if strong else text for text, strong in cells))
-    notes = [f"- {_escaped(note)}" for note in table.notes]
-    parts = [f"### {_escaped(table.title)}", "\n".join(grid), "\n".join(notes)]
+    notes = [f"- {markdown_text(note)}" for note in table.notes]
+    parts = [f"### {markdown_text(table.title)}", "\n".join(grid), "\n".join(notes)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -192,7 +192,7 @@ def _markdown_row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _escaped(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Return text that Markdown shows as it is: no markup, no link, no tag, no new cell."""
     return _MARKUP.sub(r"\\\1", visible(text))
 
