@@ -88,11 +88,11 @@ def report(
     from agentbench_kv.results.tables.formats import choose_format, show, write
 
     served, others = _served(runs)
+    if html is not None:
+        _site(others, html)
+        return
     arms, problems = _load(others, published or bool(served))
     _tell(problems)
-    if html is not None:
-        _site(arms, problems, html)
-        return
     chosen = choose_format("json" if as_json else style, out)
     tables = _tables(arms, kinds, metrics, published, served)
     if out is None:
@@ -148,17 +148,16 @@ def _tables(
     return tables
 
 
-def _site(arms: Sequence[Arm], problems: Sequence[Problem], folder: Path) -> None:
+def _site(runs: Sequence[Path], folder: Path) -> None:
     from agentbench_kv.errors import UsageError
+    from agentbench_kv.results.runs import load_runs
     from agentbench_kv.results.site.build import build_site
-    from agentbench_kv.results.tables.measured import measure
 
-    if not arms:
+    if not runs:
         raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
-    # Ranks rest on summaries: one that its records contradict must not get there.
-    measured, odd = measure(arms)
-    _tell(odd)
-    click.echo(build_site([run.arm for run in measured], [*problems, *odd], folder))
+    found, problems = load_runs(runs)
+    _tell(problems)
+    click.echo(build_site(found, problems, folder))
 
 
 def _tell(problems: Sequence[Problem]) -> None:

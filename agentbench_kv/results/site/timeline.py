@@ -10,17 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = [
-    "MOST_TURNS",
-    "Timeline",
-    "Turn",
-    "TurnFigures",
-    "overview",
-    "read_turns",
-    "session",
-    "timeline",
-]
-
 MOST_TURNS = 2000
 WIDTH, HEIGHT = 720, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 704, 16, 210

@@ -12,8 +12,6 @@ from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.site.text import visible
 
-__all__ = ["Message", "Transcript", "transcripts"]
-
 MOST_MESSAGES = 60
 MOST_CHARACTERS = 12_000
 _PER_PART = 1500
