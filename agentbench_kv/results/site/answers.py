@@ -36,26 +36,21 @@ def family(contests: Sequence[Contest]) -> str:
 
 def _sentence(contest: Contest, full: Entry | None) -> Markup:
     best, number = contest.best, len(contest.ranks)
+    score = f"{percent(best.level)}{_to_full(best, full)}"
     if number == 1:
-        return Markup("Only {} has run: {}.").format(_name(best), _score(best, full))
+        return Markup("Only {} has run: {}.").format(_name(best), score)
     if best.level.point <= 0:
         return Markup("<b>Nobody leads</b>: all {} methods score 0%.").format(number)
     leaders = contest.leaders
     if len(leaders) == 1:
-        return Markup("{} leads with {}.").format(_name(best), _score(best, full))
+        return Markup("{} leads: {}.").format(_name(best), score)
     if leaders:
-        return Markup("{} share the lead; these samples cannot tell them apart. {} has {}.").format(
-            _names(leaders), _name(best), _score(best, full)
-        )
+        return Markup("{} lead, tied. The highest: {}.").format(_names(leaders), score)
     least = 100 * contest.ranks[-1].entry.level.point
     return Markup(
-        "<b>Nobody leads</b>: these samples cannot tell the {} methods apart. "
-        "They score {:.1f}% to {:.1f}%; the highest{}."
-    ).format(number, least, 100 * best.level.point, _to_full(best, full))
-
-
-def _score(best: Entry, full: Entry | None) -> str:
-    return f"{percent(best.level)}, which{_to_full(best, full)}" if full else percent(best.level)
+        "<b>Nobody leads</b>: these samples cannot tell the {} methods apart, from {:.1f}% up. "
+        "The highest: {}."
+    ).format(number, least, score)
 
 
 def _to_full(entry: Entry, full: Entry | None) -> str:
@@ -64,9 +59,9 @@ def _to_full(entry: Entry, full: Entry | None) -> str:
         return ""
     gap, low, high = (100 * value for value in (found.point, found.low, found.high))
     if found.tied:
-        return f" is not told apart from full ({gap:+.1f} points [{low:+.1f}, {high:+.1f}])"
+        return f", not told apart from full ({gap:+.1f} points [{low:+.1f}, {high:+.1f}])"
     where, ends = ("below", (-high, -low)) if gap < 0 else ("above", (low, high))
-    return f" is {abs(gap):.1f} points [{ends[0]:.1f}, {ends[1]:.1f}] {where} full"
+    return f", {abs(gap):.1f} points {where} full [{ends[0]:.1f}, {ends[1]:.1f}]"
 
 
 def _names(entries: Sequence[Entry]) -> Markup:

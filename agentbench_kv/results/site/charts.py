@@ -60,7 +60,9 @@ def by_budget(board: Board, floor: Interval | None, styles: Mapping[str, str]) -
     least = min((size for _, size in sizes), default=0.0)
     spread = max((size for _, size in sizes), default=0.0) - least
     inner = 100 - 2 * _MARGIN
-    places = [(e, _MARGIN + inner * (size - least) / spread if spread else 50.0) for e, size in sizes]
+    places = [
+        (e, _MARGIN + inner * (size - least) / spread if spread else 50.0) for e, size in sizes
+    ]
     ticks = [(x, str(entry.group.budget)) for entry, x in places]
     return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE) if places else None
 
@@ -94,7 +96,11 @@ def _chart(
         max(ends.high for ends in [*(e.level for e, _ in places), *(ends for _, ends in across)]),
     )
     drawn = [
-        (visible(label, 60), styles[label], tuple(scale.dot(x, e.group.name, e.level) for e, x in own))
+        (
+            visible(label, 60),
+            styles[label],
+            tuple(scale.dot(x, e.group.name, e.level) for e, x in own),
+        )
         for label, own in sorted(methods.items())
     ]
     drawn += [(name, name.split()[0], (scale.dot(100.0, name, ends),)) for name, ends in across]

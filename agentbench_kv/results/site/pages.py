@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from agentbench_kv import __version__
 from agentbench_kv.results.files import writing
+from agentbench_kv.results.site.answers import family
 from agentbench_kv.results.site.contests import kept
 from agentbench_kv.results.site.text import number, percent, spread, visible
 
@@ -91,6 +92,7 @@ def _environment() -> Environment:
         "number": number,
         "spread": spread,
         "kept": kept,
+        "family": family,
     }
     return environment
 

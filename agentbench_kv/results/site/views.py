@@ -73,11 +73,6 @@ class View:
         return [*answers.answers(self.board, self.budgets)]
 
     @property
-    def family(self) -> str:
-        """What the places in the matrix hold for together."""
-        return answers.family(self.budgets)
-
-    @property
     def chart(self) -> charts.Chart | None:
         """Accuracy against budget."""
         return charts.by_budget(self.board, self.floor, self.styles)
