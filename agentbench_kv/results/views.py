@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
 from agentbench_kv.budget import Budget
@@ -119,8 +120,8 @@ def _document(
 ) -> dict[str, Any]:
     document = {
         "summary": summary.model_dump(mode="json"),
-        "trials": [record.model_dump(mode="json") for record in trials],
-        "turns": [record.model_dump(mode="json") for record in turns],
+        "trials": msgspec.to_builtins(trials),
+        "turns": msgspec.to_builtins(turns),
     }
     if with_text:
         document["transcripts"] = [_transcript(reader, record) for record in trials]

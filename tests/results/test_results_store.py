@@ -267,7 +267,7 @@ def test_many_threads_append_whole_lines(store, spec, make_trial):
         for thread in threads:
             thread.join()
         assert len(run.finished_trials()) == 60
-        assert not run.trial_lines().alien
+        assert not run.trial_lines().unreadable
 
 
 def test_transcripts_of_any_sample_id_stay_inside_the_run(store, spec, make_trial):

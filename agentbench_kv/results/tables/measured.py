@@ -9,7 +9,6 @@ from typing import Any
 from agentbench_kv.results.arms import Arm, Problem
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.rows import read_rows
 from agentbench_kv.results.runinfo import RunStatus
 from agentbench_kv.results.summary import build
 from agentbench_kv.results.tables.pairing import Scores
@@ -106,19 +105,8 @@ def _place(arm: Arm) -> tuple[Any, ...]:
 
 
 def _read(arm: Arm) -> None:
-    """Give the arm its records as slim rows, which answer as records do and load ten times faster.
-
-    What an arm derives of them is derived now, so that it outlives them.
-    """
-    if "trials" in vars(arm):
-        return
-    try:
-        with (arm.path / "samples.jsonl").open("rb") as file:
-            rows = read_rows(file).latest()
-    except FileNotFoundError:
-        rows = []
-    vars(arm)["trials"] = sorted(rows, key=lambda row: row.key)
-    _ = arm.scores, arm.clusters, arm.triggered
+    """Load the arm's records, and what it derives of them, so that it outlives them."""
+    _ = arm.trials, arm.scores, arm.clusters, arm.triggered
 
 
 def _let_go(arm: Arm) -> None:
