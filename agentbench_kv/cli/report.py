@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from agentbench_kv.results.arms import Arm, Problem
+    from agentbench_kv.results.runs import Problem as Unread
     from agentbench_kv.results.tables.model import Table
 
 __all__ = ["report"]
@@ -160,7 +161,7 @@ def _site(runs: Sequence[Path], folder: Path) -> None:
     click.echo(build_site(found, problems, folder))
 
 
-def _tell(problems: Sequence[Problem]) -> None:
+def _tell(problems: Sequence[Problem] | Sequence[Unread]) -> None:
     from agentbench_kv.results.tables.text import visible
 
     for problem in problems:

@@ -94,28 +94,20 @@ def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -
         "address": _addresses(listed),
     }
     pages = Pages(folder, shared)
-    for each in listed:
-        context = runpage.context(each.run, problems) | {
-            "listed": each,
-            "task_page": tasks[each.run.setting.task],
-        }
-        pages.write(each.page, "run.html", context)
+    _write_runs(pages, listed, tasks, problems)
     by_task: dict[str, list[View]] = {name: [] for name in names}
     for view in seen:
         by_task[view.board.setting.task].append(view)
     for name, address in tasks.items():
         own = [each for each in listed if each.run.setting.task == name]
         _write_task(pages, name, address, by_task[name], own)
-    index = pages.write(
-        "index.html",
-        "index.html",
-        {
-            "by_task": by_task,
-            "problems": problems,
-            "runs": len(runs),
-            "trials": sum(run.summary.trials for run in runs),
-        },
-    )
+    context = {
+        "by_task": by_task,
+        "problems": problems,
+        "runs": len(runs),
+        "trials": sum(run.summary.trials for run in runs),
+    }
+    index = pages.write("index.html", "index.html", context)
     pages.drop_stale()
     return index
 
@@ -128,7 +120,7 @@ def _addresses(listed: Sequence[Listed]) -> Callable[[Run], str]:
 
 def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
     """Give every run its page, its name and its place."""
-    places: dict[int, tuple[View, Contest | None, str]] = {}
+    places: dict[int, tuple[View | None, Contest | None, str]] = {}
     reasons: dict[int, str] = {}
     for view in seen:
         contests = {id(r.entry): c for c in view.budgets for r in c.ranks}
@@ -140,27 +132,35 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
     folders = {run.path.parent for run in runs}
     submitted = {folder: _submitted(folder) for folder in folders}
     stems: set[str] = set()
-    listed = []
-    for run in runs:
+
+    def listed(run: Run) -> Listed:
         view, contest, label = places.get(id(run), (None, None, run.label))
-        label = "null agent" if run.setting.null else label
-        listed.append(
-            Listed(
-                run,
-                visible(label, 160),
-                f"runs/{file_stem(run.run_id, stems)}.html",
-                submitted[run.path.parent].get(run.run_id, ""),
-                view,
-                contest,
-                "" if view else reasons.get(id(run), run.reason or "the floor: no method ran"),
-            )
+        reason = reasons.get(id(run), run.reason or "no method: what a task gives for free")
+        return Listed(
+            run,
+            visible("null agent" if run.setting.null else label, 160),
+            f"runs/{file_stem(run.run_id, stems)}.html",
+            submitted[run.path.parent].get(run.run_id, ""),
+            view,
+            contest,
+            "" if view else reason,
         )
-    return listed
+
+    return [listed(run) for run in runs]
 
 
 def _submitted(folder: Path) -> Mapping[str, str]:
     """Return what is known of each submitted run of a folder, by run id."""
     return {name: f"submitted by {own.who}" for name, own in submissions(folder).items()}
+
+
+def _write_runs(
+    pages: Pages, listed: Sequence[Listed], tasks: Mapping[str, str], problems: Sequence[Problem]
+) -> None:
+    for each in listed:
+        context = runpage.context(each.run, problems)
+        place = {"listed": each, "task_page": tasks[each.run.setting.task]}
+        pages.write(each.page, "run.html", context | place)
 
 
 def _write_task(

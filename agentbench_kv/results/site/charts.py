@@ -95,14 +95,10 @@ def _chart(
         max(_HEIGHT, _LINE * (len(methods) + 3)),
         max(ends.high for ends in [*(e.level for e, _ in places), *(ends for _, ends in across)]),
     )
-    drawn = [
-        (
-            visible(label, 60),
-            styles[label],
-            tuple(scale.dot(x, e.group.name, e.level) for e, x in own),
-        )
-        for label, own in sorted(methods.items())
-    ]
+    drawn = []
+    for label, own in sorted(methods.items()):
+        dots = tuple(scale.dot(x, entry.group.name, entry.level) for entry, x in own)
+        drawn.append((visible(label, 60), styles[label], dots))
     drawn += [(name, name.split()[0], (scale.dot(100.0, name, ends),)) for name, ends in across]
     labels = _apart([dots[-1].y for _, _, dots in drawn], scale.height)
     series = [
@@ -116,7 +112,7 @@ def _chart(
 
 
 class _Scale:
-    """Scores from 0 at the bottom up to what the chart needs: 100%, or less if nobody comes near."""
+    """Scores from 0 at the bottom up to 100%, or to less if nobody comes near."""
 
     def __init__(self, height: float, highest: float) -> None:
         self.height = height

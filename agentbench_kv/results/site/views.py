@@ -10,7 +10,7 @@ from agentbench_kv.results.aa import describe, repeats
 from agentbench_kv.results.groups import RunGroup, asked_once
 from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
 from agentbench_kv.results.ranking import Board, Entry, boards
-from agentbench_kv.results.runs import Run
+from agentbench_kv.results.runs import Run, Setting
 from agentbench_kv.results.site import answers, charts, contests
 from agentbench_kv.results.site.contests import Contest
 from agentbench_kv.results.site.text import visible
@@ -46,6 +46,8 @@ class View:
     board : Board
     name : str
         What tells it from the other boards of its task.
+    smaller : bool
+        Whether there is a board of the same setting on more samples.
     floor : Interval or None
         What an agent that does nothing scores on the same samples.
     styles : mapping of str to str
@@ -54,6 +56,7 @@ class View:
 
     board: Board
     name: str
+    smaller: bool
     floor: Interval | None
     styles: Mapping[str, str]
 
@@ -149,7 +152,7 @@ class View:
 
 
 def views(runs: Sequence[Run]) -> list[View]:
-    """Return every board with an entry, those with most competing methods of a task first."""
+    """Return the boards of every setting but the null agent's, the largest of a setting first."""
     null: dict[str, list[Run]] = {}
     for run in runs:
         if run.setting.null and run.valid:
@@ -157,7 +160,13 @@ def views(runs: Sequence[Run]) -> list[View]:
     every = [each for each in boards(runs) if not each.setting.null]
     labels = sorted({e.group.label for b in every for e in b.entries if e.group.compressed})
     styles = {label: f"s{number % _COLOURS + 1}" for number, label in enumerate(labels)}
-    return [View(each, _name(each), _floor(each, null), styles) for each in every]
+    first: dict[tuple[Setting, str], Board] = {}
+    for each in every:
+        first.setdefault((each.setting, each.conditions), each)
+    large = set(map(id, first.values()))
+    return [
+        View(each, _name(each), id(each) not in large, _floor(each, null), styles) for each in every
+    ]
 
 
 def published(task: str, model: str) -> list[PublishedFigure]:
