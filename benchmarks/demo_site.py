@@ -3,8 +3,8 @@
     python benchmarks/demo_site.py --out demo [--limit 100] [--methods …] [--budgets …]
 
 Every run is a `kvbench run` that finishes what an earlier call left. Runs go to OUT/runs, the
-second run of `full` (the A/A arm) to OUT/again, the site to OUT/site. `--limit 20 --methods agentkv snapkv
---budgets 384 768` takes about a minute; `--site-only` builds from what there is.
+second run of `full` (the A/A arm) to OUT/again, the site to OUT/site. `--limit 20 --methods
+agentkv snapkv --budgets 384 768` takes about a minute; `--site-only` builds from what there is.
 """
 
 from __future__ import annotations
