@@ -135,7 +135,9 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
 
     def listed(run: Run) -> Listed:
         view, contest, label = places.get(id(run), (None, None, run.label))
-        reason = reasons.get(id(run), run.reason or "An agent that does nothing: what the task gives for free.")
+        reason = reasons.get(
+            id(run), run.reason or "An agent that does nothing: what the task gives for free."
+        )
         return Listed(
             run,
             visible("null agent" if run.setting.null else label, 160),

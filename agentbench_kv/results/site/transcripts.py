@@ -27,19 +27,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A trial's messages, clipped.
-
-    Attributes
-    ----------
-    record : TrialRecord
-        The trial.
-    messages : list of Message
-        As far as they are shown.
-    left_out : int
-        Messages that are not shown.
-    problem : str or None
-        Why there is nothing to show.
-    """
+    """A trial's messages as far as they are shown, or the problem why there are none."""
 
     record: TrialRecord
     messages: list[Message]

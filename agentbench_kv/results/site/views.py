@@ -135,20 +135,23 @@ class View:
         return self._rows(found)
 
     def _rows(self, levels: Mapping[int, tuple[Interval, str]]) -> list[Row]:
-        """Return those that keep everything, then the others, by their mean over all budgets."""
-        columns = [contest.name for contest in self.budgets]
-        methods: dict[str, dict[str, tuple[Entry, Interval, str]]] = {}
-        for entry in self.board.entries:
-            if id(entry) in levels:
-                cell = (entry, *levels[id(entry)])
-                methods.setdefault(entry.group.label, {})[str(entry.group.budget)] = cell
-        rows = [
-            Row(label, self.styles.get(label, "full"), tuple(map(own.get, columns)))
-            if label in self.styles
-            else Row(label, "full", (own["None"],))
-            for label, own in methods.items()
+        """Return those that keep everything, then the others by their mean over all budgets."""
+        cells = {
+            id(entry): (entry, *levels[id(entry)])
+            for entry in self.board.entries
+            if id(entry) in levels
+        }
+        plain = [entry for entry in self.board.entries if not entry.group.compressed]
+        rows = [Row(e.group.label, "full", (cells[id(e)],)) for e in plain if id(e) in cells]
+        columns = [{r.entry.group.label: id(r.entry) for r in c.ranks} for c in self.budgets]
+        labels = {label for column in columns for label in column}
+        found = [
+            Row(label, self.styles[label], tuple(cells.get(c.get(label, 0)) for c in columns))
+            for label in labels
         ]
-        return sorted(rows, key=lambda row: (row.style != "full", -_sum(row.cells), row.name))
+        return rows + sorted(
+            (row for row in found if any(row.cells)), key=lambda row: (-_sum(row.cells), row.name)
+        )
 
 
 def views(runs: Sequence[Run]) -> list[View]:
