@@ -14,7 +14,8 @@ from agentbench_kv.results.site.contests import kept
 from agentbench_kv.results.site.text import percent, visible
 from agentbench_kv.results.stats import Interval
 
-_HEIGHT, _LINE, _DODGE, _LEAST_GAP, _MARGIN = 300, 15, 4, 7.0, 4.0
+_HEIGHT, _LINE, _DODGE, _MOST_DODGE, _MARGIN = 300, 15, 4, 26, 4.0
+_GAPS = (6.0, 14.0)  # between labels of budgets: on a wide page, on a phone
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Chart:
     height: float
     series: tuple[Series, ...]
     levels: tuple[Series, ...]
-    x_ticks: tuple[tuple[float, str], ...]
+    x_ticks: tuple[tuple[float, str, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
 
 
@@ -74,7 +75,7 @@ def by_kept(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> 
         for entry in board.entries
         if entry.group.compressed and (share := kept(entry)) is not None
     ]
-    ticks = [(float(at), f"{at}%") for at in range(0, 101, 25)]
+    ticks = [(float(at), f"{at}%", "") for at in range(0, 101, 25)]
     return _chart(board.full, floor, styles, places, ticks, 0) if places else None
 
 
@@ -83,7 +84,7 @@ def _chart(
     floor: Interval | None,
     styles: Mapping[str, str],
     places: Sequence[tuple[Entry, float]],
-    x_ticks: Sequence[tuple[float, str]],
+    x_ticks: Sequence[tuple[float, str, str]],
     dodge: float,
 ) -> Chart:
     methods: dict[str, list[tuple[Entry, float]]] = {}
@@ -101,8 +102,9 @@ def _chart(
         drawn.append((visible(label, 60), styles[label], dots))
     drawn += [(name, name.split()[0], (scale.dot(100.0, name, ends),)) for name, ends in across]
     labels = _apart([dots[-1].y for _, _, dots in drawn], scale.height)
+    step = min(dodge, _MOST_DODGE / len(methods))
     series = [
-        Series(*each, shift=dodge * (number - (len(methods) - 1) / 2), label=label)
+        Series(*each, shift=round(step * (number - (len(methods) - 1) / 2), 1), label=label)
         for number, (each, label) in enumerate(zip(drawn, labels, strict=True))
     ]
     number = len(methods)
@@ -144,10 +146,13 @@ def _apart(wanted: Sequence[float], height: float) -> list[float]:
     return placed
 
 
-def _clear(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Leave out ticks that would write over the one before."""
-    shown: list[tuple[float, str]] = []
+def _clear(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str, str]]:
+    """Leave out ticks that would write over the one before; `minor` ones would on a phone."""
+    shown: list[tuple[float, str, str]] = []
+    last = [-100.0, -100.0]
     for at, text in sorted(set(ticks)):
-        if not shown or at - shown[-1][0] >= _LEAST_GAP:
-            shown.append((round(at, 2), text))
+        wide, narrow = (at - before >= gap for before, gap in zip(last, _GAPS, strict=True))
+        last = [at if wide else last[0], at if narrow else last[1]]
+        if wide:
+            shown.append((round(at, 2), text, "" if narrow else "minor"))
     return shown
