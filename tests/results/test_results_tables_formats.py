@@ -10,7 +10,7 @@ import re
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.tables import data, latex, markdown, terminal
+from agentbench_kv.results.tables import data, markdown, terminal
 from agentbench_kv.results.tables.formats import FORMATS, choose_format, write
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
 from agentbench_kv.results.tables.text import cell_text, visible
@@ -53,17 +53,6 @@ def test_markdown_bolds_the_best_and_keeps_the_shape():
     assert lines[-1] == "- a note"
 
 
-def test_latex_is_a_booktabs_table_with_equal_rows():
-    text = latex.render([table(), table(key="u")])
-    for rule in ("toprule", "bottomrule"):
-        assert text.count(f"\\{rule}") == 2
-    assert text.count(r"\midrule") == 4
-    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert {line.count(" & ") for line in rows} == {3}
-    assert r"\textbf{50.0 {[}25.0, 75.0{]}}" in text
-    assert text.count(r"\begin{table}") == text.count(r"\end{table}") == 2
-
-
 def test_csv_has_one_exact_line_for_each_number():
     rows = list(csv.DictReader(io.StringIO(data.render_csv([table(), table(key="u")]))))
     assert tuple(rows[0]) == data.CSV_COLUMNS
@@ -103,17 +92,6 @@ def test_hostile_text_stays_one_markdown_cell():
     cell = grid[2][0]
     for sign in "<>[]*$_|":
         assert re.search(rf"(?<!\\)\{sign}", cell) is None, sign
-
-
-def test_hostile_text_leaves_the_latex_table_whole():
-    text = latex.render([table(HOSTILE)])
-    assert text.count(r"\end{tabular}") == 1
-    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in rows} == {3}
-    body = "".join(rows)
-    assert re.search(r"(?<!\\)[$#%_]", body) is None
-    bare = re.sub(r"\\[{}]", "", body)
-    assert bare.count("{") == bare.count("}")
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@x"])
