@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -158,6 +159,27 @@ def test_published_figures_stand_beside_ours_marked_and_unranked(published_runs,
     for figure in expected:
         assert f"{figure.value:.1f}%" in page.text
     assert "published" not in Page(folder / "index.html").text
+
+
+def test_whose_run_it_is_stands_in_the_list_and_on_its_page(site_runs, tmp_path):
+    runs = tmp_path / "runs"
+    shutil.copytree(site_runs, runs)
+    (runs / "submissions").mkdir()
+    manifest = {
+        "schema": 1,
+        "who": "Ann <b>Author",
+        "method": "agentkv",
+        "link": "https://example.org/paper",
+        "runs": [{"run_id": "agentkv-200", "sha256": {}}],
+    }
+    (runs / "submissions" / "one.json").write_text(json.dumps(manifest))
+    folder = build_site(*load_runs([runs]), tmp_path / "site").parent
+    listed = Page(folder / "tasks" / "micro_recall-1k.html").text
+    assert listed.count("Ann <b>Author") == 1
+    page = Page(folder / "runs" / "agentkv-200.html")
+    assert "Ann <b>Author" in page.text
+    assert "https://example.org/paper" in page.links
+    assert "Ann" not in Page(folder / "runs" / "agentkv-400.html").text
 
 
 def test_problems_are_listed(site_runs, tmp_path):

@@ -26,8 +26,8 @@ class Listed:
     run : Run
     label, page : str
         What its method is called; its page relative to the site's root.
-    submission : str
-        What is known of where it comes from; empty if it was not submitted.
+    submission, link : str
+        What is known of where it comes from, and where to read more; empty if not submitted.
     view : View or None
         The board it is on.
     contest : Contest or None
@@ -40,6 +40,7 @@ class Listed:
     label: str
     page: str
     submission: str
+    link: str
     view: View | None = None
     contest: Contest | None = None
     reason: str = ""
@@ -142,7 +143,7 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
             run,
             visible("null agent" if run.setting.null else label, 160),
             f"runs/{file_stem(run.run_id, stems)}.html",
-            submitted[run.path.parent].get(run.run_id, ""),
+            *submitted[run.path.parent].get(run.run_id, ("", "")),
             view,
             contest,
             "" if view else reason,
@@ -151,9 +152,11 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
     return [listed(run) for run in runs]
 
 
-def _submitted(folder: Path) -> Mapping[str, str]:
-    """Return what is known of each submitted run of a folder, by run id."""
-    return {name: f"submitted by {own.who}" for name, own in submissions(folder).items()}
+def _submitted(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return what is known of each submitted run of a folder, and its link, by run id."""
+    return {
+        name: (f"submitted by {own.who}", own.link) for name, own in submissions(folder).items()
+    }
 
 
 def _write_runs(
