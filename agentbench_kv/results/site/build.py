@@ -16,6 +16,8 @@ from agentbench_kv.results.site.pages import Pages
 from agentbench_kv.results.site.text import file_stem, visible
 from agentbench_kv.results.site.views import View, published, views
 
+_FLOOR = "An agent that does nothing: what the task gives for free."
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -30,8 +32,8 @@ class Listed:
         What is known of where it comes from, and where to read more; empty if not submitted.
     view : View or None
         The board it is on.
-    contest : Contest or None
-        Where it competes.
+    contest, place : Contest or None, str
+        Where it competes, and its place there.
     reason : str
         Why it is on no board; empty if it is on one.
     """
@@ -43,14 +45,8 @@ class Listed:
     link: str
     view: View | None = None
     contest: Contest | None = None
+    place: str = ""
     reason: str = ""
-
-    @property
-    def place(self) -> str:
-        """Place at its budget; empty where it does not compete."""
-        ranks = self.contest.ranks if self.contest else ()
-        found = (each.entry for each in ranks if self.run in each.entry.group.runs)
-        return next((self.contest.place(each) for each in found if self.contest), "")
 
 
 def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> Path:
@@ -121,24 +117,23 @@ def _addresses(listed: Sequence[Listed]) -> Callable[[Run], str]:
 
 def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
     """Give every run its page, its name and its place."""
-    places: dict[int, tuple[View | None, Contest | None, str]] = {}
+    places: dict[int, tuple[View | None, Contest | None, str, str]] = {}
     reasons: dict[int, str] = {}
     for view in seen:
         contests = {id(r.entry): c for c in view.budgets for r in c.ranks}
         reasons |= {id(run): reason for run, reason in view.board.out}
         for entry in view.board.entries:
+            contest = contests.get(id(entry))
+            place = contest.place(entry) if contest else ""
             for run in entry.group.runs:
-                place = (view, contests.get(id(entry)), entry.group.label)
-                places.setdefault(id(run), place)
+                places.setdefault(id(run), (view, contest, place, entry.group.label))
     folders = {run.path.parent for run in runs}
     submitted = {folder: _submitted(folder) for folder in folders}
     stems: set[str] = set()
 
     def listed(run: Run) -> Listed:
-        view, contest, label = places.get(id(run), (None, None, run.label))
-        reason = reasons.get(
-            id(run), run.reason or "An agent that does nothing: what the task gives for free."
-        )
+        view, contest, place, label = places.get(id(run), (None, None, "", run.label))
+        reason = reasons.get(id(run), run.reason or _FLOOR)
         return Listed(
             run,
             visible("null agent" if run.setting.null else label, 160),
@@ -146,6 +141,7 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
             *submitted[run.path.parent].get(run.run_id, ("", "")),
             view,
             contest,
+            place,
             "" if view else reason,
         )
 
