@@ -5,11 +5,13 @@
 Every run is a `kvbench run` that finishes what an earlier call left. Runs go to OUT/runs, the
 second run of `full` (the A/A arm) to OUT/again, the site to OUT/site. `--limit 20 --methods
 agentkv snapkv --budgets 384 768` takes about a minute; `--site-only` builds from what there is.
+`--screenshot FILE.png` also takes a picture of the first page (Playwright and Chromium).
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,20 @@ def commands(out: Path, methods: Sequence[str], budgets: Sequence[str]) -> Itera
             yield ["--method", method, "--budget", budget, *runs]
 
 
+def screenshot(page: Path, file: Path) -> None:
+    """Take a picture of a page as it is on a wide screen."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        tab = chromium.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+        tab.goto(page.resolve().as_uri())
+        tab.screenshot(path=file, full_page=True)
+        chromium.close()
+
+
 def main() -> None:
     """Read the options, run the grid, build the site."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -42,6 +58,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--site-only", action="store_true", help="run nothing")
+    parser.add_argument("--screenshot", type=Path)
     options = parser.parse_args()
     common = ["--task", TASK, "--limit", str(options.limit), "--quiet"]
     common += ["--concurrency", str(options.concurrency)]
@@ -51,6 +68,8 @@ def main() -> None:
         subprocess.run([*KVBENCH, "run", *common, *own], check=True)
     runs = [str(folder) for name in ("runs", "again") if (folder := options.out / name).is_dir()]
     subprocess.run([*KVBENCH, "report", *runs, "--html", str(options.out / "site")], check=True)
+    if options.screenshot:
+        screenshot(options.out / "site" / "index.html", options.screenshot)
 
 
 if __name__ == "__main__":
