@@ -382,21 +382,6 @@ def test_a_summary_edited_by_hand_is_named_and_not_believed(tmp_path, write, cha
     assert [t.rows for t in tables] == [t.rows for t in honest]
 
 
-def test_the_site_does_not_believe_an_edited_summary_either(tmp_path, write):
-    write(tmp_path / "runs", "run", 0.5, method="snapkv", budget=2048, events=0)
-    path = tmp_path / "runs" / "run" / "summary.json"
-    document = json.loads(path.read_text())
-    document["score"].update(point=0.99)
-    document["validity"].update(state="valid", reasons=[])
-    path.write_text(json.dumps(document))
-    result = call(tmp_path / "runs", "--html", tmp_path / "site")
-    assert result.exit_code == 0
-    assert "summary.json says score 0.990000, the records" in result.stderr
-    page = (tmp_path / "site" / "index.html").read_text()
-    assert "99.0%" not in page
-    assert "budget_not_applied" in page
-
-
 def call(*args, **env):
     return CliRunner().invoke(report, [str(arg) for arg in args], env=env)
 
