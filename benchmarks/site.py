@@ -2,8 +2,8 @@
 
     python benchmarks/site.py [--runs 200] [--trials 500] [--turns 10] [--folder DIR]
 
-Writes made-up runs with `benchmarks/results.py` (their summaries take minutes; with `--folder` they
-are kept for the next time), then loads them and builds the site in a process of its own. Prints a
+Writes made-up runs with `benchmarks/results.py` (with `--folder` they are kept for the next time),
+then loads them and builds the site in a process of its own. Prints a
 Markdown table with wall and CPU seconds, imports left out, and peak memory.
 """
 
@@ -23,13 +23,13 @@ from results import make_runs
 
 def build(runs: Path, site: Path) -> list[tuple[str, float, float, float]]:
     """Load and build; return name, wall seconds, CPU seconds and peak MB after each step."""
-    from agentbench_kv.results.arms import load_arms
+    from agentbench_kv.results.runs import load_runs
     from agentbench_kv.results.site import build_site
 
     marks = [(time.perf_counter(), time.process_time(), 0.0)]
-    arms, problems = load_arms([runs])
+    found, problems = load_runs([runs])
     marks.append((time.perf_counter(), time.process_time(), _peak()))
-    build_site(arms, problems, site)
+    build_site(found, problems, site)
     marks.append((time.perf_counter(), time.process_time(), _peak()))
     steps = zip(("load", "build"), marks, marks[1:], strict=False)
     return [(name, b[0] - a[0], b[1] - a[1], b[2]) for name, a, b in steps]
@@ -43,7 +43,7 @@ def measure(folder: Path, runs: int, trials: int, turns: int) -> None:
     """Make what is missing, measure, and print a Markdown table."""
     made, site = folder / "runs", folder / "site"
     if not made.exists():
-        make_runs(made, runs, trials, turns=turns, summaries="derived")
+        make_runs(made, runs, trials, turns=turns)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},")
     print(f"load average {os.getloadavg()[0]:.1f}; {runs} runs x {trials} trials x {turns} turns\n")
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -11,8 +12,8 @@ from html.parser import HTMLParser
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.arms import load_arms
 from agentbench_kv.results.papers import figures
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site import build_site
 from agentbench_kv.results.site.text import file_stem, visible
 from agentbench_kv.results.site.timeline import overview, read_turns, session, timeline
@@ -54,7 +55,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(site_runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
-    return build_site(*load_arms([site_runs]), folder).parent
+    return build_site(*load_runs([site_runs]), folder).parent
 
 
 @pytest.fixture(scope="module")
@@ -110,30 +111,42 @@ def test_a_long_line_does_not_make_a_long_page(pages):
     assert max(path.stat().st_size for path in pages if path.parent.name == "runs") < 100_000
 
 
-def test_the_rows_show_what_the_records_say(site_runs, site):
-    arms, _ = load_arms([site_runs])
-    index = Page(site / "index.html").text
-    for arm in arms:
-        score = arm.summary.score
-        assert f"{100 * score.point:.1f}% [{100 * score.low:.1f}, {100 * score.high:.1f}]" in index
-    assert "incomplete: 32 of 37 trials finished" in index
+def test_the_list_of_runs_shows_what_the_records_say(site_runs, site):
+    runs, _ = load_runs([site_runs])
+    listed = Page(site / "tasks" / "micro_recall-1k.html").text
+    for run in runs:
+        if run.setting.task == "micro/recall-1k":
+            score = run.summary.score
+            ends = f"{100 * score.point:.1f}% [{100 * score.low:.1f}, {100 * score.high:.1f}]"
+            assert ends in listed
+    assert "On no board. incomplete: 32 of 37 trials finished" in listed
 
 
-def test_pass_k_of_repeated_trials_is_on_the_runs_page_and_in_its_chart(tmp_path, spec, make_trial):
+def test_an_edited_summary_changes_no_page(site_runs, site, tmp_path):
+    shutil.copytree(site_runs, tmp_path / "runs")
+    for run in (tmp_path / "runs").iterdir():
+        (run / "summary.json").write_text('{"score": {"point": 1.0, "low": 1.0, "high": 1.0}}')
+    again = build_site(*load_runs([tmp_path / "runs"]), tmp_path / "site").parent
+    for name in ("index.html", "tasks/micro_recall-1k.html", "runs/agentkv-200.html"):
+        one, other = (Page(folder / name).text for folder in (site, again))
+        assert one.partition("Built")[0] == other.partition("Built")[0]
+
+
+def test_pass_k_of_repeated_trials_is_on_the_runs_page_and_its_tasks(tmp_path, spec, make_trial):
     kv = {"peak_live": 400, "logical": 1000, "events": 1, "longest_prefill": 90}
     with RunStore(tmp_path / "runs").open("again", spec, expected_trials=4) as run:
         for sample, scores in {"s0": (1.0, 1.0), "s1": (1.0, 0.0)}.items():
             for trial, score in enumerate(scores):
                 run.append_trial(make_trial(sample, trial, score=score, kv=kv))
-    folder = build_site(*load_arms([tmp_path / "runs"]), tmp_path / "site").parent
+    folder = build_site(*load_runs([tmp_path / "runs"]), tmp_path / "site").parent
     pages = [path.read_text() for path in folder.rglob("*.html")]
     assert sum('id="pass-2"' in page for page in pages) == 1
-    assert sum('"pass^2"' in page or "pass^2&#34;" in page for page in pages) == 1
+    assert sum("<summary>pass^2</summary>" in page for page in pages) == 1
 
 
 def test_published_figures_stand_beside_ours_marked_and_unranked(published_runs, tmp_path):
-    index = build_site(*load_arms([published_runs]), tmp_path)
-    page = Page(index)
+    folder = build_site(*load_runs([published_runs]), tmp_path).parent
+    page = Page(folder / "tasks" / "bfcl_multi_turn_base.html")
     expected = [
         figure
         for figure in figures("accuracy_vs_budget")
@@ -143,9 +156,30 @@ def test_published_figures_stand_beside_ours_marked_and_unranked(published_runs,
         attrs for tag, attrs in page.tags if tag == "tr" and attrs.get("class") == "published"
     ]
     assert len(marked) == len(expected) > 5
-    assert page.text.count("published") >= len(expected)
     for figure in expected:
         assert f"{figure.value:.1f}%" in page.text
+    assert "published" not in Page(folder / "index.html").text
+
+
+def test_whose_run_it_is_stands_in_the_list_and_on_its_page(site_runs, tmp_path):
+    runs = tmp_path / "runs"
+    shutil.copytree(site_runs, runs)
+    (runs / "submissions").mkdir()
+    manifest = {
+        "schema": 1,
+        "who": "Ann <b>Author",
+        "method": "agentkv",
+        "link": "https://example.org/paper",
+        "runs": [{"run_id": "agentkv-200", "sha256": {}}],
+    }
+    (runs / "submissions" / "one.json").write_text(json.dumps(manifest))
+    folder = build_site(*load_runs([runs]), tmp_path / "site").parent
+    listed = Page(folder / "tasks" / "micro_recall-1k.html").text
+    assert listed.count("Ann <b>Author") == 1
+    page = Page(folder / "runs" / "agentkv-200.html")
+    assert "Ann <b>Author" in page.text
+    assert "https://example.org/paper" in page.links
+    assert "Ann" not in Page(folder / "runs" / "agentkv-400.html").text
 
 
 def test_problems_are_listed(site_runs, tmp_path):
@@ -153,16 +187,16 @@ def test_problems_are_listed(site_runs, tmp_path):
     shutil.copytree(site_runs / "full-None", runs / "a")
     (runs / "b").mkdir()
     (runs / "b" / "run.json").write_text("<b>not json")
-    index = build_site(*load_arms([runs]), tmp_path / "site")
+    index = build_site(*load_runs([runs]), tmp_path / "site")
     assert "is not a kvbench run record" in Page(index).text
 
 
 def test_rebuilding_removes_pages_of_runs_that_are_gone(site_runs, tmp_path):
-    arms, problems = load_arms([site_runs])
-    build_site(arms, problems, tmp_path)
+    runs, problems = load_runs([site_runs])
+    build_site(runs, problems, tmp_path)
     foreign = tmp_path / "runs" / "mine.html"
     foreign.write_bytes(b'<meta name="generator" content="other">\xff')
-    build_site(arms[:2], problems, tmp_path)
+    build_site(runs[:2], problems, tmp_path)
     assert len(list(tmp_path.glob("runs/*.html"))) == 2 + 1
     assert foreign.exists()
 
@@ -170,19 +204,19 @@ def test_rebuilding_removes_pages_of_runs_that_are_gone(site_runs, tmp_path):
 def test_equal_run_ids_get_pages_of_their_own(site_runs, tmp_path):
     for place in ("a", "b"):
         shutil.copytree(site_runs / "full-None", tmp_path / place)
-    build_site(*load_arms([tmp_path / "a", tmp_path / "b"]), tmp_path / "site")
+    build_site(*load_runs([tmp_path / "a", tmp_path / "b"]), tmp_path / "site")
     assert len(list((tmp_path / "site").glob("runs/*.html"))) == 2
 
 
 def test_bad_targets_are_one_line(site_runs, tmp_path):
-    arms, problems = load_arms([site_runs])
+    runs, problems = load_runs([site_runs])
     with pytest.raises(UsageError, match="no runs"):
         build_site([], problems, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
-        build_site(arms, problems, tmp_path / "file")
+        build_site(runs, problems, tmp_path / "file")
     with pytest.raises(PrerequisiteError):
-        build_site(arms[:1], problems, tmp_path / "file" / "below")
+        build_site(runs[:1], problems, tmp_path / "file" / "below")
 
 
 def test_invisible_characters_are_spelt():

@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Arm, Problem, set_apart
 from agentbench_kv.results.leaderboard import submissions
+from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site import runpage
-from agentbench_kv.results.site.pages import CHARTS, Pages
-from agentbench_kv.results.site.ranking import standings
-from agentbench_kv.results.site.rows import Row, chart_cell, rows
+from agentbench_kv.results.site.contests import Contest
+from agentbench_kv.results.site.pages import Pages
 from agentbench_kv.results.site.text import file_stem, visible
+from agentbench_kv.results.site.views import View, published, views
 
-__all__ = ["build_site"]
+_FLOOR = "An agent that does nothing: what the task gives for free."
 
 
-def build_site(arms: Sequence[Arm], problems: Sequence[Problem], folder: Path) -> Path:
-    """Write a static site: leaderboard, a page per task with charts, a page per run.
+@dataclass(frozen=True)
+class Listed:
+    """A run as the list of all runs has it.
+
+    Attributes
+    ----------
+    run : Run
+    label, page : str
+        What its method is called; its page relative to the site's root.
+    submission, link : str
+        What is known of where it comes from, and where to read more; empty if not submitted.
+    view : View or None
+        The board it is on.
+    contest, place : Contest or None, str
+        Where it competes, and its place there.
+    reason : str
+        Why it is on no board; empty if it is on one.
+    """
+
+    run: Run
+    label: str
+    page: str
+    submission: str
+    link: str
+    view: View | None = None
+    contest: Contest | None = None
+    place: str = ""
+    reason: str = ""
+
+
+def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> Path:
+    """Write a static site: what each task answers, a page per task, a page per run.
 
     Pages are self-contained: they open from disk, load nothing, and run only the scripts they were
     built with. Pages that an earlier build left for runs that are gone are removed.
 
     Parameters
     ----------
-    arms : sequence of Arm
-        The runs, as `load_arms` returns them.
+    runs : sequence of Run
+        As `load_runs` returns them.
     problems : sequence of Problem
         What could not be loaded; listed on the first page.
     folder : Path
@@ -47,86 +76,105 @@ def build_site(arms: Sequence[Arm], problems: Sequence[Problem], folder: Path) -
     PrerequisiteError
         If a page cannot be written.
     """
-    if not arms:
+    if not runs:
         raise UsageError("no runs to report")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder for the site")
-    placed = standings(arms)
+    seen = views(runs)
+    listed = _listed(runs, seen)
     stems: set[str] = set()
-    addresses = {id(arm): f"runs/{file_stem(arm.run_id, stems)}.html" for arm in arms}
-    # A label asks the method's registry for its defaults: once a run is enough.
-    apart = {which: f" [{text}]" * bool(text) for which, text in set_apart(arms).items()}
-    labels = {id(arm): visible(f"{arm.label}{apart[id(arm)]}", 160) for arm in arms}
-    table = rows(placed, addresses, labels)
-    tasks = _task_pages(table)
-    built = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    pages = Pages(folder, {"tasks": tasks, "built": built})
-    _write_runs(pages, table, tasks, problems)
-    for task, address in tasks.items():
-        _write_task(pages, task, address, [row for row in table if row.cell.task == task])
-    index = _write_index(pages, arms, table, problems)
+    names = sorted({run.setting.task for run in runs})
+    tasks = {name: f"tasks/{file_stem(name.replace('/', '_'), stems)}.html" for name in names}
+    shared = {
+        "tasks": tasks,
+        "built": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "address": _addresses(listed),
+    }
+    pages = Pages(folder, shared)
+    _write_runs(pages, listed, tasks, problems)
+    by_task: dict[str, list[View]] = {name: [] for name in names}
+    for view in seen:
+        by_task[view.board.setting.task].append(view)
+    for name, address in tasks.items():
+        own = [each for each in listed if each.run.setting.task == name]
+        _write_task(pages, name, address, by_task[name], own)
+    context = {
+        "by_task": by_task,
+        "problems": problems,
+        "runs": len(runs),
+        "trials": sum(run.summary.trials for run in runs),
+    }
+    index = pages.write("index.html", "index.html", context)
     pages.drop_stale()
     return index
 
 
-def _task_pages(table: Sequence[Row]) -> dict[str, str]:
+def _addresses(listed: Sequence[Listed]) -> Callable[[Run], str]:
+    """Return what gives the page of a run."""
+    pages = {id(each.run): each.page for each in listed}
+    return lambda run: pages[id(run)]
+
+
+def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
+    """Give every run its page, its name and its place."""
+    places: dict[int, tuple[View | None, Contest | None, str, str]] = {}
+    reasons: dict[int, str] = {}
+    for view in seen:
+        contests = {id(r.entry): c for c in view.budgets for r in c.ranks}
+        reasons |= {id(run): reason for run, reason in view.board.out}
+        for entry in view.board.entries:
+            contest = contests.get(id(entry))
+            place = contest.place(entry) if contest else ""
+            for run in entry.group.runs:
+                places.setdefault(id(run), (view, contest, place, entry.group.label))
+    folders = {run.path.parent for run in runs}
+    submitted = {folder: _submitted(folder) for folder in folders}
     stems: set[str] = set()
-    names = sorted({row.cell.task for row in table})
-    return {name: f"tasks/{file_stem(name.replace('/', '_'), stems)}.html" for name in names}
+
+    def listed(run: Run) -> Listed:
+        view, contest, place, label = places.get(id(run), (None, None, "", run.label))
+        reason = reasons.get(id(run), run.reason or _FLOOR)
+        return Listed(
+            run,
+            visible("null agent" if run.setting.null else label, 160),
+            f"runs/{file_stem(run.run_id, stems)}.html",
+            *submitted[run.path.parent].get(run.run_id, ("", "")),
+            view,
+            contest,
+            place,
+            "" if view else reason,
+        )
+
+    return [listed(run) for run in runs]
+
+
+def _submitted(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return what is known of each submitted run of a folder, and its link, by run id."""
+    return {
+        name: (f"submitted by {own.who}", own.link) for name, own in submissions(folder).items()
+    }
 
 
 def _write_runs(
-    pages: Pages, table: Sequence[Row], tasks: Mapping[str, str], problems: Sequence[Problem]
+    pages: Pages, listed: Sequence[Listed], tasks: Mapping[str, str], problems: Sequence[Problem]
 ) -> None:
-    measured = [(row, row.standing) for row in table if row.standing is not None]
-    folders = {standing.arm.path.parent for _, standing in measured}
-    submitted = {folder: submissions(folder) for folder in folders}
-    for row, standing in measured:
-        arm = standing.arm
-        context = runpage.context(standing, problems) | {
-            "label": row.method,
-            "task_page": tasks[row.cell.task],
-            "submission": submitted[arm.path.parent].get(arm.run_id),
-        }
-        pages.write(row.page, "run.html", context)
+    for each in listed:
+        context = runpage.context(each.run, problems)
+        place = {"listed": each, "task_page": tasks[each.run.setting.task]}
+        pages.write(each.page, "run.html", context | place)
 
 
-def _write_index(
-    pages: Pages, arms: Sequence[Arm], table: Sequence[Row], problems: Sequence[Problem]
-) -> Path:
+def _write_task(
+    pages: Pages, task: str, address: str, own: Sequence[View], listed: Sequence[Listed]
+) -> None:
+    models = dict.fromkeys(view.board.setting.model for view in own)
+    settings = {each.run.setting for each in listed if not each.run.setting.null}
     context = {
-        "rows": table,
-        "choices": _choices(table),
-        "problems": problems,
-        "runs": len(arms),
-        "trials": sum(arm.summary.trials for arm in arms),
-        "methods": len({arm.method for arm in arms}),
+        "task": task,
+        "views": own,
+        "listed": listed,
+        "several": len(settings) > 1,
+        "submitted": any(each.submission for each in listed),
+        "published": [figure for model in models for figure in published(task, model)],
     }
-    return pages.write("index.html", "index.html", context, ["table.js"])
-
-
-def _write_task(pages: Pages, task: str, address: str, table: Sequence[Row]) -> None:
-    shown = sorted((row for row in table if row.standing is not None), key=_place)
-    cells = []
-    for (model, engine), group in groupby(shown, _place):
-        cells.append({"model": model, "engine": engine} | chart_cell(group, task, model))
-    context = {"task": task, "rows": table, "choices": _choices(table), "cells": cells}
-    pages.write(address, "task.html", context, [*CHARTS, "table.js"])
-
-
-def _place(row: Row) -> tuple[str, str]:
-    return row.cell.model, row.cell.engine
-
-
-def _choices(table: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return what each filter offers; one with a single choice is left out."""
-    columns = {
-        "task": [row.cell.task for row in table],
-        "model": [row.cell.model for row in table],
-        "engine": [row.cell.engine for row in table],
-        "method": [row.method for row in table],
-    }
-    offered: dict[str, list[Any]] = {name: sorted(set(all_)) for name, all_ in columns.items()}
-    tiers = {row.standing.tier: row.tier for row in table if row.standing and row.tier}
-    offered["tier"] = [tiers[index] for index in sorted(tiers, key=lambda index: index or 0)]
-    return {name: values for name, values in offered.items() if len(values) > 1}
+    pages.write(address, "task.html", context, ["table.js"])

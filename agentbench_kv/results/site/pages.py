@@ -15,27 +15,11 @@ from markupsafe import Markup
 
 from agentbench_kv import __version__
 from agentbench_kv.results.files import writing
-from agentbench_kv.results.site.runpage import number, percent
-from agentbench_kv.results.site.text import visible
-
-__all__ = ["CHARTS", "Pages"]
-
-CHARTS = ("d3.min.js", "plot.umd.min.js", "charts.js")
+from agentbench_kv.results.site.answers import family
+from agentbench_kv.results.site.contests import kept
+from agentbench_kv.results.site.text import number, percent, spread, visible
 
 _MARK = '<meta name="generator" content="kvbench '
-
-# Observable Plot puts this style into each chart; the policy allows exactly this text.
-_PLOT_STYLE = """:where(.kv-plot) {
-  --plot-background: white;
-  display: block;
-  height: auto;
-  height: intrinsic;
-  max-width: 100%;
-}
-:where(.kv-plot text),
-:where(.kv-plot tspan) {
-  white-space: pre;
-}"""
 
 
 class Pages:
@@ -102,7 +86,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "percent": percent, "number": number}
+    environment.filters |= {
+        "visible": visible,
+        "percent": percent,
+        "number": number,
+        "spread": spread,
+        "kept": kept,
+        "family": family,
+    }
     return environment
 
 
@@ -120,7 +111,7 @@ def _policy(scripts: tuple[str, ...], style: str) -> str:
         (
             "default-src 'none'",
             f"script-src {' '.join(map(_hash, scripts))}",
-            f"style-src {_hash(style)} {_hash(_PLOT_STYLE)}",
+            f"style-src {_hash(style)}",
             "img-src data:",
             "base-uri 'none'",
             "form-action 'none'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-__all__ = ["file_stem", "visible"]
+from agentbench_kv.results.stats import Interval, Median
 
 # Control, bidirectional, zero-width and surrogate characters: they change how others are read.
 _INVISIBLE = re.compile(
@@ -42,3 +42,22 @@ def file_stem(name: str, taken: set[str]) -> str:
         stem = f"{stem}-{digest[:8]}"
     taken.add(stem.lower())
     return stem
+
+
+def percent(ends: Interval | None) -> str:
+    """Write a share with its interval in percent; a dash for None."""
+    if ends is None:
+        return "–"  # noqa: RUF001  an en dash for a missing figure
+    return f"{100 * ends.point:.1f}% [{100 * ends.low:.1f}, {100 * ends.high:.1f}]"
+
+
+def number(value: float | None) -> str:
+    """Write a figure with three digits or as a whole number; a dash for None."""
+    if value is None:
+        return "–"  # noqa: RUF001  an en dash for a missing figure
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def spread(found: Median) -> str:
+    """Write a median with its interval."""
+    return f"{number(found.point)} [{number(found.low)}, {number(found.high)}]"

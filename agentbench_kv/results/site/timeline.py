@@ -13,24 +13,13 @@ from agentbench_kv.results.reader import turns_by_trial
 from agentbench_kv.results.records import TurnRecord
 
 MOST_TURNS = 2000
-WIDTH, HEIGHT = 720, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 704, 16, 210
 _MOST_TICKS = 16
 
 
 @dataclass(frozen=True)
 class TurnFigures:
-    """One turn index: live tokens at its end over the trials, and what was evicted in it.
-
-    Attributes
-    ----------
-    turn, trials : int
-        Index, and how many trials got there.
-    low, median, high : float
-        Live tokens per (layer, KV head) when the turn ended.
-    events, evicted : int
-        Totals over the trials.
-    """
+    """A turn index over the trials that got there: live tokens at its end, totals of evictions."""
 
     turn: int
     trials: int
@@ -43,19 +32,7 @@ class TurnFigures:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Geometry of a drawing `WIDTH` x `HEIGHT`; every point list is ready for an SVG attribute.
-
-    Attributes
-    ----------
-    line, band : str
-        Points of the line and of the area around it (empty: none).
-    marks : list of (float, float, str)
-        x, y and text of each event mark.
-    x_ticks, y_ticks : list of (float, str)
-        Place and text.
-    budget : float or None
-        y of the budget's line.
-    """
+    """A drawing of 720 x 250, its points ready for an SVG attribute; `band` may be empty."""
 
     line: str
     band: str
@@ -66,14 +43,9 @@ class Timeline:
 
 
 def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
-    """Return the turns of each trial's last attempt, as far as `turns.jsonl` is read.
+    """Return the turns of each trial's last attempt in the first lines of `turns.jsonl`.
 
-    Parameters
-    ----------
-    path : Path
-        The file; damaged lines are left out, and a missing file has none.
-    most : int
-        Lines read; the trial that this cuts off is dropped unless it is the only one.
+    Damaged lines are left out, and so is the trial that the end cuts off, unless it is the only.
     """
     if not path.is_file():
         return []
@@ -94,22 +66,12 @@ def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
 
 def timeline(figures: Sequence[TurnFigures], budget: int | None) -> Timeline:
     """Draw median and range over trials; a mark on each turn in which something was evicted."""
-    axes = _Axes(len(figures), max(budget or 0, *(f.high for f in figures)))
+    axes = _Axes([f.turn for f in figures], max(budget or 0, *(f.high for f in figures)))
     upper = [axes.at(i, f.high) for i, f in enumerate(figures)]
     lower = [axes.at(i, f.low) for i, f in enumerate(figures)]
-    marks = [
-        (*axes.at(i, f.median), f"turn {f.turn}: {f.events} events, {f.evicted:,} tokens evicted")
-        for i, f in enumerate(figures)
-        if f.events
-    ]
-    return Timeline(
-        line=_points(axes.at(i, f.median) for i, f in enumerate(figures)),
-        band=_points([*upper, *reversed(lower)]),
-        marks=marks,
-        x_ticks=axes.x_ticks([f.turn for f in figures]),
-        y_ticks=axes.y_ticks(),
-        budget=None if budget is None else axes.y(budget),
-    )
+    middle = [axes.at(i, f.median) for i, f in enumerate(figures)]
+    marks = [(*at, _told(f)) for at, f in zip(middle, figures, strict=True) if f.events]
+    return axes.drawing(middle, [*upper, *reversed(lower)], marks, budget)
 
 
 def session(turns: Sequence[TurnRecord], budget: int | None) -> Timeline:
@@ -117,23 +79,20 @@ def session(turns: Sequence[TurnRecord], budget: int | None) -> Timeline:
 
     A turn records its ends only: of several evictions in it, their sum is drawn as one drop.
     """
-    axes = _Axes(len(turns), max(budget or 0, *(t.live_after + t.evicted for t in turns)))
+    most = max(budget or 0, *(t.live_after + t.evicted for t in turns))
+    axes = _Axes([turn.turn for turn in turns], most)
     path: list[tuple[float, float]] = []
     marks = []
     for i, turn in enumerate(turns):
         if turn.events:
             path.append(axes.at(i, turn.live_after + turn.evicted))
-            text = f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
-            marks.append((*path[-1], text))
+            marks.append((*path[-1], _told(turn)))
         path.append(axes.at(i, turn.live_after))
-    return Timeline(
-        line=_points(path),
-        band="",
-        marks=marks,
-        x_ticks=axes.x_ticks([turn.turn for turn in turns]),
-        y_ticks=axes.y_ticks(),
-        budget=None if budget is None else axes.y(budget),
-    )
+    return axes.drawing(path, [], marks, budget)
+
+
+def _told(turn: TurnFigures | TurnRecord) -> str:
+    return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
 
 
 def _figures(index: int, group: Sequence[TurnRecord]) -> TurnFigures:
@@ -154,29 +113,36 @@ def _points(points: Iterable[tuple[float, float]]) -> str:
 
 
 class _Axes:
-    """Places of `number` turns from left to right and of 0 to `top` tokens from bottom to top."""
+    """Places of turns from left to right and of 0 to `top` tokens from bottom to top."""
 
-    def __init__(self, number: int, top: float) -> None:
-        self.number = number
+    def __init__(self, turns: Sequence[int], top: float) -> None:
+        self.turns = turns
         self.step = _round_step(max(top, 1.0) / 4)
         self.top = self.step * -(-max(top, 1.0) // self.step)
 
-    def x(self, index: int) -> float:
-        return round(LEFT + (RIGHT - LEFT) * (index + 0.5) / self.number, 1)
+    def at(self, index: int, tokens: float) -> tuple[float, float]:
+        return round(LEFT + (RIGHT - LEFT) * (index + 0.5) / len(self.turns), 1), self.y(tokens)
 
     def y(self, tokens: float) -> float:
         return round(BOTTOM - (BOTTOM - TOP) * tokens / self.top, 1)
 
-    def at(self, index: int, tokens: float) -> tuple[float, float]:
-        return self.x(index), self.y(tokens)
-
-    def x_ticks(self, labels: Sequence[int]) -> list[tuple[float, str]]:
-        every = -(-self.number // _MOST_TICKS)
-        return [(self.x(i), str(labels[i])) for i in range(0, self.number, every)]
-
-    def y_ticks(self) -> list[tuple[float, str]]:
-        count = round(self.top / self.step)
-        return [(self.y(self.step * i), f"{self.step * i:,.0f}") for i in range(count + 1)]
+    def drawing(
+        self,
+        line: Iterable[tuple[float, float]],
+        band: Iterable[tuple[float, float]],
+        marks: list[tuple[float, float, str]],
+        budget: int | None,
+    ) -> Timeline:
+        every = -(-len(self.turns) // _MOST_TICKS)
+        levels = [self.step * i for i in range(round(self.top / self.step) + 1)]
+        return Timeline(
+            line=_points(line),
+            band=_points(band),
+            marks=marks,
+            x_ticks=[(self.at(i, 0)[0], str(t)) for i, t in enumerate(self.turns)][::every],
+            y_ticks=[(self.y(level), f"{level:,.0f}") for level in levels],
+            budget=None if budget is None else self.y(budget),
+        )
 
 
 def _round_step(least: float) -> float:

@@ -12,8 +12,6 @@ from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.site.text import visible
 
-__all__ = ["Message", "Transcript", "transcripts"]
-
 MOST_MESSAGES = 60
 MOST_CHARACTERS = 12_000
 _PER_PART = 1500
@@ -29,19 +27,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A trial's messages, clipped.
-
-    Attributes
-    ----------
-    record : TrialRecord
-        The trial.
-    messages : list of Message
-        As far as they are shown.
-    left_out : int
-        Messages that are not shown.
-    problem : str or None
-        Why there is nothing to show.
-    """
+    """A trial's messages as far as they are shown, or the problem why there are none."""
 
     record: TrialRecord
     messages: list[Message]

@@ -1,0 +1,158 @@
+"""Accuracy against budget or achieved KV, as geometry: across in percent, down in pixels.
+
+So a chart is as wide as its place, and its text keeps its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from agentbench_kv.results.ranking import Board, Entry
+from agentbench_kv.results.site.contests import kept
+from agentbench_kv.results.site.text import percent, visible
+from agentbench_kv.results.stats import Interval
+
+_HEIGHT, _LINE, _DODGE, _MOST_DODGE, _MARGIN = 300, 15, 4, 26, 4.0
+_GAPS = (6.0, 14.0)  # between labels of budgets: on a wide page, on a phone
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A score: place, ends of its interval, and what it says when pointed at."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """A method or a level: its dots from left to right, and where its name stands at the right."""
+
+    name: str
+    style: str
+    dots: tuple[Dot, ...]
+    shift: float
+    label: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What the template draws; `levels` are lines across: full, and the floor."""
+
+    height: float
+    series: tuple[Series, ...]
+    levels: tuple[Series, ...]
+    x_ticks: tuple[tuple[float, str, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+
+
+def by_budget(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> Chart | None:
+    """Draw scores against budgets, doubling from left to right; None without a compressed run."""
+    sizes = [
+        (entry, log2(tokens))
+        for entry in board.entries
+        if entry.group.compressed and (tokens := entry.group.first.tokens)
+    ]
+    least = min((size for _, size in sizes), default=0.0)
+    spread = max((size for _, size in sizes), default=0.0) - least
+    inner = 100 - 2 * _MARGIN
+    places = [
+        (e, _MARGIN + inner * (size - least) / spread if spread else 50.0) for e, size in sizes
+    ]
+    ticks = [(x, str(entry.group.budget)) for entry, x in places]
+    return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE) if places else None
+
+
+def by_kept(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> Chart | None:
+    """Draw scores against achieved KV, from 0 to 100%; None without a compressed run."""
+    places = [
+        (entry, 100 * share)
+        for entry in board.entries
+        if entry.group.compressed and (share := kept(entry)) is not None
+    ]
+    ticks = [(float(at), f"{at}%", "") for at in range(0, 101, 25)]
+    return _chart(board.full, floor, styles, places, ticks, 0) if places else None
+
+
+def _chart(
+    full: Entry | None,
+    floor: Interval | None,
+    styles: Mapping[str, str],
+    places: Sequence[tuple[Entry, float]],
+    x_ticks: Sequence[tuple[float, str, str]],
+    dodge: float,
+) -> Chart:
+    methods: dict[str, list[tuple[Entry, float]]] = {}
+    for entry, x in sorted(places, key=lambda place: place[1]):
+        methods.setdefault(entry.group.label, []).append((entry, x))
+    across = [("full", full.level)] if full else []
+    across += [("null agent", floor)] if floor else []
+    scale = _Scale(
+        max(_HEIGHT, _LINE * (len(methods) + 3)),
+        max(ends.high for ends in [*(e.level for e, _ in places), *(ends for _, ends in across)]),
+    )
+    drawn = []
+    for label, own in sorted(methods.items()):
+        dots = tuple(scale.dot(x, entry.group.name, entry.level) for entry, x in own)
+        drawn.append((visible(label, 60), styles[label], dots))
+    drawn += [(name, name.split()[0], (scale.dot(100.0, name, ends),)) for name, ends in across]
+    labels = _apart([dots[-1].y for _, _, dots in drawn], scale.height)
+    step = min(dodge, _MOST_DODGE / len(methods))
+    series = [
+        Series(*each, shift=round(step * (number - (len(methods) - 1) / 2), 1), label=label)
+        for number, (each, label) in enumerate(zip(drawn, labels, strict=True))
+    ]
+    number = len(methods)
+    return Chart(
+        scale.height, tuple(series[:number]), tuple(series[number:]), tuple(x_ticks), scale.ticks()
+    )
+
+
+class _Scale:
+    """Scores from 0 at the bottom up to 100%, or to less if nobody comes near."""
+
+    def __init__(self, height: float, highest: float) -> None:
+        self.height = height
+        self.step = 20 if highest > 0.5 else 10
+        self.top = min(100, self.step * max(1, ceil(100 * highest / self.step)))
+
+    def at(self, share: float) -> float:
+        return round(self.height * (1 - 100 * share / self.top), 1)
+
+    def dot(self, x: float, name: str, ends: Interval) -> Dot:
+        text = f"{visible(name, 120)}: {percent(ends)}"
+        return Dot(round(x, 2), self.at(ends.point), self.at(ends.low), self.at(ends.high), text)
+
+    def ticks(self) -> tuple[tuple[float, str], ...]:
+        values = range(0, self.top + 1, self.step)
+        return tuple((self.at(value / 100), f"{value}%") for value in values)
+
+
+def _apart(wanted: Sequence[float], height: float) -> list[float]:
+    """Move labels down, then up, until each has a line of its own."""
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    placed, least, most = list(wanted), 0.0, height
+    for index in order:
+        placed[index] = max(placed[index], least)
+        least = placed[index] + _LINE
+    for index in reversed(order):
+        placed[index] = min(placed[index], most)
+        most = placed[index] - _LINE
+    return placed
+
+
+def _clear(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str, str]]:
+    """Leave out ticks that would write over the one before; `minor` ones would on a phone."""
+    shown: list[tuple[float, str, str]] = []
+    last = [-100.0, -100.0]
+    for at, text in sorted(set(ticks)):
+        wide, narrow = (at - before >= gap for before, gap in zip(last, _GAPS, strict=True))
+        last = [at if wide else last[0], at if narrow else last[1]]
+        if wide:
+            shown.append((round(at, 2), text, "" if narrow else "minor"))
+    return shown

@@ -1,0 +1,212 @@
+"""A board as its pages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from agentbench_kv.results.aa import describe, repeats
+from agentbench_kv.results.groups import RunGroup, asked_once
+from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
+from agentbench_kv.results.ranking import Board, Entry, boards
+from agentbench_kv.results.runs import Run, Setting
+from agentbench_kv.results.site import answers, charts, contests
+from agentbench_kv.results.site.contests import Contest
+from agentbench_kv.results.site.text import visible
+from agentbench_kv.results.stats import (
+    REPETITIONS,
+    Interval,
+    Median,
+    level,
+    median,
+    pass_k,
+    succeed_or_fail,
+)
+
+_COLOURS = 10
+_MOST_TRIALS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method of a matrix: a cell per budget, or one for all if it keeps everything."""
+
+    name: str
+    style: str
+    cells: tuple[tuple[Entry, Interval, str] | None, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """A board with what is said of it.
+
+    Attributes
+    ----------
+    board : Board
+    name : str
+        What tells it from the other boards of its task.
+    smaller : bool
+        Whether there is a board of the same setting on more samples.
+    floor : Interval or None
+        What an agent that does nothing scores on the same samples.
+    styles : mapping of str to str
+        Colour class of each method, the same on every page.
+    """
+
+    board: Board
+    name: str
+    smaller: bool
+    floor: Interval | None
+    styles: Mapping[str, str]
+
+    @cached_property
+    def budgets(self) -> list[Contest]:
+        """What is decided at each budget."""
+        return contests.by_budget(self.board)
+
+    @cached_property
+    def tiers(self) -> list[Contest]:
+        """What is decided in each tier of achieved KV."""
+        return contests.by_tier(self.board)
+
+    @property
+    def answers(self) -> list[tuple[str, str]]:
+        """Name and sentence of each budget."""
+        return [*answers.answers(self.board, self.budgets)]
+
+    @property
+    def chart(self) -> charts.Chart | None:
+        """Accuracy against budget."""
+        return charts.by_budget(self.board, self.floor, self.styles)
+
+    @property
+    def kept_chart(self) -> charts.Chart | None:
+        """Accuracy against achieved KV."""
+        return charts.by_kept(self.board, self.floor, self.styles)
+
+    @property
+    def noise(self) -> str:
+        """The A/A line."""
+        return describe(repeats(run for entry in self.board.entries for run in entry.group.runs))
+
+    @property
+    def size(self) -> str:
+        """How many samples everybody played, and in how many groups they come."""
+        groups = next((e.level.groups for e in self.board.entries if e.level.groups), None)
+        text = f"{len(self.board.samples):,} samples"
+        return f"{text} in {groups:,} groups" if groups else text
+
+    @property
+    def matrix(self) -> list[Row]:
+        """Scores by method and budget."""
+        marks = {id(r.entry): c.mark(r.entry) for c in self.budgets for r in c.ranks}
+        return self._rows({id(e): (e.level, marks.get(id(e), "")) for e in self.board.entries})
+
+    @cached_property
+    def parts(self) -> list[tuple[str, list[Row]]]:
+        """Matrices of pass^k and of every sub-score, by name; they rank nobody."""
+        entries = self.board.entries
+        names = {name for e in entries for run in e.group.runs for name in run.trials.counts}
+        return [(name, self._part(name)) for name in [*self._passes(), *sorted(names)]]
+
+    @property
+    def speeds(self) -> list[tuple[Entry, Median]]:
+        """Output tokens/s of those that ran often enough on the same hardware."""
+        found = ((entry, _speeds(entry.group)) for entry in self.board.entries)
+        return [(e, median(own)) for e, own in found if len(own) >= REPETITIONS]
+
+    def _passes(self) -> list[str]:
+        trials = [e.group.trials[name] for e in self.board.entries for name in self.board.samples]
+        most = min(map(len, trials), default=0)
+        if most < 2 or not all(succeed_or_fail(e.group.trials) for e in self.board.entries):
+            return []
+        return [f"pass^{k}" for k in range(2, min(most, _MOST_TRIALS) + 1)]
+
+    def _part(self, metric: str) -> list[Row]:
+        groups = [entry.group for entry in self.board.entries]
+        asked = {} if pass_k(metric) else asked_once(groups, metric)
+        found = {}
+        for entry in self.board.entries:
+            scores = entry.group.scores(metric, asked)
+            own = scores and scores.only(set(self.board.samples))
+            if own and own.parts:
+                found[id(entry)] = (level(own), "")
+        return self._rows(found)
+
+    def _rows(self, levels: Mapping[int, tuple[Interval, str]]) -> list[Row]:
+        """Return those that keep everything, then the others by their mean over all budgets."""
+        cells = {
+            id(entry): (entry, *levels[id(entry)])
+            for entry in self.board.entries
+            if id(entry) in levels
+        }
+        plain = [entry for entry in self.board.entries if not entry.group.compressed]
+        rows = [Row(e.group.label, "full", (cells[id(e)],)) for e in plain if id(e) in cells]
+        columns = [{r.entry.group.label: id(r.entry) for r in c.ranks} for c in self.budgets]
+        labels = {label for column in columns for label in column}
+        found = [
+            Row(label, self.styles[label], tuple(cells.get(c.get(label, 0)) for c in columns))
+            for label in labels
+        ]
+        return rows + sorted(
+            (row for row in found if any(row.cells)), key=lambda row: (-_sum(row.cells), row.name)
+        )
+
+
+def views(runs: Sequence[Run]) -> list[View]:
+    """Return the boards of every setting but the null agent's, the largest of a setting first."""
+    null: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.setting.null and run.valid:
+            null.setdefault(run.setting.task, []).append(run)
+    every = [each for each in boards(runs) if not each.setting.null]
+    labels = sorted({e.group.label for b in every for e in b.entries if e.group.compressed})
+    styles = {label: f"s{number % _COLOURS + 1}" for number, label in enumerate(labels)}
+    first: dict[tuple[Setting, str], Board] = {}
+    for each in every:
+        first.setdefault((each.setting, each.conditions), each)
+    large = set(map(id, first.values()))
+    return [
+        View(each, _name(each), id(each) not in large, _floor(each, null), styles) for each in every
+    ]
+
+
+def published(task: str, model: str) -> list[PublishedFigure]:
+    """Return the published headline figures of a task and model."""
+    return [
+        figure
+        for figure in figures("accuracy_vs_budget")
+        if figure.metric in HEADLINES
+        and figure.value is not None
+        and f"{figure.benchmark}/{figure.task}" == task
+        and figure.model.lower() == model.lower()
+    ]
+
+
+def _name(board: Board) -> str:
+    parts = (board.setting.model, board.setting.engine, board.conditions)
+    return " · ".join(visible(part, 120) for part in parts if part)
+
+
+def _floor(board: Board, null: Mapping[str, Sequence[Run]]) -> Interval | None:
+    """Return the null agent's level, if it played every sample of the board."""
+    own = null.get(board.setting.task)
+    scores = RunGroup("null", tuple(own)).scores() if own else None
+    if scores is None or not board.samples or not board.samples <= scores.parts.keys():
+        return None
+    return level(scores.only(set(board.samples)))
+
+
+def _speeds(group: RunGroup) -> list[float]:
+    """Return the speeds of the most runs that share hardware and concurrency."""
+    places: dict[str, list[float]] = {}
+    for run in group.runs:
+        if run.summary.tokens_per_s:
+            place = (run.info.provenance.get("hardware"), run.spec.get("concurrency"))
+            places.setdefault(repr(place), []).append(run.summary.tokens_per_s)
+    return max(places.values(), key=len, default=[])
+
+
+def _sum(cells: Iterable[tuple[Entry, Interval, str] | None]) -> float:
+    return sum(cell[1].point for cell in cells if cell)
