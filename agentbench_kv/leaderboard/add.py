@@ -19,6 +19,7 @@ from agentbench_kv.results.submissions import (
     KEPT,
     REPLICATIONS,
     STANDINGS,
+    Label,
     Replication,
     Standing,
 )
@@ -103,7 +104,7 @@ def _upgrade(leaderboard: Path, run: RunVerdict, folder: Path) -> None:
     path = leaderboard / STANDINGS / f"{records[:16]}.json"
     if path.is_file():
         old = Standing.model_validate_json(path.read_bytes())
-        if old.label < run.label:
+        if list(Label).index(old.label) < list(Label).index(run.label):
             _write_model(path, old.model_copy(update={"label": run.label, "notes": run.notes}))
 
 

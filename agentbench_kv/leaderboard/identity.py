@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def check_model(evidence: Evidence) -> Checks:
     spec, said = evidence.spec, evidence.info.provenance.get("model_sha")
     if spec.engine == _SCRIPTED_MODEL or evidence.at_text_level:
         return
-    shipped = {name: folder_sha(model_path(name)) for name in SHIPPED}
+    shipped = _shipped()
     if spec.model in shipped:
         if said != shipped[spec.model]:
             yield differs("run.json: provenance.model_sha", said, shipped[spec.model])
@@ -122,6 +123,11 @@ def folder_of_model(spec: RunSpec, provenance: Mapping[str, Any], model: Path | 
     if model is None or folder_sha(model) != provenance.get("model_sha"):
         return None
     return model
+
+
+@cache
+def _shipped() -> dict[str, str]:
+    return {name: folder_sha(model_path(name)) for name in SHIPPED}
 
 
 def _method_is_here(label: str) -> bool:

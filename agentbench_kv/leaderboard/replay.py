@@ -16,10 +16,11 @@ from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines.base import EngineInfo
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.engines.serving.model import ModelFacts, read_model
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.server import BackgroundServer
 from agentbench_kv.leaderboard.evidence import Evidence, place
-from agentbench_kv.leaderboard.findings import Checks, Wrong, differs
+from agentbench_kv.leaderboard.findings import Checks, Note, Wrong, differs
 from agentbench_kv.leaderboard.physics import account
 from agentbench_kv.leaderboard.recorded import RecordedEngine
 from agentbench_kv.methods.base import Method
@@ -54,7 +55,7 @@ class Replay:
     def __init__(self, evidence: Evidence, task: Task, folder: Path) -> None:
         self._evidence = evidence
         self._task = task
-        self._exact = evidence.spec.engine == "embedded" and not _by_spans(evidence)
+        self._exact = account_is_known(evidence)
         facts = read_model(folder)
         self._engine = RecordedEngine(self._recorded, self._info(facts, folder), self._ledger)
         self._facts = facts
@@ -77,7 +78,13 @@ class Replay:
 
     def _check_all(self, stage: Stage, samples: Mapping[str, Sample]) -> Checks:
         vocabulary = len(self._gateway.codec.tokenizer)
-        for key, record in self._evidence.trials.items():
+        trials = self._evidence.trials
+        ended = sum(record.status in _NOT_REPLAYED for record in trials.values())
+        if ended:
+            yield Note(f"{ended} trials ended by the clock or an error, which no record can prove")
+        if not self._exact and self._evidence.spec.engine != "scripted":
+            yield Note("what the cache held is as reported: lengths alone do not tell it here")
+        for key, record in trials.items():
             ids = [each for part in self._evidence.transcripts[key].tokens for each in part]
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 yield Wrong(place(key, "transcript: generated"), "holds ids of no token")
@@ -87,7 +94,7 @@ class Replay:
 
     def _compare(self, key: TrialKey, record: TrialRecord, sample: Sample, played: Played) -> Checks:
         report = played.report
-        if report.prompt_sha != record.prompt_sha and record.prompt_sha is not None:
+        if report.prompt_sha != record.prompt_sha and record.usage.requests:
             yield differs(place(key, "prompt_sha"), record.prompt_sha, report.prompt_sha)
             return
         if record.status in _NOT_REPLAYED:
@@ -192,10 +199,20 @@ class Replay:
         )
 
 
-def _by_spans(evidence: Evidence) -> bool:
-    """Whether whole spans leave and come back: which ones, only the model's embeddings tell."""
+def account_is_known(evidence: Evidence) -> bool:
+    """Whether lengths alone say what the session held.
+
+    Not where whole spans leave and come back, which the model's embeddings decide, nor on a server,
+    which may lose a session's rows, nor for a method that is not here.
+    """
     spec = evidence.spec
-    return isinstance(make_method(spec.method, spec.budget, spec.params), SpanMethod)
+    if spec.engine != "embedded":
+        return False
+    try:
+        method = make_method(spec.method, spec.budget, spec.params)
+    except KVBenchError:
+        return False
+    return not isinstance(method, SpanMethod)
 
 
 def _alike(one: Any, other: Any) -> bool:

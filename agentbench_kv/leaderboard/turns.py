@@ -25,6 +25,8 @@ def check_turns(evidence: Evidence) -> Checks:
         turns = evidence.turns.get(key, [])
         if not record.usage.requests and record.status is not TrialStatus.SCORED:
             continue
+        if record.prompt_sha is None:
+            yield Wrong(place(key, "prompt_sha"), "is missing")
         if [turn.turn for turn in turns] != list(range(record.usage.requests)):
             yield differs(place(key, "turns"), len(turns), record.usage.requests)
             continue
@@ -64,9 +66,9 @@ def _check_lengths(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecor
     for turn in turns:
         seen = turn.prompt_tokens + turn.output_tokens
         for name in ("live_before", "live_after"):
-            most = min(seen, record.kv.peak_live)
-            if getattr(turn, name) > most:
-                text = f"is {getattr(turn, name)}, more than the {most} there can be"
+            held, peak = getattr(turn, name), record.kv.peak_live
+            if held > min(seen, peak):
+                text = f"is {held}; the session has seen {seen}, kv.peak_live is {peak}"
                 yield Wrong(place(key, f"turn {turn.turn}: {name}"), text)
         if sum(turn.phases.values()) > seen:
             yield differs(place(key, f"turn {turn.turn}: phases"), sum(turn.phases.values()), seen)

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.arms import Arm, Problem, set_apart
-from agentbench_kv.results.leaderboard import submissions
+from agentbench_kv.results.submissions import submissions
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.pages import CHARTS, Pages
 from agentbench_kv.results.site.ranking import standings
