@@ -14,8 +14,8 @@ from agentbench_kv.cli.documents import print_json
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
+    from agentbench_kv.leaderboard.checking import RunVerdict, Verdict
     from agentbench_kv.leaderboard.findings import Finding
-    from agentbench_kv.leaderboard.validate import RunVerdict, Verdict
     from agentbench_kv.results.submissions import Rerun
 
 __all__ = ["leaderboard"]

@@ -137,8 +137,8 @@ def _read_spec(spec: dict[str, Any], wrong: list[Wrong]) -> RunSpec | None:
         wrong.append(Wrong("run.json: spec", str(error)))
         return None
     document = read.document()
-    for name in sorted(document.keys() ^ spec.keys()):
-        wrong.append(Wrong(f"run.json: spec.{name}", "is not as this version writes a spec"))
+    odd = sorted(document.keys() ^ spec.keys())
+    wrong += [Wrong(f"run.json: spec.{name}", "is not as this version writes it") for name in odd]
     return read
 
 

@@ -34,7 +34,7 @@ def check_name(evidence: Evidence) -> Checks:
 
 
 def check_status(evidence: Evidence) -> Checks:
-    """A submitted run was played to its end."""
+    """Check that the run was played to its end, with one model."""
     info = evidence.info
     if info.status is not RunStatus.COMPLETE:
         yield differs("run.json: status", info.status.value, RunStatus.COMPLETE.value)
@@ -81,7 +81,9 @@ def check_provenance(evidence: Evidence) -> Checks:
     if found.get("engine") != spec.engine:
         yield differs("run.json: provenance.engine", found.get("engine"), spec.engine)
     if found.get("concurrency") != spec.concurrency:
-        yield differs("run.json: provenance.concurrency", found.get("concurrency"), spec.concurrency)
+        yield differs(
+            "run.json: provenance.concurrency", found.get("concurrency"), spec.concurrency
+        )
     if evidence.at_text_level:
         return
     greedy = "greedy" if spec.temperature == 0 else "seeded sampling"
@@ -94,7 +96,7 @@ def check_provenance(evidence: Evidence) -> Checks:
 
 
 def check_model(evidence: Evidence) -> Checks:
-    """The hash of a model that ships with kvbench is known; of others it is only stated."""
+    """Compare the hash of a model that ships with kvbench; that of others is only stated."""
     spec, said = evidence.spec, evidence.info.provenance.get("model_sha")
     if spec.engine == _SCRIPTED_MODEL or evidence.at_text_level:
         return
@@ -108,7 +110,9 @@ def check_model(evidence: Evidence) -> Checks:
         yield Note(f"model {spec.model} is not here; its hash is only stated")
 
 
-def folder_of_model(spec: RunSpec, provenance: Mapping[str, Any], model: Path | None) -> Path | None:
+def folder_of_model(
+    spec: RunSpec, provenance: Mapping[str, Any], model: Path | None
+) -> Path | None:
     """Return a folder on this machine that holds the run's very model; None if there is none.
 
     Parameters

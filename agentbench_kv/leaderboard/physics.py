@@ -9,6 +9,7 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard.evidence import Evidence, place
 from agentbench_kv.leaderboard.findings import Checks, Wrong, differs
 from agentbench_kv.leaderboard.identity import folder_of_model
+from agentbench_kv.leaderboard.turns import OWN
 from agentbench_kv.results.reader import TrialKey
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.validity import UNCOMPRESSED, RunState, assess
@@ -22,7 +23,7 @@ _MOST_BYTES_S = 1e15
 
 
 def check_validity(evidence: Evidence) -> Checks:
-    """The budget was applied and every trial is there, by the rules that every run is ranked by."""
+    """Apply the rules that every run is ranked by: the budget was kept to, every trial is there."""
     trials = list(evidence.trials.values())
     verdict = assess(evidence.info.spec, trials, evidence.info.expected_trials)
     if verdict.state is not RunState.VALID:
@@ -37,6 +38,7 @@ def check_accounts(evidence: Evidence) -> Checks:
         turns = evidence.turns.get(key, [])
         if not turns:
             continue
+        yield from _check_engine(evidence, key, record)
         yield from _check_lengths(key, record, turns)
         if uncompressed:
             yield from _check_uncompressed(key, record, turns)
@@ -44,6 +46,19 @@ def check_accounts(evidence: Evidence) -> Checks:
             yield from _check_bytes(key, record, per_token)
         if evidence.spec.engine == "embedded" and not record.session_resets:
             yield from _check_live(key, turns)
+
+
+def _check_engine(evidence: Evidence, key: TrialKey, record: TrialRecord) -> Checks:
+    """Check what holds for our own engines: no row is lost, every moved row is of an event."""
+    kv = record.kv
+    if evidence.spec.engine not in OWN:
+        return
+    if kv.recomputed:
+        yield differs(place(key, "kv.recomputed"), kv.recomputed, 0)
+    if not kv.restored and key in evidence.transcripts:
+        moved = sum(event.rows_moved for event in evidence.transcripts[key].events)
+        if kv.rows_moved != moved:
+            yield differs(place(key, "kv.rows_moved"), kv.rows_moved, moved)
 
 
 def _check_lengths(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
@@ -81,7 +96,7 @@ def _check_uncompressed(key: TrialKey, record: TrialRecord, turns: Sequence[Turn
 
 
 def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> Checks:
-    """Every token but the first of a turn was decoded by reading all live rows."""
+    """Check that every token but the first of a turn read all live rows."""
     kv = record.kv
     rows = kv.mean_decode_kv * kv.decode_tokens
     unread = record.usage.requests * (kv.peak_live + 1)
@@ -97,7 +112,7 @@ def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> C
 
 
 def _check_live(key: TrialKey, turns: Sequence[TurnRecord]) -> Checks:
-    """What a turn adds and loses is what it holds more; the newest token waits to be fed."""
+    """Check that a turn holds what it found, added and lost; the newest token waits to be fed."""
     held = 0
     for turn in turns:
         if turn.live_before != held:
@@ -111,7 +126,7 @@ def _check_live(key: TrialKey, turns: Sequence[TurnRecord]) -> Checks:
 
 
 def check_times(evidence: Evidence) -> Checks:
-    """The trials fit into the run's time, and the run between its first and last heartbeat."""
+    """Check that the trials fit into the run's time, and the run between its heartbeats."""
     info, trials = evidence.info, evidence.trials.values()
     took = [each.timing.e2e_s or 0.0 for each in trials if each.status is TrialStatus.SCORED]
     slack = 1.0 + 0.01 * info.wall_s + 30.0 * len(info.resumes)

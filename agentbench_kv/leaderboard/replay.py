@@ -7,6 +7,7 @@ record says. What comes out is the only record that these tokens can have.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +33,9 @@ from agentbench_kv.results.reader import TrialKey
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.trials import Played, Stage, play_session, sample_key, transcript_document
 
-_NOT_REPLAYED = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
+NOT_REPLAYED = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
 """Ends that the tokens do not tell; such a trial counts 0, and only its prompt is compared."""
-_OF_THE_CLOCK = frozenset({"seconds", "cost", "judge", "judge_error"})
+_OF_THE_CLOCK = frozenset({"seconds"})
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
 _RELATIVE = 1e-9
 
@@ -79,7 +80,7 @@ class Replay:
     def _check_all(self, stage: Stage, samples: Mapping[str, Sample]) -> Checks:
         vocabulary = len(self._gateway.codec.tokenizer)
         trials = self._evidence.trials
-        ended = sum(record.status in _NOT_REPLAYED for record in trials.values())
+        ended = sum(record.status in NOT_REPLAYED for record in trials.values())
         if ended:
             yield Note(f"{ended} trials ended by the clock or an error, which no record can prove")
         if not self._exact and self._evidence.spec.engine != "scripted":
@@ -92,12 +93,14 @@ class Replay:
             played = play_session(stage, samples[key[0]], key[1])
             yield from self._compare(key, record, samples[key[0]], played)
 
-    def _compare(self, key: TrialKey, record: TrialRecord, sample: Sample, played: Played) -> Checks:
+    def _compare(
+        self, key: TrialKey, record: TrialRecord, sample: Sample, played: Played
+    ) -> Checks:
         report = played.report
         if report.prompt_sha != record.prompt_sha and record.usage.requests:
             yield differs(place(key, "prompt_sha"), record.prompt_sha, report.prompt_sha)
             return
-        if record.status in _NOT_REPLAYED:
+        if record.status in NOT_REPLAYED:
             return
         again = trial_record(
             sample, played.context, played.outcome, report, 0.0, record.transcript or "", 1
@@ -121,7 +124,7 @@ class Replay:
                 yield differs(place(key, name), getattr(said, name), getattr(derived, name))
         for name in sorted(said.metrics.keys() | derived.metrics.keys()):
             one, other = said.metrics.get(name), derived.metrics.get(name)
-            if name not in _OF_THE_CLOCK and not _alike(one, other):
+            if not _alike(one, other):
                 yield differs(place(key, f"metrics.{name}"), one, other)
         for name in ("prompt_tokens", "completion_tokens", "requests"):
             if getattr(said.usage, name) != getattr(derived.usage, name):
@@ -219,7 +222,7 @@ def _alike(one: Any, other: Any) -> bool:
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
     if not numbers or isinstance(one, bool) or isinstance(other, bool):
         return bool(one == other)
-    return abs(one - other) <= _RELATIVE * max(1.0, abs(one), abs(other))
+    return math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
 
 
 def _timeless(value: Any) -> Any:

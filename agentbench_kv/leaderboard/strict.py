@@ -85,4 +85,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"half a character in {ascii(text[:40])}") from error
+        raise ValueError(f"half a character in {text[:40]!a}") from error

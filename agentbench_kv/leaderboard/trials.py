@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from agentbench_kv.leaderboard.evidence import Evidence, place
-from agentbench_kv.leaderboard.findings import Checks, Wrong, differs
+from agentbench_kv.leaderboard.findings import Checks, Note, Wrong, differs
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.trials import MAX_ATTEMPTS
 
@@ -14,7 +14,7 @@ _RETRIED = frozenset({TrialStatus.INFRA_ERROR, TrialStatus.USER_ERROR})
 
 
 def check_count(evidence: Evidence) -> Checks:
-    """Expected are samples times trials; every sample has all its trials, each finished."""
+    """Check that every sample has all its trials, each finished, and no more."""
     spec, trials = evidence.spec, evidence.trials
     expected = evidence.info.expected_trials
     if expected != len(trials) or not trials:
@@ -28,7 +28,9 @@ def check_count(evidence: Evidence) -> Checks:
         yield differs("samples", len(samples), spec.limit)
     for key, record in trials.items():
         if not record.finished:
-            yield Wrong(place(key, "status"), f"is {record.status.value}: the trial is not finished")
+            yield Wrong(
+                place(key, "status"), f"is {record.status.value}: the trial is not finished"
+            )
 
 
 def check_seeds(evidence: Evidence) -> Checks:
@@ -41,11 +43,14 @@ def check_seeds(evidence: Evidence) -> Checks:
 
 
 def check_attempts(evidence: Evidence) -> Checks:
-    """A record may only be superseded where the runner would try again."""
+    """Check that no record was superseded where the runner would not have tried again."""
     for key, attempts in evidence.attempts.items():
         if attempts[0].attempts != 1:
             yield differs(place(key, "attempts"), attempts[0].attempts, 1)
         yield from _check_order(key, attempts)
+    again = sum(len(attempts) - 1 for attempts in evidence.attempts.values())
+    if again:
+        yield Note(f"{again} attempts are said to have been lost, and were repeated")
 
 
 def _check_order(key: tuple[str, int], attempts: Sequence[TrialRecord]) -> Checks:
@@ -61,7 +66,7 @@ def _check_order(key: tuple[str, int], attempts: Sequence[TrialRecord]) -> Check
 
 
 def check_scores(evidence: Evidence) -> Checks:
-    """No part of a score can have more right than asked."""
+    """Check that no part of a score has more right than asked."""
     for key, record in evidence.trials.items():
         for name, right in record.metrics.items():
             part = name.removesuffix("_right")
@@ -75,6 +80,6 @@ def check_scores(evidence: Evidence) -> Checks:
 
 
 def check_unfounded(evidence: Evidence) -> Checks:
-    """Turns belong to trials."""
+    """Check that turns belong to trials."""
     for key in sorted(evidence.turns.keys() - evidence.trials.keys())[:5]:
         yield Wrong(f"turns.jsonl: sample {key[0]} trial {key[1]}", "is no trial of the run")

@@ -14,13 +14,13 @@ from agentbench_kv.results.reader import TrialKey
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.rundir import transcript_name
 
-_OWN = frozenset({"embedded", "scripted"})
+OWN = frozenset({"embedded", "scripted"})
 """Engines whose turns account for every token; a server may have stopped one token later."""
 
 
 def check_turns(evidence: Evidence) -> Checks:
     """Compare every trial with its turns."""
-    exact = evidence.spec.engine in _OWN
+    exact = evidence.spec.engine in OWN
     for key, record in evidence.trials.items():
         turns = evidence.turns.get(key, [])
         if not record.usage.requests and record.status is not TrialStatus.SCORED:
@@ -62,7 +62,7 @@ def _sums(
 
 
 def _check_lengths(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
-    """A session only grows, and no turn holds more than the session has seen or its peak."""
+    """Check that a session only grows, and no turn holds more than was seen or the peak."""
     for turn in turns:
         seen = turn.prompt_tokens + turn.output_tokens
         for name in ("live_before", "live_after"):
@@ -81,7 +81,7 @@ def _check_lengths(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecor
 
 
 def _check_times(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
-    """A trial's times are the medians of its turns', and its turns fit into its time."""
+    """Check that a trial's times are the medians of its turns', which fit into its time."""
     timing = record.timing
     if record.status is not TrialStatus.SCORED:
         return
@@ -158,4 +158,4 @@ def _assistant_messages(stored: Any) -> int | None:
         return None
     if not all(isinstance(entry, dict) and "role" in entry for entry in entries):
         return None
-    return sum(entry["role"] == "assistant" for entry in entries)
+    return [entry["role"] for entry in entries].count("assistant")

@@ -1,7 +1,7 @@
 """Whose submission a run of a leaderboard is, how far it was checked, and who replicated it.
 
-Everything here was written by the leaderboard's keeper, into `submissions/` beside the runs; nothing
-is taken from a submitter's files. The checks themselves are in `agentbench_kv.leaderboard`.
+Everything here was written by the leaderboard's keeper, into `submissions/` beside the runs;
+nothing is taken from a submitter's files. The checks themselves are in `agentbench_kv.leaderboard`.
 """
 
 from __future__ import annotations
@@ -119,9 +119,8 @@ class Standing(_Stored):
         SHA-256 of the `samples.jsonl` that this is about.
     notes : list of str
         What could not be proved.
-    replicates : str
-        The run id this is a replication of; empty for the first of its id.
     replication : Replication or None
+        None for the first run of its id.
     """
 
     run_id: str
@@ -129,7 +128,6 @@ class Standing(_Stored):
     records: Sha
     label: Label
     notes: list[str]
-    replicates: str = ""
     replication: Replication | None = None
 
 
@@ -174,12 +172,17 @@ def submissions(leaderboard: Path) -> dict[str, Manifest]:
 
     A manifest that is not one is left out.
     """
-    found: dict[str, Manifest] = {}
-    own = {standing.run_id: standing.submission for standing in standings(leaderboard)}
-    for path, manifest in _read(leaderboard / KEPT, Manifest):
-        listed = (run.run_id for run in manifest.runs)
-        found |= {name: manifest for name in listed if own.get(name, path.stem) == path.stem}
-    return found
+    beside = {
+        (standing.run_id, standing.submission)
+        for _, standing in _read(leaderboard / STANDINGS, Standing)
+        if standing.replication
+    }
+    return {
+        run.run_id: manifest
+        for path, manifest in _read(leaderboard / KEPT, Manifest)
+        for run in manifest.runs
+        if (run.run_id, path.stem) not in beside
+    }
 
 
 def labels(leaderboard: Path) -> dict[str, Label]:
@@ -194,7 +197,7 @@ def replications(leaderboard: Path) -> dict[str, list[Replication]]:
         if standing.replication is not None:
             label = _label(leaderboard, standing)
             known = standing.replication.model_copy(update={"label": label})
-            found.setdefault(standing.replicates, []).append(known)
+            found.setdefault(standing.run_id, []).append(known)
     return found
 
 
@@ -202,7 +205,7 @@ def standings(leaderboard: Path) -> Iterator[Standing]:
     """Yield what is known of each submitted run whose records are still those that were checked."""
     for _, standing in _read(leaderboard / STANDINGS, Standing):
         samples = leaderboard / standing.run_id / "samples.jsonl"
-        if not standing.replicates and _sha(samples) == standing.records:
+        if standing.replication is None and _sha(samples) == standing.records:
             yield standing
 
 

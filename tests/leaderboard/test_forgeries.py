@@ -290,7 +290,9 @@ def interval_of_words_in_a_plug_in(f: Any, _: Any) -> None:
 
 
 def events_moved(f: Any, _: Any) -> None:
-    f.transcripts(lambda doc: [event.update(decoded=event["decoded"] - 1) for event in doc["events"]])
+    f.transcripts(
+        lambda doc: [event.update(decoded=event["decoded"] - 1) for event in doc["events"]]
+    )
 
 
 def events_undone(f: Any, _: Any) -> None:

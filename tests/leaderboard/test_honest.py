@@ -120,7 +120,7 @@ def frames(folder: Path) -> str:
 def locomo(folder: Path) -> str:
     pytest.importorskip("nltk", reason="the extra [locomo] is not installed")
     said = [
-        {"speaker": ("Ann", "Ben")[i % 2], "dia_id": f"D1:{i + 1}", "text": f"My cat {i} is Tom {i}."}
+        {"speaker": ("Ann", "Ben")[i % 2], "dia_id": f"D1:{i + 1}", "text": f"Cat {i} is Tom {i}."}
         for i in range(4)
     ]  # fmt: skip
     asked = [

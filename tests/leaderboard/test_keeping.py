@@ -17,6 +17,7 @@ from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.engines.serving.model import read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard import add, pack, rerun, validate
+from agentbench_kv.leaderboard.benchmark import unfit
 from agentbench_kv.leaderboard.evidence import Evidence, read_run
 from agentbench_kv.leaderboard.layout import MANIFEST
 from agentbench_kv.leaderboard.recorded import RecordedEngine
@@ -43,9 +44,7 @@ def packed(run: Path, folder: Path, who: str = "Ann") -> Path:
     return folder
 
 
-def test_adding_twice_adds_once_and_the_runs_load(
-    honest: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adding_twice_adds_once_and_the_runs_load(honest: dict[str, Path], tmp_path: Path) -> None:
     board, folder = tmp_path / "board", tmp_path / "out"
     runs = [honest["full"], honest["agentkv"]]
     pack([RunReader(run) for run in runs], folder, who="Ann", method="agentkv")
@@ -56,7 +55,9 @@ def test_adding_twice_adds_once_and_the_runs_load(
     arms, problems = load_arms([board])
     assert sorted(arm.run_id for arm in arms) == sorted(names)
     assert not problems
-    assert {run: each.who for run, each in submissions(board).items()} == dict.fromkeys(names, "Ann")
+    assert {run: each.who for run, each in submissions(board).items()} == dict.fromkeys(
+        names, "Ann"
+    )
     assert labels(board) == dict.fromkeys(names, Label.RESCORED)
     assert not list(board.glob(".adding-*"))
 
@@ -130,7 +131,7 @@ def test_a_label_is_the_keepers_word_about_these_records(
     assert labels(board) == {}
 
 
-def test_labels_of_a_submitter_are_no_labels(submit: Any, tmp_path: Path) -> None:
+def test_labels_of_a_submitter_are_no_labels(submit: Any) -> None:
     made = submit("gold", with_transcripts=False)
     (made.folder / "submissions").mkdir()
     (finding,) = validate(made.folder).findings
@@ -190,7 +191,7 @@ def test_a_perfect_forgery_is_never_called_re_run(perfect_forgery: Path, tmp_pat
     assert labels(board) == {name: Label.RESCORED}
 
 
-def test_what_a_rerun_refuses(forger: Any, submit: Any, honest: dict[str, Path]) -> None:
+def test_what_a_rerun_refuses(forger: Any, submit: Any) -> None:
     bare = submit("gold", "bare", with_transcripts=False)
     with pytest.raises(UsageError, match="has no transcripts"):
         rerun(evidence_of(bare.run), 1, 0)
@@ -204,11 +205,7 @@ def test_what_a_rerun_refuses(forger: Any, submit: Any, honest: dict[str, Path])
     shutil.rmtree(forger.run)
 
 
-def test_settings_that_lead_elsewhere_are_not_followed(
-    forger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from agentbench_kv.leaderboard.benchmark import unfit
-
+def test_settings_that_lead_elsewhere_are_not_followed(forger: Any) -> None:
     spec = spec_of(forger.run)
     for task, params in (
         ("frames/synthetic", {"judge": "http://127.0.0.1:9/v1|x"}),

@@ -10,12 +10,12 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.arms import Arm, Problem, set_apart
-from agentbench_kv.results.submissions import submissions
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.pages import CHARTS, Pages
 from agentbench_kv.results.site.ranking import standings
 from agentbench_kv.results.site.rows import Row, chart_cell, rows
 from agentbench_kv.results.site.text import file_stem, visible
+from agentbench_kv.results.submissions import submissions
 
 __all__ = ["build_site"]
 

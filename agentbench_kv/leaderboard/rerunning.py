@@ -16,17 +16,15 @@ from agentbench_kv.leaderboard.evidence import Evidence
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.leaderboard.layout import file_sha
 from agentbench_kv.leaderboard.physics import account
+from agentbench_kv.leaderboard.replay import NOT_REPLAYED
 from agentbench_kv.provenance import hardware
 from agentbench_kv.records import trial_record
 from agentbench_kv.results.files import write_atomic, writing
 from agentbench_kv.results.reader import TrialKey
-from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.runner import open_stage
 from agentbench_kv.spec import RunSpec
 from agentbench_kv.trials import Played, Stage, play_session
-
-_CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.USER_ERROR, TrialStatus.ENGINE_ERROR})
 
 
 def rerun(
@@ -125,16 +123,16 @@ def _refuse_other_model(evidence: Evidence, stage: Stage) -> None:
 
 
 def _choose(evidence: Evidence, sample: int, seed: int) -> list[TrialKey]:
-    known = sorted(k for k, each in evidence.trials.items() if each.status not in _CUT_OFF)
-    if not known:
-        raise UsageError(f"{evidence.name} has no trial that ended by itself")
-    return sorted(random.Random(seed).sample(known, min(sample, len(known))))  # noqa: S311
+    known = sorted(evidence.trials)
+    return sorted(random.Random(seed).sample(known, min(sample, len(known))))
 
 
 def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
-    """Say where the tokens first differ; empty if nowhere."""
+    """Say where the tokens first differ, up to the end of a trial that was cut off; or nothing."""
     said = evidence.transcripts[key].tokens
     found = [list(ids) for ids in played.report.outputs]
+    if evidence.trials[key].status in NOT_REPLAYED:
+        found = [ids[: len(cut)] for ids, cut in zip(found, said, strict=False)]
     for turn, (one, other) in enumerate(zip_longest(said, found, fillvalue=())):
         at = _first(one, other)
         if at is not None:

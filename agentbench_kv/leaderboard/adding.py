@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.leaderboard.checking import RunVerdict, Verdict, validate
 from agentbench_kv.leaderboard.evidence import Evidence, read_run
 from agentbench_kv.leaderboard.layout import MANIFEST, file_sha, hashes, same_files
-from agentbench_kv.leaderboard.pack import copy_run
-from agentbench_kv.leaderboard.validate import RunVerdict, Verdict, validate
+from agentbench_kv.leaderboard.packing import copy_run
 from agentbench_kv.results.files import write_atomic, writing
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.submissions import (
@@ -88,14 +88,20 @@ def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
     known = [first, *(leaderboard / REPLICATIONS).glob(f"{name}~*")]
     if any(same_files(hashes(each), found) for each in known):
         return None
-    owner = RunReader(source).info.owner
     for each in known:
-        if RunReader(each).info.owner == owner:
+        if _measured(each) & _measured(source):
             raise UsageError(
-                f"{source} is an edited copy of {each}: the same process wrote both; a replication "
-                "is a run of one's own"
+                f"{source} is an edited copy of {each}: they share measurements that no two runs "
+                "have; a replication is a run of one's own"
             )
     return target
+
+
+def _measured(path: Path) -> set[str | float]:
+    """Return what two plays of the same run never have in common: the writer, the times."""
+    reader = RunReader(path)
+    times = {record.timing.e2e_s for record in reader.trials() if record.timing.e2e_s}
+    return {reader.info.owner, *times}
 
 
 def _upgrade(leaderboard: Path, run: RunVerdict, folder: Path) -> None:
@@ -119,7 +125,6 @@ def _write_standing(
         records=records,
         label=run.label,
         notes=run.notes,
-        replicates="" if target == first else run.run_id,
         replication=None if target == first else _replication(target, first, verdict, run),
     )
     _write_model(leaderboard / STANDINGS / f"{records[:16]}.json", standing)

@@ -105,9 +105,7 @@ def validate(folder: Path, *, rescore: bool = False, model: Path | None = None) 
     return verdict if verdict.findings else Verdict(manifest, runs, _check_method(folder, manifest))
 
 
-def _check_run(
-    folder: Path, listed: SubmittedRun, rescore: bool, model: Path | None
-) -> RunVerdict:
+def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | None) -> RunVerdict:
     path = folder / listed.run_id
     found = _safely(lambda: check_files(path, listed), "its files")
     evidence = None if found else _read(path, found)
