@@ -21,6 +21,8 @@ from agentbench_kv.spec import RunSpec, resolve
 _TEXTS = ("kvbench", "python", "engine", "model_sha", "device", "dtype", "determinism")
 _GROUPS = ("packages", "hardware")
 _SCRIPTED_MODEL = "scripted"
+# A share grows until it is above what is always kept: one step for each token.
+_MOST_KEPT = 1 << 20
 
 
 def check_name(evidence: Evidence) -> Checks:
@@ -65,6 +67,9 @@ def check_spec(evidence: Evidence) -> Checks:
     except KVBenchError as error:
         yield Wrong("run.json: spec", str(error))
         return
+    method = resolved.make_method()
+    if method.share is not None and method.sinks + method.recent_kept(_MOST_KEPT) >= _MOST_KEPT:
+        yield Wrong("run.json: spec.params", "always keep more tokens than a session has")
     said, derived = wanted.document(), resolved.document()
     for name in sorted(said.keys() | derived.keys()):
         if said.get(name) != derived.get(name):

@@ -20,10 +20,13 @@ def check_count(evidence: Evidence) -> Checks:
     if expected != len(trials) or not trials:
         yield differs("run.json: expected_trials", expected, len(trials))
     samples = {sample for sample, _ in trials}
-    complete = {(sample, trial) for sample in samples for trial in range(spec.trials)}
-    for key in sorted(complete ^ trials.keys())[:5]:
-        text = "is missing" if key in complete else f"is beyond the {spec.trials} of the spec"
-        yield Wrong(f"sample {key[0]} trial {key[1]}", text)
+    if len(trials) != len(samples) * spec.trials:
+        yield differs("trials", len(trials), f"{spec.trials} of each of {len(samples)} samples")
+    for sample, trial in sorted(trials):
+        if trial >= spec.trials:
+            yield Wrong(
+                f"sample {sample} trial {trial}", f"is beyond the {spec.trials} of the spec"
+            )
     if spec.limit is not None and len(samples) > spec.limit:
         yield differs("samples", len(samples), spec.limit)
     for key, record in trials.items():

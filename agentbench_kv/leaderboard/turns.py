@@ -27,7 +27,7 @@ def check_turns(evidence: Evidence) -> Checks:
             continue
         if record.prompt_sha is None:
             yield Wrong(place(key, "prompt_sha"), "is missing")
-        if [turn.turn for turn in turns] != list(range(record.usage.requests)):
+        if len(turns) != record.usage.requests or _gaps(turns):
             yield differs(place(key, "turns"), len(turns), record.usage.requests)
             continue
         for name, said, derived in _sums(record, turns, exact):
@@ -35,6 +35,10 @@ def check_turns(evidence: Evidence) -> Checks:
                 yield differs(place(key, name), said, derived)
         yield from _check_lengths(key, record, turns)
         yield from _check_times(key, record, turns)
+
+
+def _gaps(turns: Sequence[TurnRecord]) -> bool:
+    return any(turn.turn != place for place, turn in enumerate(turns))
 
 
 def _sums(

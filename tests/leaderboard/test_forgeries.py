@@ -289,6 +289,35 @@ def interval_of_words_in_a_plug_in(f: Any, _: Any) -> None:
     f.cover(rename=True)
 
 
+def more_always_kept_than_there_is(f: Any, _: Any) -> None:
+    f.info(lambda info: info["spec"].update(budget="25%"))
+    f.info(lambda info: info["spec"]["params"].update(sinks=1 << 39))
+    f.cover(rename=True)
+
+
+def a_billion_requests(f: Any, _: Any) -> None:
+    f.trials(lambda row: row["usage"].update(requests=2**62))
+
+
+def a_billion_trials(f: Any, _: Any) -> None:
+    f.info(lambda info: info["spec"].update(trials=2**62))
+    f.cover(rename=True)
+
+
+def another_clusters_sample(f: Any, _: Any) -> None:
+    """Make groups of what is none, for a narrower interval."""
+    f.trials(lambda row: row.update(cluster="one"))
+
+
+def rows_said_to_be_computed_again(f: Any, _: Any) -> None:
+    """Claim a restart, after which lengths need not add up."""
+    f.trials(lambda row: row["kv"].update(recomputed=500))
+
+
+def a_judges_column(f: Any, _: Any) -> None:
+    f.trials(lambda row: row["metrics"].update(judge=1.0))
+
+
 def events_moved(f: Any, _: Any) -> None:
     f.transcripts(
         lambda doc: [event.update(decoded=event["decoded"] - 1) for event in doc["events"]]
@@ -370,6 +399,12 @@ FORGERIES: list[tuple[Forgery, str]] = [
     (number_of_400_digits, "the most are 64 bits"),
     (interval_of_words, "interval=timeout: expected an integer"),
     (interval_of_words_in_a_plug_in, "interval: is 'timeout'"),
+    (more_always_kept_than_there_is, "always keep more tokens than a session has"),
+    (a_billion_requests, "turns: is"),
+    (a_billion_trials, "trials: is"),
+    (another_clusters_sample, "cluster: is 'one', expected None"),
+    (rows_said_to_be_computed_again, "kv.recomputed: is 500, expected 0"),
+    (a_judges_column, "metrics.judge: is 1.0, expected None"),
     (events_moved, "event 0: is"),
     (events_undone, "kv."),
     (tokens_of_another_trial, "tokens generated: is"),
