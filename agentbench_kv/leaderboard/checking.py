@@ -16,7 +16,7 @@ from agentbench_kv.leaderboard.benchmark import (
     unfit,
 )
 from agentbench_kv.leaderboard.evidence import Evidence, read_run
-from agentbench_kv.leaderboard.findings import Checks, Finding, Note, Wrong, shown
+from agentbench_kv.leaderboard.findings import Checks, Finding, Note, Stop, Wrong, shown
 from agentbench_kv.leaderboard.layout import check_files, check_listing, read_manifest
 from agentbench_kv.leaderboard.replay import Replay
 from agentbench_kv.results.submissions import Label, Manifest, SubmittedRun
@@ -25,6 +25,10 @@ CRASHED = "could not be checked"
 _MOST = 40
 """Findings a run: a thousand wrong trials are one fault."""
 _CHEAP = ("micro/",)
+_NEVER = {
+    "bfcl/memory": "the conversations before the questions are not in the records",
+    "bfcl/web_search": "the task asks the web",
+}
 _NAMES: Sequence[Callable[[Evidence], Checks]] = (
     identity.check_name,
     identity.check_status,
@@ -157,7 +161,8 @@ def _check_task(
             folder = identity.folder_of_model(spec, evidence.info.provenance, model)
             replay = Replay(evidence, task, folder or Path())
             played = _safely(lambda: replay.check(samples), "the replay of its tokens")
-            return [*found, *played], not _wrong(played)
+            stopped = any(isinstance(each, Stop) for each in played)
+            return [*found, *played], not stopped and not _wrong(played)
     except KVBenchError as error:
         return [Note(f"{spec.task} cannot be played here: {error}")], False
 
@@ -167,6 +172,9 @@ def _obstacle(evidence: Evidence, rescore: bool, model: Path | None) -> str:
     spec = evidence.spec
     if not evidence.transcripts:
         return "without transcripts nothing can be re-scored"
+    for name, reason in _NEVER.items():
+        if spec.task.startswith(name):
+            return f"cannot be re-scored: {reason}"
     if evidence.at_text_level:
         return "an endpoint's tokens are not known, so nothing can be re-scored"
     if not (rescore or spec.task.startswith(_CHEAP)):

@@ -1,4 +1,4 @@
-"""What a check says: a finding refuses the submission, a note only limits its label."""
+"""What a check says: a finding refuses the submission, a note says what it leaves open."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that could not be checked, and why: the label stays below `re-scored`."""
+    """Something that could not be checked, and why."""
 
     text: str
+
+
+class Stop(Note):
+    """A note for which a run cannot be called re-scored."""
 
 
 Checks = Iterator[Wrong | Note]

@@ -21,7 +21,7 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.server import BackgroundServer
 from agentbench_kv.leaderboard.evidence import Evidence, place
-from agentbench_kv.leaderboard.findings import Checks, Note, Wrong, differs
+from agentbench_kv.leaderboard.findings import Checks, Note, Stop, Wrong, differs, shown
 from agentbench_kv.leaderboard.physics import account
 from agentbench_kv.leaderboard.recorded import RecordedEngine
 from agentbench_kv.methods.base import Method
@@ -106,6 +106,9 @@ class Replay:
             sample, played.context, played.outcome, report, 0.0, record.transcript or "", 1
         )
         wrong = list(self._differences(key, record, again))
+        if any(isinstance(each, Stop) for each in wrong):
+            yield from wrong
+            return
         wrong += self._turns(key, turn_records(sample, key[1], report))
         if left := self._engine.unsaid(report.session):
             text = f"holds {left} generations that the task does not ask for"
@@ -113,6 +116,10 @@ class Replay:
         yield from wrong or self._transcript(key, played)
 
     def _differences(self, key: TrialKey, said: TrialRecord, derived: TrialRecord) -> Checks:
+        broke = derived.status is TrialStatus.INFRA_ERROR and self._task.needs_endpoint
+        if broke and said.status is not derived.status:
+            yield Stop(f"the replay broke in {place(key, 'status')}: {shown(derived.error)}")
+            return
         if said.status is not derived.status:
             reason = f"{derived.status.value} ({derived.error})"
             yield differs(place(key, "status"), said.status.value, reason)
@@ -176,8 +183,9 @@ class Replay:
         return _COUNTED if own and not said.kv.recomputed else ()
 
     def _recorded(self, session: str) -> list[list[int]]:
-        _, trial, _, sample = session.split("|")
-        return self._records.get((int(trial), sample), [])
+        parts = session.split("|")
+        known = len(parts) == 4 and parts[1].isdecimal()
+        return self._records.get((int(parts[1]), parts[3]), []) if known else []
 
     def _ledger(self) -> SessionLedger:
         spec = self._evidence.spec

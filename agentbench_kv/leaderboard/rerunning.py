@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -58,36 +58,51 @@ def rerun(
     """
     spec = _runnable(evidence, model)
     chosen = _choose(evidence, sample, seed)
-    equal = accounts = scores = 0
-    differs: list[str] = []
+    compared = _play(evidence, spec, chosen)
+    outcome = Rerun(
+        run_id=evidence.name,
+        records=file_sha(evidence.path / "samples.jsonl"),
+        seed=seed,
+        played=len(chosen),
+        equal=sum(not each.difference for each in compared),
+        accounts=sum(each.account for each in compared),
+        scores=sum(each.score for each in compared),
+        differs=[each.difference for each in compared if each.difference],
+        machine=json.dumps(hardware(), sort_keys=True),
+    )
+    if leaderboard is not None:
+        _write(leaderboard, outcome)
+    return outcome
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A trial played again: where its tokens first differ; whether account and score agree."""
+
+    difference: str
+    account: bool
+    score: bool
+
+
+def _play(evidence: Evidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list[_Compared]:
     with opened(evidence.spec) as task:
         samples = find_samples(evidence, task)
         if not isinstance(samples, dict):
             raise UsageError(samples.text)
         with open_stage(spec, task, [samples[key[0]] for key in chosen]) as stage:
             _refuse_other_model(evidence, stage)
-            for key in chosen:
-                played = play_session(stage, samples[key[0]], key[1])
-                difference = _first_difference(evidence, key, played)
-                differs += [difference] if difference else []
-                equal += not difference
-                same_account, same_score = _figures(evidence, samples[key[0]], played)
-                accounts += same_account
-                scores += same_score
-    outcome = Rerun(
-        run_id=evidence.name,
-        records=file_sha(evidence.path / "samples.jsonl"),
-        seed=seed,
-        played=len(chosen),
-        equal=equal,
-        accounts=accounts,
-        scores=scores,
-        differs=differs,
-        machine=json.dumps(hardware(), sort_keys=True),
+            return [_compare(evidence, stage, samples[key[0]], key) for key in chosen]
+
+
+def _compare(evidence: Evidence, stage: Stage, sample: Sample, key: TrialKey) -> _Compared:
+    played = play_session(stage, sample, key[1])
+    said = evidence.trials[key]
+    again = trial_record(sample, played.context, played.outcome, played.report, 0.0, "", 1)
+    return _Compared(
+        difference=_first_difference(evidence, key, played),
+        account=account(said.kv) == account(again.kv),
+        score=said.score == again.score,
     )
-    if leaderboard is not None:
-        _write(leaderboard, outcome)
-    return outcome
 
 
 def _runnable(evidence: Evidence, model: Path | None) -> RunSpec:
@@ -143,13 +158,6 @@ def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
 def _first(one: Sequence[int], other: Sequence[int]) -> int | None:
     pairs = enumerate(zip_longest(one, other))
     return next((at for at, (a, b) in pairs if a != b), None)
-
-
-def _figures(evidence: Evidence, sample: Sample, played: Played) -> tuple[bool, bool]:
-    """Return whether KV account and score came out as recorded."""
-    said = evidence.trials[sample.id, played.context.trial]
-    again = trial_record(sample, played.context, played.outcome, played.report, 0.0, "", 1)
-    return account(said.kv) == account(again.kv), said.score == again.score
 
 
 def _write(leaderboard: Path, outcome: Rerun) -> None:
