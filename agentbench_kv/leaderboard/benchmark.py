@@ -14,7 +14,16 @@ from agentbench_kv.registry import load_task
 from agentbench_kv.spec import RunSpec
 
 _ELSEWHERE = frozenset(
-    {"judge", "user", "user_model", "encoder", "similarity_model", "bertscore_model"}
+    {
+        "judge",
+        "user",
+        "user_model",
+        "encoder",
+        "similarity_model",
+        "bertscore_model",
+        "web",
+        "recording",
+    }
 )
 """Settings that name a server or a folder: a submission must not make this machine go there."""
 _DATA = ("episodes_sha", "data_sha256", "data_hash", "corpus", "prompt_sha256")

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
+from agentbench_kv.leaderboard.benchmark import unfit
 from agentbench_kv.leaderboard.evidence import Evidence
 from agentbench_kv.leaderboard.findings import Checks, Note, Wrong, differs
 from agentbench_kv.methods.kvpress_adapter import PREFIX as KVPRESS
@@ -58,8 +59,10 @@ def check_spec(evidence: Evidence) -> Checks:
         yield Note(f"method {spec.method} is a plug-in that is not here")
         yield from _plain_interval(spec)
         known = {"method": "full", "budget": None, "params": {}}
-    wanted = replace(spec, **known)
     try:
+        if unfit(spec):  # what its settings name is not even looked for
+            known["task_params"] = {}
+        wanted = replace(spec, **known)
         resolved = resolve(wanted, wanted.params)
     except PrerequisiteError as error:
         yield Note(f"the spec cannot be resolved here: {error}")
@@ -71,7 +74,7 @@ def check_spec(evidence: Evidence) -> Checks:
     if method.share is not None and method.sinks + method.recent_kept(_MOST_KEPT) >= _MOST_KEPT:
         yield Wrong("run.json: spec.params", "always keep more tokens than a session has")
     said, derived = wanted.document(), resolved.document()
-    for name in sorted(said.keys() | derived.keys()):
+    for name in sorted((said.keys() | derived.keys()) - known.keys()):
         if said.get(name) != derived.get(name):
             yield differs(f"run.json: spec.{name}", said.get(name), derived.get(name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from agentbench_kv import runner
+from agentbench_kv.adapters.browser.corpus import Corpus
+from agentbench_kv.adapters.frames.task import FramesSynthetic
 from agentbench_kv.engines.base import EngineInfo
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
@@ -212,10 +215,29 @@ def test_settings_that_lead_elsewhere_are_not_followed(forger: Any) -> None:
         ("frames/synthetic", {"corpus": "../../etc"}),
         ("tau2/airline", {"user": "http://127.0.0.1:9/v1"}),
         ("locomo/qa", {"similarity_model": "/tmp/model"}),
+        ("bfcl/web_search_base", {"web": "record", "recording": "/tmp/web.jsonl"}),
     ):
         changed = RunSpec(**{**vars(spec), "task": task, "task_params": params})
         assert next(iter(params)) in unfit(changed)
     assert not unfit(spec)
+
+
+def test_a_submission_never_makes_its_reader_ask_anybody(
+    forger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(Corpus, "load", refuse)
+    settings = FramesSynthetic().settings()
+    settings |= {"judge": "http://192.0.2.1/v1|x", "corpus": "../../etc"}
+    forger.info(lambda info: info["spec"].update(task="frames/synthetic", task_params=settings))
+    forger.trials(lambda row: row.update(seed=spec_of(forger.run).trial_seed(row["sample_id"], 0)))
+    (run,) = validate(forger.cover(rename=True)).runs
+    assert not run.findings
+    assert run.label is Label.SELF_REPORTED
+    assert "played with corpus, judge, which is not started for a submission" in run.notes[0]
 
 
 def test_the_manifest_names_the_files_it_was_made_of(submit: Any) -> None:
