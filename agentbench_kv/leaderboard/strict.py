@@ -7,7 +7,6 @@ nesting and half characters are what later code would stumble over, or read in t
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 _DEEPEST = 64
@@ -54,7 +53,8 @@ def _integer(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    if not math.isfinite(float(text)):
+    # A large one may become an integer of hundreds of digits where one is expected.
+    if not abs(float(text)) <= _MOST:
         raise ValueError(f"a number out of range: {text[:20]}")
     return float(text)
 
