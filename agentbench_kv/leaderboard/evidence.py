@@ -14,13 +14,16 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.leaderboard.findings import Wrong
 from agentbench_kv.leaderboard.layout import TRANSCRIPTS, transcripts
-from agentbench_kv.leaderboard.strict import strict_json
+from agentbench_kv.leaderboard.strict import retyped, strict_json
 from agentbench_kv.registry import load_engine
 from agentbench_kv.results.files import Lines
 from agentbench_kv.results.reader import RunReader, TrialKey, latest_turns
-from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.runinfo import RunInfo
 from agentbench_kv.spec import RunSpec
+
+CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
+"""Ends that no token tells. Such a trial counts 0, and its session may have been left anywhere."""
 
 
 class Event(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -122,8 +125,10 @@ def place(key: TrialKey, field: str) -> str:
 
 def _read_info(path: Path, wrong: list[Wrong]) -> tuple[RunInfo | None, RunSpec | None]:
     try:
-        strict_json((path / "run.json").read_bytes())
+        document = strict_json((path / "run.json").read_bytes())
         info = RunReader(path).info
+        if field := retyped(document, info):
+            raise ValueError(f"{field} is of another type")
     except (ValueError, UsageError) as error:
         wrong.append(Wrong("run.json", str(error)))
         return None, None
@@ -144,10 +149,11 @@ def _read_spec(spec: dict[str, Any], wrong: list[Wrong]) -> RunSpec | None:
 
 def _read_lines(path: Path, name: str, wrong: list[Wrong]) -> Lines[Any] | None:
     """Read a file of records; every line must be one of this version."""
-    before = len(wrong)
-    for number, raw in enumerate((path / name).read_bytes().splitlines(keepends=True), start=1):
+    before, documents = len(wrong), []
+    for number, raw in enumerate((path / name).read_bytes().split(b"\n"), start=1):
         try:
-            strict_json(raw)
+            if raw:
+                documents.append(strict_json(raw))
         except ValueError as error:
             wrong.append(Wrong(f"{name} line {number}", str(error)))
     if len(wrong) > before:
@@ -155,8 +161,12 @@ def _read_lines(path: Path, name: str, wrong: list[Wrong]) -> Lines[Any] | None:
     reader = RunReader(path)
     lines = reader.trial_lines() if name == "samples.jsonl" else reader.turn_lines()
     wrong += [Wrong(f"{name} line {odd.line}", odd.reason) for odd in lines.alien]
-    if lines.torn:
+    if lines.torn or len(documents) != len(lines.records) + len(lines.alien):
         wrong.append(Wrong(name, "its last line is torn"))
+    if len(wrong) == before:
+        pairs = zip(documents, lines.records, strict=True)
+        odd_fields = [field for said, read in pairs if (field := retyped(said, read))]
+        wrong += [Wrong(name, f"{field} is of another type") for field in odd_fields]
     return None if len(wrong) > before else lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentbench_kv.engines.serving.model import read_model
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.leaderboard.evidence import Evidence, place
+from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence, place
 from agentbench_kv.leaderboard.findings import Checks, Wrong, differs
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.leaderboard.turns import OWN
@@ -40,6 +40,8 @@ def check_accounts(evidence: Evidence) -> Checks:
             continue
         yield from _check_engine(evidence, key, record)
         yield from _check_lengths(key, record, turns)
+        if record.status in CUT_OFF:
+            continue
         if uncompressed:
             yield from _check_uncompressed(key, record, turns)
         if evidence.spec.engine in _LOCAL and record.kv.decode_tokens:
@@ -78,10 +80,12 @@ def _check_lengths(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecor
         if (value := getattr(kv, name)) > limit:
             text = f"is {value}, more than the {limit} there can be"
             yield Wrong(place(key, f"kv.{name}"), text)
+    if not whole or not turns[-1].output_tokens or record.status in CUT_OFF:
+        return
     # What was generated last need not be in the cache.
-    if whole and kv.peak_live < (left := kv.logical - kv.evicted + kv.restored - 1):
+    if kv.peak_live < (left := kv.logical - kv.evicted + kv.restored - 1):
         yield Wrong(place(key, "kv.peak_live"), f"is {kv.peak_live}, {left} tokens were left")
-    if whole and turns[-1].output_tokens and kv.logical < longest - 1:
+    if kv.logical < longest - 1:
         yield differs(place(key, "kv.logical"), kv.logical, longest)
 
 

@@ -20,7 +20,7 @@ from agentbench_kv.engines.serving.model import ModelFacts, read_model
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.server import BackgroundServer
-from agentbench_kv.leaderboard.evidence import Evidence, place
+from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence, place
 from agentbench_kv.leaderboard.findings import Checks, Note, Stop, Wrong, differs, shown
 from agentbench_kv.leaderboard.physics import account
 from agentbench_kv.leaderboard.recorded import RecordedEngine
@@ -33,11 +33,10 @@ from agentbench_kv.results.reader import TrialKey
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.trials import Played, Stage, play_session, sample_key, transcript_document
 
-NOT_REPLAYED = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
-"""Ends that the tokens do not tell; such a trial counts 0, and only its prompt is compared."""
 _OF_THE_CLOCK = frozenset({"seconds"})
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
 _RELATIVE = 1e-9
+_FEW_CUT_OFF = 0.05
 
 
 class Replay:
@@ -80,9 +79,10 @@ class Replay:
     def _check_all(self, stage: Stage, samples: Mapping[str, Sample]) -> Checks:
         vocabulary = len(self._gateway.codec.tokenizer)
         trials = self._evidence.trials
-        ended = sum(record.status in NOT_REPLAYED for record in trials.values())
+        ended = sum(record.status in CUT_OFF for record in trials.values())
         if ended:
-            yield Note(f"{ended} trials ended by the clock or an error, which no record can prove")
+            kind = Note if ended <= _FEW_CUT_OFF * len(trials) else Stop
+            yield kind(f"{ended} trials ended by the clock or an error, which no record can prove")
         if not self._exact and self._evidence.spec.engine != "scripted":
             yield Note("what the cache held is as reported: lengths alone do not tell it here")
         for key, record in trials.items():
@@ -100,7 +100,7 @@ class Replay:
         if report.prompt_sha != record.prompt_sha and record.usage.requests:
             yield differs(place(key, "prompt_sha"), record.prompt_sha, report.prompt_sha)
             return
-        if record.status in NOT_REPLAYED:
+        if record.status in CUT_OFF:
             return
         again = trial_record(
             sample, played.context, played.outcome, report, 0.0, record.transcript or "", 1

@@ -12,11 +12,10 @@ from pathlib import Path
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard.benchmark import find_samples, opened, unfit
-from agentbench_kv.leaderboard.evidence import Evidence
+from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.leaderboard.layout import file_sha
 from agentbench_kv.leaderboard.physics import account
-from agentbench_kv.leaderboard.replay import NOT_REPLAYED
 from agentbench_kv.provenance import hardware
 from agentbench_kv.records import trial_record
 from agentbench_kv.results.files import write_atomic, writing
@@ -146,7 +145,7 @@ def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
     """Say where the tokens first differ, up to the end of a trial that was cut off; or nothing."""
     said = evidence.transcripts[key].tokens
     found = [list(ids) for ids in played.report.outputs]
-    if evidence.trials[key].status in NOT_REPLAYED:
+    if evidence.trials[key].status in CUT_OFF:
         found = [ids[: len(cut)] for ids, cut in zip(found, said, strict=False)]
     for turn, (one, other) in enumerate(zip_longest(said, found, fillvalue=())):
         at = _first(one, other)

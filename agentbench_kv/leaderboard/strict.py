@@ -39,6 +39,22 @@ def strict_json(raw: bytes) -> Any:
     return document
 
 
+def retyped(document: Any, record: Any, field: str = "") -> str:
+    """Return the first field that a record holds as another type than its JSON; empty if none.
+
+    A lenient reader makes a number of the text `"1"`, which no writer of ours wrote.
+    """
+    if not isinstance(document, dict):
+        texts = isinstance(document, str) == isinstance(record, str)
+        same = texts and isinstance(document, bool) == isinstance(record, bool)
+        return "" if same else field
+    for name, said in document.items():
+        read = record.get(name) if isinstance(record, dict) else getattr(record, name, said)
+        if found := retyped(said, read, f"{field}.{name}".lstrip(".")):
+            return found
+    return ""
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -295,6 +295,10 @@ def more_always_kept_than_there_is(f: Any, _: Any) -> None:
     f.cover(rename=True)
 
 
+def numbers_written_as_text(f: Any, _: Any) -> None:
+    f.trials(lambda row: row["kv"].update(evicted="9" * 400))
+
+
 def a_billion_requests(f: Any, _: Any) -> None:
     f.trials(lambda row: row["usage"].update(requests=2**62))
 
@@ -400,6 +404,7 @@ FORGERIES: list[tuple[Forgery, str]] = [
     (interval_of_words, "interval=timeout: expected an integer"),
     (interval_of_words_in_a_plug_in, "interval: is 'timeout'"),
     (more_always_kept_than_there_is, "always keep more tokens than a session has"),
+    (numbers_written_as_text, "samples.jsonl"),
     (a_billion_requests, "turns: is"),
     (a_billion_trials, "trials: is"),
     (another_clusters_sample, "cluster: is 'one', expected None"),

@@ -17,6 +17,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.leaderboard import pack, validate
 from agentbench_kv.leaderboard.layout import MANIFEST
 from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.submissions import Label
 from agentbench_kv.runner import run_one
 from agentbench_kv.spec import RunSpec, resolve
@@ -278,3 +279,17 @@ def test_a_manifest_that_is_none(submit: Any, change: dict[str, Any], said: str)
 def test_a_folder_without_a_manifest_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leaderboard pack"):
         validate(tmp_path)
+
+
+@pytest.mark.slow
+def test_trials_that_ran_out_of_time_are_what_the_clock_said(tmp_path: Path) -> None:
+    model = {"engine": "embedded", "model": "micro", "method": "agentkv", "budget": 256}
+    run = play(tmp_path, {"interval": "16"}, **model, timeout_s=0.5, limit=3)
+    statuses = {record.status for record in RunReader(run).trials()}
+    pack([RunReader(run)], tmp_path / "out", who="Ann", method="agentkv")
+    (verdict,) = validate(tmp_path / "out").runs
+    # How far a session comes in half a second is the machine's affair; that is no fault.
+    assert all("validity: " in str(each) for each in verdict.findings)
+    if not verdict.findings and TrialStatus.TIMEOUT in statuses:
+        assert verdict.label is Label.SELF_REPORTED
+        assert "trials ended by the clock or an error" in verdict.notes[0]
