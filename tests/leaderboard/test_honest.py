@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.data import VARIABLE
+from agentbench_kv.adapters.micro.task import Recall1k
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.leaderboard import pack, validate
@@ -118,6 +119,18 @@ def frames(folder: Path) -> str:
     return "frames/synthetic"
 
 
+def browsecomp(folder: Path) -> str:
+    pytest.importorskip("bm25s", reason="the extra [browser] is not installed")
+    rows = [
+        {"query_id": str(i), "query": f"Who owns shop {i}?", "answer": f"Bo {i}",
+         "gold_docs": [{"docid": f"d{i}", "url": f"https://example.org/{i}", "text": f"Bo {i}."}]}
+        for i in range(4)
+    ]  # fmt: skip
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "browsecomp_plus_decrypted.jsonl").write_text(text)
+    return "browsecomp-plus/synthetic"
+
+
 def locomo(folder: Path) -> str:
     pytest.importorskip("nltk", reason="the extra [locomo] is not installed")
     said = [
@@ -141,7 +154,7 @@ def locomo(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("agent", ["gold", "corrupt", "null"])
-@pytest.mark.parametrize("prepare", [frames, locomo], ids=["frames", "locomo"])
+@pytest.mark.parametrize("prepare", [frames, browsecomp, locomo])
 def test_tasks_with_data_of_the_users(
     prepare: Callable[[Path], str], agent: str, data: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -293,3 +306,41 @@ def test_trials_that_ran_out_of_time_are_what_the_clock_said(tmp_path: Path) -> 
     if not verdict.findings and TrialStatus.TIMEOUT in statuses:
         assert verdict.label is Label.SELF_REPORTED
         assert "trials ended by the clock or an error" in verdict.notes[0]
+
+
+def test_a_run_that_was_stopped_and_resumed(tmp_path: Path) -> None:
+    spec = resolve(
+        RunSpec("scripted", "gold", "full", None, "micro/recall-1k", limit=3, concurrency=1), {}
+    )
+
+    def stop(*told: Any) -> None:
+        if told[-1] is not None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_one(spec, tmp_path / "runs", stop)
+    run = tmp_path / "runs" / spec.id
+    assert 0 < len(RunReader(run).trials()) < 3
+    run_one(spec, tmp_path / "runs", lambda *_: None)
+    assert RunReader(run).info.resumes
+    assert checked([run], tmp_path / "out") == [(Label.RESCORED, [])]
+
+
+def test_an_attempt_lost_to_the_infrastructure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = []
+
+    def once(self: Recall1k, sample: Any, context: Any) -> Any:
+        if not lost:
+            lost.append(sample)
+            raise RuntimeError("the worker is gone")
+        return genuine(self, sample, context)
+
+    genuine = Recall1k.run_trial
+    monkeypatch.setattr(Recall1k, "run_trial", once)
+    run = play(tmp_path)
+    assert len(RunReader(run).trial_lines().records) == 3
+    ((label, notes),) = checked([run], tmp_path / "out")
+    assert label is Label.RESCORED
+    assert notes == ["1 attempts are said to have been lost, and were repeated"]
