@@ -9,7 +9,7 @@ from typing import Any
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.leaderboard.evidence import Evidence, place
-from agentbench_kv.leaderboard.findings import Checks, Note, Wrong, differs
+from agentbench_kv.leaderboard.findings import Checks, Stop, Wrong, differs
 from agentbench_kv.registry import load_task
 from agentbench_kv.spec import RunSpec
 
@@ -48,13 +48,13 @@ def opened(spec: RunSpec) -> Iterator[Task]:
         task.close()
 
 
-def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Note | Wrong:
+def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Stop | Wrong:
     """Return the samples the run must have had, or why they are not known here."""
     spec = evidence.spec
     try:
         return {sample.id: sample for sample in task.samples(spec.limit, spec.seed)}
     except PrerequisiteError as error:
-        return Note(f"what {spec.task} needs is not here: {error}")
+        return Stop(f"what {spec.task} needs is not here: {error}")
     except KVBenchError as error:
         return Wrong("samples", str(error))
 

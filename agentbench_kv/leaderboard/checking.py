@@ -25,6 +25,7 @@ CRASHED = "could not be checked"
 _MOST = 40
 """Findings a run: a thousand wrong trials are one fault."""
 _CHEAP = ("micro/",)
+_NAME_IT = "name its folder with --model"
 _NEVER = {
     "bfcl/memory": "the conversations before the questions are not in the records",
     "bfcl/web_search": "the task asks the web",
@@ -113,15 +114,13 @@ def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | 
     path = folder / listed.run_id
     found = _safely(lambda: check_files(path, listed), "its files")
     evidence = None if found else _read(path, found)
-    rescored = False
     if evidence is not None:
         for stage in (_NAMES, _FIGURES):
             if not _wrong(found):
                 found += [each for check in stage for each in _run(check, evidence)]
         if not _wrong(found):
-            later, rescored = _check_task(evidence, rescore, model)
-            found += later
-    return _verdict(listed.run_id, found, rescored)
+            found += _safely(lambda: _check_task(evidence, rescore, model), "its task")
+    return _verdict(listed.run_id, found)
 
 
 def _read(path: Path, found: list[Wrong | Note]) -> Evidence | None:
@@ -140,34 +139,32 @@ def _run(check: Callable[[Evidence], Checks], evidence: Evidence) -> list[Wrong 
     return _safely(lambda: check(evidence), f"its {check.__name__.removeprefix('check_')}")
 
 
-def _check_task(
-    evidence: Evidence, rescore: bool, model: Path | None
-) -> tuple[list[Wrong | Note], bool]:
-    """Check what needs the task; the second value says whether every trial was re-scored."""
+def _check_task(evidence: Evidence, rescore: bool, model: Path | None) -> Checks:
+    """Check what needs the task; whatever keeps a run from being re-scored is a `Stop`."""
     spec = evidence.spec
     try:
         reason = unfit(spec)
         if reason:
-            return [Note(f"{reason}, which is not started for a submission")], False
+            yield Stop(f"{reason}, which is not started for a submission")
+            return
         with opened(spec) as task:
             samples = find_samples(evidence, task)
             if not isinstance(samples, dict):
-                return [samples], False
-            found = _safely(lambda: check_samples(evidence, samples), "its samples")
-            found += _safely(lambda: check_data(evidence, task), "its data")
-            obstacle = _obstacle(evidence, rescore, model)
-            if obstacle or _wrong(found):
-                return [*found, *([Note(obstacle)] if obstacle else [])], False
+                yield samples
+                return
+            found = [*check_samples(evidence, samples), *check_data(evidence, task)]
+            yield from found
+            obstacle = _obstacle(evidence, rescore)
             folder = identity.folder_of_model(spec, evidence.info.provenance, model)
-            replay = Replay(evidence, task, folder or Path())
-            played = _safely(lambda: replay.check(samples), "the replay of its tokens")
-            stopped = any(isinstance(each, Stop) for each in played)
-            return [*found, *played], not stopped and not _wrong(played)
+            if obstacle or folder is None:
+                yield Stop(obstacle or f"the tokenizer of {spec.model} is not here; {_NAME_IT}")
+            elif not found:
+                yield from Replay(evidence, task, folder).check(samples)
     except KVBenchError as error:
-        return [Note(f"{spec.task} cannot be played here: {error}")], False
+        yield Stop(f"{spec.task} cannot be played here: {error}")
 
 
-def _obstacle(evidence: Evidence, rescore: bool, model: Path | None) -> str:
+def _obstacle(evidence: Evidence, rescore: bool) -> str:
     """Say why the run's tokens cannot be played again here; empty if they can."""
     spec = evidence.spec
     if not evidence.transcripts:
@@ -181,8 +178,6 @@ def _obstacle(evidence: Evidence, rescore: bool, model: Path | None) -> str:
         return "not re-scored; kvbench leaderboard validate --rescore does it"
     if spec.params.get("recovery") == "breadcrumb":
         return "reminders put words into the prompts that only the method knows"
-    if identity.folder_of_model(spec, evidence.info.provenance, model) is None:
-        return f"the tokenizer of {spec.model} is not here; name its folder with --model"
     return ""
 
 
@@ -195,13 +190,14 @@ def _check_method(folder: Path, manifest: Manifest) -> list[Finding]:
     return [Finding("", "method", f"is {manifest.method!r}, the runs are of {sorted(methods)}")]
 
 
-def _verdict(name: str, found: Sequence[Wrong | Note], rescored: bool) -> RunVerdict:
+def _verdict(name: str, found: Sequence[Wrong | Note]) -> RunVerdict:
     wrong = _wrong(found)
     findings = [Finding(name, each.field, shown_text(each.text)) for each in wrong[:_MOST]]
     if len(wrong) > _MOST:
         findings.append(Finding(name, "", f"and {len(wrong) - _MOST} findings more"))
     notes = list(dict.fromkeys(each.text for each in found if isinstance(each, Note)))
-    label = Label.RESCORED if rescored else Label.SELF_REPORTED
+    stopped = wrong or any(isinstance(each, Stop) for each in found)
+    label = Label.SELF_REPORTED if stopped else Label.RESCORED
     return RunVerdict(name, findings, label, notes)
 
 
