@@ -16,5 +16,5 @@ comparing
     `arms` (runs as arms), `matching`, `drift`, `gap`, `paired_metrics`, `contrast`, `verdict`,
     `compare`, `compare_text`, `sources`, `baseline`, `baseline_views`.
 showing
-    `tables/` and `papers` (`report`, published figures), `site/` (`report --html`), `leaderboard`.
+    `tables/` and `papers` (`report`, published figures), `site/` (`report --html`), `submissions`.
 """
