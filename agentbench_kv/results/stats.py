@@ -234,6 +234,13 @@ def change(
     )
 
 
+def paired_ends(wins: int, losses: int, n: int, confidence: float = LEVEL) -> tuple[float, float]:
+    """Return the interval of `change` for n samples of one right or wrong answer each."""
+    changes = np.zeros(n)
+    changes[:wins], changes[wins : wins + losses] = 1.0, -1.0
+    return _change_ends(changes, np.ones(n), None, True, confidence)
+
+
 def size_change(
     cand: Mapping[str, float],
     base: Mapping[str, float],
