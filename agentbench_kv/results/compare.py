@@ -125,9 +125,7 @@ def compare(
     rule = Rule.of(margin, catch, len(groups))
     rows = [contrast(group, metric, rule, listed) for group in groups]
     adjusted = holm([row.p_value for row in rows])
-    rows = [
-        row.model_copy(update={"p_adjusted": p}) for row, p in zip(rows, adjusted, strict=True)
-    ]
+    rows = [row.model_copy(update={"p_adjusted": p}) for row, p in zip(rows, adjusted, strict=True)]
     return Comparison(
         metric=metric,
         margin=margin,
@@ -260,7 +258,9 @@ def _checked(pairs: Sequence[Pair], speed: bool, allowed: bool) -> list[Drift]:
     for pair in pairs:
         seeds = [sorted({str(_seed(run)) for run in side.runs}) for side in (pair.base, pair.cand)]
         if not set(seeds[0]) & set(seeds[1]):
-            found.append(Drift(name="seed", base=" and ".join(seeds[0]), cand=" and ".join(seeds[1])))
+            found.append(
+                Drift(name="seed", base=" and ".join(seeds[0]), cand=" and ".join(seeds[1]))
+            )
         found += find_drift(pair.base.runs, pair.cand.runs, speed)
     drift = list(dict.fromkeys(found))
     refusing = [each for each in drift if each.weight == "refuses"]

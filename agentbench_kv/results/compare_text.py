@@ -177,18 +177,19 @@ TEXT_FORMATS: Mapping[str, Callable[[Comparison], str]] = {
 """Every format but the terminal's: its name and what writes it."""
 
 
-def write_refusal(files: Sequence[tuple[str, Path]], reason: str) -> None:
-    """Write files that say that nothing could be compared, and why."""
+def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = False) -> None:
+    """Write files that say in one line why there is no comparison."""
+    word = "refused" if refused else "bootstrapped"
     suite = ElementTree.Element(
-        "testsuite", name="kvbench compare", tests="1", failures="0", errors="1"
+        "testsuite", name="kvbench compare", tests="1", failures="0", errors=str(int(refused))
     )
     case = ElementTree.SubElement(suite, "testcase", classname="kvbench", name="compare")
-    ElementTree.SubElement(case, "error", message=_clean(reason))
+    ElementTree.SubElement(case, "error" if refused else "system-out").text = _clean(note)
     texts = {
-        "markdown": f"**kvbench compare: refused**\n\n{_markdown_escaped(reason)}\n",
+        "markdown": f"**kvbench compare: {word}**\n\n{_markdown_escaped(note)}\n",
         "junit": _xml(suite),
-        "github": f"::error title=kvbench refused::{_message(reason)}\n",
-        "json": json.dumps({"verdict": "refused", "reason": reason}, indent=2) + "\n",
+        "github": f"::{'error' if refused else 'notice'} title=kvbench {word}::{_message(note)}\n",
+        "json": json.dumps({"verdict": word, "reason": note}, indent=2) + "\n",
     }
     for kind, path in files:
         with writing(path):
@@ -280,12 +281,12 @@ def _units(row: Contrast) -> int:
 
 def _remarks(comparison: Comparison) -> list[str]:
     lines = [line for row in comparison.rows if (line := _decides(row))]
-    for row in comparison.rows:
-        if row.only_base or row.only_cand:
-            lines.append(
-                f"{row.cand} on {', '.join(row.tasks)}: paired on the {row.n} samples both have; "
-                f"{row.only_base} only in BASE, {row.only_cand} only in CAND"
-            )
+    lines += [
+        f"{row.cand} on {', '.join(row.tasks)}: paired on the {row.n} samples both have; "
+        f"{row.only_base} only in BASE, {row.only_cand} only in CAND"
+        for row in comparison.rows
+        if row.only_base or row.only_cand
+    ]
     words = {"refuses": "allowed", "warns": "should not matter"}
     lines += [f"differs, {words[drift.weight]}: {drift}" for drift in comparison.drift]
     return [*lines, *comparison.notes, comparison.noise]

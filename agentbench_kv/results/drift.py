@@ -95,9 +95,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-def _weigh(
-    name: str, base: set[str] | None, cand: set[str] | None, speed: bool
-) -> Weight | None:
+def _weigh(name: str, base: set[str] | None, cand: set[str] | None, speed: bool) -> Weight | None:
     """Say what a difference in a fact means; None if there is none."""
     if base == cand:
         return None
@@ -142,13 +140,12 @@ def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
                 for i in (0, 1)
             )
             for name in sorted(old.keys() | new.keys()):
-                sides = [{str(side[name])} if name in side else None for side in (old, new)]
-                weight = _weigh(name, *sides, speed) if name.partition(".")[0] in _ROOTS else None
-                if weight:
+                was, now = ({str(side[name])} if name in side else None for side in (old, new))
+                known = name.partition(".")[0] in _ROOTS
+                if known and (weight := _weigh(name, was, now, speed)):
                     where = f"{name} within run {run.run_id}"
-                    spelled = [_spell(side) for side in sides]
                     found.append(
-                        Drift(name=where, base=spelled[0], cand=spelled[1], weight=weight)
+                        Drift(name=where, base=_spell(was), cand=_spell(now), weight=weight)
                     )
     return found
 

@@ -79,7 +79,7 @@ class Rule:
 
     @property
     def alarm(self) -> float:
-        """Two-sided level of what is called a regression: half of it is the chance at the margin."""
+        """Two-sided level of a regression: half of it is the chance of one at the margin."""
         return _ALARM / self.rows
 
     def judge(self, low: float, sure_high: float) -> Verdict:
@@ -225,8 +225,9 @@ def _approximate(rule: Rule, design: Design, loss: float) -> tuple[float, float]
 
 @lru_cache(maxsize=256)
 def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return, for 0 to `most` wins, the fewest losses that prove a regression and the most that are
-    ok (-1 if none): both grow with the wins.
+    """Return, for 0 to `most` wins, the fewest losses that prove a regression and the most ok ones.
+
+    Both grow with the wins; -1 if no number of losses is ok.
     """
 
     def regression(wins: int, losses: int) -> bool:

@@ -114,6 +114,37 @@ def plan(
     )
 
 
+def plan_lines(found: Plan) -> list[str]:
+    """Return the plan in words, a line each."""
+    lines = [line for row in found.rows for line in _told(row, found)]
+    if len(found.rows) > 1:
+        lines.append(
+            f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
+            "more strictly than alone"
+        )
+    return lines
+
+
+def _told(row: Prospect, found: Plan) -> list[str]:
+    amount = f"{row.samples} samples" + (f" x {row.trials} trials" if row.trials > 1 else "")
+    grouped = "" if row.groups is None else f" in {row.groups} groups, alike within each or not"
+    how = "exact" if row.exact else "normal approximation"
+    power = ", ".join(f"{loss} points {100 * p:.0f}%" for loss, p in row.power.items())
+    least = "none" if row.caught is None else f"{row.caught:g} points"
+    needs = [
+        "more than 100,000" if each is None else f"about {each:,}"
+        for each in (row.samples_for_power, row.samples_for_ok)
+    ]
+    return [
+        f"{row.name}: {amount}{grouped}, of which {100 * row.discordance:.3g}% differ between the "
+        f"sides ({row.source}); {how}",
+        f"  a loss is called a regression: {power}; the smallest caught in 9 of 10: {least}",
+        f"  no difference is called ok: {100 * row.ok:.0f}%; a loss of {found.margin:g} points, "
+        f"which is harmless, a regression: {100 * row.alarm:.1f}%",
+        f"  samples for 9 of 10: {needs[0]} to catch {found.catch:g} points, {needs[1]} to say ok",
+    ]
+
+
 def _prospect(
     rule: Rule,
     name: str,

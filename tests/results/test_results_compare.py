@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import load_arms
-from agentbench_kv.results.baseline import SavedArm, read_baseline, save_baseline
+from agentbench_kv.results import aa
+from agentbench_kv.results.baseline import read_baseline, save_baseline
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
-from agentbench_kv.results.matching import match
-from agentbench_kv.results.noise import describe_noise, noise_floor
 from agentbench_kv.results.runinfo import read_info, write_info
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.sources import open_sides
 from agentbench_kv.results.store import RunStore
 
@@ -58,7 +57,7 @@ def write_run(tmp_path, make_trial):
 
 
 def load(*paths):
-    return load_arms(paths)[0]
+    return load_runs(paths)[0]
 
 
 def test_a_harsh_budget_is_a_regression_and_itself_is_not(write_run):
@@ -68,12 +67,13 @@ def test_a_harsh_budget_is_a_regression_and_itself_is_not(write_run):
     (row,) = found.rows
     assert (found.verdict, found.verdict.exit_code) == ("regression", 3)
     assert row.point == pytest.approx(-35 / 40)
-    assert (row.n, row.test, row.not_worse) == (40, "mcnemar", False)
-    assert compare(full, full).verdict == "inconclusive"
-    assert compare(full, full, margin=20).verdict == "ok"
-    assert compare(full, harsh, metric="peak_live").verdict == "ok"
+    assert (row.n, row.test, row.more, row.less) == (40, "mcnemar", 0, 35)
+    assert compare(full, full).verdict == "ok"
+    assert compare(full, full, catch=8).verdict == "inconclusive"
+    less = compare(full, harsh, metric="peak_live").rows[0]
+    assert (less.verdict, less.point) == ("ok", pytest.approx(-0.7))
     worse = compare(harsh, full, metric="peak_live").rows[0]
-    assert (worse.verdict, worse.point) == ("regression", pytest.approx(1 - 1000 / 300))
+    assert (worse.verdict, worse.point) == ("regression", pytest.approx(1000 / 300 - 1))
 
 
 def test_an_undecided_verdict_names_the_samples_that_would_decide(write_run):
@@ -124,13 +124,15 @@ def test_folders_are_matched_by_task_model_method_and_budget(write_run):
         *(load(write_run(f"a{m}{b}", [1] * 3, method=m, budget=b, peak=300))[0] for m, b in many)
     ]
     cand = [load(write_run("b", [1] * 3, method="agentkv", budget=512, folder="o", peak=300))[0]]
-    (pair,), _ = match(base, cand)
-    assert pair.base[0].budget == 512
+    (row,) = compare(base, cand).rows
+    assert (row.base, row.cand) == ("agentkv at 512", "agentkv at 512")
     stranger = load(write_run("c", [1] * 3, method="rkv", budget=64, folder="o", peak=200))
     with pytest.raises(UsageError, match="nothing to compare"):
-        match(base, stranger)
-    (only,), notes = match(base[:1], [*cand, *stranger][:1])
-    assert (only.base[0].method, notes) == ("full", [])
+        compare(base, stranger)
+    (only,) = compare(base[:1], cand).rows
+    assert only.base == "full"
+    both = compare([*base], [*cand, *stranger])
+    assert any("rkv at 64 on micro/recall-1k with micro has no partner" in n for n in both.notes)
 
 
 @pytest.mark.parametrize(
