@@ -15,10 +15,10 @@ from math import ceil, sqrt
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
-from scipy.stats import binom, norm, t
+from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.stats import LEVEL, paired_ends
+from agentbench_kv.results.stats import LEVEL, SEED, Floats, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
 DISCORDANCE = 0.15
@@ -31,6 +31,7 @@ _MOST_EXACT = 1000
 _MOST = 100_000
 _SAME = 1e-12
 _RARE = 1e-9
+_DRAWS = 16
 
 
 class Verdict(StrEnum):
@@ -158,8 +159,8 @@ def chances(rule: Rule, design: Design, loss: float) -> dict[Verdict, float]:
     """Return how often each verdict is given if the candidate truly loses so much.
 
     Samples with one right or wrong answer are enumerated: each is lost, won or the same, lost more
-    often than won by `loss`. Otherwise the interval is taken to be as wide as the discordance makes
-    it on average.
+    often than won by `loss`. Otherwise the change is taken to be normal around an interval that is
+    as wide as usual.
     """
     regression, ok = (_enumerated if design.exact else _approximate)(rule, design, loss)
     left = max(0.0, 1 - regression - ok)
@@ -213,13 +214,20 @@ def _enumerated(rule: Rule, design: Design, loss: float) -> tuple[float, float]:
 
 
 def _approximate(rule: Rule, design: Design, loss: float) -> tuple[float, float]:
-    differ = max(design.discordance, abs(loss))
-    variance = differ / design.trials - (loss**2 if design.trials == 1 else 0.0)
-    error = max(sqrt(max(variance, 0.0) / design.samples), _SAME)
-    freedom = (design.groups or design.samples) - 1
-    sure, seen = (float(t.ppf(1 - p / 2, freedom)) for p in (rule.alarm, 1 - LEVEL))
-    regression = float(ndtr((loss - rule.margin) / error - sure))
-    ok = float(ndtr((rule.catch - loss) / error - seen))
+    """Take the interval to reach as far as it does on average in a few draws."""
+    n, differ = design.samples, max(design.discordance, abs(loss))
+    chance = [(differ - loss) / 2, (differ + loss) / 2, 1 - differ]
+    groups = None if design.groups is None else np.arange(n) * design.groups // n
+    rng = np.random.default_rng(SEED)
+    reach = np.zeros(2)
+    for _ in range(_DRAWS):
+        moves = rng.choice([1.0, -1.0, 0.0], (n, design.trials), p=chance).mean(1)
+        low = paired_ends(moves, LEVEL, groups)[0]
+        high = paired_ends(moves, 1 - rule.alarm, groups)[1]
+        reach += np.array([high - moves.mean(), moves.mean() - low]) / _DRAWS
+    error = max(sqrt(max(differ - loss**2, 0.0) / (n * design.trials)), _SAME)
+    regression = float(ndtr((loss - rule.margin - reach[0]) / error))
+    ok = float(ndtr((rule.catch - loss - reach[1]) / error))
     return regression, min(ok, 1 - regression)
 
 
@@ -230,11 +238,14 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
     Both grow with the wins; -1 if no number of losses is ok.
     """
 
+    def changes(wins: int, losses: int) -> Floats:
+        return np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
+
     def regression(wins: int, losses: int) -> bool:
-        return paired_ends(wins, losses, n, 1 - rule.alarm)[1] < -rule.margin
+        return paired_ends(changes(wins, losses), 1 - rule.alarm)[1] < -rule.margin
 
     def ok(wins: int, losses: int) -> bool:
-        return paired_ends(wins, losses, n)[0] > -rule.catch
+        return paired_ends(changes(wins, losses))[0] > -rule.catch
 
     proof, fine = np.zeros(most + 1, np.intp), np.zeros(most + 1, np.intp)
     fewest, above = 0, 0
