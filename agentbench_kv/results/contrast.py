@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.errors import UsageError
@@ -20,6 +21,7 @@ from agentbench_kv.results.stats import (
     Scores,
     SpeedChange,
     change,
+    paired_ends,
     pass_k,
     size_change,
     speed_change,
@@ -153,6 +155,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
         verdict=verdict,
         needed=needed,
         needed_of="samples" if seen.groups is None else "groups",
+        notes=_group_notes(rule, seen) if metric != PEAK else [],
         flips=flips(pairs, base.parts, cand.parts, moved, listed) if listed else [],
     )
 
@@ -225,6 +228,19 @@ def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdic
     if verdict is not Verdict.INCONCLUSIVE:
         return verdict, None
     return verdict, units_to_decide(rule, point, seen.spread, seen.units)
+
+
+def _group_notes(rule: Rule, seen: Change) -> list[str]:
+    """Say what so few groups leave open: one that is lost as a whole need not be among them."""
+    if seen.groups is None:
+        return []
+    hidden = paired_ends(np.zeros(seen.groups))[1]
+    if hidden <= rule.catch:
+        return []
+    return [
+        f"{seen.groups} groups cannot rule out that {100 * hidden:.0f}% of all groups are lost "
+        "whole, if none of these was"
+    ]
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:

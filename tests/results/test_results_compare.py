@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 import shutil
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from xml.etree import ElementTree
 
 import fsspec
@@ -375,7 +377,52 @@ def test_several_rows_are_judged_together(write_run):
     assert together.rows[0].p_adjusted == pytest.approx(20 * together.rows[0].p_value)
     text = TEXT_FORMATS["github"](together)
     assert text.count("p-values are Holm's for 20 rows") == 1
-    assert text.count("the 99.85% interval of the change shows a loss of more than 1 points") == 1
+    assert text.count("the 99.85%25 interval of the change shows a loss of more than 1 points") == 1
+
+
+def test_pass_k_pairs_by_sample(write_run, make_trial):
+    tries = {"a": ([1, 1, 1, 0], [1, 0, 1, 0]), "b": ([1, 1], [1, 1]), "c": ([1, 0, 0], [0, 0, 0])}
+    sides = [write_run(name, [], folder=name) for name in "ab"]
+    for i, folder in enumerate(sides):
+        with RunStore(folder.parent).open(folder.name, read_info(folder).spec, PROVENANCE) as run:
+            for sample, scores in tries.items():
+                for trial, score in enumerate(scores[i]):
+                    run.append_trial(make_trial(sample, trial=trial, score=score))
+    base, cand = map(load, sides)
+    (row,) = compare(base, cand, metric="pass^2").rows
+    chances = [
+        [fmean(map(all, combinations(scores[i], 2))) for scores in tries.values()] for i in (0, 1)
+    ]
+    assert (row.base_level, row.cand_level) == pytest.approx(tuple(map(fmean, chances)))
+    assert (row.n, row.test) == (3, "permutation")
+    with pytest.raises(UsageError, match="--trials 5"):
+        compare(base, cand, metric="pass^5")
+    with pytest.raises(UsageError, match=r"no sub-score 'pass\^0'"):
+        compare(base, cand, metric="pass^0")
+
+
+def test_two_releases_of_a_benchmark_share_no_verdict(write_run):
+    tasks = ("bfcl/memory", "tau2-v1/retail", "tau2/retail")
+    sides = [
+        [load(write_run(t.replace("/", "_"), [1] * 9, task=t, folder=f))[0] for t in tasks]
+        for f in "ab"
+    ]
+    with pytest.raises(UsageError, match=r"tau2 and tau2-v1 are two releases .*--by task"):
+        compare(*sides)
+    assert [row.tasks for row in compare(*sides, by_task=True).rows] == [[t] for t in tasks]
+    pooled = compare(*([run for run in side if "-v1" not in run.setting.task] for side in sides))
+    assert pooled.rows[0].tasks == ["bfcl/memory", "tau2/retail"]
+
+
+def test_few_groups_say_what_they_cannot_rule_out(write_run):
+    sides = [load(write_run(f, [1] * 200, folder=f, groups=10)) for f in "ab"]
+    found = compare(*sides)
+    assert (found.verdict, found.rows[0].clusters) == ("ok", 10)
+    assert found.notes == [
+        "10 groups cannot rule out that 28% of all groups are lost whole, if none of these was"
+    ]
+    alone = [load(write_run(f"n{f}", [1] * 200, folder=f)) for f in "ab"]
+    assert compare(*alone).notes == []
 
 
 @pytest.mark.parametrize("inconclusive", ["fail", "ok"])
