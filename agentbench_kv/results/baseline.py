@@ -20,7 +20,7 @@ from agentbench_kv.results.runs import Run
 from agentbench_kv.results.summary import derive
 
 SCHEMA = 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 _NOT_KEPT = {"transcript", "error", "usage"}
 
 
@@ -78,7 +78,7 @@ def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = Fa
     PrerequisiteError
         If the file cannot be written.
     """
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UsageError(f"baseline name {name!r}: use letters, digits and . _ @ + - only")
     for run in runs:
         if run.info.status != "complete" or not run.trials.scores:

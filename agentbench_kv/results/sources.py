@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.baseline import read_baseline
+from agentbench_kv.results.baseline import NAME, read_baseline
 from agentbench_kv.results.places import children, locate, reaching
 from agentbench_kv.results.runs import Problem, Run, load_runs, run_folders
 from agentbench_kv.results.store import RunStore
@@ -64,10 +64,10 @@ def open_sides(
 
 def absent_baseline(source: str, out: Path) -> Path | None:
     """Return the baseline file that a source means where there is none, nor any run; else None."""
-    named = "://" not in source and "/" not in source and not source.endswith(".json")
-    if not named and ("://" in source or not source.endswith(".json")):
-        return None
+    named = "/" not in source and not source.endswith(".json")
     path = BASELINES / f"{source}.json" if named else Path(source)
+    if "://" in source or path.suffix != ".json" or not NAME.fullmatch(path.stem):
+        return None
     places = (Path(source), path, out / source / "run.json")
     return None if any(place.exists() for place in places) else path
 
@@ -81,9 +81,10 @@ def how_to_make(baseline: Path, runs: Sequence[Run], out: Path) -> str:
     folder = "" if baseline.parent == BASELINES else f" --to {shlex.quote(str(baseline.parent))}"
     name = shlex.quote(baseline.stem)
     save = f"kvbench baseline save {name} {' '.join(kept)}{folder}"
+    commands = " && ".join([*made, save])
     return (
-        f"no baseline {baseline}; on the version to compare with: {' && '.join([*made, save])} "
-        "(kvbench compare --bootstrap takes CAND itself)"
+        f"no baseline {baseline}, nor a run of that name; on the version to compare with: "
+        f"{commands} (kvbench compare --bootstrap takes CAND itself)"
     )
 
 

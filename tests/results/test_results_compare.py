@@ -521,6 +521,14 @@ def test_a_baseline_gives_the_same_verdict_as_its_run(write_run, tmp_path):
     assert compare(saved, cand).rows == compare(base, cand).rows
     assert saved[0].info.host == "saved"
     assert path.read_text().count('"sample_id"') == 30
+    with pytest.raises(UsageError, match=r"main.json exists; --force"):
+        save_baseline("main", cand, path.parent)
+    assert read_baseline(path.read_bytes(), "main").runs[0].info.run_id == "a"
+    save_baseline("main", cand, path.parent, force=True)
+    assert read_baseline(path.read_bytes(), "main").runs[0].info.run_id == "b"
+    over = load(write_run("over", [1] * 5, method="agentkv", budget=64, peak=900))
+    with pytest.raises(UsageError, match="over is not valid"):
+        save_baseline("over", over, tmp_path)
     with pytest.raises(UsageError, match="letters, digits"):
         save_baseline("../main", base, tmp_path)
 
@@ -540,6 +548,18 @@ def test_a_damaged_baseline_says_where(write_run, tmp_path, change, named):
     with pytest.raises(UsageError, match="main") as error:
         read_baseline(change(path.read_text()).encode(), "main")
     assert named in str(error.value)
+
+
+def test_a_baseline_of_an_older_kvbench_loads_and_its_summary_is_ignored(write_run, tmp_path):
+    base = load(write_run("a", [1] * 30))
+    path = save_baseline("main", base, tmp_path)
+    document = json.loads(path.read_text())
+    (run,) = document["runs"]
+    run["summary"] = base[0].summary.model_dump(mode="json") | {"score": None, "method": "evil"}
+    run["trials"].append(run["trials"][0] | {"score": 0.0})
+    (saved,) = read_baseline(json.dumps(document).encode(), "main").loaded(path)
+    assert (saved.method, saved.summary.samples) == ("full", 30)
+    assert saved.summary.score.point == pytest.approx(29 / 30)  # the last record of a trial counts
 
 
 def test_sides_come_from_ids_folders_names_and_urls(write_run, tmp_path, monkeypatch):
