@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.engines import consistency, first_difference
+from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.store import RunStore
 
 Write = Callable[..., Run]
