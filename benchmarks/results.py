@@ -27,8 +27,14 @@ import msgspec
 import numpy as np
 
 from agentbench_kv.results.reader import RunReader
-from agentbench_kv.results.records import TrialStatus, TurnRecord
-from agentbench_kv.results.rows import KVRow, Row, TimingRow, UsageRow
+from agentbench_kv.results.records import (
+    KVAccount,
+    Timing,
+    TrialRecord,
+    TrialStatus,
+    TurnRecord,
+    Usage,
+)
 from agentbench_kv.results.runinfo import RunInfo, RunStatus, write_info
 from agentbench_kv.results.store import prefix_parts, run_id
 from agentbench_kv.results.summary import FILE, build, summarize
@@ -85,8 +91,8 @@ def make_runs(
         rows = list(_rows(rng, info.spec, ease, trials, per_sample))
         (path / "samples.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
         if turns:
-            lines = (t.model_dump_json() for row in rows for t in _turns(row, turns))
-            (path / "turns.jsonl").write_text("\n".join(lines) + "\n")
+            lines = [turn for row in rows for turn in _turns(row, turns)]
+            (path / "turns.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(lines))
         made.append(path)
         _summarize(path, made[0], summaries)
     return made
@@ -126,7 +132,7 @@ def _info(number: int, trials: int, per_sample: int) -> RunInfo:
 
 def _rows(
     rng: np.random.Generator, spec: dict[str, Any], ease: Any, trials: int, per_sample: int
-) -> Iterator[Row]:
+) -> Iterator[TrialRecord]:
     budget = spec["budget"]
     chance = 0.95 if budget is None else 0.2 + budget / 1000
     logical = rng.integers(900, 1300, trials)
@@ -143,14 +149,14 @@ def _rows(
             metrics |= {f"{name}_right": value, f"{name}_asked": 4}
         ttft, tpot, seconds = times[i]
         solved = 0.5 * ease[sample] + 0.5 * lucky[i] < chance
-        yield Row(
+        yield TrialRecord(
             sample_id=f"sample-{sample}",
             trial=i % per_sample,
             seed=i,
             status=TrialStatus.TIMEOUT if fails[i] else TrialStatus.SCORED,
             score=None if fails[i] else float(solved),
             metrics={} if fails[i] else metrics,
-            kv=KVRow(
+            kv=KVAccount(
                 peak_live=peak,
                 logical=seen,
                 events=int(peak < seen),
@@ -162,15 +168,17 @@ def _rows(
                 mean_decode_kv=peak * 0.7,
                 budget=budget,
             ),
-            timing=TimingRow() if fails[i] else TimingRow(50 * ttft, 10 * tpot, 9 * seconds),
-            usage=UsageRow(6 * seen, seen // 3, 10),
+            timing=Timing()
+            if fails[i]
+            else Timing(ttft_ms=50 * ttft, tpot_ms=10 * tpot, e2e_s=9 * seconds),
+            usage=Usage(prompt_tokens=6 * seen, completion_tokens=seen // 3, requests=10),
             prompt_sha=f"{sample:064x}",
             transcript=f"transcripts/sample-{sample}-t{i % per_sample}.json",
             error="the time is up" if fails[i] else None,
         )
 
 
-def _turns(row: Row, turns: int) -> Iterator[TurnRecord]:
+def _turns(row: TrialRecord, turns: int) -> Iterator[TurnRecord]:
     step, live = row.kv.logical // turns, 0
     for turn in range(turns):
         before, grown = live, live + step

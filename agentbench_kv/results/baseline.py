@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import msgspec
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.files import Lines, write_atomic
+from agentbench_kv.results.files import write_atomic
+from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.reader import latest_trials
-from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.records import REFUSED, TrialRecord, TrialStatus, checked, encode
 from agentbench_kv.results.runinfo import RunInfo
 from agentbench_kv.results.runs import Run
 from agentbench_kv.results.summary import derive
 
 SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
+_WRITER = "kvbench baseline save NAME RUN writes one"
+_ANY = TrialRecord(sample_id="any", trial=0, seed=0, status=TrialStatus.TIMEOUT)
+_REQUIRED = {"sample_id", "trial", "seed", "status"}
 _NOT_KEPT = {"transcript", "error", "usage"}
+
+
+def _record(data: Any) -> TrialRecord:
+    return checked(data, TrialRecord)
 
 
 class SavedRun(BaseModel):
@@ -33,7 +41,7 @@ class SavedRun(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     info: RunInfo
-    trials: list[TrialRecord]
+    trials: list[Annotated[TrialRecord, PlainValidator(_record)]]
 
     def loaded(self, path: Path) -> Run:
         """Return it as a run; its figures are derived from the records here."""
@@ -114,12 +122,12 @@ def read_baseline(raw: bytes, source: str) -> Baseline:
         If it is not a baseline, or one of another version.
     """
     try:
-        document = json.loads(raw, parse_constant=_refuse_constant(source))
-        version = document["schema_version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"{source} is not a baseline; kvbench baseline save NAME RUN writes one"
-        ) from error
+        document = msgspec.json.decode(raw)
+    except REFUSED as error:
+        raise UsageError(f"{source} is not a baseline ({error}); {_WRITER}") from error
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version is None:
+        raise UsageError(f"{source} is not a baseline; {_WRITER}")
     if version != SCHEMA:
         raise UsageError(
             f"{source} is a baseline of format {version!r}, this kvbench reads {SCHEMA}; "
@@ -133,13 +141,6 @@ def read_baseline(raw: bytes, source: str) -> Baseline:
         raise UsageError(f"{source} is damaged at {place}: {first['msg']}") from error
 
 
-def _refuse_constant(source: str) -> Callable[[str], Any]:
-    def refuse(constant: str) -> Any:
-        raise UsageError(f"{source} holds {constant}, which is no figure; save the baseline again")
-
-    return refuse
-
-
 def _document(name: str, runs: Sequence[Run]) -> bytes:
     """Encode with one trial a line: a committed baseline then has readable differences."""
     head = f'{{"schema_version": {SCHEMA}, "name": "{name}", "kvbench": "{__version__}",'
@@ -149,11 +150,22 @@ def _document(name: str, runs: Sequence[Run]) -> bytes:
 def _run(run: Run) -> bytes:
     # Which process on which machine wrote the run is nobody's business in a committed file.
     info = run.info.model_copy(update={"pid": 1, "host": "saved", "owner": "saved"})
-    trials = [
-        record.model_dump_json(exclude=_NOT_KEPT, exclude_defaults=True).encode()
-        for record in run.records()
-    ]
     return b'{"info": %s,\n"trials": [\n%s\n]}' % (
         info.model_dump_json().encode(),
-        b",\n".join(trials),
+        b",\n".join(map(_trial, run.records())),
     )
+
+
+def _trial(record: TrialRecord) -> bytes:
+    fields = msgspec.to_builtins(record)
+    kept = {name: value for name, value in fields.items() if name not in _NOT_KEPT}
+    return encode(_changed(kept, msgspec.to_builtins(_ANY)))
+
+
+def _changed(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what has its default, in the parts of a record too."""
+    return {
+        name: _changed(value, defaults[name]) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name in _REQUIRED or value != defaults.get(name, ...)
+    }

@@ -1,4 +1,4 @@
-"""The columns of `load_results`: their names, types and meanings, and how rows fill them."""
+"""The columns of `load_results`: their names, types and meanings, and how trials fill them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.results.rows import Row
+from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.runinfo import RunStatus
 from agentbench_kv.results.validity import RunState
 
@@ -108,7 +107,9 @@ _FIXED: Mapping[str, list[str]] = {
     "run_status": [status.value for status in RunStatus],
     "run_state": [state.value for state in RunState],
 }
-_GET: dict[str, Callable[[Row], Any]] = {c.name: attrgetter(c.source) for c in COLUMNS if c.source}
+_GET: dict[str, Callable[[TrialRecord], Any]] = {
+    c.name: attrgetter(c.source) for c in COLUMNS if c.source
+}
 _OF_RUN = tuple(column for column in COLUMNS if column.source is None)
 _OF_TRIAL = tuple(column for column in COLUMNS if column.source is not None)
 
@@ -155,20 +156,20 @@ class Columns:
             if column.dtype == "category"
         }
 
-    def add(self, run: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Add the rows of one run; `run` holds the columns that all of them share."""
+    def add(self, run: Mapping[str, Any], trials: Sequence[TrialRecord]) -> None:
+        """Add the trials of one run; `run` holds the columns that all of them share."""
         self.runs += 1
-        if not rows:
+        if not trials:
             return
         for column in _OF_RUN:
-            self._append(column, [run[column.name]], repeat=len(rows))
+            self._append(column, [run[column.name]], repeat=len(trials))
         for column in _OF_TRIAL:
-            self._append(column, list(map(_GET[column.name], rows)))
-        metrics = [row.metrics for row in rows]
+            self._append(column, list(map(_GET[column.name], trials)))
+        metrics = [trial.metrics for trial in trials]
         for name in dict.fromkeys(chain.from_iterable(metrics)):
             values = [each.get(name) for each in metrics]
             self._metrics[name].append((self._rows, _compact(values)))
-        self._rows += len(rows)
+        self._rows += len(trials)
 
     def frame(self) -> pd.DataFrame:
         """Return everything added, as a frame with a fresh index."""

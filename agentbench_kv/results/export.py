@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -12,12 +13,11 @@ import msgspec
 import pandas as pd
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results import card
 from agentbench_kv.results.frame import load_results
 from agentbench_kv.results.places import Target, locate, writing_to
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.terminal import console, plain, print_json
-
-__all__ = ["FORMATS", "check_target", "export_runs", "export_trials", "write_frame"]
 
 _ROWS_AT_ONCE = 50_000
 
@@ -55,7 +55,9 @@ FORMATS: dict[str, Callable[[pd.DataFrame, IO[bytes]], None]] = {
 }
 
 
-def export_trials(out: Path, runs: Sequence[str], target: str, force: bool, as_json: bool) -> None:
+def export_trials(
+    out: Path, runs: Sequence[str], target: str, with_card: bool, force: bool, as_json: bool
+) -> None:
     """Write the trials of some runs, and print what was written and what could not be read.
 
     Parameters
@@ -64,13 +66,20 @@ def export_trials(out: Path, runs: Sequence[str], target: str, force: bool, as_j
         Folder of runs, for those named by id.
     runs : sequence of str
         Paths, fsspec URLs, or ids.
+    with_card : bool
+        Write `README.md` beside a parquet file.
 
     Raises
     ------
     UsageError, PrerequisiteError
         As `export_runs`.
     """
+    beside = _beside(target, force) if with_card else None
     frame = export_runs([_place(out, run) for run in runs], target, force)
+    if beside is not None:
+        command = shlex.join(["kvbench", "export", *runs, "--to", target, "--card"])
+        text = card.card(frame, PurePosixPath(target).name, command)
+        _replace(beside, lambda file: file.write(text.encode()))
     found = frame.attrs["problems"]
     if as_json:
         rows, columns = frame.shape
@@ -81,6 +90,15 @@ def export_trials(out: Path, runs: Sequence[str], target: str, force: bool, as_j
         line = "" if each["line"] is None else f" line {each['line']}"
         screen.print(plain(f"{each['path']}{line}: {each['reason']}"), soft_wrap=True)
     screen.print(plain(f"{len(frame)} trials in {target}"), soft_wrap=True)
+
+
+def _beside(target: str, force: bool) -> str:
+    """Return where the card of a parquet file goes, checked like the file."""
+    if _suffix(target) != ".parquet":
+        raise UsageError(f"{target}: a card is for a parquet file; name one that ends in .parquet")
+    beside = f"{target.removesuffix(PurePosixPath(target).name)}{card.FILE}"
+    _refuse_to_overwrite(beside, force)
+    return beside
 
 
 def _place(out: Path, run: str) -> Target:
@@ -124,6 +142,10 @@ def check_target(target: Target, force: bool = False) -> None:
             "parquet needs pyarrow, from the extra [parquet]: in the clone, pip install "
             '".[parquet]"; elsewhere, pip install pyarrow'
         )
+    _refuse_to_overwrite(target, force)
+
+
+def _refuse_to_overwrite(target: Target, force: bool) -> None:
     fs, path = locate(target)
     with writing_to(target):
         if fs.exists(path) and (fs.isdir(path) or not force):
@@ -142,6 +164,10 @@ def write_frame(frame: pd.DataFrame, target: Target) -> None:
         If the target cannot be written.
     """
     write = FORMATS[_suffix(target)]
+    _replace(target, lambda file: write(frame, file))
+
+
+def _replace(target: Target, write: Callable[[IO[bytes]], object]) -> None:
     fs, path = locate(target)
     # On a local disk the new file takes the place of the old one at the end; an object store
     # does the same by itself.
@@ -149,7 +175,7 @@ def write_frame(frame: pd.DataFrame, target: Target) -> None:
     with writing_to(target):
         try:
             with fs.open(part, "wb") as file:
-                write(frame, file)
+                write(file)
             if part != path:
                 os.replace(part, path)  # noqa: PTH105  fsspec's paths are text
         finally:

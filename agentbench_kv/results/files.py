@@ -1,4 +1,4 @@
-"""Files that survive a kill: atomic replacement, and lines that are whole or absent."""
+"""Files that survive a kill: atomic replacement, and appended lines that are whole or absent."""
 
 from __future__ import annotations
 
@@ -9,38 +9,15 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["Alien", "Lines", "append_lines", "exclusive", "json_bytes", "read_lines", "writing"]
-
-R = TypeVar("R", bound=BaseModel)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 _CHUNK = 1 << 16
-
-
-@dataclass(frozen=True)
-class Alien:
-    """A line this version does not fully understand: its number (from 1) and what is odd."""
-
-    line: int
-    reason: str
-
-
-@dataclass
-class Lines(Generic[R]):
-    """What a JSON-lines file holds: its records in order, the odd lines, a torn end or not."""
-
-    records: list[R] = field(default_factory=list)
-    alien: list[Alien] = field(default_factory=list)
-    torn: bool = False
 
 
 @contextlib.contextmanager
@@ -206,60 +183,3 @@ def is_json(raw: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def read_lines(path: Path, model: type[R]) -> Lines[R]:
-    """Read every record of a JSON-lines file; a damaged file is never an error.
-
-    A line that is no record of this version is left out and reported; one that only has unknown
-    fields is read without them and reported. An incomplete last line is dropped.
-    """
-    lines: Lines[R] = Lines()
-    if not path.exists():
-        return lines
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.endswith(b"\n") and not is_json(raw):
-                lines.torn = True
-            elif raw.strip():
-                read_line(lines, number, raw, model)
-    return lines
-
-
-def read_line(lines: Lines[R], number: int, raw: bytes, model: type[R]) -> None:
-    """Add the record of one line to `lines`, or note what is odd about it."""
-    try:
-        lines.records.append(model.model_validate_json(raw))
-    except ValidationError as error:
-        unknown = _unknown_fields(error)
-        record = _without(raw, unknown, model) if unknown else None
-        if record is not None:
-            lines.records.append(record)
-        lines.alien.append(Alien(number, _odd(error)))
-
-
-def _unknown_fields(error: ValidationError) -> list[tuple[int | str, ...]]:
-    """Return where the unknown fields are, or nothing if that is not all that is wrong."""
-    details = error.errors(include_url=False)
-    if any(detail["type"] != "extra_forbidden" for detail in details):
-        return []
-    return [detail["loc"] for detail in details]
-
-
-def _without(raw: bytes, fields: list[tuple[int | str, ...]], model: type[R]) -> R | None:
-    data = json.loads(raw)
-    for *parents, name in fields:
-        place = data
-        for parent in parents:
-            place = place[parent]
-        place.pop(name)
-    try:
-        return model.model_validate_json(json.dumps(data))
-    except ValidationError:
-        return None
-
-
-def _odd(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"]

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.columns import Columns
+from agentbench_kv.results.lines import Lines, parse_lines
 from agentbench_kv.results.places import Target, children, locate, reaching
-from agentbench_kv.results.rows import Row, RowLines, read_rows
+from agentbench_kv.results.reader import latest_trials
+from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runinfo import RunInfo
 from agentbench_kv.results.validity import assess
-
-__all__ = ["load_results", "problems"]
 
 _MOST_PER_RUN = 20
 
@@ -104,17 +104,17 @@ def _load(fs: Any, place: str, columns: Columns) -> list[dict[str, Any]]:
         return [_problem(place, None, f"run.json: {_first_line(error)}")]
     try:
         with fs.open(f"{place}/samples.jsonl", "rb") as file:
-            lines = read_rows(file)
+            lines = parse_lines(file, TrialRecord)
     except FileNotFoundError:
-        lines = RowLines()
+        lines = Lines()
     except OSError as error:
         return [_problem(place, None, f"samples.jsonl: {_first_line(error)}")]
-    rows = lines.latest()
-    columns.add(_identity(info, place, rows), rows)
+    trials = latest_trials(lines.records)
+    columns.add(_identity(info, place, trials), trials)
     return _line_problems(place, lines)
 
 
-def _identity(info: RunInfo, place: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _identity(info: RunInfo, place: str, trials: Sequence[TrialRecord]) -> dict[str, Any]:
     """Return the columns that are the same in all rows of a run."""
     spec = info.spec
     method = _text(spec.get("method"))
@@ -126,7 +126,7 @@ def _identity(info: RunInfo, place: str, rows: Sequence[Row]) -> dict[str, Any]:
         "preset": (method or "").partition("@")[2] or None,
         "params": json.dumps(spec.get("params") or {}, sort_keys=True),
         "budget": _text(spec.get("budget")),
-        "budget_tokens": _budget_tokens(spec.get("budget"), rows),
+        "budget_tokens": _budget_tokens(spec.get("budget"), trials),
         "engine": _text(spec.get("engine")),
         "model": _text(spec.get("model")),
         "seed": _whole(spec.get("seed")),
@@ -134,35 +134,34 @@ def _identity(info: RunInfo, place: str, rows: Sequence[Row]) -> dict[str, Any]:
         "concurrency": _whole(spec.get("concurrency")),
         "temperature": _number(spec.get("temperature")),
         "run_status": info.status.value,
-        "run_state": _state(info, rows),
+        "run_state": _state(info, trials),
     }
 
 
-def _state(info: RunInfo, rows: Sequence[Row]) -> str | None:
+def _state(info: RunInfo, trials: Sequence[TrialRecord]) -> str | None:
     """Return the validity's word; none for a budget that is no budget."""
     try:
-        # A row has every attribute of a record that the rules look at.
-        return assess(info.spec, rows, expected=info.expected_trials).state.value  # type: ignore[arg-type]
+        return assess(info.spec, trials, expected=info.expected_trials).state.value
     except (UsageError, ValueError, TypeError):
         return None
 
 
-def _budget_tokens(budget: Any, rows: Sequence[Row]) -> int | None:
+def _budget_tokens(budget: Any, trials: Sequence[TrialRecord]) -> int | None:
     """Return the budget in tokens; a share counts by the median session's length."""
     if budget is None:
         return None
-    logical = [row.kv.logical for row in rows if row.kv.logical]
+    logical = [each.kv.logical for each in trials if each.kv.logical]
     try:
         return Budget.parse(budget).at(int(statistics.median(logical)) if logical else 0)
     except UsageError:
         return None
 
 
-def _line_problems(place: str, lines: RowLines) -> list[dict[str, Any]]:
-    named = lines.alien[:_MOST_PER_RUN]
-    found = [_problem(place, alien.line, alien.reason) for alien in named]
-    if len(lines.alien) > len(named):
-        more = len(lines.alien) - len(named)
+def _line_problems(place: str, lines: Lines[TrialRecord]) -> list[dict[str, Any]]:
+    named = lines.unreadable[:_MOST_PER_RUN]
+    found = [_problem(place, odd.line, odd.reason) for odd in named]
+    if len(lines.unreadable) > len(named):
+        more = len(lines.unreadable) - len(named)
         found.append(_problem(place, None, f"and {more} more lines that were not understood"))
     if lines.torn:
         found.append(_problem(place, None, "samples.jsonl: the torn last line was dropped"))

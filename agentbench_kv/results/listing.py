@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 
 from agentbench_kv.results.index import Entry, read_index
 from agentbench_kv.results.terminal import (
@@ -21,8 +26,6 @@ from agentbench_kv.results.terminal import (
     print_json,
     share,
 )
-
-__all__ = ["SORTS", "Query", "list_runs", "runs_table", "select_runs"]
 
 _LAST = float("inf")
 
@@ -98,9 +101,12 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
         screen.print(plain(_nothing(folder, entries)), soft_wrap=True)
         return
     shown = wanted[:limit] if limit else wanted
-    screen.print(runs_table(shown))
-    for entry in shown:
-        screen.print(plain(entry.run_id), soft_wrap=True)
+    if sys.stdout.isatty():
+        width = screen.width
+    else:
+        width, screen.width = None, _UNLIMITED
+    for line in runs_lines(shown, width):
+        screen.print(line)
     for entry in shown:
         if entry.problem:
             screen.print(plain(f"{entry.run_id}: {entry.problem}"), soft_wrap=True)
@@ -109,30 +115,135 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
         screen.print(f"and {more} more; --limit 0 shows all, the filters fewer")
 
 
-def runs_table(entries: Sequence[Entry]) -> Table:
-    """Return one row per run; scores in percent, KV figures in tokens per (layer, KV head)."""
-    table = new_table(
-        "run", "method", "budget", "score [95% CI]", "peak live", "logical", "kv", "tok/s",
-        "trials", "failures", "status", "validity",
-    )  # fmt: skip
-    for entry in entries:
-        score, ratio = entry.score, entry.live_over_logical
-        row = (
-            entry.run_id,
-            entry.method,
-            entry.budget,
-            score and share(score.point, score.low, score.high),
-            number(entry.peak_live),
-            number(entry.logical),
-            None if ratio is None else f"{100 * ratio:.0f}%",
-            number(entry.tokens_per_s),
-            f"{entry.trials}/{entry.expected_trials or '?'}",
-            failures(entry.failures),
-            entry.status,
-            entry.run_state or "unreadable",
-        )
-        table.add_row(*map(plain, row))
+def _score(entry: Entry) -> str | None:
+    score = entry.score
+    return share(score.point, score.low, score.high) if score else None
+
+
+def _short_score(entry: Entry) -> str | None:
+    score = entry.score
+    if score is None:
+        return None
+    return f"{100 * score.point:.1f} [{100 * score.low:.0f}, {100 * score.high:.0f}]"
+
+
+def _kv(entry: Entry) -> str | None:
+    ratio = entry.live_over_logical
+    return None if ratio is None else f"{100 * ratio:.0f}%"
+
+
+Columns = dict[str, Callable[[Entry], object]]
+
+_MORE: Columns = {
+    "kv": _kv,
+    "seed": lambda entry: entry.seed,
+    "status": lambda entry: entry.status,
+    "failures": lambda entry: failures(entry.failures),
+    "peak live": lambda entry: number(entry.peak_live),
+    "logical": lambda entry: number(entry.logical),
+    "tok/s": lambda entry: number(entry.tokens_per_s),
+}
+
+
+def _done(entry: Entry) -> str:
+    return f"{entry.trials}/{entry.expected_trials or '?'}"
+
+
+def _validity(entry: Entry) -> str:
+    return entry.run_state or "unreadable"
+
+
+_WIDE: Columns = {
+    "run": lambda entry: entry.run_id,
+    "method": lambda entry: entry.method,
+    "budget": lambda entry: entry.budget,
+    "task": lambda entry: entry.task,
+    "score [95% CI]": _score,
+    "trials": _done,
+    "validity": _validity,
+    **_MORE,
+}
+_NARROW: Columns = {
+    "method": lambda entry: entry.method,
+    "budget": lambda entry: entry.budget,
+    "score %": _short_score,
+    "n": _done,
+    "validity": _validity,
+}
+_FOLDED = ("run", "method", "validity")
+_MOST = {"validity": 10}  # `budget_not_applied` takes two lines
+_GAP = 2
+_UNLIMITED = 100_000
+_DIGEST = re.compile(r"-([0-9a-f]{8})[0-9a-f]{2}$")
+
+
+def runs_lines(entries: Sequence[Entry], width: int | None) -> list[Table | Text]:
+    """Return a table of one row per run, or what stands for it in a narrow terminal.
+
+    Scores are in percent, KV figures in tokens per (layer, KV head). Where not everything fits,
+    each task has a table of its own, an id is cut to the start of the hash that ends it, which
+    names the run to every command that takes an id, and what matters less is shown as it fits.
+
+    Parameters
+    ----------
+    width : int or None
+        Of the terminal; None for as much as the table takes.
+    """
+    wide = {title: _cells(of, entries) for title, of in _WIDE.items()}
+    widths = _widths(wide)
+    if width is None or _total(widths) <= width:
+        return [_table(wide, widths, fixed=True)]
+    columns = {"run": [plain(name) for name in _short_ids(entries)]}
+    columns |= {title: _cells(of, entries) for title, of in _NARROW.items()}
+    widths = {title: min(size, _MOST.get(title, size)) for title, size in _widths(columns).items()}
+    for title in _MORE:
+        more = widths | _widths({title: wide[title]})
+        if _total(more) <= width:
+            columns[title], widths = wide[title], more
+    lines: list[Table | Text] = []
+    for task in dict.fromkeys(entry.task for entry in entries):
+        rows = [index for index, entry in enumerate(entries) if entry.task == task]
+        part = {title: [cells[row] for row in rows] for title, cells in columns.items()}
+        lines += [plain(task), _table(part, widths, fixed=_total(widths) <= width)]
+    lines.append(plain("run: the start of the hash in its id, enough for what takes an id"))
+    if left_out := ", ".join(title for title in _MORE if title not in columns):
+        lines.append(plain(f"left out: {left_out}; a wider terminal, a pipe or --json has all"))
+    return lines
+
+
+def _cells(of: Callable[[Entry], object], entries: Sequence[Entry]) -> list[Text]:
+    return [plain(of(entry)) for entry in entries]
+
+
+def _widths(columns: Mapping[str, Sequence[Text]]) -> dict[str, int]:
+    return {
+        title: max(map(cell_len, (title, *map(str, cells)))) for title, cells in columns.items()
+    }
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+
+def _table(columns: Mapping[str, Sequence[Text]], widths: Mapping[str, int], fixed: bool) -> Table:
+    """Return a table of columns as wide as told; unless fixed, words may be folded further."""
+    table = new_table(*columns)
+    for column, width in zip(table.columns, widths.values(), strict=True):
+        column.no_wrap = column.header not in _FOLDED
+        column.min_width, column.max_width = width if fixed else None, width
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
+
+
+def _short_ids(entries: Sequence[Entry]) -> list[str]:
+    """Return the hash at the end of each id, where it has one that no other run here has."""
+    found = [_DIGEST.search(entry.run_id) for entry in entries]
+    count = Counter(match.group(1) for match in found if match)
+    return [
+        match.group(1) if match and count[match.group(1)] == 1 else entry.run_id
+        for match, entry in zip(found, entries, strict=True)
+    ]
 
 
 def _matches(pattern: str | None, *names: str) -> bool:

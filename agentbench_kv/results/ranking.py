@@ -8,7 +8,7 @@ whatever it scores on the others; what a run has besides does not count there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agentbench_kv.results.groups import RunGroup, asked_once, by_conditions, by_setting, grouped
@@ -154,7 +154,7 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     asked = asked_once(groups, metric)
     scored = [(group, group.scores(metric, asked)) for group in groups]
     known = [(group, scores) for group, scores in scored if scores is not None]
-    sets = _sample_sets([(group.label, frozenset(scores.parts)) for group, scores in known])
+    sets = _sample_sets(list(_played(known)))
     placed = [
         tuple(
             _entry(group, scores, samples)
@@ -188,28 +188,47 @@ def _entry(group: RunGroup, scores: Scores, samples: frozenset[str]) -> Entry:
     return Entry(group, own, level(own))
 
 
-def _sample_sets(entries: Sequence[tuple[str, frozenset[str]]]) -> list[frozenset[str]]:
+@dataclass(frozen=True)
+class _Played:
+    """The samples that a method has, in all its runs or in one of them.
+
+    `declared`: a run's own limit says that they are so many, before anything was played.
+    """
+
+    label: str
+    samples: frozenset[str]
+    declared: bool = False
+
+
+def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
+    for group, own in known:
+        yield _Played(group.label, frozenset(own.parts))
+        for run in group.runs:
+            samples = frozenset(own.parts.keys() & run.trials.scores.keys())
+            yield _Played(group.label, samples, run.spec.get("limit") == len(samples))
+
+
+def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:
     """Return the sets of samples to compete on, the largest first.
 
-    Those that two methods have exactly, as long as a method is left that has played none of them.
-    Where no two methods agree, the one set, of some method's own, that holds most for most methods.
+    Those that two methods have exactly, or that one declared and another has too, unless whoever
+    played it also played a larger one. Where there is none, the largest anybody has.
     """
     methods: dict[frozenset[str], set[str]] = {}
-    for label, samples in entries:
-        methods.setdefault(samples, set()).add(label)
-    shared = [samples for samples, labels in methods.items() if len(labels) > 1]
+    for each in played:
+        methods.setdefault(each.samples, set()).add(each.label)
+    declared = {each.samples for each in played if each.declared}
     chosen: list[frozenset[str]] = []
-    for samples in sorted(shared, key=lambda each: (-len(each), sorted(each))):
-        if not any(larger <= samples for larger in chosen):
+    placed: set[str] = set()
+    for samples in sorted(methods, key=lambda each: (-len(each), sorted(each))):
+        able = {each.label for each in played if samples <= each.samples}
+        shared = len(methods[samples]) > 1 or (samples in declared and len(able) > 1)
+        if shared and not able <= placed:
             chosen.append(samples)
-    if chosen or not methods:
-        return chosen
-
-    def covered(samples: frozenset[str]) -> tuple[int, int, list[str]]:
-        able = {label for label, own in entries if samples <= own}
-        return len(able) * len(samples), len(samples), sorted(samples)
-
-    return [max(methods, key=covered)]
+            placed |= able
+    if not chosen and methods:
+        return [max(methods, key=lambda each: (len(each), sorted(each)))]
+    return chosen
 
 
 def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]]]:

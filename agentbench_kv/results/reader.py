@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.files import Lines, read_lines
+from agentbench_kv.results.lines import Lines, read_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.runinfo import RunInfo, RunStatus, holder, read_info
-
-__all__ = ["RunReader", "TrialKey"]
 
 TrialKey = tuple[str, int]
 
@@ -56,7 +54,7 @@ class RunReader:
         return info.status is RunStatus.RUNNING and holder(info, time.time()) is None
 
     def trial_lines(self) -> Lines[TrialRecord]:
-        """Read `samples.jsonl` as it is: superseded records, alien lines and all."""
+        """Read `samples.jsonl` as it is: superseded records, unreadable lines and all."""
         return read_lines(self.path / "samples.jsonl", TrialRecord)
 
     def turn_lines(self) -> Lines[TurnRecord]:
@@ -96,10 +94,15 @@ def latest_trials(records: list[TrialRecord]) -> list[TrialRecord]:
 
 def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
     """Keep each trial's last attempt: a turn index that does not grow begins a new one."""
+    return [turn for turns in turns_by_trial(records).values() for turn in turns]
+
+
+def turns_by_trial(records: list[TurnRecord]) -> dict[TrialKey, list[TurnRecord]]:
+    """Return the turns of each trial's last attempt, in the order the trials first appeared."""
     attempts: dict[TrialKey, list[TurnRecord]] = {}
     for record in records:
         turns = attempts.setdefault(record.key, [])
         if turns and record.turn <= turns[-1].turn:
             turns.clear()
         turns.append(record)
-    return [turn for turns in attempts.values() for turn in turns]
+    return attempts

@@ -1,39 +1,32 @@
 """The two records of a run: one per trial, one per turn (`samples.jsonl`, `turns.jsonl`).
 
-Token counts are per (layer, KV head); bytes are totals over layers and heads.
+Token counts are per (layer, KV head); bytes are totals over layers and heads. A record is checked
+by its annotations alone, whether it is decoded from a file or made here.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from numbers import Integral, Real
+from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+import msgspec
+from msgspec import Meta, Struct, StructMeta, field
 
-__all__ = ["KVAccount", "Metric", "Timing", "TrialRecord", "TrialStatus", "TurnRecord", "Usage"]
+T = TypeVar("T")
 
+# What msgspec raises for bytes that are no record.
+REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
 
-def _writable(value: Any) -> Any:
-    """Replace what JSON cannot carry: lone surrogates in model text, NaN and infinity."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-Text = Annotated[str, BeforeValidator(_writable)]
-Metric = Annotated[float | int | str | None, BeforeValidator(_writable)]
+# Columns of a table hold 64 bits; what does not fit is refused everywhere alike.
+_LOWEST, _MOST = -(2**63), 2**63 - 1
+Whole = Annotated[int, Meta(ge=_LOWEST, le=_MOST)]
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Metric = Whole | float | str | None
 
 
 class TrialStatus(StrEnum):
@@ -49,107 +42,143 @@ class TrialStatus(StrEnum):
     INFRA_ERROR = "infra_error"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+def checked(data: Any, kind: type[T]) -> T:
+    """Return plain data as records; raise ValueError if it is none."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(explained(error)) from None
 
 
-class KVAccount(_Record):
-    """KV accounting of one session, the evidence that a budget was applied.
+def explained(error: Exception) -> str:
+    """Return msgspec's message with the field before what is wrong with it."""
+    message, _, place = str(error).partition(" - at `$.")
+    return f"{place.rstrip('`')}: {message}" if place else message
 
-    Attributes
-    ----------
-    peak_live, logical : int
-        Most tokens held at once (max over layers and KV heads); tokens ever seen.
-    events, evicted, restored : int
-        Compressions, evictions and restores; tokens evicted; tokens brought back.
-    bytes_read : int
-        Bytes of K and V read while decoding.
-    prefill_tokens, longest_prefill : int
-        Tokens prefilled in all; most in a single prefill.
-    decode_tokens : int
-        Tokens generated.
-    mean_decode_kv : float
-        Mean live tokens over the decode steps.
-    rows_moved, recomputed : int
-        Cache rows moved by compaction; tokens whose KV was computed a second time.
-    budget : int or None
-        The budget in tokens at the session's end; for a budget given as a share it grew on the way.
+
+class _Checked(StructMeta):
+    """Makes `Record(...)` check its values, which msgspec does for decoded ones only.
+
+    Decoding does not pass through here, so that it stays fast.
     """
 
-    peak_live: NonNegativeInt = 0
-    logical: NonNegativeInt = 0
-    events: NonNegativeInt = 0
-    evicted: NonNegativeInt = 0
-    restored: NonNegativeInt = 0
-    bytes_read: NonNegativeInt = 0
-    prefill_tokens: NonNegativeInt = 0
-    longest_prefill: NonNegativeInt = 0
-    decode_tokens: NonNegativeInt = 0
-    mean_decode_kv: NonNegativeFloat = 0.0
-    rows_moved: NonNegativeInt = 0
-    recomputed: NonNegativeInt = 0
-    budget: NonNegativeInt | None = None
+    def __call__(cls: type[T], **values: Any) -> T:  # noqa: N805  cls: of a metaclass
+        return checked({name: _plain(value) for name, value in values.items()}, cls)
 
 
-class Timing(_Record):
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers and booleans as Python's, and text and metrics as JSON has them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {_plain(name): _metric(_plain(each)) for name, each in value.items()}
+    return value
+
+
+def _metric(value: Any) -> Any:
+    """Replace the numbers that JSON cannot carry, and those beyond 64 bits."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, int) and not _LOWEST <= value <= _MOST:
+        return float(value) if abs(value) < sys.float_info.max else None
+    return value
+
+
+class _Record(Struct, metaclass=_Checked, frozen=True, forbid_unknown_fields=True, gc=False):
+    """No record can be part of a reference cycle, so the collector need not look at it."""
+
+
+class KVAccount(_Record, frozen=True, kw_only=True):
+    """KV accounting of one session, the evidence that a budget was applied."""
+
+    # Most tokens held at once (max over layers and KV heads); tokens ever seen.
+    peak_live: Count = 0
+    logical: Count = 0
+    # Compressions, evictions and restores; tokens evicted; tokens brought back.
+    events: Count = 0
+    evicted: Count = 0
+    restored: Count = 0
+    # Bytes of K and V read while decoding.
+    bytes_read: Count = 0
+    # Tokens prefilled in all; most in a single prefill; tokens generated.
+    prefill_tokens: Count = 0
+    longest_prefill: Count = 0
+    decode_tokens: Count = 0
+    # Mean live tokens over the decode steps.
+    mean_decode_kv: Amount = 0.0
+    # Cache rows moved by compaction; tokens whose KV was computed a second time.
+    rows_moved: Count = 0
+    recomputed: Count = 0
+    # In tokens at the session's end; a budget given as a share grew on the way.
+    budget: Count | None = None
+
+
+class Timing(_Record, frozen=True, kw_only=True):
     """Serving figures of one trial: milliseconds per first and later token, seconds in all."""
 
-    ttft_ms: NonNegativeFloat | None = None
-    tpot_ms: NonNegativeFloat | None = None
-    e2e_s: NonNegativeFloat | None = None
+    ttft_ms: Amount | None = None
+    tpot_ms: Amount | None = None
+    e2e_s: Amount | None = None
 
 
-class Usage(_Record):
+class Usage(_Record, frozen=True, kw_only=True):
     """Tokens and requests as an OpenAI-compatible client would be billed."""
 
-    prompt_tokens: NonNegativeInt = 0
-    completion_tokens: NonNegativeInt = 0
-    requests: NonNegativeInt = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    requests: Count = 0
 
 
-class TrialRecord(_Record):
+_NO_TIMING = Timing()
+
+
+class TrialRecord(_Record, frozen=True, kw_only=True):
     """One attempt at one sample; one line of `samples.jsonl`.
-
-    Attributes
-    ----------
-    sample_id, trial : str, int
-        The key; the last record of a key counts.
-    cluster : str or None
-        Group of dependent samples (the conversation of a LoCoMo question).
-    score : float or None
-        In [0, 1], from the benchmark's own checker; None unless `status` is `scored`.
-    metrics : dict
-        Anything else the checker says. `x_right` and `x_asked` (ints) make the sub-score `x`.
-    session_resets : int
-        Times the client broke the token log, so that the cache had to start over.
-    prompt_sha : str or None
-        Hash of the first rendered prompt; None if the trial never got that far.
-    transcript : str or None
-        Path inside the run directory.
-    attempts : int
-        Times the trial was started, infrastructure failures included.
 
     Raises
     ------
-    pydantic.ValidationError
-        If a failed trial carries a score or a performance figure, or a scored one has no score.
+    ValueError
+        If a value is none of its field, a failed trial carries a score or a performance figure,
+        or a scored one has no score.
     """
 
-    sample_id: Annotated[Text, Field(min_length=1)]
-    trial: NonNegativeInt
-    seed: int
+    # The key; the last record of a key counts.
+    sample_id: Annotated[str, Meta(min_length=1)]
+    trial: Count
+    seed: Whole
     status: TrialStatus
-    score: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    metrics: dict[str, Metric] = Field(default_factory=dict)
-    kv: KVAccount = Field(default_factory=KVAccount)
-    timing: Timing = Field(default_factory=Timing)
-    usage: Usage = Field(default_factory=Usage)
-    session_resets: NonNegativeInt = 0
+    # From the benchmark's own checker; None unless `status` is `scored`.
+    score: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # Anything else the checker says. `x_right` and `x_asked` (ints) make the sub-score `x`.
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    kv: KVAccount = field(default_factory=KVAccount)
+    timing: Timing = field(default_factory=Timing)
+    usage: Usage = field(default_factory=Usage)
+    # Times the client broke the token log, so that the cache had to start over.
+    session_resets: Count = 0
+    # Hash of the first rendered prompt; None if the trial never got that far.
     prompt_sha: str | None = None
+    # Path inside the run directory.
     transcript: str | None = None
-    error: Text | None = None
-    attempts: PositiveInt = 1
-    cluster: Text | None = None
+    error: str | None = None
+    # Times the trial was started, infrastructure failures included.
+    attempts: Annotated[int, Meta(ge=1, le=_MOST)] = 1
+    # Group of dependent samples (the conversation of a LoCoMo question).
+    cluster: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse figures that do not fit the status."""
+        if self.status is TrialStatus.SCORED:
+            if self.score is None:
+                raise ValueError("a scored trial must carry a score")
+        elif self.score is not None:
+            raise ValueError(f"a trial with status {self.status} must not carry a score")
+        elif self.timing != _NO_TIMING:
+            raise ValueError(f"a trial with status {self.status} must not carry performance")
 
     @property
     def key(self) -> tuple[str, int]:
@@ -166,55 +195,36 @@ class TrialRecord(_Record):
         """What the trial adds to the headline score: its score, 0 for every failure."""
         return 0.0 if self.score is None else self.score
 
-    @model_validator(mode="after")
-    def _only_scored_trials_carry_figures(self) -> Self:
-        if self.status is TrialStatus.SCORED:
-            if self.score is None:
-                raise ValueError("a scored trial must carry a score")
-            return self
-        if self.score is not None:
-            raise ValueError(f"a trial with status {self.status} must not carry a score")
-        if self.timing != Timing():
-            raise ValueError(f"a trial with status {self.status} must not carry performance")
-        return self
 
+class TurnRecord(_Record, frozen=True, kw_only=True):
+    """One request of a trial; one line of `turns.jsonl`."""
 
-class TurnRecord(_Record):
-    """One request of a trial; one line of `turns.jsonl`.
-
-    Attributes
-    ----------
-    turn : int
-        Index of the request within the trial.
-    prompt_tokens, output_tokens : int
-        Logical length of the prompt; tokens generated.
-    phases : dict
-        Tokens of this turn by phase name.
-    live_before, live_after : int
-        Live tokens when the turn began and when it ended.
-    kv_bytes_read : int
-        Bytes of K and V read while decoding this turn.
-    ttft_ms, tpot_ms : float or None
-        Time to the first token; time per later token.
-    """
-
-    sample_id: Annotated[Text, Field(min_length=1)]
-    trial: NonNegativeInt
-    turn: NonNegativeInt
-    prompt_tokens: NonNegativeInt = 0
-    output_tokens: NonNegativeInt = 0
-    phases: dict[str, NonNegativeInt] = Field(default_factory=dict)
-    live_before: NonNegativeInt = 0
-    live_after: NonNegativeInt = 0
-    events: NonNegativeInt = 0
-    evicted: NonNegativeInt = 0
-    restored: NonNegativeInt = 0
-    prefill_tokens: NonNegativeInt = 0
-    kv_bytes_read: NonNegativeInt = 0
-    ttft_ms: NonNegativeFloat | None = None
-    tpot_ms: NonNegativeFloat | None = None
+    sample_id: Annotated[str, Meta(min_length=1)]
+    trial: Count
+    # Index of the request within the trial.
+    turn: Count
+    # Logical length of the prompt; tokens generated.
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    # Tokens of this turn by phase name.
+    phases: dict[str, Count] = field(default_factory=dict)
+    # Live tokens when the turn began and when it ended.
+    live_before: Count = 0
+    live_after: Count = 0
+    events: Count = 0
+    evicted: Count = 0
+    restored: Count = 0
+    prefill_tokens: Count = 0
+    # Bytes of K and V read while decoding this turn.
+    kv_bytes_read: Count = 0
+    # Milliseconds to the first token and per later token.
+    ttft_ms: Amount | None = None
+    tpot_ms: Amount | None = None
 
     @property
     def key(self) -> tuple[str, int]:
         """The trial this turn belongs to: sample id and trial index."""
         return self.sample_id, self.trial
+
+
+encode = msgspec.json.Encoder().encode

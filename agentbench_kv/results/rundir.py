@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pydantic import BaseModel
+from msgspec import Struct
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.results.files import (
@@ -27,7 +27,7 @@ from agentbench_kv.results.files import (
     writing,
 )
 from agentbench_kv.results.reader import RunReader
-from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
 from agentbench_kv.results.runinfo import (
     STALE_S,
     Resume,
@@ -188,10 +188,10 @@ class RunDir(RunReader):
             else:
                 self.close(RunStatus.FAILED, f"{type(error).__name__}: {error}")
 
-    def _append(self, name: str, records: Sequence[BaseModel]) -> None:
+    def _append(self, name: str, records: Sequence[Struct]) -> None:
         with self._lock:
             self._check_ownership()
-            append_lines(self.path / name, (r.model_dump_json().encode() for r in records))
+            append_lines(self.path / name, map(encode, records))
 
     def _check_ownership(self) -> None:
         # A process that was suspended may have been taken for dead before its next heartbeat.

@@ -129,7 +129,7 @@ class Scores:
         return float(right / asked)
 
     def group_of(self, samples: Sequence[str]) -> tuple[NDArray[np.intp], int] | None:
-        """Return the number of each sample's group, and how many there are; None if all are alone."""
+        """Return each sample's group by number, and how many there are; None if all are alone."""
         names = [self.groups.get(name, name) for name in samples]
         order, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
         return (numbers, len(order)) if len(order) < len(samples) else None
@@ -452,6 +452,8 @@ def _change_ends(
     more, less = (
         _mean(side, weights, graded, grouped, plain, confidence) for side in (gains, losses)
     )
+    if more.quantile == inf:
+        return -1.0, 1.0
     opposed = _opposed(gains, losses, weights, grouped)
     point = more.point - less.point
 

@@ -18,6 +18,7 @@ from agentbench_kv.results.runinfo import RunInfo, RunStatus
 __all__ = ["RunDir", "RunInfo", "RunReader", "RunStatus", "RunStore", "prefix_parts", "run_id"]
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
+_HASH_START = re.compile(r"[0-9a-f]{4,10}")
 _PART_LENGTH = 40
 _PREFIX_LENGTH = 160
 
@@ -109,17 +110,23 @@ class RunStore:
         return sorted(path.parent.name for path in self.root.glob("*/run.json"))
 
     def find(self, run: str) -> RunReader:
-        """Find a run by path or by id.
+        """Find a run by path, by id, or by the first digits of the hash that ends its id.
 
         Raises
         ------
         UsageError
-            If there is no such run; the message names the nearest ids.
+            If there is no such run, or more than one; the message names the nearest ids.
         """
         for path in (Path(run), self.root / run):
             if (path / "run.json").is_file():
                 return RunReader(path)
-        near = nearest(run, self.names())
+        names = self.names()
+        ending = [name for name in names if name.rpartition("-")[2].startswith(run)]
+        if _HASH_START.fullmatch(run) and ending:
+            if len(ending) > 1:
+                raise UsageError(f"{run} is {len(ending)} runs: {', '.join(ending[:3])}; say more")
+            return RunReader(self.root / ending[0])
+        near = nearest(run, names)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UsageError(f"no run {run!r} here or in {self.root}/{hint}")
 

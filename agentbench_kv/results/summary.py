@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from agentbench_kv.results.files import Lines, write_atomic
+from agentbench_kv.results.files import write_atomic
+from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.reader import RunReader, latest_trials
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.runinfo import RunInfo, RunStatus
@@ -186,7 +187,7 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         user_retries=sum(_user_retries(lines.records, trials).values()),
         session_resets=sum(record.session_resets for record in trials),
         validity=assess(info.spec, trials, expected=info.expected_trials),
-        alien_lines=len(lines.alien),
+        alien_lines=len(lines.unreadable),
         notes=_notes(info, lines),
     )
 
@@ -298,7 +299,7 @@ def _notes(info: RunInfo, lines: Lines[TrialRecord]) -> list[str]:
         for resume in info.resumes
         for name, (old, new) in sorted(resume.changed.items())
     ]
-    notes += [f"samples.jsonl line {alien.line}: {alien.reason}" for alien in lines.alien[:5]]
+    notes += [f"samples.jsonl line {odd.line}: {odd.reason}" for odd in lines.unreadable[:5]]
     if lines.torn:
         notes.append("samples.jsonl: the torn last line was dropped; resuming runs its trial again")
     if info.error is not None:

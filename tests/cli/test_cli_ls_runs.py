@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from agentbench_kv.results.index import FILE
+from agentbench_kv.results.index import FILE, read_index
+from agentbench_kv.results.listing import runs_lines
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunStore, prefix_parts, run_id
 
 
 @pytest.fixture
@@ -45,6 +53,90 @@ def test_the_table_is_cut_and_says_so(kvbench):
     assert "run-1" not in out
     assert "and 3 more; --limit 0 shows all" in out
     assert "run-3" in kvbench("ls", "runs", "--limit", "0").stdout
+
+
+def in_a_terminal(folder, columns):
+    """Run `kvbench ls runs` on a pseudo-terminal; return its lines."""
+    leader, follower = pty.openpty()
+    code = "from agentbench_kv.cli import main; main()"
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
+    listing = subprocess.Popen(
+        [sys.executable, "-c", code, "ls", "runs"], cwd=folder, stdout=follower, env=environment
+    )
+    os.close(follower)
+    parts = []
+    with contextlib.suppress(OSError):  # what Linux says at the end
+        while part := os.read(leader, 65536):
+            parts.append(part)
+    os.close(leader)
+    assert listing.wait() == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(parts).decode()).splitlines()
+
+
+@pytest.fixture
+def hashed(tmp_path):
+    """Runs of two tasks, with ids as long as real ones."""
+    store = RunStore(tmp_path / "runs")
+    for number, task in enumerate(("bfcl/multi_turn_long_context", "micro/recall-1k")):
+        spec = {"method": "streamingllm@paper", "task": task, "budget": "25%", "seed": number}
+        name = run_id(prefix_parts(spec), spec)
+        with store.open(name, spec, expected_trials=2) as run:
+            for trial in range(2):
+                run.append_trial(
+                    TrialRecord(sample_id="s", trial=trial, seed=0, status="scored", score=1)
+                )
+    return store
+
+
+def test_rows_stay_whole_at_80_columns_and_name_the_run(kvbench, hashed, tmp_path):
+    lines = in_a_terminal(tmp_path, 80)
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if "streamingllm@paper" in line]
+    assert [row[1:4] for row in rows] == [["streamingllm@paper", "25%", "100.0"]] * 2
+    for row, name in zip(rows, hashed.names(), strict=True):
+        assert name.rpartition("-")[2].startswith(row[0])
+        assert json.loads(kvbench("show", row[0], "--json").stdout)["summary"]["run_id"] == name
+    assert [line.strip() for line in lines if "/" in line and " " not in line.strip()] == [
+        "bfcl/multi_turn_long_context", "micro/recall-1k",
+    ]  # fmt: skip
+    assert "left out: " in "\n".join(lines)
+
+
+def test_a_wide_terminal_shows_everything(hashed, tmp_path):
+    lines = in_a_terminal(tmp_path, 300)
+    assert [line.split()[0] for line in lines[1:]] == hashed.names()
+    assert "tok/s" in lines[0]
+
+
+def test_a_pipe_gets_one_whole_line_a_run(kvbench, hashed):
+    long = "x" * 160 + "-0123456789"
+    with hashed.open(long, {"method": "m" * 150, "task": "t"}):
+        pass
+    lines = kvbench("ls", "runs").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", *hashed.names()]
+    assert "m" * 150 in lines[-1]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 120, 200])
+def test_no_width_breaks_the_table(hashed, width):
+    entries = read_index(hashed.root)
+    screen = Console(width=width, file=io.StringIO())
+    for line in runs_lines(entries, width):
+        screen.print(line)
+    text = screen.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    if width >= 60:
+        assert text.count("100.0 [") + text.count("100.0% [") == 2
+
+
+def test_equal_hashes_are_not_cut(hashed):
+    entries = read_index(hashed.root)
+    twins = [msgspec.structs.replace(entry, run_id=f"{n}-0123456789")
+             for n, entry in enumerate(entries)]  # fmt: skip
+    screen = Console(width=80, file=io.StringIO())
+    for line in runs_lines(twins, 80):
+        screen.print(line)
+    assert "0-0123456789" in screen.file.getvalue()
 
 
 @pytest.mark.usefixtures("runs")

@@ -16,7 +16,7 @@ def _trial(sample: str = "s0", trial: int = 0, **fields: Any) -> TrialRecord:
     """Build a record; scored 1.0 unless told otherwise, KV figures as `kv={...}`."""
     base: dict[str, Any] = {"sample_id": sample, "trial": trial, "seed": 7}
     outcome = {} if "status" in fields else SCORED
-    return TrialRecord.model_validate(base | outcome | fields)
+    return TrialRecord(**(base | outcome | fields))
 
 
 @pytest.fixture(scope="session")

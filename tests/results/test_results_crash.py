@@ -72,8 +72,8 @@ def test_kill_9_loses_only_what_was_in_flight(writer, tmp_path):
         finished = reader.finished_trials()
         assert {(f"s{i}", 0) for i in range(promised + 1)} <= finished
         assert len(finished) <= promised + 2
-        assert not reader.trial_lines().alien
-        assert not reader.turn_lines().alien
+        assert not reader.trial_lines().unreadable
+        assert not reader.turn_lines().unreadable
         assert reader.info.status is RunStatus.RUNNING
         assert reader.interrupted
     turns = reader.turns()

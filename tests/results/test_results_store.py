@@ -267,7 +267,7 @@ def test_many_threads_append_whole_lines(store, spec, make_trial):
         for thread in threads:
             thread.join()
         assert len(run.finished_trials()) == 60
-        assert not run.trial_lines().alien
+        assert not run.trial_lines().unreadable
 
 
 def test_transcripts_of_any_sample_id_stay_inside_the_run(store, spec, make_trial):
@@ -350,6 +350,21 @@ def test_runs_are_found_by_path_and_id_and_near_misses_suggested(store, spec):
         store.find("zzz")
     assert RunStore(store.root / "none").names() == []
     assert nearest("", ["a"]) == []
+
+
+def test_a_run_is_found_by_the_start_of_its_hash(store, spec):
+    names = ("a-b64-0123456789", "b-b64-0123ffffff", "deadbeef", "x-0123")
+    for name in names:
+        with store.open(name, spec):
+            pass
+    assert store.find("01234567").path.name == names[0]
+    assert store.find("0123f").path.name == names[1]
+    assert store.find("deadbeef").path.name == "deadbeef"
+    with pytest.raises(UsageError, match=r"0123 is 3 runs: a-b64-0123456789, b-.*; say more"):
+        store.find("0123")
+    for no_hash in ("012", "b64", "0123456789a", "01234567890", "", "0124"):
+        with pytest.raises(UsageError, match="no run"):
+            store.find(no_hash)
 
 
 def test_a_run_is_found_by_a_relative_path(store, spec, monkeypatch):

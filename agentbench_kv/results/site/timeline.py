@@ -8,34 +8,14 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 
-import msgspec
-
-__all__ = [
-    "MOST_TURNS",
-    "Timeline",
-    "Turn",
-    "TurnFigures",
-    "overview",
-    "read_turns",
-    "session",
-    "timeline",
-]
+from agentbench_kv.results.lines import parse_lines
+from agentbench_kv.results.reader import turns_by_trial
+from agentbench_kv.results.records import TurnRecord
 
 MOST_TURNS = 2000
 WIDTH, HEIGHT = 720, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 704, 16, 210
 _MOST_TICKS = 16
-
-
-class Turn(msgspec.Struct, gc=False):
-    """What the drawing needs of a `records.TurnRecord`."""
-
-    sample_id: str
-    trial: int
-    turn: int
-    live_after: int = 0
-    events: int = 0
-    evicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +65,7 @@ class Timeline:
     budget: float | None
 
 
-def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[Turn]]:
+def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
     """Return the turns of each trial's last attempt, as far as `turns.jsonl` is read.
 
     Parameters
@@ -95,26 +75,18 @@ def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[Turn]]:
     most : int
         Lines read; the trial that this cuts off is dropped unless it is the only one.
     """
-    trials: dict[tuple[str, int], list[Turn]] = {}
     if not path.is_file():
         return []
-    decode = msgspec.json.Decoder(Turn).decode
     with path.open("rb") as file:
-        for number, line in enumerate(islice(file, most), start=1):
-            try:
-                turn = decode(line)
-            except (msgspec.MsgspecError, ValueError):
-                continue
-            turns = trials.setdefault((turn.sample_id, turn.trial), [])
-            if turns and turn.turn <= turns[-1].turn:
-                turns.clear()
-            turns.append(turn)
-            if number == most and len(trials) > 1:
-                del trials[turn.sample_id, turn.trial]
+        turns = parse_lines(islice(file, most), TurnRecord).records
+        cut_off = bool(file.readline())
+    trials = turns_by_trial(turns)
+    if cut_off and len(trials) > 1:
+        del trials[turns[-1].key]
     return list(trials.values())
 
 
-def overview(trials: Sequence[Sequence[Turn]]) -> list[TurnFigures]:
+def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
     """Return one entry per turn index, sorted."""
     ordered = sorted((turn for trial in trials for turn in trial), key=lambda turn: turn.turn)
     return [_figures(index, list(group)) for index, group in groupby(ordered, lambda t: t.turn)]
@@ -140,7 +112,7 @@ def timeline(figures: Sequence[TurnFigures], budget: int | None) -> Timeline:
     )
 
 
-def session(turns: Sequence[Turn], budget: int | None) -> Timeline:
+def session(turns: Sequence[TurnRecord], budget: int | None) -> Timeline:
     """Draw one trial: up while tokens are added, straight down by what a turn evicted.
 
     A turn records its ends only: of several evictions in it, their sum is drawn as one drop.
@@ -164,7 +136,7 @@ def session(turns: Sequence[Turn], budget: int | None) -> Timeline:
     )
 
 
-def _figures(index: int, group: Sequence[Turn]) -> TurnFigures:
+def _figures(index: int, group: Sequence[TurnRecord]) -> TurnFigures:
     live = [turn.live_after for turn in group]
     return TurnFigures(
         turn=index,

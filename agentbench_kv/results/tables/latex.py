@@ -1,13 +1,18 @@
-r"""Tables as LaTeX for `\usepackage{booktabs}`. A marked cell is bold."""
+r"""Tables as LaTeX, with `booktabs` and `graphicx`, no wider than the text. A marked cell is bold.
+
+A table is set small. One that would have to be scaled to less than 0.85 of that for the text of a
+one-column article is split between columns, the leading text columns repeated; one that is longer
+than a page, between rows. Then each piece is scaled to the column it stands in, if it is too wide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from agentbench_kv.results.tables.model import Table
-from agentbench_kv.results.tables.text import Line, headings, lines, numeric, visible
-
-__all__ = ["escape", "render"]
+from agentbench_kv.results.tables.model import Table, Unit
+from agentbench_kv.results.tables.text import REASON, Line, lines, visible
 
 _SPECIAL = str.maketrans(
     {
@@ -17,54 +22,208 @@ _SPECIAL = str.maketrans(
         "<": r"\textless{}",
         ">": r"\textgreater{}",
         "|": r"\textbar{}",
-        '"': r"\textquotedbl{}",
+        # The accents of this character depend on the font's encoding and on babel's language.
+        '"': r"\char34{}",
         # A row that begins with a bracket would be read as the option of the line break before.
         "[": "{[}",
         "]": "{]}",
         **{sign: f"\\{sign}" for sign in "{}$&#%_"},
     }
 )
+_PREAMBLE = r"""% \usepackage{booktabs,graphicx}
+\providecommand{\kvbenchfit}[1]{\sbox0{#1}\ifdim\wd0>\linewidth
+  \resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi}
+"""
+# Widths in tenths of an em of Computer Modern; a sign that is not here has 5.4, as most letters.
+_WIDTHS = {
+    **dict.fromkeys(" .,:;'|!ijl()[]-/", 3.2), **dict.fromkeys("0123456789rtfsce", 5.0),
+    **dict.fromkeys("ABCDEFGHKNOPQRTUVXYZ<>=", 7.8), **dict.fromkeys("mwMW%+@", 8.6),
+}  # fmt: skip
+_TEXT_WIDTH = 372.0  # 345 pt of a 10 pt article, in tenths of the em of \small, 9.25 pt
+_SMALLEST = 0.85
+_GAP = 8.7  # between two columns: 4 pt on either side of each
+_BOLD = 1.16
+_PAGE = 35  # lines of \small on a page, less the space about a caption
+_RULES = 3  # lines that the heading and the rules of a tabular take
+_MOST_TEXT = 150.0
+_MINUS = re.compile(r"(?<![\w.])-(?=[\d.])")
+_BREAK = "\0"
+_LONG_WORD = re.compile(r"\S{25,}")
 
 
 def escape(text: str) -> str:
     """Return text that LaTeX typesets as it is."""
-    return visible(text).translate(_SPECIAL)
+    # `--` would be one dash.
+    return visible(text).translate(_SPECIAL).replace("--", "-{}-")
 
 
 def render(tables: Sequence[Table]) -> str:
-    r"""Return one `table` environment each, with caption, label and notes."""
-    return "% \\usepackage{booktabs}\n" + "\n".join(map(_table, tables))
+    """Return the tables, each in as many `table` environments as it takes."""
+    return _PREAMBLE + "\n".join(map(_render, tables))
 
 
-def _table(table: Table) -> str:
-    columns = "".join("r" if number else "l" for number in numeric(table))
-    rows = lines(table)
-    body = [r"\midrule", *map(_row, (line for line in rows if not line.below))]
-    below = [_row(line) for line in rows if line.below]
-    notes = [rf"\par\smallskip\footnotesize {escape(note)}" for note in table.notes]
+@dataclass(frozen=True)
+class _Block:
+    """What stands in one piece in a float: a tabular or a note, and its height in lines."""
+
+    text: str
+    height: float
+
+
+def _render(table: Table) -> str:
+    # Without the text of the column for reasons: here they are notes.
+    rows = [replace(line, texts=line.texts[: len(table.columns)]) for line in lines(table)]
+    reasons = {row.below: "" for row in table.unranked}
+    numbers = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
+    marks = [numbers[row.below] if row.below else "" for row in (*table.ranked, *table.unranked)]
+    because = [f"{REASON} {reason}" for reason in reasons]
+    notes = [_note(note, number) for note, number in zip(because, numbers.values(), strict=True)]
+    notes += [_note(note) for note in dict.fromkeys(table.notes)]
+    capacity = _PAGE - _lines_of(table.title)
+    tabulars = _tabulars(table, list(zip(rows, marks, strict=True)), capacity)
+    floats = _packed([*tabulars, *notes], capacity)
+    return "\n".join(
+        _float(table, blocks, continued=number > 0) for number, blocks in enumerate(floats)
+    )
+
+
+def _packed(blocks: Iterable[_Block], capacity: float) -> list[list[_Block]]:
+    """Put blocks on pages, in order."""
+    pages: list[list[_Block]] = [[]]
+    for block in blocks:
+        if pages[-1] and sum(each.height for each in pages[-1]) + block.height > capacity:
+            pages.append([])
+        pages[-1].append(block)
+    return pages
+
+
+def _float(table: Table, blocks: Sequence[_Block], continued: bool) -> str:
     parts = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{escape(table.title)}}}",
-        rf"\label{{tab:{table.key}}}",
-        rf"\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        _join(map(escape, headings(table))),
-        *body,
-        *([r"\midrule", *below] if below else []),
-        r"\bottomrule",
-        r"\end{tabular}",
-        *notes,
+        r"\begin{table}[htbp]",
+        r"\centering\small\setlength{\tabcolsep}{4pt}",
+        rf"\caption{{{_prose(table.title)}{', continued' * continued}}}",
+        *[rf"\label{{tab:{table.key}}}"] * (not continued),
+        "\n\\par\\smallskip\n".join(block.text for block in blocks),
         r"\end{table}",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _row(line: Line) -> str:
-    return _join(
-        rf"\textbf{{{escape(text)}}}" if strong else escape(text)
-        for text, strong in zip(line.texts, line.strong, strict=True)
-    )
+def _tabulars(table: Table, rows: Sequence[tuple[Line, str]], capacity: float) -> Iterator[_Block]:
+    """Yield the table in pieces that are neither wider than the text nor longer than a page."""
+    stub = _stub(table)
+    groups = _column_groups(table, [line for line, _ in rows], stub)
+    # Of two groups, those of the same rows fit on one page.
+    for part in _row_groups(rows, capacity / min(len(groups), 2) - _RULES):
+        yield _tabular(table, part, groups[0])
+        for group in groups[1:]:
+            filled = [row for row in part if any(row[0].texts[i] for i in group[stub:])]
+            if filled:
+                yield _tabular(table, filled, group)
+
+
+def _row_groups(rows: Sequence[tuple[Line, str]], most: float) -> list[list[tuple[Line, str]]]:
+    groups: list[list[tuple[Line, str]]] = [[]]
+    for row in rows:
+        if groups[-1] and sum(_height(line) for line, _ in (*groups[-1], row)) > most:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
+
+
+def _stub(table: Table) -> int:
+    """Return how many of the first columns name a row: those of text, at least one."""
+    units = [column.unit is Unit.TEXT for column in table.columns]
+    return max(1, [*units, False].index(False))
+
+
+def _column_groups(table: Table, rows: Sequence[Line], stub: int) -> list[list[int]]:
+    """Return the columns of each piece, in the order they stand in."""
+    widths = [_column_width(table, rows, index) for index in range(len(table.columns))]
+    most = _TEXT_WIDTH / _SMALLEST
+    pieces = _grouped(widths, stub, most)
+    # As even as they can be in that number.
+    evener = (_grouped(widths, stub, most * share / 20) for share in range(8, 20))
+    return next((found for found in evener if len(found) == len(pieces)), pieces)
+
+
+def _grouped(widths: Sequence[float], stub: int, most: float) -> list[list[int]]:
+    """Return the columns from `stub` on in as few groups as `most` allows, the stub before each."""
+    first = list(range(stub))
+    groups = [first]
+    for index in range(stub, len(widths)):
+        wanted = [*groups[-1], index]
+        width = sum(widths[i] for i in wanted) + _GAP * (len(wanted) - 1)
+        if width > most and groups[-1] != first:
+            groups.append(first)
+        groups[-1] = [*groups[-1], index]
+    return groups
+
+
+def _column_width(table: Table, rows: Sequence[Line], index: int) -> float:
+    number = table.columns[index].unit is not Unit.TEXT
+    texts = [(table.columns[index].title, False)]
+    texts += [(line.texts[index], line.strong[index]) for line in rows]
+    # A minus is as wide as a plus.
+    sizes = [_width(text.replace("-", "+") if number else text, bold) for text, bold in texts]
+    return min(max(sizes), _MOST_TEXT) if not number else max(sizes)
+
+
+def _tabular(table: Table, rows: Sequence[tuple[Line, str]], group: Sequence[int]) -> _Block:
+    kinds = "".join("l" if table.columns[i].unit is Unit.TEXT else "r" for i in group)
+    body = [_join(_cell(table, i, table.columns[i].title, False) for i in group), r"\midrule"]
+    height = float(_RULES)
+    for number, (line, mark) in enumerate(rows):
+        if line.below and number and not rows[number - 1][0].below:
+            body.append(r"\midrule")
+        cells = [_cell(table, i, line.texts[i], line.strong[i]) for i in group]
+        cells[0] += rf"\textsuperscript{{{mark}}}" * bool(mark)
+        body.append(_join(cells))
+        height += _height(line)
+    start = rf"\kvbenchfit{{\begin{{tabular}}{{@{{}}{kinds}@{{}}}}"
+    end = r"\bottomrule" + "\n" + r"\end{tabular}}"
+    return _Block("\n".join((start, r"\toprule", *body, end)), height)
+
+
+def _cell(table: Table, index: int, text: str, strong: bool) -> str:
+    if table.columns[index].unit is not Unit.TEXT:
+        written = _MINUS.sub("$-$", escape(text))
+    elif _width(text, strong) > _MOST_TEXT:
+        written = (
+            rf"\parbox[t]{{{_MOST_TEXT * 0.0925:.0f}em}}{{\raggedright\strut {_prose(text)}\strut}}"
+        )
+    else:
+        written = escape(text)
+    return rf"\textbf{{{written}}}" if strong else written
+
+
+def _note(note: str, number: str = "") -> _Block:
+    mark = rf"\textsuperscript{{{number}}}\," * bool(number)
+    text = rf"{{\footnotesize\raggedright {mark}{_prose(note)}\par}}"
+    return _Block(text, 0.9 * _lines_of(note) + 0.3)
+
+
+def _prose(text: str) -> str:
+    """Escape text that may be broken into lines, also within words that no line could hold."""
+    words = _LONG_WORD.sub(lambda match: _BREAK.join(_pieces(match.group())), visible(text))
+    return r"\allowbreak{}".join(map(escape, words.split(_BREAK)))
+
+
+def _pieces(word: str) -> list[str]:
+    return [word[start : start + 12] for start in range(0, len(word), 12)]
+
+
+def _width(text: str, bold: bool = False) -> float:
+    return sum(_WIDTHS.get(sign, 5.4) for sign in text) * (_BOLD if bold else 1)
+
+
+def _lines_of(text: str) -> int:
+    return 1 + int(1.1 * _width(text) / _TEXT_WIDTH)
+
+
+def _height(line: Line) -> int:
+    """Return how many lines a row takes where its longest text is wrapped."""
+    return 1 + int(1.2 * max(map(_width, line.texts)) / _MOST_TEXT)
 
 
 def _join(cells: Iterable[str]) -> str:

@@ -1,0 +1,270 @@
+"""Ranks: nobody gets one on samples of their own choosing, by luck, or by repeating a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentbench_kv.results.aa import describe, repeats
+from agentbench_kv.results.groups import grouped
+from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, boards, rank
+from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.runs import Run, load_runs
+from agentbench_kv.results.store import RunStore
+
+Make = Callable[..., Path]
+NAMES = [f"s{i}" for i in range(60)]
+
+
+@pytest.fixture
+def make(tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., TrialRecord]) -> Make:
+    """Write a run: `right` are the samples it gets right, of `samples`."""
+
+    def write(
+        name: str,
+        right: Iterable[str],
+        samples: Sequence[str] = NAMES,
+        group: int | None = None,
+        trials: int = 1,
+        prompt: str = "",
+        **changes: Any,
+    ) -> Path:
+        known = set(right)
+        own = spec | {"seed": 0} | changes
+        peak = 1000 if own["budget"] is None else own["budget"] + 100
+        kv = {"peak_live": peak, "logical": 1000, "events": int(peak < 1000), "longest_prefill": 90}
+        with RunStore(tmp_path).open(name, own, expected_trials=len(samples) * trials) as run:
+            for i, sample in enumerate(samples):
+                for trial in range(trials):
+                    run.append_trial(
+                        make_trial(
+                            sample,
+                            trial,
+                            score=float(sample in known),
+                            seed=own["seed"],
+                            kv=kv,
+                            prompt_sha=f"{prompt}{sample}",
+                            cluster=None if group is None else f"g{i // group}",
+                        )
+                    )
+        return tmp_path
+
+    return write
+
+
+def loaded(folder: Path) -> list[Run]:
+    runs, problems = load_runs([folder])
+    assert not problems
+    return runs
+
+
+def ranks(board: Board) -> dict[str, int | None]:
+    """Rank the compressed entries of a board, one contest a budget."""
+    budgets: dict[Any, list[Any]] = {}
+    for entry in board.entries:
+        if entry.group.compressed:
+            budgets.setdefault(entry.group.budget, []).append(entry)
+    found = rank(list(budgets.values()), small=board.too_small is not None)
+    return {each.entry.group.name: each.rank for contest in found for each in contest}
+
+
+def test_the_better_leads_and_what_cannot_be_told_apart_shares_its_rank(make: Make) -> None:
+    make("a", NAMES[:50], method="snapkv")
+    make("b", NAMES[:48], method="rkv")
+    folder = make("c", NAMES[:5], method="h2o")
+    (board,) = boards(loaded(folder))
+    assert ranks(board) == {"snapkv at 256": 1, "rkv at 256": 1, "h2o at 256": 3}
+
+
+def test_disjoint_seeds_are_no_tie(make: Make) -> None:
+    make("full", NAMES, method="full", budget=None)
+    make("good", NAMES[:57], method="rkv")
+    other = [f"other{i}" for i in range(60)]
+    folder = make("bad", [], samples=other, method="agentkv", seed=1)
+    (board,) = boards(loaded(folder))
+    assert ranks(board) == {"rkv at 256": 1}
+    ((run, reason),) = board.out
+    assert run.run_id == "bad"
+    assert "0 of the 60" in reason
+
+
+def test_a_second_family_of_seeds_is_a_board_of_its_own(make: Make) -> None:
+    other = [f"other{i}" for i in range(40)]
+    for seed, samples in ((0, NAMES), (1, other)):
+        make(f"a{seed}", samples[:30], samples=samples, method="rkv", seed=seed)
+        folder = make(f"b{seed}", samples[:2], samples=samples, method="h2o", seed=seed)
+    make("more", other, samples=other, method="snapkv", seed=1)
+    first, second = boards(loaded(folder))
+    assert (len(first.samples), len(second.samples)) == (100, 40)
+    assert ranks(first) == {"rkv at 256": 1, "h2o at 256": 2}
+    assert ranks(second) == {"snapkv at 256": 1, "rkv at 256": 2, "h2o at 256": 3}
+
+
+def test_one_lucky_sample_leads_nowhere(make: Make) -> None:
+    make("a", NAMES[:50], method="rkv")
+    make("b", NAMES[:48], method="snapkv")
+    folder = make("lucky", NAMES[:1], samples=NAMES[:1], method="h2o")
+    (board,) = boards(loaded(folder))
+    assert "h2o at 256" not in ranks(board)
+    assert len(board.samples) == 60
+    assert [run.run_id for run, _ in board.out] == ["lucky"]
+
+
+def test_alone_on_few_samples_nobody_leads(make: Make) -> None:
+    few = NAMES[: LEAST_SAMPLES - 1]
+    make("a", few, samples=few, method="rkv")
+    folder = make("b", [], samples=few, method="h2o")
+    (board,) = boards(loaded(folder))
+    assert board.too_small is not None
+    assert set(ranks(board).values()) == {None}
+
+
+def test_few_groups_rank_nobody_however_many_samples(make: Make) -> None:
+    make("a", NAMES, method="rkv", group=20)
+    folder = make("b", [], method="h2o", group=20)
+    (board,) = boards(loaded(folder))
+    assert "3 groups" in (board.too_small or "")
+
+
+@pytest.mark.parametrize("honest", [1, 3])
+@pytest.mark.parametrize("dropped", [1, 10, 40])
+def test_a_subset_chosen_after_the_fact_takes_no_rank(
+    make: Make, dropped: int, honest: int
+) -> None:
+    """However few failures are dropped, and however many honest runs there are."""
+    for method in ("rkv", "snapkv", "h2o")[:honest]:
+        make(method, NAMES[:50], method=method)
+    chosen = NAMES[: 60 - dropped]
+    folder = make("picked", chosen, samples=chosen, method="agentkv")
+    (board,) = boards(loaded(folder))
+    assert len(board.samples) == 60
+    assert "agentkv at 256" not in ranks(board)
+
+
+def test_two_pickers_get_a_board_below_and_change_no_rank_above(make: Make) -> None:
+    for method, right in (("rkv", 50), ("snapkv", 20)):
+        make(method, NAMES[:right], method=method)
+    chosen = NAMES[:30]
+    make("picked", chosen, samples=chosen, method="agentkv")
+    folder = make("picked2", chosen, samples=chosen, method="h2o")
+    whole, part = boards(loaded(folder))
+    assert ranks(whole) == {"rkv at 256": 1, "snapkv at 256": 2}
+    assert len(part.samples) == 30
+    assert set(ranks(part)) == {"rkv at 256", "snapkv at 256", "agentkv at 256", "h2o at 256"}
+
+
+def test_a_limit_that_was_declared_is_compared_on_a_board_below(make: Make) -> None:
+    make("full", NAMES, method="full", budget=None)
+    make("a", NAMES[:50], method="rkv")
+    few = NAMES[:25]
+    folder = make("b", few, samples=few, method="h2o", limit=25)
+    whole, part = boards(loaded(folder))
+    assert ranks(whole) == {"rkv at 256": 1}
+    assert ranks(part) == {"rkv at 256": 1, "h2o at 256": 1}
+    assert (len(part.samples), part.full is not None) == (25, True)
+
+
+def test_a_repeated_run_is_one_run(make: Make) -> None:
+    make("a", NAMES[:30], method="rkv", trials=3)
+    folder = make("again", NAMES[:30], method="rkv", trials=3, concurrency=1)
+    (group,) = grouped(loaded(folder))
+    assert len(group.runs) == 2
+    assert group.repeated == 180
+    assert {len(scores) for scores in group.trials.values()} == {3}
+    found = group.scores("pass^3")
+    assert found is not None
+    assert found.mean == 0.5
+
+
+def test_the_earliest_of_repeated_runs_counts(make: Make) -> None:
+    """A second try cannot replace an unlucky first one."""
+    make("z-first", NAMES[:10], method="rkv")
+    folder = make("a-second", NAMES[:50], method="rkv", concurrency=1)
+    (group,) = grouped(loaded(folder))
+    scores = group.scores()
+    assert scores is not None
+    assert scores.mean == pytest.approx(10 / 60)
+
+
+def test_other_seeds_of_the_same_samples_are_more_trials(make: Make) -> None:
+    make("a", NAMES[:30], method="rkv", seed=0)
+    folder = make("b", NAMES[:45], method="rkv", seed=1)
+    (group,) = grouped(loaded(folder))
+    assert {len(scores) for scores in group.trials.values()} == {2}
+
+
+def test_other_conditions_are_another_board(make: Make) -> None:
+    make("a", NAMES[:50], method="rkv", temperature=0.0)
+    make("b", NAMES[:20], method="h2o", temperature=0.0)
+    folder = make("hot", NAMES, method="rkv", temperature=1.0)
+    cold, hot = boards(loaded(folder))
+    assert (cold.conditions, hot.conditions) == ("temperature=0.0", "temperature=1.0")
+    assert ranks(cold) == {"rkv at 256": 1, "h2o at 256": 2}
+
+
+def test_drifted_prompts_are_off_the_board(make: Make) -> None:
+    make("full", NAMES, method="full", budget=None)
+    make("a", NAMES[:30], method="rkv")
+    folder = make("b", NAMES[:59], method="h2o", prompt="easier ")
+    (board,) = boards(loaded(folder))
+    assert ranks(board) == {"rkv at 256": 1}
+    ((run, reason),) = board.out
+    assert (run.run_id, reason.split(":")[0]) == ("b", "drift")
+
+
+def test_a_method_at_many_budgets_is_not_many_methods(make: Make) -> None:
+    for budget in (100, 200, 300):
+        make(f"a{budget}", NAMES[:20], samples=NAMES[:30], method="agentkv", budget=budget)
+    make("b", NAMES[:40], method="rkv")
+    folder = make("c", NAMES[:30], method="h2o")
+    (board,) = boards(loaded(folder))
+    assert len(board.samples) == 60
+    assert {run.method for run, _ in board.out} == {"agentkv"}
+
+
+def test_an_edited_summary_changes_nothing(make: Make) -> None:
+    folder = make("a", NAMES[:10], method="rkv")
+    before = loaded(folder)[0].summary
+    (folder / "a" / "summary.json").write_text('{"score": {"point": 1.0}, "status": "complete"}')
+    assert loaded(folder)[0].summary == before
+
+
+def test_ranks_are_level_for_equal_methods_whatever_their_number(make: Make) -> None:
+    """Thirty equal methods: the best of them looks good by luck alone."""
+    rng = np.random.default_rng(5)
+    for i in range(30):
+        right = [name for name in NAMES if rng.random() < 0.5]
+        folder = make(f"m{i}", right, method=f"method{i}")
+    (board,) = boards(loaded(folder))
+    assert set(ranks(board).values()) == {1}
+
+
+def test_a_copy_of_a_run_is_no_noise_floor(make: Make) -> None:
+    folder = make("full", NAMES[:50], method="full", budget=None)
+    (one,) = loaded(folder)
+    assert repeats([one, one]) == []
+    assert "unknown" in describe([])
+    make("full-again", NAMES[:49], method="full", budget=None)
+    (pair,) = repeats(loaded(folder))
+    assert pair.changed == 1
+    assert "1 of 60 samples changed" in describe([pair])
+
+
+def test_a_failed_trial_is_asked_what_others_were(
+    tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., TrialRecord]
+) -> None:
+    for name, method in (("a", "rkv"), ("b", "h2o")):
+        with RunStore(tmp_path).open(name, spec | {"method": method}, expected_trials=2) as run:
+            kv = {"peak_live": 300, "logical": 900, "events": 1, "longest_prefill": 90}
+            run.append_trial(make_trial("s0", metrics={"x_right": 2, "x_asked": 4}, kv=kv))
+            if name == "a":
+                run.append_trial(make_trial("s1", metrics={"x_right": 1, "x_asked": 2}, kv=kv))
+            else:
+                run.append_trial(make_trial("s1", status="timeout", kv=kv))
+    (board,) = boards(loaded(tmp_path), "x")
+    shares = {entry.group.method: entry.level.point for entry in board.entries}
+    assert shares == {"rkv": pytest.approx(0.5), "h2o": pytest.approx(2 / 6)}
