@@ -4,7 +4,7 @@
     python benchmarks/micro_curves.py runs --task micro/recall-1k --plot docs/micro-curves-1k.svg
 
 "Evidence" is every recalled fact of a session, of all phases and kinds: right over asked. Intervals
-are bootstraps over samples; differences are paired, Holm-adjusted within a budget.
+are those of every report; differences are paired, Holm-adjusted within a budget.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentbench_kv.results.paired import Difference, holm, paired_ratio_difference
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.statistics import Interval, ratio_interval
+from agentbench_kv.results.stats import Change, Interval, Scores, change, holm, level
 
 SOURCES = ("think", "act", "tool", "others")
 Counts = dict[str, tuple[float, float]]
@@ -52,18 +51,21 @@ def load(folder: Path, task: str, seed: int) -> tuple[Arms, Counts]:
     return arms, full
 
 
-def level(arm: Counts) -> Interval | None:
+def share(arm: Counts) -> Interval | None:
     """Return right over asked with its interval."""
-    right, asked = ({name: pair[i] for name, pair in arm.items()} for i in (0, 1))
-    return ratio_interval(right, asked)
+    scores = Scores.of_counts(arm)
+    return level(scores) if scores.parts else None
 
 
-def differences(arms: Arms, budget: int, base: str) -> dict[str, tuple[Difference, float]]:
+def differences(arms: Arms, budget: int, base: str) -> dict[str, tuple[Change, float]]:
     """Compare every method with `base` at a budget."""
     others = [method for method, size in arms if size == budget and method != base]
     if (base, budget) not in arms:
         return {}
-    gaps = {m: paired_ratio_difference(arms[m, budget], arms[base, budget]) for m in others}
+    gaps = {
+        m: change(Scores.of_counts(arms[m, budget]), Scores.of_counts(arms[base, budget]))
+        for m in others
+    }
     known = {method: gap for method, gap in gaps.items() if gap is not None}
     adjusted = holm([gap.p_value for gap in known.values()])
     return {m: (gap, p) for (m, gap), p in zip(known.items(), adjusted, strict=True)}
@@ -83,16 +85,16 @@ def table(arms: Arms, full: Counts, base: str) -> str:
         "|--:|---|---|---|--:|--:|",
     ]
     if full:
-        lines.append(f"| | full | {percent(level(full))} | | | {len(full)} |")
+        lines.append(f"| | full | {percent(share(full))} | | | {len(full)} |")
     for budget in sorted({size for _, size in arms}):
         gaps = differences(arms, budget, base)
         here = [(m, arm) for (m, size), arm in arms.items() if size == budget]
-        for method, arm in sorted(here, key=lambda item: -_point(level(item[1]))):
+        for method, arm in sorted(here, key=lambda item: -_point(share(item[1]))):
             gap = ""
             if method in gaps:
                 d, p = gaps[method]
                 gap = f"{100 * d.point:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}] | {p:.3f}"
-            cells = (str(budget), method, percent(level(arm)), gap or " |", str(len(arm)))
+            cells = (str(budget), method, percent(share(arm)), gap or " |", str(len(arm)))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -111,12 +113,12 @@ def plot(arms: Arms, full: Counts, title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.8))
-    if (whole := level(full) if full else None) is not None:
+    if (whole := share(full) if full else None) is not None:
         axes.axhline(100 * whole.point, color="0.5", linestyle="--", label="full cache")
     styles = zip(sorted({method for method, _ in arms}), "osD^v<>pXP*h", strict=False)
     for method, marker in styles:
         sizes = sorted(size for name, size in arms if name == method)
-        found = [level(arms[method, size]) for size in sizes]
+        found = [share(arms[method, size]) for size in sizes]
         points = [100 * _point(interval) for interval in found]
         low = [100 * (i.point - i.low) if i else 0 for i in found]
         high = [100 * (i.high - i.point) if i else 0 for i in found]
@@ -136,7 +138,7 @@ def summary(arms: Mapping[tuple[str, int], Counts]) -> str:
     """Say who leads at each budget."""
     leaders = []
     for budget in sorted({size for _, size in arms}):
-        here = {m: _point(level(arm)) for (m, size), arm in arms.items() if size == budget}
+        here = {m: _point(share(arm)) for (m, size), arm in arms.items() if size == budget}
         best = max(here, key=lambda method: here[method])
         leaders.append(f"{budget}: {best}")
     return "leaders: " + ", ".join(leaders)

@@ -24,7 +24,7 @@ from agentbench_kv.leaderboard.benchmark import unfit
 from agentbench_kv.leaderboard.evidence import Evidence, read_run
 from agentbench_kv.leaderboard.layout import MANIFEST
 from agentbench_kv.leaderboard.recorded import RecordedEngine
-from agentbench_kv.results.arms import load_arms
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.submissions import Label, labels, replications, submissions
 from agentbench_kv.runner import run_one
@@ -55,8 +55,8 @@ def test_adding_twice_adds_once_and_the_runs_load(honest: dict[str, Path], tmp_p
     assert add(folder, board).new == names
     again = add(folder, board)
     assert (again.new, again.replications) == ([], [])
-    arms, problems = load_arms([board])
-    assert sorted(arm.run_id for arm in arms) == sorted(names)
+    runs, problems = load_runs([board])
+    assert sorted(run.run_id for run in runs) == sorted(names)
     assert not problems
     assert {run: each.who for run, each in submissions(board).items()} == dict.fromkeys(
         names, "Ann"
@@ -87,8 +87,8 @@ def test_a_replication_is_shown_beside_the_run_and_never_counted(
     assert (found.who, found.score, found.trials, found.equal) == ("Ben", score, 4, 4)
     assert found.label is Label.RESCORED
     assert (board / found.path / "samples.jsonl").is_file()
-    arms, _ = load_arms([board])
-    assert [arm.summary.trials for arm in arms] == [4]
+    runs, _ = load_runs([board])
+    assert [run.summary.trials for run in runs] == [4]
     assert submissions(board)[other.name].who == "Ann"
     # The same once more is nothing new.
     assert add(tmp_path / "second", board).replications == []

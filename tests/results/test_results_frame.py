@@ -15,7 +15,7 @@ import pytest
 
 from agentbench_kv import load_results
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.arms import load_arms
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.columns import COLUMNS, METRIC_PREFIX
 from agentbench_kv.results.frame import problems
 from agentbench_kv.results.reader import RunReader
@@ -127,12 +127,12 @@ def test_state_and_budget_in_tokens_are_those_of_the_arms(tmp_path, spec, make_t
             for trial, logical in enumerate((1001, 3003)):
                 run.append_trial(make_trial(trial=trial, kv={"logical": logical, "peak_live": 90}))
     frame = load_results(tmp_path)
-    arms, _ = load_arms([tmp_path])
-    for arm in arms:
-        row = frame[frame["run_id"] == arm.run_id].iloc[0]
-        assert row["run_state"] == arm.summary.validity.state
-        assert (None if pd.isna(row["budget_tokens"]) else row["budget_tokens"]) == arm.tokens
-        assert (row["method"], row["task"]) == (arm.method, arm.cell.task)
+    runs, _ = load_runs([tmp_path])
+    for run in runs:
+        row = frame[frame["run_id"] == run.run_id].iloc[0]
+        assert row["run_state"] == run.summary.validity.state
+        assert (None if pd.isna(row["budget_tokens"]) else row["budget_tokens"]) == run.tokens
+        assert (row["method"], row["task"]) == (run.method, run.setting.task)
     shared = frame[frame["run_id"] == "share"].iloc[0]
     assert (shared["preset"], shared["budget_tokens"]) == ("rkv", 501)
 
@@ -265,7 +265,7 @@ def test_the_benchmarks_runs_load_as_real_ones(tmp_path):
     )
     module.__spec__.loader.exec_module(module)
     made = module.make_runs(tmp_path, 3, 12, per_sample=2, turns=3, summaries="derived")
-    arms, found = load_arms([tmp_path])
-    assert (len(arms), found) == (3, [])
+    runs, found = load_runs([tmp_path])
+    assert (len(runs), found) == (3, [])
     assert_agrees(load_results(made), [RunReader(path) for path in made])
     assert [len(RunReader(path).turns()) for path in made] == [36] * 3

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import pytest
+from statsmodels.stats.proportion import proportion_confint
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results import files
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.runinfo import read_info, write_info
-from agentbench_kv.results.statistics import ratio_interval, wilson
+from agentbench_kv.results.stats import Scores, level
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary, build, summarize
 
@@ -63,7 +64,7 @@ def test_failures_count_as_zero_and_are_shown_apart(run, make_trial):
     failures = [make_trial(s.value, status=s, **kv()) for s in TrialStatus if s != "scored"]
     summary = build(run(make_trial("good", **kv()), *failures, expected=8))
     assert summary.score.point == 1 / 8
-    assert (summary.score.low, summary.score.high) == wilson(1, 8)
+    assert (summary.score.low, summary.score.high) == proportion_confint(1, 8, method="wilson")
     assert summary.score_completed.point == 1.0
     assert summary.score_completed.n == 1
     assert summary.failures == {s.value: 1 for s in TrialStatus if s != "scored"}
@@ -96,7 +97,8 @@ def test_sub_scores_are_ratios_of_sums_over_samples(run, make_trial):
     assert list(summary.sub_scores) == ["think"]
     think = summary.sub_scores["think"]
     assert (think.right, think.asked, think.interval.n) == (3, 16, 3)
-    assert think.interval == ratio_interval({"a": 1, "b": 2, "c": 0}, {"a": 10, "b": 2, "c": 4})
+    counts = {"a": (1.0, 10.0), "b": (2.0, 2.0), "c": (0.0, 4.0)}
+    assert think.interval == level(Scores.of_counts(counts))
 
 
 def test_repeated_trials_have_pass_k_in_which_a_failure_is_no_success(run, make_trial):
@@ -165,7 +167,7 @@ def test_infra_retries_are_counted_once(run, make_trial):
 def test_clusters_widen_the_unit(run, make_trial):
     trials = [make_trial(f"q{i}", score=float(i % 3 > 0), cluster=f"c{i // 4}") for i in range(12)]
     score = build(run(*trials)).score
-    assert (score.method, score.n) == ("cluster_bca", 3)
+    assert (score.method, score.groups) == ("groups", 3)
 
 
 def test_an_empty_run_has_a_summary(run):
