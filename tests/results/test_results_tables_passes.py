@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import load_arms
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.runs import Setting, load_runs
 from agentbench_kv.results.stats import level, pass_scores
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.tables.published import same_cell
 from agentbench_kv.results.tables.report import report_tables
@@ -148,8 +148,8 @@ def test_the_report_prints_it(write, tmp_path):
 
 
 def test_compare_pairs_pass_k_by_sample(write):
-    full = load_arms([write("full", FULL, method="full")])[0]
-    ours = load_arms([write("ours", OURS, method="rkv", budget=100)])[0]
+    full = load_runs([write("full", FULL, method="full")])[0]
+    ours = load_runs([write("ours", OURS, method="rkv", budget=100)])[0]
     (found,) = compare(full, ours, metric="pass^2").rows
     assert found.base_level == pytest.approx(by_hand(FULL, 2))
     assert found.cand_level == pytest.approx(by_hand(OURS, 2))
@@ -159,7 +159,7 @@ def test_compare_pairs_pass_k_by_sample(write):
 
 def test_compare_refuses_more_trials_than_there_are(write):
     (full,), (ours,) = (
-        load_arms([write(name, scores, method=name)])[0]
+        load_runs([write(name, scores, method=name)])[0]
         for name, scores in (("full", FULL), ("rkv", OURS))
     )
     with pytest.raises(UsageError, match="--trials 5"):
@@ -173,9 +173,9 @@ def test_two_releases_of_a_benchmark_share_no_table_and_no_verdict(write, tmp_pa
     for task in ("tau2/retail", "tau2-v1/retail", "bfcl/memory"):
         for side, scores in sides.items():
             write(f"{task.replace('/', '_')}-{side}", scores, method=side, task=task)
-    arms, _ = load_arms([tmp_path])
+    arms, _ = load_runs([tmp_path])
     tables = report_tables(load_runs([tmp_path])[0])
-    assert {table.where["task"] for table in tables} == {arm.cell.task for arm in arms}
+    assert {table.where["task"] for table in tables} == {arm.setting.task for arm in arms}
     for table in tables:
         others = {"tau2/retail", "tau2-v1/retail"} - {table.where["task"]}
         assert not any(f"{other}," in table.title for other in others)
@@ -185,7 +185,7 @@ def test_two_releases_of_a_benchmark_share_no_table_and_no_verdict(write, tmp_pa
     assert [row.tasks for row in compare(base, cand, by_task=True).rows] == [
         [task] for task in ("bfcl/memory", "tau2-v1/retail", "tau2/retail")
     ]
-    pooled = compare(*([a for a in side if "-v1" not in a.cell.task] for side in (base, cand)))
+    pooled = compare(*([a for a in side if "-v1" not in a.setting.task] for side in (base, cand)))
     assert pooled.rows[0].tasks == ["bfcl/memory", "tau2/retail"]
 
 
