@@ -14,7 +14,6 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.runs import Setting, load_runs
 from agentbench_kv.results.stats import level, pass_scores
-from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.tables.published import same_cell
 from agentbench_kv.results.tables.report import report_tables
