@@ -24,8 +24,8 @@ from agentbench_kv.leaderboard.benchmark import unfit
 from agentbench_kv.leaderboard.evidence import Evidence, read_run
 from agentbench_kv.leaderboard.layout import MANIFEST
 from agentbench_kv.leaderboard.recorded import RecordedEngine
-from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.submissions import Label, labels, replications, submissions
 from agentbench_kv.runner import run_one
 from agentbench_kv.spec import RunSpec

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.runs import Setting, load_runs
 from agentbench_kv.results.stats import level, pass_scores
@@ -173,19 +172,19 @@ def test_two_releases_of_a_benchmark_share_no_table_and_no_verdict(write, tmp_pa
     for task in ("tau2/retail", "tau2-v1/retail", "bfcl/memory"):
         for side, scores in sides.items():
             write(f"{task.replace('/', '_')}-{side}", scores, method=side, task=task)
-    runs, _ = load_runs([tmp_path])
+    arms, _ = load_runs([tmp_path])
     tables = report_tables(load_runs([tmp_path])[0])
-    assert {table.where["task"] for table in tables} == {run.setting.task for run in runs}
+    assert {table.where["task"] for table in tables} == {arm.setting.task for arm in arms}
     for table in tables:
         others = {"tau2/retail", "tau2-v1/retail"} - {table.where["task"]}
         assert not any(f"{other}," in table.title for other in others)
-    base, cand = ([run for run in runs if run.method == side] for side in sides)
+    base, cand = ([arm for arm in arms if arm.method == side] for side in sides)
     with pytest.raises(UsageError, match=r"tau2 and tau2-v1 are two releases .*--by task"):
         compare(base, cand)
     assert [row.tasks for row in compare(base, cand, by_task=True).rows] == [
         [task] for task in ("bfcl/memory", "tau2-v1/retail", "tau2/retail")
     ]
-    pooled = compare(*([a for a in side if "-v1" not in a.cell.task] for side in (base, cand)))
+    pooled = compare(*([a for a in side if "-v1" not in a.setting.task] for side in (base, cand)))
     assert pooled.rows[0].tasks == ["bfcl/memory", "tau2/retail"]
 
 
