@@ -11,22 +11,14 @@ from typing import Any
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.methods.samplers import SAMPLERS
 from agentbench_kv.registry import load_method
-from agentbench_kv.results.paired import (
-    Difference,
-    holm,
-    paired_difference,
-    paired_ratio_difference,
-)
-from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.stats import Interval
+from agentbench_kv.results.groups import RunGroup, asked_once
+from agentbench_kv.results.runs import load_run
+from agentbench_kv.results.stats import Change, Interval, change, holm, level
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.summary import Summary
 from agentbench_kv.runner import Progress, run_all
 from agentbench_kv.spec import RunSpec, resolve
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["AXES", "Variant", "ablate", "variants"]
 
 AXES: Mapping[str, tuple[Any, ...]] = {
     "representatives": (8, 16, 24, 32, 48, 64),
@@ -40,6 +32,9 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 """Parameters that are varied if nothing else is asked for (AgentKV, tables 3 and 4, and what its
 paper leaves open)."""
 
+_IDLE = ("kept_set", "keep_recent")
+"""What changes nothing about a method that ranks by position."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -52,7 +47,7 @@ class Variant:
     spec : RunSpec
     level : Interval or None
         The metric of this arm; None before it has run.
-    difference : Difference or None
+    difference : Change or None
         This arm minus the baseline.
     adjusted_p : float or None
         Holm over all variants.
@@ -62,7 +57,7 @@ class Variant:
     value: str
     spec: RunSpec
     level: Interval | None = None
-    difference: Difference | None = None
+    difference: Change | None = None
     adjusted_p: float | None = None
 
 
@@ -78,19 +73,21 @@ def variants(
     settings : mapping of str to str
         Parameters all arms share.
     axes : mapping of str to values, optional
-        Parameter -> values; those of `AXES` that the method has if not given, and of their values
-        those that go with the budget.
+        Parameter -> values; those of `AXES` that make a difference to the method if not given, and
+        of their values those that go with the budget.
 
     Raises
     ------
     UsageError
         For a parameter or a value the method does not take.
     """
-    known = load_method(base.method.partition("@")[0]).parameters()
+    method = load_method(base.method.partition("@")[0])
+    known = method.parameters()
     for name in axes or ():
         if name not in known:
             raise unknown_name(f"{base.method} parameter", name, known)
-    chosen = axes or {name: values for name, values in AXES.items() if name in known}
+    idle = _IDLE if method.by_position else ()
+    chosen = axes or {n: values for n, values in AXES.items() if n in known and n not in idle}
     arms = {resolve(base, settings).id: Variant("", "", resolve(base, settings))}
     for name, values in chosen.items():
         for value in values:
@@ -123,48 +120,22 @@ def ablate(
     metric : str
         `score`, or the name of a sub-score.
     """
-    summaries = run_all([arm.spec for arm in arms], out, progress)
+    run_all([arm.spec for arm in arms], out, progress)
     store = RunStore(out)
-    trials = [store.find(arm.spec.id).trials() for arm in arms]
-    gaps = [_difference(own, trials[0], metric) for own in trials[1:]]
-    adjusted = iter(holm([gap.p_value for gap in gaps if gap is not None]))
-    compared = [replace(arms[0], level=_level(summaries[0], metric))]
-    for arm, gap, summary in zip(arms[1:], gaps, summaries[1:], strict=True):
-        p_value = None if gap is None else next(adjusted)
-        level = _level(summary, metric)
-        compared.append(replace(arm, level=level, difference=gap, adjusted_p=p_value))
-    return compared
-
-
-def _level(summary: Summary, metric: str) -> Interval | None:
-    if metric == "score":
-        return summary.score
-    part = summary.sub_scores.get(metric)
-    return part.interval if part else None
-
-
-def _difference(
-    own: Sequence[TrialRecord], base: Sequence[TrialRecord], metric: str
-) -> Difference | None:
-    if metric == "score":
-        return paired_difference(_scores(own), _scores(base))
-    return paired_ratio_difference(_counts(own, metric), _counts(base, metric))
-
-
-def _scores(trials: Sequence[TrialRecord]) -> dict[str, list[float]]:
-    scores: dict[str, list[float]] = {}
-    for record in trials:
-        scores.setdefault(record.sample_id, []).append(record.headline)
-    return scores
-
-
-def _counts(trials: Sequence[TrialRecord], metric: str) -> dict[str, tuple[float, float]]:
-    counts: dict[str, tuple[float, float]] = {}
-    for record in trials:
-        right, asked = (record.metrics.get(f"{metric}_{part}") for part in ("right", "asked"))
-        if isinstance(right, int | float) and isinstance(asked, int | float):
-            old = counts.get(record.sample_id, (0.0, 0.0))
-            counts[record.sample_id] = (old[0] + right, old[1] + asked)
-    if not counts:
+    runs = [load_run(store.find(arm.spec.id).path) for arm in arms]
+    groups = [RunGroup(run.label, (run,)) for run in runs]
+    asked = asked_once(groups, metric)
+    scores = [group.scores(metric, asked) for group in groups]
+    if all(each is None for each in scores):
         raise UsageError(f"the records have no sub-score {metric!r}; use --metric score")
-    return counts
+    gaps = [change(own, scores[0]) if own and scores[0] else None for own in scores[1:]]
+    adjusted = iter(holm([gap.p_value for gap in gaps if gap is not None]))
+    return [
+        replace(
+            arm,
+            level=level(own) if own and own.parts else None,
+            difference=gap,
+            adjusted_p=None if gap is None else next(adjusted),
+        )
+        for arm, own, gap in zip(arms, scores, [None, *gaps], strict=True)
+    ]

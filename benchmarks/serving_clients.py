@@ -26,7 +26,7 @@ from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Workload
 from agentbench_kv.loadgen.process import measure_apart
 from agentbench_kv.loadgen.prompts import read_vocabulary
 from agentbench_kv.provenance import hardware
-from agentbench_kv.results.speed import median_interval
+from agentbench_kv.results.stats import median
 
 COMMANDS = {"vllm": "vllm bench serve", "sglang": "python -m sglang.bench_serving"}
 KEYS = (
@@ -118,11 +118,11 @@ def main() -> None:
     plain = {key: str(value) for key, value in vars(args).items()}
     print(json.dumps({"hardware": hardware(), "args": plain}))
     for name, measured in rows.items():
-        medians = (median_interval([row[key] for row in measured]) for key in KEYS)
+        medians = (median([row[key] for row in measured]) for key in KEYS)
         known = zip(KEYS, medians, strict=True)
         print(f"{name:7s}", "  ".join(f"{key}={middle.point:.5g}" for key, middle in known))
     pairs = zip(rows["ours"], rows["theirs"], strict=True)
-    ratio = median_interval([our[KEYS[0]] / their[KEYS[0]] for our, their in pairs])
+    ratio = median([our[KEYS[0]] / their[KEYS[0]] for our, their in pairs])
     print(f"output tok/s, ours over theirs: {ratio.point:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]")
 
 

@@ -13,7 +13,7 @@ from agentbench_kv.analysis.coverage import OVERALL, Coverage
 from agentbench_kv.analysis.timeline import Timeline
 from agentbench_kv.analysis.tsne import Embedding
 from agentbench_kv.methods.phases import PHASE_NAMES, Phase
-from agentbench_kv.results.render import plain
+from agentbench_kv.results.terminal import plain
 
 
 def angles_tables(angles: Angles) -> list[Table]:

@@ -66,7 +66,7 @@ def ablate(
     from agentbench_kv.cli.documents import print_json
     from agentbench_kv.cli.output import show_plan
     from agentbench_kv.cli.progress import run_progress
-    from agentbench_kv.results import render
+    from agentbench_kv.results.terminal import console
 
     base = replace(
         base_spec(shared), method=method, budget=parse_budget(budget), task=task, seed=seed
@@ -81,11 +81,11 @@ def ablate(
     if as_json:
         print_json([_plain(arm) for arm in compared])
         return
-    render.console().print(_table(compared, metric))
+    console().print(_table(compared, metric))
 
 
 def _plain(arm: Variant) -> dict[str, Any]:
-    difference = arm.difference.model_dump() if arm.difference else None
+    difference = asdict(arm.difference) if arm.difference else None
     level = asdict(arm.level) if arm.level else None
     return {
         "axis": arm.axis,
@@ -99,7 +99,8 @@ def _plain(arm: Variant) -> dict[str, Any]:
 
 
 def _table(arms: list[Variant], metric: str) -> Table:
-    from agentbench_kv.results.render import new_table, percent, plain
+    from agentbench_kv.results.render import percent
+    from agentbench_kv.results.terminal import new_table, plain
 
     made = new_table("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
     for arm in arms:

@@ -300,7 +300,7 @@ def _show(
     document: dict[str, Any], tables: Sequence[Table], as_json: bool, files: Sequence[Path]
 ) -> None:
     from agentbench_kv.cli.documents import print_json
-    from agentbench_kv.results.render import console
+    from agentbench_kv.results.terminal import console
 
     if as_json:
         print_json({**document, "files": [str(path) for path in files]})

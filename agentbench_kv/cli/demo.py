@@ -44,11 +44,11 @@ def evoke(
     # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.demo_evoke import SEED, Demo, episode_for
     from agentbench_kv.methods.evoke import Evoke
-    from agentbench_kv.results import render
+    from agentbench_kv.results import terminal
 
     settings = {"recovery": recovery, "block": block, "encoder": encoder}
     method = Evoke.create("", budget, settings)
-    console = render.console()
+    console = terminal.console()
     shown = Demo(method, episode_for(SEED if seed is None else seed))
     for turn in shown.play():
         _show_turn(console, turn, budget, full)

@@ -14,7 +14,7 @@ from agentbench_kv.engines.embedded.model import SHIPPED
 from agentbench_kv.errors import UsageError
 from agentbench_kv.lengths import BUDGETS, PromptLengths, prompt_lengths
 from agentbench_kv.registry import names
-from agentbench_kv.results import render
+from agentbench_kv.results import terminal
 
 __all__ = ["show_lengths"]
 
@@ -43,12 +43,12 @@ def show_lengths(
         print_json([asdict(row) for row in rows])
         return
     over = [f"> {budget:,}" for budget in BUDGETS]
-    table = render.new_table("task", "samples", "shortest", "median", "longest", *over)
+    table = terminal.new_table("task", "samples", "shortest", "median", "longest", *over)
     for row in rows:
         table.add_row(*_cells(row))
-    render.console().print(table)
+    terminal.console().print(table)
     for line in _notes(model, rows):
-        render.console().print(line, markup=False, soft_wrap=True)
+        terminal.console().print(line, markup=False, soft_wrap=True)
 
 
 def _notes(model: str, rows: Sequence[PromptLengths]) -> list[str]:

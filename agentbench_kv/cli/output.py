@@ -14,7 +14,7 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.kvpress_adapter import HINT as KVPRESS_HINT
 from agentbench_kv.registry import load_engine, load_method, load_task, names
-from agentbench_kv.results import render
+from agentbench_kv.results import render, terminal
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.spec import RunSpec
 
@@ -24,7 +24,7 @@ AMPLE = 1 << 20
 
 def evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
     """Return one row per source, kind and outcome of evidence, see `audits.by_outcome`."""
-    table = render.new_table("source", "kind", "agent", "facts", "still held", "rank / places")
+    table = terminal.new_table("source", "kind", "agent", "facts", "still held", "rank / places")
     for (source, kind, right), values in groups.items():
         table.add_row(
             *(source, kind, "knew it" if right else "got it wrong", f"{values['facts']:.0f}"),
@@ -38,7 +38,7 @@ def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
     if as_json:
         print_json([{"run_id": spec.id, "spec": spec.document()} for spec in specs])
         return
-    console = render.console()
+    console = terminal.console()
     for spec in specs:
         console.print(f"{out / spec.id}", markup=False, soft_wrap=True)
     console.print(f"{len(specs)} runs; nothing was started", markup=False)
@@ -54,7 +54,7 @@ def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
             ]
         )
         return 0
-    console = render.console()
+    console = terminal.console()
     console.print(render.summary_table(summaries))
     for table in render.finer_tables(summaries):
         console.print(table)
@@ -77,9 +77,9 @@ def show_listing(kind: str, engine: str | None, as_json: bool) -> None:
         table.add_column(column.replace("_", " "), overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    render.console().print(table)
+    terminal.console().print(table)
     if kind == "methods":
-        render.console().print(KVPRESS_HINT, markup=False, soft_wrap=True)
+        terminal.console().print(KVPRESS_HINT, markup=False, soft_wrap=True)
 
 
 def _described(kind: str, describe: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from agentbench_kv.results.arms import Arm, Problem
-    from agentbench_kv.results.runs import Problem as Unread
+    from agentbench_kv.results.runs import Problem, Run
     from agentbench_kv.results.tables.model import Table
-
-__all__ = ["report"]
 
 KINDS = ("accuracy", "efficiency", "throughput", "curves")
 FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="[RUNS]...", type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, metavar="[RUNS]...", type=click.Path(path_type=Path))
 @click.option(
     "--table",
     "kinds",
@@ -71,7 +68,7 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
     help="Write a static site instead of tables.",
 )
 def report(
-    runs: tuple[Path, ...],
+    paths: tuple[Path, ...],
     kinds: tuple[str, ...],
     style: str | None,
     as_json: bool,
@@ -87,15 +84,17 @@ def report(
     """
     # Imported here: pandas and scipy take a second, which `kvbench --help` should not.
     from agentbench_kv.results.tables.formats import choose_format, show, write
+    from agentbench_kv.results.terminal import visible
 
-    served, others = _served(runs)
+    served, others = _served(paths)
+    runs, problems = _load(others, published or bool(served))
+    for problem in problems:
+        click.echo(visible(f"{problem.path}: {problem.reason}"), err=True)
     if html is not None:
-        _site(others, html)
+        _site(runs, problems, html)
         return
-    arms, problems = _load(others, published or bool(served))
-    _tell(problems)
     chosen = choose_format("json" if as_json else style, out)
-    tables = _tables(arms, kinds, metrics, published, served)
+    tables = _tables(runs, kinds, metrics, published, served)
     if out is None:
         show(tables, chosen)
         return
@@ -103,26 +102,26 @@ def report(
         click.echo(path, err=True)
 
 
-def _served(runs: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def _served(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """Return the folders of `kvbench bench serving` among the paths, and the paths for runs."""
-    from agentbench_kv.results.arms import run_folders
+    from agentbench_kv.results.runs import run_folders
     from agentbench_kv.results.serving.folder import serving_folders
 
-    others = [path for path in runs if run_folders([path]) or not serving_folders([path])]
-    return serving_folders(runs), others
+    others = [path for path in paths if run_folders([path]) or not serving_folders([path])]
+    return serving_folders(paths), others
 
 
-def _load(runs: Sequence[Path], published: bool) -> tuple[list[Arm], list[Problem]]:
+def _load(paths: Sequence[Path], published: bool) -> tuple[list[Run], list[Problem]]:
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.arms import load_arms
+    from agentbench_kv.results.runs import load_runs
 
-    if not runs and not published:
+    if not paths and not published:
         raise UsageError("name runs or a folder of runs, e.g. kvbench report runs, or --published")
-    return load_arms(runs) if runs else ([], [])
+    return load_runs(paths) if paths else ([], [])
 
 
 def _tables(
-    arms: Sequence[Arm],
+    runs: Sequence[Run],
     kinds: Sequence[str],
     metrics: Sequence[str],
     published: bool,
@@ -135,10 +134,7 @@ def _tables(
     from agentbench_kv.results.tables.serving import serving_tables
 
     wanted = [Kind(kind) for kind in kinds]
-    tables: list[Table] = []
-    if arms:
-        tables, problems = report_tables(arms, wanted, metrics)
-        _tell(problems)
+    tables = report_tables(runs, wanted, metrics) if runs else []
     if served and (not wanted or Kind.THROUGHPUT in wanted):
         tables += serving_tables(served)
     papers = published_tables() if published else []
@@ -149,20 +145,10 @@ def _tables(
     return tables
 
 
-def _site(runs: Sequence[Path], folder: Path) -> None:
+def _site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> None:
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.runs import load_runs
     from agentbench_kv.results.site.build import build_site
 
     if not runs:
         raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
-    found, problems = load_runs(runs)
-    _tell(problems)
-    click.echo(build_site(found, problems, folder))
-
-
-def _tell(problems: Sequence[Problem] | Sequence[Unread]) -> None:
-    from agentbench_kv.results.tables.text import visible
-
-    for problem in problems:
-        click.echo(visible(f"{problem.path}: {problem.reason}"), err=True)
+    click.echo(build_site(runs, problems, folder))

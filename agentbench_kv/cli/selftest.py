@@ -194,7 +194,7 @@ def _print_json(kind: str, label: str, results: dict[str, list[CheckResult]]) ->
 def _print_table(label: str, results: dict[str, list[CheckResult]]) -> None:
     from rich.table import Table
 
-    from agentbench_kv.results.render import console, plain
+    from agentbench_kv.results.terminal import console, plain
 
     table = Table(box=None, pad_edge=False)
     for column in ("part", "check", "", "detail"):

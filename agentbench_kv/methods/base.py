@@ -71,6 +71,8 @@ class Method:
     """Whether `score` needs rows by ascending position; False saves sorting the keys."""
     treats_heads_alike: ClassVar[bool] = True
     """Whether what a KV head keeps depends on its rows alone, not on its number."""
+    by_position: ClassVar[bool] = False
+    """Whether rows rank by position alone, so that heads or a recency window change nothing."""
     needs_calibration: ClassVar[bool] = False
     """Whether it needs `with_calibration` before it can score."""
     offline: ClassVar[bool] = False

@@ -24,6 +24,7 @@ class StreamingLLM(Method):
     summary: ClassVar[str] = "first tokens + most recent tokens"
     source: ClassVar[str] = "Xiao et al., Efficient Streaming Language Models with Attention Sinks"
     ordered: ClassVar[bool] = False
+    by_position: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "logical": {"positions": "logical"},
         "paper": {"positions": "cache"},

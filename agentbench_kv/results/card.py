@@ -9,7 +9,7 @@ import pandas as pd
 
 from agentbench_kv import __version__
 from agentbench_kv.results.columns import COLUMNS
-from agentbench_kv.results.tables.markdown import escape
+from agentbench_kv.results.tables.formats import markdown_text
 
 FILE = "README.md"
 _TYPES = {"category": "string", "Int64": "int64", "int64": "int64", "float64": "float64"}
@@ -44,7 +44,7 @@ def card(frame: pd.DataFrame, file: str, command: str) -> str:
     )
     parts = (
         _front_matter(frame, file),
-        f"# Trials of {', '.join(map(escape, _words(frame['task'])))}",
+        f"# Trials of {', '.join(map(markdown_text, _words(frame['task'])))}",
         about,
         "## Runs",
         _table((*_OF_RUN, "trials", "validity"), _runs(frame)),
@@ -84,13 +84,13 @@ def _runs(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
     for _, trials in frame.groupby("path", observed=True, sort=False):
         first = trials.iloc[0]
         cells = (*(first[name] for name in _OF_RUN), len(trials), first["run_state"])
-        yield ["" if pd.isna(cell) else escape(str(cell)) for cell in cells]
+        yield ["" if pd.isna(cell) else markdown_text(str(cell)) for cell in cells]
 
 
 def _columns(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
     for name in map(str, frame):
         meaning = _MEANINGS.get(name, "the checker's figure of that name")
-        yield escape(name), _TYPES[str(frame[name].dtype)], meaning
+        yield markdown_text(name), _TYPES[str(frame[name].dtype)], meaning
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,29 +1,35 @@
-"""Accuracy-against-budget curves in three figures: area, budget that keeps 95%, crossovers."""
+"""Accuracy-against-budget curves in three figures: area, budget that keeps 95%, crossovers.
+
+All of a board's curves come from the same resamples of its samples, or of their groups. In arrays
+the last axis is the budgets, ascending, as log2 of tokens; axes before it are resamples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, permutations
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from scipy.integrate import trapezoid
 
-from agentbench_kv.results.arms import Arm
-from agentbench_kv.results.curve_shape import falls, mean_height, threshold
-from agentbench_kv.results.resample import by_group, percentile_ends, resampled_sums
-from agentbench_kv.results.statistics import Floats
-
-__all__ = ["KEEP", "Crossover", "Curve", "CurveSummary", "Keeps", "Span", "curve_summary"]
+from agentbench_kv.results.stats import Floats, Scores, draws, ends
 
 KEEP = 0.95
 RESAMPLES = 4000
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(frozen=True)
+@dataclass(frozen=True)
+class Point:
+    """A method's scores at one budget."""
+
+    label: str
+    tokens: int
+    scores: Scores
 
 
-class Span(_Figures):
+@dataclass(frozen=True)
+class Span:
     """A point with its 95% interval."""
 
     point: float
@@ -31,22 +37,19 @@ class Span(_Figures):
     high: float
 
 
-class Keeps(_Figures):
+@dataclass(frozen=True)
+class Keeps:
     """The smallest budget from which on a method keeps a share of full, in tokens.
-
-    Between two measured budgets the curve is a straight line over log2(budget).
 
     Attributes
     ----------
-    share : float
-        What must be kept of full's mean score.
     point, low, high : float or None
-        With the 95% interval; None means "more than the largest measured budget".
+        With the 95% interval; None means "more than the largest measured budget", which is only
+        said where the length of full's sessions is not known.
     smallest, largest : int
         The measured range: a figure that equals `smallest` means "that or less".
     """
 
-    share: float
     point: float | None
     low: float | None
     high: float | None
@@ -54,7 +57,7 @@ class Keeps(_Figures):
     largest: int
 
     def __str__(self) -> str:
-        """Write as `820 [640, > 1024]`; an end that says no more than the point is left out."""
+        """Write as `820 [640, 1300]`; an end that says no more than the point is left out."""
         point, low, high = map(self._spell, (self.point, self.low, self.high))
         return point if point == low == high else f"{point} [{low}, {high}]"
 
@@ -64,17 +67,16 @@ class Keeps(_Figures):
         return f"<= {self.smallest}" if tokens <= self.smallest else f"{tokens:.0f}"
 
 
-class Curve(_Figures):
+@dataclass(frozen=True)
+class Curve:
     """One method over its budgets.
 
     Attributes
     ----------
-    label : str
-        `Arm.label` of its arms.
     budgets : list of int
         Tokens, ascending.
     scores : list of float
-        Mean score at each, over the samples all arms share.
+        Mean score at each.
     area : Span or None
         Area over log2(budget) divided by full's: 1 is as good as full at every budget. None with a
         single budget, or where full scores 0.
@@ -89,7 +91,8 @@ class Curve(_Figures):
     keeps: Keeps | None
 
 
-class Crossover(_Figures):
+@dataclass(frozen=True)
+class Crossover:
     """A budget at which two methods change places.
 
     Attributes
@@ -110,195 +113,180 @@ class Crossover(_Figures):
     support: float
 
 
-class CurveSummary(_Figures):
-    """The curves of one task, model and engine.
-
-    Attributes
-    ----------
-    full : float
-        Mean score of full over the shared samples.
-    samples : int
-        Samples that every arm has.
-    clusters : int or None
-        Groups of samples, where the samples come in groups: they are what is resampled.
-    curves : list of Curve
-        In the order of the arms.
-    crossovers : list of Crossover
-        Of every two methods, at the budgets both have.
-    left_out : list of str
-        Run ids of arms that have no budget or share no sample with full.
-    """
+@dataclass(frozen=True)
+class CurveSummary:
+    """The curves of one board: full's mean, samples, groups of them, curves, crossovers."""
 
     full: float
     samples: int
-    clusters: int | None
+    groups: int | None
     curves: list[Curve]
     crossovers: list[Crossover]
-    left_out: list[str]
 
 
-Means = dict[str, dict[int, dict[str, float]]]
-Columns = dict[str, tuple[list[int], list[int]]]
-"""Label to budgets and to the columns of the matrix that hold them; column 0 is full."""
+@dataclass(frozen=True)
+class _Drawn:
+    """A method's curve in the data (first row) and in every resample.
+
+    Attributes
+    ----------
+    heights : (1 + resamples, budgets) array
+    ample : dict of float to (1 + resamples,) array
+        What full scores, at budgets so large that nothing is evicted.
+    """
+
+    label: str
+    budgets: list[int]
+    heights: Floats
+    ample: Mapping[float, Floats]
 
 
 def curve_summary(
-    full: Arm | Sequence[Arm],
-    arms: Iterable[Arm],
+    full: Scores,
+    points: Sequence[Point],
+    lengths: Mapping[str, float],
     share: float = KEEP,
     resamples: int = RESAMPLES,
 ) -> CurveSummary | None:
-    """Summarize every method's curve relative to full, all from the same resamples of the samples.
-
-    Runs of one method and budget (seeds, repeats) count together, by sample means.
+    """Summarize every method's curve relative to full over the samples that all have.
 
     Parameters
     ----------
-    full : Arm or sequence of Arm
-        The uncompressed arm of the same cell.
-    arms : iterable of Arm
-        Compressed arms of the same cell.
+    full : Scores
+    points : sequence of Point
+        Two of one method at one budget count by their mean.
+    lengths : mapping of str to float
+        Tokens of each sample's session that keeps everything: at such a budget nothing is evicted,
+        so that the score is full's. Empty if not known.
     share : float
         What `Curve.keeps` asks for.
     resamples : int
-        Bootstrap resamples.
 
     Returns
     -------
     CurveSummary or None
-        None if no arm shares a sample with full.
+        None if there are no points or no sample that all have.
     """
-    whole = _sample_means([full] if isinstance(full, Arm) else full)
-    means, clusters, left_out = _collect(whole, arms)
-    ids = sorted(set.intersection(set(whole), *map(set, _each(means))))
-    if not means or not ids:
+    ids = sorted(set(full.parts).intersection(*(point.scores.parts for point in points)))
+    if not points or not ids:
         return None
-    matrix = np.array([[scores[name] for scores in (whole, *_each(means))] for name in ids])
-    units, groups = by_group(ids, matrix, clusters)
-    sums = np.vstack([units.sum(0), resampled_sums(units, resamples)])
-    # Group sizes differ between draws; every figure is a ratio or a sign, so sums will do.
-    columns = _columns(means)
-    averages = matrix.mean(0)
+    known = np.array([lengths.get(name, np.inf) for name in ids])
+    columns = {label: _columns(label, points, ids) for label in dict.fromkeys(_labels(points))}
+    whole = _column(full, ids)
+    resample = _Resample(full, ids, resamples)
+    base = resample(whole)
+    drawn = [_drawn(label, own, whole, known, resample) for label, own in columns.items()]
     return CurveSummary(
-        full=float(averages[0]),
+        full=float(whole.mean()),
         samples=len(ids),
-        clusters=groups,
-        curves=[
-            _curve(label, budgets, places, averages, sums, share)
-            for label, (budgets, places) in columns.items()
-        ],
+        groups=resample.groups,
+        curves=[_curve(each, base, share, len(ids)) for each in drawn],
         crossovers=[
-            crossover
-            for pair in combinations(columns, 2)
-            for crossover in _crossovers(pair, columns, sums)
+            crossover for pair in combinations(drawn, 2) for crossover in _crossovers(pair)
         ],
-        left_out=left_out,
     )
 
 
-def _sample_means(arms: Iterable[Arm]) -> dict[str, float]:
-    scores: dict[str, list[float]] = {}
-    for arm in arms:
-        for name, values in arm.scores.items():
-            scores.setdefault(name, []).extend(values)
-    return {name: float(np.mean(values)) for name, values in scores.items()}
+class _Resample:
+    """Sums of a column of samples: in the data, then in every resample of samples or groups.
+
+    Every figure is a ratio or a sign, so sums will do, although groups differ in size.
+    """
+
+    def __init__(self, full: Scores, ids: Sequence[str], resamples: int) -> None:
+        grouped = full.group_of(ids)
+        self.groups = grouped[1] if grouped else None
+        self._numbers = grouped[0] if grouped else np.arange(len(ids))
+        self._units = self.groups or len(ids)
+        self._resamples = resamples
+
+    def __call__(self, column: Floats) -> Floats:
+        units = np.bincount(self._numbers, column, self._units)
+        return np.concatenate([[units.sum()], draws(self._units, self._resamples) @ units])
 
 
-def _collect(
-    whole: dict[str, float], arms: Iterable[Arm]
-) -> tuple[Means, dict[str, str], list[str]]:
-    """Group the arms by label and budget; ids of those that cannot be placed come last."""
-    grouped: dict[str, dict[int | str | None, list[Arm]]] = {}
-    clusters: dict[str, str] = {}
-    left_out: list[str] = []
-    for arm in arms:
-        if arm.tokens is None or arm.tokens < 1 or not whole.keys() & arm.scores.keys():
-            left_out.append(arm.run_id)
-            continue
-        clusters |= arm.clusters
-        grouped.setdefault(arm.label, {}).setdefault(arm.budget, []).append(arm)
-    means = {label: _by_tokens(budgets.values()) for label, budgets in grouped.items()}
-    return means, clusters, left_out
+def _labels(points: Sequence[Point]) -> list[str]:
+    return [point.label for point in points]
 
 
-def _by_tokens(groups: Iterable[list[Arm]]) -> dict[int, dict[str, float]]:
-    """Average the runs of each budget; a share is as many tokens as in the median run."""
-    places: dict[int, list[Arm]] = {}
-    for same in groups:
-        tokens = round(float(np.median([arm.tokens or 0 for arm in same])))
-        places.setdefault(tokens, []).extend(same)
-    return {tokens: _sample_means(same) for tokens, same in sorted(places.items())}
+def _column(scores: Scores, ids: Sequence[str]) -> Floats:
+    return np.array([scores.parts[name][0] / scores.parts[name][1] for name in ids])
 
 
-def _each(means: Means) -> list[dict[str, float]]:
-    return [scores for budgets in means.values() for scores in budgets.values()]
+def _columns(label: str, points: Sequence[Point], ids: Sequence[str]) -> dict[int, Floats]:
+    same: dict[int, list[Floats]] = {}
+    for point in points:
+        if point.label == label:
+            same.setdefault(point.tokens, []).append(_column(point.scores, ids))
+    return {tokens: np.mean(same[tokens], axis=0) for tokens in sorted(same)}
 
 
-def _columns(means: Means) -> Columns:
-    columns: Columns = {}
-    start = 1
-    for label, budgets in means.items():
-        columns[label] = (list(budgets), list(range(start, start + len(budgets))))
-        start += len(budgets)
-    return columns
+def _drawn(
+    label: str, columns: dict[int, Floats], whole: Floats, lengths: Floats, resample: _Resample
+) -> _Drawn:
+    """Draw a curve, and full's score for the budgets that hold the longest session."""
+    budgets = list(columns)
+    heights = np.stack([resample(column) for column in columns.values()], axis=-1)
+    known = lengths[np.isfinite(lengths)]
+    if not len(known):
+        return _Drawn(label, budgets, heights, {})
+    longest = float(known.max())
+    ample = [float(budget) for budget in budgets if budget >= longest] or [longest]
+    return _Drawn(label, budgets, heights, dict.fromkeys(ample, resample(whole)))
 
 
-def _curve(
-    label: str,
-    budgets: list[int],
-    places: list[int],
-    averages: Floats,
-    sums: Floats,
-    share: float,
-) -> Curve:
-    x = np.log2(np.array(budgets, dtype=np.float64))
-    known = averages[0] > 0
+def _curve(drawn: _Drawn, full: Floats, share: float, samples: int) -> Curve:
+    known = full[0] > 0
     return Curve(
-        label=label,
-        budgets=budgets,
-        scores=[float(averages[place]) for place in places],
-        area=_area(x, sums[:, places], sums[:, 0]) if known and len(budgets) > 1 else None,
-        keeps=_keeps(budgets, x, sums[:, places], sums[:, 0], share) if known else None,
+        label=drawn.label,
+        budgets=drawn.budgets,
+        scores=[float(height / samples) for height in drawn.heights[0]],
+        area=_area(drawn, full) if known and len(drawn.budgets) > 1 else None,
+        keeps=_keeps(drawn, full, share) if known else None,
     )
 
 
-def _area(x: Floats, own: Floats, full: Floats) -> Span:
+def _area(drawn: _Drawn, full: Floats) -> Span:
+    x = np.log2(np.array(drawn.budgets, dtype=np.float64))
     with np.errstate(invalid="ignore", divide="ignore"):
-        areas = mean_height(x, own) / full
-    low, high = percentile_ends(areas[1:])
-    return Span(point=float(areas[0]), low=low, high=high)
+        areas = mean_height(x, drawn.heights) / full
+    return Span(float(areas[0]), *ends(areas[1:]))
 
 
-def _keeps(budgets: list[int], x: Floats, own: Floats, full: Floats, share: float) -> Keeps:
+def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
+    every: dict[float, Floats] = {
+        float(budget): drawn.heights[:, i] for i, budget in enumerate(drawn.budgets)
+    }
+    every |= drawn.ample
+    x = np.log2(np.array(list(every), dtype=np.float64))
+    heights = rising(np.stack(list(every.values()), axis=-1))
     # A hair of slack: a curve that touches the line must not fail it by rounding.
-    found = threshold(x, own - (share - 1e-12) * full[:, None])
-    ends = (found[0], *percentile_ends(found[1:]))
-    point, low, high = (None if np.isinf(end) else float(2.0**end) for end in ends)
-    return Keeps(
-        share=share, point=point, low=low, high=high, smallest=budgets[0], largest=budgets[-1]
+    found = threshold(x, heights - (share - 1e-12) * full[:, None])
+    point, low, high = (
+        None if np.isinf(end) else float(2.0**end) for end in (found[0], *ends(found[1:]))
     )
+    return Keeps(point, low, high, smallest=drawn.budgets[0], largest=drawn.budgets[-1])
 
 
-def _crossovers(pair: Sequence[str], columns: Columns, sums: Floats) -> list[Crossover]:
+def _crossovers(pair: Sequence[_Drawn]) -> list[Crossover]:
     found = [
-        crossover
-        for below, above in permutations(pair)
-        for crossover in _overtakings(below, above, columns, sums)
+        crossover for below, above in permutations(pair) for crossover in _overtakings(below, above)
     ]
     return sorted(found, key=lambda crossover: crossover.budget)
 
 
-def _overtakings(below: str, above: str, columns: Columns, sums: Floats) -> list[Crossover]:
+def _overtakings(below: _Drawn, above: _Drawn) -> list[Crossover]:
     """Return where `above` overtakes `below` as the budget grows."""
-    first, second = (dict(zip(*columns[label], strict=True)) for label in (below, above))
-    shared = sorted(first.keys() & second.keys())
+    shared = sorted(set(below.budgets) & set(above.budgets))
     if len(shared) < 2:
         return []
-    x = np.log2(np.array(shared, dtype=np.float64))
-    lead, other = (sums[:, [own[budget] for budget in shared]] for own in (first, second))
-    places = falls(x, lead - other)
+    lead, other = (
+        each.heights[:, [each.budgets.index(budget) for budget in shared]]
+        for each in (below, above)
+    )
+    places = falls(np.log2(np.array(shared, dtype=np.float64)), lead - other)
     return [
-        _crossover(below, above, float(point), places[1:])
+        _crossover(below.label, above.label, float(point), places[1:])
         for point in places[0]
         if not np.isnan(point)
     ]
@@ -307,7 +295,7 @@ def _overtakings(below: str, above: str, columns: Columns, sums: Floats) -> list
 def _crossover(below: str, above: str, point: float, drawn: Floats) -> Crossover:
     distance = np.where(np.isnan(drawn), np.inf, np.abs(drawn - point))
     nearest = np.take_along_axis(drawn, distance.argmin(-1)[:, None], -1)[:, 0]
-    low, high = percentile_ends(nearest)
+    low, high = ends(nearest)
     return Crossover(
         below=below,
         above=above,
@@ -316,3 +304,61 @@ def _crossover(below: str, above: str, point: float, drawn: Floats) -> Crossover
         high=float(2.0**high),
         support=float((~np.isnan(nearest)).mean()),
     )
+
+
+def mean_height(x: Floats, y: Floats) -> Floats:
+    """Return the area under each (..., budgets) curve over the width of its two or more budgets."""
+    area: Floats = trapezoid(y, x, axis=-1) / (x[-1] - x[0])
+    return area
+
+
+def rising(y: Floats) -> Floats:
+    """Return the closest curves that never fall: least squares, by the min-max formula.
+
+    That is what pooling adjacent violators gives (Robertson, Wright, Dykstra 1988, theorem 1.4.4).
+    """
+    number = y.shape[-1]
+    sums = np.concatenate([np.zeros((*y.shape[:-1], 1)), y.cumsum(-1)], axis=-1)
+    found = np.full(y.shape, -np.inf)
+    for i in range(number):
+        means = (sums[..., i + 1 :] - sums[..., i : i + 1]) / np.arange(1, number - i + 1)
+        least = np.flip(np.minimum.accumulate(np.flip(means, -1), -1), -1)
+        found[..., i:] = np.maximum(found[..., i:], least)
+    return found
+
+
+def threshold(x: Floats, above: Floats) -> Floats:
+    """Return where each curve that never falls rises to 0; between two budgets it is straight.
+
+    The first budget if it is never below, infinity if it ends below.
+    """
+    last = len(x) - 1
+    first = (above < 0).sum(-1)
+    right = np.clip(first, min(1, last), last)
+    left = np.maximum(right - 1, 0)
+    low, high = (np.take_along_axis(above, index[..., None], -1)[..., 0] for index in (left, right))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        between = x[left] - low / (high - low) * (x[right] - x[left])
+    return np.where(first > last, np.inf, np.where(first == 0, x[0], between))
+
+
+def falls(x: Floats, gap: Floats) -> Floats:
+    """Return where each curve goes from above 0 to below 0 between two budgets, else NaN.
+
+    Parameters
+    ----------
+    x : (budgets,) array
+    gap : (..., budgets) array
+        One method minus another; a budget at which both are equal is no change by itself.
+
+    Returns
+    -------
+    (..., budgets - 1) array
+    """
+    sign = np.sign(gap)
+    for i in range(1, len(x)):
+        sign[..., i] = np.where(sign[..., i] == 0, sign[..., i - 1], sign[..., i])
+    low, high = gap[..., :-1], gap[..., 1:]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        place = x[:-1] - low / (high - low) * np.diff(x)
+    return np.where((sign[..., :-1] > 0) & (sign[..., 1:] < 0), place, np.nan)

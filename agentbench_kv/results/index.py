@@ -21,11 +21,9 @@ from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.runinfo import RunStatus, holder, read_info
 
-__all__ = ["FILE", "Entry", "Score", "read_index"]
-
 FILE = ".kvbench-index.json"
-_VERSION = 1
-_SOURCES = ("run.json", "summary.json", "samples.jsonl")
+_VERSION = 2
+_SOURCES = ("run.json", "samples.jsonl")
 
 Stamp = tuple[int, ...]
 """Time of change in ns, size and inode of each source; zeros for one that is missing."""
@@ -160,18 +158,18 @@ def _refreshed(path: Path, stamp: Stamp, old: dict[str, _Kept]) -> _Kept:
 
 def _derived(path: Path) -> Entry:
     # Imported here: scipy takes two seconds, which a warm index does without.
-    from agentbench_kv.results.arms import load_arm
+    from agentbench_kv.results.runs import load_run
 
     try:
-        arm = load_arm(path)
-        summary, created = arm.summary, arm.info.created
+        run = load_run(path)
     except (UsageError, OSError, ValueError) as error:
         return Entry(path.name, problem=" ".join(str(error).split()))
+    summary = run.summary
     score, kv = summary.score, summary.kv
     return Entry(
         run_id=summary.run_id,
         status=summary.status.value,
-        created=created,
+        created=run.info.created,
         task=summary.task,
         method=summary.method,
         budget=summary.budget,

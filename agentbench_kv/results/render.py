@@ -10,21 +10,10 @@ from rich.table import Table
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.summary import Summary
-from agentbench_kv.results.terminal import console, failures, new_table, number, plain, share
-
-__all__ = [
-    "console",
-    "facts_table",
-    "failure_kinds",
-    "failure_table",
-    "finer_tables",
-    "new_table",
-    "percent",
-    "plain",
-    "summary_table",
-    "turn_overview",
-    "turn_table",
-]
+from agentbench_kv.results.terminal import console as console
+from agentbench_kv.results.terminal import failures, number, share
+from agentbench_kv.results.terminal import new_table as new_table
+from agentbench_kv.results.terminal import plain as plain
 
 _MOST_ROWS = 50
 
@@ -196,7 +185,7 @@ def _median(values: Iterable[float | None]) -> str | None:
 def _samples(summary: Summary) -> str:
     """Return how many there are, and in how many groups if groups were resampled."""
     score = summary.score
-    groups = "" if score is None or score.n == summary.samples else f" in {score.n} groups"
+    groups = f" in {score.groups} groups" if score and score.groups else ""
     return f"{summary.samples}{groups}"
 
 

@@ -17,11 +17,9 @@ from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary, build, summarize
-from agentbench_kv.results.terminal import print_json
+from agentbench_kv.results.terminal import console, plain, print_json
 from agentbench_kv.results.timeline import check_drawing, draw_timeline, steps, timeline_table
 from agentbench_kv.results.transcripts import transcript_lines
-
-__all__ = ["show_run", "summarize_runs"]
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
@@ -89,7 +87,7 @@ def show_run(
     if sample is not None:
         _print_transcripts(reader, trials, turns)
     if png is not None:
-        render.console().print(render.plain(png), soft_wrap=True)
+        console().print(plain(png), soft_wrap=True)
 
 
 def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -> list[Table]:
@@ -137,43 +135,43 @@ def _transcript(reader: RunReader, record: TrialRecord) -> Any:
 
 
 def _print_summaries(summaries: Sequence[Summary]) -> None:
-    console = render.console()
-    console.print(render.summary_table(summaries))
+    screen = console()
+    screen.print(render.summary_table(summaries))
     for summary in summaries:
         for reason in summary.validity.reasons:
-            console.print(render.plain(f"{summary.run_id}: {reason}"), soft_wrap=True)
+            screen.print(plain(f"{summary.run_id}: {reason}"), soft_wrap=True)
     for table in render.finer_tables(summaries):
-        console.print()
-        console.print(table)
+        screen.print()
+        screen.print(table)
 
 
 def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | None]) -> None:
     _print_summaries([summary])
-    console = render.console()
-    console.print()
-    console.print(render.facts_table(summary))
+    screen = console()
+    screen.print()
+    screen.print(render.facts_table(summary))
     if reader.interrupted:
-        console.print("interrupted: run the same command again to finish it")
+        screen.print("interrupted: run the same command again to finish it")
     for table in tables:
         if table is not None:
-            console.print()
-            console.print(table)
+            screen.print()
+            screen.print(table)
 
 
 def _print_transcripts(
     reader: RunReader, trials: Sequence[TrialRecord], turns: Sequence[TurnRecord]
 ) -> None:
-    console = render.console()
+    screen = console()
     for record in trials:
         document = _transcript(reader, record)
         own = [turn for turn in turns if turn.key == record.key]
-        console.print()
-        console.print(render.plain(f"transcript of {record.sample_id}, trial {record.trial}"))
+        screen.print()
+        screen.print(plain(f"transcript of {record.sample_id}, trial {record.trial}"))
         if document is None:
-            console.print(render.plain(f"none that can be read ({record.transcript})"))
+            screen.print(plain(f"none that can be read ({record.transcript})"))
             continue
         for line in transcript_lines(document, own):
-            console.print(line, soft_wrap=True)
+            screen.print(line, soft_wrap=True)
 
 
 def _unknown_sample(reader: RunReader, sample: str) -> UsageError:

@@ -93,16 +93,29 @@ def test_only_what_changed_is_derived_again(store, derived, spec, make_trial):
 def test_a_replaced_file_is_noticed_even_if_time_and_size_are_the_same(store, derived):
     read_index(store.root)
     derived.clear()
-    path = store.root / "a" / "summary.json"
+    path = store.root / "a" / "samples.jsonl"
     before = path.stat()
-    text = path.read_text().replace('"timeout": 1', '"timeout": 9')
     other = path.with_name("other")
-    other.write_text(text)
+    other.write_text(path.read_text().replace('"score":1.0', '"score":0.0'))
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
     other.replace(path)
     assert (path.stat().st_mtime_ns, path.stat().st_size) == (before.st_mtime_ns, before.st_size)
-    assert read_index(store.root)[0].failures == {"timeout": 9}
+    assert read_index(store.root)[0].score.point == 0.0
     assert derived == ["a"]
+
+
+def test_a_summary_is_never_read(store, derived):
+    """Audit A10: `ls runs` believed an edited one."""
+    honest = read_index(store.root)
+    derived.clear()
+    for name in ("a", "b"):
+        path = store.root / name / "summary.json"
+        path.write_text(path.read_text().replace('"point": 0.', '"point": 0.9'))
+    (store.root / "c" / "summary.json").unlink()
+    assert read_index(store.root) == honest
+    assert derived == []
+    (store.root / FILE).unlink()
+    assert read_index(store.root) == honest
 
 
 @pytest.mark.parametrize(

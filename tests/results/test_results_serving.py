@@ -13,7 +13,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.serving.folder import ServingFolder, serving_folders
 from agentbench_kv.results.serving.records import Measurement, ServingArm, ServingPlan
 from agentbench_kv.results.serving.summary import ServingSummary, summarize_serving
-from agentbench_kv.results.tables.markdown import render
+from agentbench_kv.results.tables.formats import render_markdown
 from agentbench_kv.results.tables.model import Kind, Table
 from agentbench_kv.results.tables.serving import DUMMY, serving_tables, summary_tables
 
@@ -212,7 +212,7 @@ def test_tables_of_a_folder(tmp_path: Path) -> None:
     assert serving_tables([tmp_path]) == tables()
     loads, best = tables()
     assert loads.kind is best.kind is Kind.THROUGHPUT
-    text = render([loads])
+    text = render_markdown([loads])
     assert "| c8 | agentkv 4096 | 3 | 260" in text
     assert "4,224" in text
     assert "fewest repetitions: 3" in text

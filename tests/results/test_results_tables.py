@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -15,10 +14,9 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import load_arms
-from agentbench_kv.results.paired import holm, paired_difference
 from agentbench_kv.results.reader import RunReader
-from agentbench_kv.results.statistics import interval
+from agentbench_kv.results.runs import load_runs
+from agentbench_kv.results.stats import Scores, change, holm, level
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.results.tables.model import Kind, Mark
@@ -51,7 +49,13 @@ def write(make_trial):
                 counts = {"recurring_right": right * (i % 4), "recurring_asked": i % 4}
                 writer.append_trial(
                     make_trial(
-                        f"s{i}", metrics=counts, kv=kv, prompt_sha=f"p{i}", **outcome, **times
+                        f"s{i}",
+                        metrics=counts,
+                        kv=kv,
+                        prompt_sha=f"p{i}",
+                        seed=spec.get("seed", 0),
+                        **outcome,
+                        **times,
                     )
                 )
         summarize(RunReader(folder / name))
@@ -79,11 +83,9 @@ def runs(tmp_path_factory, write):
 
 @pytest.fixture(scope="module")
 def built(runs):
-    arms, problems = load_arms([runs])
+    known, problems = load_runs([runs])
     assert problems == []
-    tables, problems = report_tables(arms, metrics=["score", "recurring"])
-    assert problems == []
-    return tables
+    return report_tables(known, metrics=["score", "recurring"])
 
 
 def raw(runs, name):
@@ -91,12 +93,20 @@ def raw(runs, name):
     return [json.loads(line) for line in lines]
 
 
-def raw_scores(runs, *names):
-    scores = {}
-    for name in names:
-        for line in raw(runs, name):
-            scores.setdefault(line["sample_id"], []).append(line["score"] or 0.0)
-    return scores
+def raw_scores(runs, name):
+    return {line["sample_id"]: [line["score"] or 0.0] for line in raw(runs, name)}
+
+
+def measured(runs, name):
+    return Scores.of_trials(raw_scores(runs, name))
+
+
+def raw_change(runs, name, base):
+    return change(measured(runs, name), measured(runs, base))
+
+
+def tables_of(folder, *kinds, metrics=()):
+    return report_tables(load_runs([folder])[0], kinds, metrics)
 
 
 def one(tables, *words):
@@ -113,54 +123,67 @@ def cell(table, row, column, published=False):
 def test_scores_and_intervals_follow_from_the_raw_records(runs, built):
     table = one(built, "score, %", "all samples", MODEL)
     for method, budget in CHANCES:
-        found, expected = (
-            cell(table, method, str(budget)),
-            interval(raw_scores(runs, f"{method}-{budget}")),
+        found = cell(table, method, str(budget))
+        expected = level(measured(runs, f"{method}-{budget}"))
+        assert (found.value, found.low, found.high) == (expected.point, expected.low, expected.high)
+        assert found.value == pytest.approx(
+            fmean(line["score"] or 0.0 for line in raw(runs, f"{method}-{budget}"))
         )
-        assert (found.value, found.low, found.high) == pytest.approx(
-            (expected.point, expected.low, expected.high)
-        )
-    twice = interval(raw_scores(runs, "full-a", "full-b"))
-    assert cell(table, "full", "no budget").value == pytest.approx(twice.point)
     assert cell(table, "full-constrained", "no budget").value is not None
+    assert [row.cells[0].value for row in table.ranked][:2] == ["full", "full, agentkv table1"]
+    assert f"{SAMPLES} samples" in table.title
+
+
+def test_a_trial_that_was_played_twice_counts_once(runs, built):
+    """full-b is the A/A arm of full-a: same seeds, other luck."""
+    table = one(built, "score, %", "all samples", MODEL)
+    first = fmean(line["score"] or 0.0 for line in raw(runs, "full-a"))
+    assert cell(table, "full", "no budget").value == pytest.approx(first)
+    assert raw_scores(runs, "full-a") != raw_scores(runs, "full-b")
+    assert f"trials played more than once count once, the earliest: full ({SAMPLES})" in table.notes
 
 
 def test_the_best_of_a_budget_shares_its_mark_with_who_cannot_be_told_from_it(runs, built):
     table = one(built, "score, %", "all samples", MODEL)
-    scores = {name: raw_scores(runs, f"{name}-2048") for name in ("agentkv", "rkv", "h2o")}
-    means = {name: fmean(map(fmean, values.values())) for name, values in scores.items()}
+    names = ("agentkv", "rkv", "h2o")
+    means = {name: measured(runs, f"{name}-2048").mean for name in names}
     best = max(means, key=means.get)
-    for name in scores:
-        gap = paired_difference(scores[best], scores[name])
-        tied = Mark.TIED if gap.low <= 0 <= gap.high else None
-        assert cell(table, name, "2048").mark is (Mark.BEST if name == best else tied)
-    assert cell(table, "agentkv", "3072").mark is Mark.BEST
+    expected = {best: Mark.BEST}
+    for name in set(names) - {best}:
+        pair = (measured(runs, f"{name}-2048"), measured(runs, f"{best}-2048"))
+        # Three pairs can be compared in this table.
+        expected[name] = Mark.TIED if change(*pair, confidence=1 - 0.05 / 3).tied else None
+    assert {name: cell(table, name, "2048").mark for name in names} == expected
+    assert set(expected.values()) == {Mark.BEST, Mark.TIED, None}
     assert cell(table, "full", "no budget").mark is None
-    assert {cell(table, name, "2048").mark for name in scores} == {Mark.BEST, Mark.TIED, None}
 
 
-def test_the_triggered_subset_has_its_own_table(runs, built):
+def test_a_method_alone_at_its_budget_is_not_the_best_of_it(built):
+    table = one(built, "score, %", "all samples", MODEL)
+    assert cell(table, "agentkv", "3072").value > 0.5
+    assert cell(table, "agentkv", "3072").mark is None
+
+
+def test_the_triggered_subset_has_its_own_table_without_ranks(runs, built):
     table = one(built, "score, %", "samples with an event", MODEL)
     lines = [line for line in raw(runs, "rkv-2048") if line["kv"]["events"]]
     assert 0 < len(lines) < SAMPLES
     assert cell(table, "rkv", "2048").value == pytest.approx(
-        fmean(li["score"] or 0.0 for li in lines)
+        fmean(line["score"] or 0.0 for line in lines)
     )
     assert cell(table, "rkv", "samples").value == len(lines)
     assert "full" not in [row.cells[0].value for row in table.rows]
+    assert all(each.mark is None for _, _, each in table.cells())
 
 
 def test_differences_to_full_are_paired_and_adjusted_as_one_family(runs, built):
     table = one(built, "score, points", MODEL)
-    full = raw_scores(runs, "full-a", "full-b")
-    gaps = {key: paired_difference(raw_scores(runs, f"{key[0]}-{key[1]}"), full) for key in CHANCES}
-    for method, budget in CHANCES:
-        found, gap = cell(table, method, str(budget)), gaps[method, budget]
-        assert found.value == pytest.approx(gap.point)
-        assert (found.low, found.high) == pytest.approx((gap.low, gap.high), abs=0.03)
+    gaps = {key: raw_change(runs, f"{key[0]}-{key[1]}", "full-a") for key in CHANCES}
     adjusted = dict(zip(CHANCES, holm([gap.p_value for gap in gaps.values()]), strict=True))
-    found = {(m, b): cell(table, m, str(b)).p_value for m, b in CHANCES}
-    assert found == pytest.approx(adjusted, abs=0.05)
+    for key, gap in gaps.items():
+        found = cell(table, key[0], str(key[1]))
+        assert (found.value, found.low, found.high) == (gap.point, gap.low, gap.high)
+        assert found.p_value == adjusted[key]
     assert f"{len(CHANCES)} comparisons" in table.notes[0]
 
 
@@ -216,7 +239,7 @@ def test_sub_scores_are_ratios_of_sums(runs, built):
     counts = [line["metrics"] for line in raw(runs, "agentkv-3072")]
     ratio = sum(c["recurring_right"] for c in counts) / sum(c["recurring_asked"] for c in counts)
     assert cell(table, "agentkv", "3072").value == pytest.approx(ratio)
-    assert cell(table, "agentkv", "samples").value == sum(c["recurring_asked"] > 0 for c in counts)
+    assert table.where["samples"] == sum(c["recurring_asked"] > 0 for c in counts)
 
 
 def test_efficiency_is_the_cost_of_a_session(runs, built):
@@ -236,22 +259,41 @@ def test_efficiency_is_the_cost_of_a_session(runs, built):
         assert cell(table, "h2o", title).value == pytest.approx(value), title
 
 
-def test_throughput_is_relative_to_full_served_alike(runs, built):
+def test_a_single_run_has_a_speed_and_no_claim_about_it(runs, built):
     table = next(t for t in built if t.kind is Kind.THROUGHPUT)
-    speeds = {
-        path.parent.name: 20
-        * len(raw(runs, path.parent.name))
-        / json.loads(path.read_text())["wall_s"]
-        for path in runs.glob("*/run.json")
-    }
-    base = median([speeds["full-a"], speeds["full-b"]])
-    assert cell(table, "h2o", "output tok/s").value == pytest.approx(speeds["h2o-2048"])
-    assert cell(table, "h2o", "x full").value == pytest.approx(speeds["h2o-2048"] / base)
+    wall = json.loads((runs / "h2o-2048" / "run.json").read_text())["wall_s"]
+    speed = cell(table, "h2o", "output tok/s")
+    assert speed.value == pytest.approx(20 * SAMPLES / wall)
+    assert speed.low is speed.high is speed.mark is None
+    assert not [column.title for column in table.columns if column.title.startswith("x ")]
     times = [
         line["timing"]["ttft_ms"] for line in raw(runs, "h2o-2048") if line["score"] is not None
     ]
     assert cell(table, "h2o", "TTFT ms").value == pytest.approx(median(times))
-    assert cell(table, "h2o", "allowed").value == 4
+    assert (cell(table, "h2o", "allowed").value, cell(table, "h2o", "runs").value) == (4, 1)
+    assert cell(table, "full", "runs").value == 2
+
+
+def test_nine_runs_served_alike_have_an_interval_and_a_ratio(tmp_path, write):
+    speeds = {"full": [], "rkv": []}
+    for i in range(9):
+        for name, budget in (("full", None), ("rkv", 2048)):
+            write(tmp_path, f"{name}{i}", 0.5, method=name, budget=budget, seed=i, samples=6)
+            path = tmp_path / f"{name}{i}" / "run.json"
+            document = json.loads(path.read_text())
+            document["wall_s"] = 1.0 + i / 100 + (name == "full")
+            path.write_text(json.dumps(document))
+            speeds[name].append(20 * 6 / document["wall_s"])
+    write(tmp_path, "other", 0.5, method="rkv", budget=2048, seed=0, samples=6, concurrency=8)
+    (table,) = report_tables(load_runs([tmp_path])[0], [Kind.THROUGHPUT])
+    rows = {(row.cells[0].value, row.cells[2].value): row for row in table.ranked}
+    speed = rows["rkv", 4].cells[5]
+    assert (speed.value, speed.low < speed.value < speed.high) == (median(speeds["rkv"]), True)
+    ratio = rows["rkv", 4].cells[6]
+    assert table.columns[6].title == "x full"
+    assert ratio.value == pytest.approx(median(speeds["rkv"]) / median(speeds["full"]))
+    assert 1.8 < ratio.low < ratio.value < ratio.high < 2.2
+    assert rows["rkv", 8].cells[5].low is rows["rkv", 8].cells[6].value is None
 
 
 def test_curves_have_a_row_for_each_method(built):
@@ -267,69 +309,52 @@ def test_the_number_of_groups_is_shown(tmp_path, spec, make_trial):
     with RunStore(tmp_path).open("full", own, expected_trials=24) as run:
         for i in range(24):
             run.append_trial(make_trial(f"s{i}", score=float(i % 3 > 0), cluster=f"c{i // 4}"))
-    table = one(report_tables(load_arms([tmp_path])[0])[0], "score, %", "all samples")
-    (note,) = [note for note in table.notes if "groups" in note]
-    assert note.startswith("samples come in 6 groups")
-    assert "rough" in note
+    table = one(tables_of(tmp_path), "score, %", "all samples")
+    assert "24 samples in 6 groups" in table.title
+    assert any("p-values rough" in note for note in table.notes)
 
 
-def test_rows_of_one_method_with_other_settings_are_kept_apart(tmp_path, write):
-    for name, heat in (("cool", 0.0), ("hot", 0.7)):
-        write(tmp_path, name, 0.5, method="rkv", budget=2048, temperature=heat, model="m")
-    write(tmp_path, "s1", 0.5, method="rkv", budget=2048, temperature=0.7, seed=1, model="m")
-    tables, _ = report_tables(load_arms([tmp_path])[0], [Kind.ACCURACY])
-    labels = [row.cells[0].value for row in tables[0].rows]
-    assert labels == ["rkv [temperature=0.0]", "rkv [temperature=0.7]"]
-    assert "no run of full" in tables[-1].notes[0]
-
-
-def test_a_row_is_compared_with_the_full_of_its_own_settings(tmp_path, write):
+def test_other_conditions_are_other_tables(tmp_path, write):
     for heat, chance in ((0.0, 0.9), (1.0, 0.3)):
         for name, about in (("full", {"budget": None, "events": 0}), ("rkv", {"budget": 2048})):
             write(tmp_path, f"{name}-{heat}", chance, method=name, temperature=heat, **about)
     write(tmp_path, "lonely", 0.5, method="rkv", budget=2048, temperature=2.0)
-    arms, _ = load_arms([tmp_path])
-    table = one(report_tables(arms)[0], "difference to full")
+    built = tables_of(tmp_path)
     for heat in ("0.0", "1.0"):
-        own = (raw_scores(tmp_path, f"{name}-{heat}") for name in ("rkv", "full"))
-        expected = paired_difference(*own).point
-        assert cell(table, f"rkv [temperature={heat}]", "2048").value == pytest.approx(expected)
-    assert len(table.ranked) == 2
-    assert table.notes[0] == "no full of the same settings and samples: " + (
-        "rkv [temperature=2.0] at 2048"
-    )
-    assert "full [temperature=0.0] or full [temperature=1.0], the one of" in table.notes[1]
-    scores = one(report_tables(arms)[0], "all samples")
-    marks = [row.cells[-1].mark for row in scores.ranked if "rkv [" in row.cells[0].value]
-    assert marks == [Mark.BEST] * 3
+        found = cell(one(built, "difference to full", f"[temperature={heat}]"), "rkv", "2048")
+        assert found.value == raw_change(tmp_path, f"rkv-{heat}", f"full-{heat}").point
+    assert len([table for table in built if "difference to full" in table.title]) == 2
+    alone = one(built, "all samples", "[temperature=2.0]")
+    assert "no run of full on these samples: nothing to compare with" in alone.notes
+    assert len({table.key for table in built if table.kind is Kind.ACCURACY}) == 8
+
+
+def test_settings_that_no_condition_names_set_rows_apart(tmp_path, write):
+    for name, note in (("cool", "a"), ("hot", "b")):
+        write(tmp_path, name, 0.5, method="rkv", budget=2048, model="m", note=note)
+    write(tmp_path, "s1", 0.5, method="rkv", budget=2048, note="b", seed=1, model="m")
+    labels = [row.cells[0].value for row in tables_of(tmp_path)[0].rows]
+    assert labels == ["rkv [note=a]", "rkv [note=b]"]
 
 
 def test_curves_join_the_seeds_of_a_share_and_keep_other_temperatures_apart(tmp_path, write):
     """A share is another number of tokens in each run, as sessions differ in length."""
     for heat in (0.0, 1.0):
         for seed in (0, 1):
-            some = {"model": "m", "temperature": heat, "seed": seed, "samples": 12}
+            some = {"model": "m", "temperature": heat, "seed": seed, "samples": 12 + seed}
             write(tmp_path, f"f{heat}{seed}", 0.9, method="full", budget=None, events=0, **some)
             for share in ("60%", "80%"):
                 name = f"{share[:2]}-{heat}{seed}"
                 write(tmp_path, name, 0.7 - heat / 2, budget=share, method="rkv", **some)
-    arms, _ = load_arms([tmp_path])
-    moved = [
-        replace(arm, summary=arm.summary.model_copy(update={"kv": _longer(arm)})) for arm in arms
+    curves = [table for table in tables_of(tmp_path) if "accuracy over budget" in table.title]
+    assert [("[temperature=0.0]" in t.title, "[temperature=1.0]" in t.title) for t in curves] == [
+        (True, False),
+        (False, True),
     ]
-    tables = [table for table in report_tables(moved)[0] if table.kind is Kind.CURVES]
-    curves = [table for table in tables if "accuracy over budget" in table.title]
-    assert ["temperature=0.0" in table.title for table in curves] == [True, False]
     for table in curves:
         (row,) = table.ranked
         assert row.cells[1].value == 2
-        assert "12 samples" in table.notes[0]
-
-
-def _longer(arm):
-    """Sessions of the second seed are longer by a few tokens."""
-    longer = arm.summary.kv.median_logical + 10 * arm.summary.seed
-    return arm.summary.kv.model_copy(update={"median_logical": longer})
+        assert "13 samples" in table.notes[0]
 
 
 def test_what_a_tasks_name_does_not_say_stands_under_its_table(tmp_path, write):
@@ -339,7 +364,7 @@ def test_what_a_tasks_name_does_not_say_stands_under_its_table(tmp_path, write):
         with RunStore(tmp_path).open(name, RunReader(tmp_path / name).info.spec) as writer:
             writer.annotate({"task": web})
         summarize(RunReader(tmp_path / name))
-    tables, _ = report_tables(load_arms([tmp_path])[0], [Kind.ACCURACY])
+    tables = tables_of(tmp_path, Kind.ACCURACY)
     assert "web: corpus wiki@0123 (not BFCL web_search)" in tables[0].notes
     assert "route: chat" in tables[0].notes
     assert not any(note.startswith(("corpus", "encoder")) for note in tables[0].notes)
@@ -351,35 +376,31 @@ def test_prompts_that_differ_from_full_are_drift(tmp_path, write):
     path = tmp_path / "rkv" / "samples.jsonl"
     path.write_text(path.read_text().replace('"prompt_sha":"p7"', '"prompt_sha":"other"'))
     summarize(RunReader(tmp_path / "rkv"))
-    tables, problems = report_tables(load_arms([tmp_path])[0], [Kind.ACCURACY])
+    tables = tables_of(tmp_path, Kind.ACCURACY)
     (row,) = tables[0].unranked
-    assert row.below == f"drift: prompts differ from the other arm in 1 of {SAMPLES} trials, " + (
+    assert row.below == f"drift: prompts differ from the other runs' in 1 of {SAMPLES} trials, " + (
         "first in sample s7 trial 0"
     )
-    assert problems == []
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change_it",
     [
-        (lambda s: s["score"].update(point=0.99), "score 0.990000, the records"),
-        (lambda s: s["validity"].update(state="valid"), "validity valid, the records budget_not_"),
-        (lambda s: s["kv"].update(bytes_read=1), "bytes_read 1, the records"),
-        (lambda s: s.update(method="agentkv"), "method 'agentkv', the spec 'snapkv'"),
+        lambda s: s["score"].update(point=0.99),
+        lambda s: s["validity"].update(state="valid", reasons=[]),
+        lambda s: s["kv"].update(bytes_read=1),
+        lambda s: s.update(method="agentkv"),
+        lambda s: s.clear(),
     ],
 )
-def test_a_summary_edited_by_hand_is_named_and_not_believed(tmp_path, write, change, words):
+def test_a_summary_edited_by_hand_changes_nothing(tmp_path, write, change_it):
     write(tmp_path, "run", 0.5, method="snapkv", budget=2048, events=0)
     path = tmp_path / "run" / "summary.json"
-    arms, _ = load_arms([tmp_path])
-    honest, _ = report_tables(arms, [Kind.ACCURACY])
+    honest = tables_of(tmp_path)
     document = json.loads(path.read_text())
-    change(document)
+    change_it(document)
     path.write_text(json.dumps(document))
-    tables, (problem,) = report_tables(load_arms([tmp_path])[0], [Kind.ACCURACY])
-    assert words in problem.reason
-    assert problem.path == tmp_path / "run"
-    assert [t.rows for t in tables] == [t.rows for t in honest]
+    assert tables_of(tmp_path) == honest
 
 
 def call(*args, **env):
@@ -452,8 +473,8 @@ def test_an_unknown_metric_names_the_nearest(runs):
 def test_budgets_are_sorted_by_size_and_shares_come_last(tmp_path, write):
     for budget in (10_000, 900, "50%", "5%"):
         write(tmp_path, f"b{budget}".strip("%"), 0.5, method="rkv", budget=budget)
-    tables, _ = report_tables(load_arms([tmp_path])[0], [Kind.ACCURACY])
-    titles = [column.title for column in tables[0].columns[2:]]
+    tables = tables_of(tmp_path, Kind.ACCURACY)
+    titles = [column.title for column in tables[0].columns[1:]]
     assert titles == ["900", "10000", "5%", "50%"]
     sizes = [float(title.strip("%")) for title in titles[:2]]
     assert all(a < b for a, b in pairwise(sizes))

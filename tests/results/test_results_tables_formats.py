@@ -6,12 +6,22 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.tables import data, markdown, terminal
-from agentbench_kv.results.tables.formats import FORMATS, choose_format, write
+from agentbench_kv.results.tables.formats import (
+    CSV_COLUMNS,
+    FORMATS,
+    SCHEMA,
+    choose_format,
+    render_csv,
+    render_json,
+    render_markdown,
+    render_terminal,
+    write,
+)
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
 from agentbench_kv.results.tables.text import cell_text, visible
 
@@ -34,7 +44,7 @@ def markdown_cells(line):
 
 
 def test_terminal_marks_and_separates():
-    text = terminal.render([table()])
+    text = render_terminal([table()])
     ranked, published, line, below = text.splitlines()[2:6]
     assert "50.0 [25.0, 75.0] *" in ranked
     assert "paper (published)" in published
@@ -45,7 +55,7 @@ def test_terminal_marks_and_separates():
 
 
 def test_markdown_bolds_the_best_and_keeps_the_shape():
-    lines = markdown.render([table()]).splitlines()
+    lines = render_markdown([table()]).splitlines()
     grid = [markdown_cells(line) for line in lines if line.startswith("|")]
     assert grid[1] == [":--", "--:", "--:", ":--"]
     assert grid[2][1] == r"**50.0 \[25.0, 75.0\]**"
@@ -54,8 +64,8 @@ def test_markdown_bolds_the_best_and_keeps_the_shape():
 
 
 def test_csv_has_one_exact_line_for_each_number():
-    rows = list(csv.DictReader(io.StringIO(data.render_csv([table(), table(key="u")]))))
-    assert tuple(rows[0]) == data.CSV_COLUMNS
+    rows = list(csv.DictReader(io.StringIO(render_csv([table(), table(key="u")]))))
+    assert tuple(rows[0]) == CSV_COLUMNS
     assert len(rows) == 2 * 4
     assert rows[0] | {"row": "m", "column": "256", "unit": "share", "value": "0.5"} == rows[0]
     assert (rows[0]["low"], rows[0]["high"], rows[0]["mark"]) == ("0.25", "0.75", "best")
@@ -67,9 +77,9 @@ def test_json_is_strict_and_complete():
     def refuse(name):
         raise AssertionError(name)
 
-    document = json.loads(data.render_json([table()]), parse_constant=refuse)
+    document = json.loads(render_json([table()]), parse_constant=refuse)
     (found,) = document["tables"]
-    assert document["schema"] == data.SCHEMA
+    assert document["schema"] == SCHEMA
     assert [column["unit"] for column in found["columns"]] == ["text", "share", "tokens/s"]
     assert found["rows"][0]["cells"][1] == {
         "value": 0.5, "low": 0.25, "high": 0.75, "p_value": None, "mark": "best",
@@ -86,7 +96,7 @@ def test_hostile_text_has_no_control_characters_left(name):
 
 
 def test_hostile_text_stays_one_markdown_cell():
-    lines = markdown.render([table(HOSTILE)]).splitlines()
+    lines = render_markdown([table(HOSTILE)]).splitlines()
     grid = [markdown_cells(line) for line in lines if line.startswith("|")]
     assert {len(cells) for cells in grid} == {4}
     cell = grid[2][0]
@@ -96,14 +106,14 @@ def test_hostile_text_stays_one_markdown_cell():
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@x"])
 def test_csv_text_is_no_formula(name):
-    rows = list(csv.DictReader(io.StringIO(data.render_csv([table(name)]))))
+    rows = list(csv.DictReader(io.StringIO(render_csv([table(name)]))))
     assert rows[0]["row"] == "'" + name
 
 
 def test_csv_leaves_negative_numbers_alone():
     columns = (Column("m"), Column("d", Unit.POINTS))
     gap = Table(Kind.ACCURACY, "k", "t", columns, (Row((Cell("a"), Cell(-0.5))),))
-    assert next(csv.DictReader(io.StringIO(data.render_csv([gap]))))["value"] == "-0.5"
+    assert next(csv.DictReader(io.StringIO(render_csv([gap]))))["value"] == "-0.5"
 
 
 @pytest.mark.parametrize(
@@ -151,3 +161,14 @@ def test_a_target_that_cannot_be_written_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(PrerequisiteError, match="cannot write"):
         write([table()], "csv", tmp_path / "file" / "t.csv")
+
+
+def test_a_legend_is_said_once_in_a_document_and_in_every_file_of_its_own(tmp_path):
+    several = [replace(table(key=key), legend=("how to read",)) for key in "ab"]
+    for name in ("terminal", "markdown", "latex"):
+        text = FORMATS[name][1](several)
+        assert (text.count("how to read"), text.count("a note")) == (1, 2), name
+    paths = write(several, "markdown", tmp_path)
+    assert all("how to read" in path.read_text() for path in paths)
+    document = json.loads(render_json(several))
+    assert [each["notes"] for each in document["tables"]] == [["a note", "how to read"]] * 2

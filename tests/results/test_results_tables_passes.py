@@ -11,11 +11,12 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Cell, load_arms
+from agentbench_kv.results.arms import load_arms
 from agentbench_kv.results.compare import compare
-from agentbench_kv.results.passk import pass_power
+from agentbench_kv.results.runs import Setting, load_runs
+from agentbench_kv.results.stats import level, pass_scores
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.tables.beside import same_cell
+from agentbench_kv.results.tables.published import same_cell
 from agentbench_kv.results.tables.report import report_tables
 
 TASK = "tau2/retail"
@@ -37,7 +38,8 @@ def write(make_trial, tmp_path):
             for sample, tries in scores.items():
                 for trial, score in enumerate(tries):
                     kv = {"events": 1, "peak_live": 90, "logical": 99}
-                    writer.append_trial(make_trial(sample, trial, score=float(score), kv=kv))
+                    own = {"kv": kv, "seed": (base | spec)["seed"]}
+                    writer.append_trial(make_trial(sample, trial, score=float(score), **own))
         return tmp_path / name
 
     return run
@@ -49,7 +51,7 @@ def by_hand(scores, k):
 
 
 def passes(tmp_path):
-    tables, _ = report_tables(load_arms([tmp_path])[0])
+    tables = report_tables(load_runs([tmp_path])[0])
     return [table for table in tables if table.title.startswith("pass^k")]
 
 
@@ -70,15 +72,14 @@ def test_columns_are_what_every_choice_of_k_trials_gives(write, tmp_path):
     assert "K = 4 trials" in table.notes
 
 
-def test_intervals_are_those_of_pass_power(write, tmp_path):
+def test_intervals_are_those_of_graded_scores(write, tmp_path):
     rng = np.random.default_rng(3)
     scores = {f"s{i}": (rng.random(4) < rng.random()).astype(int).tolist() for i in range(60)}
     write("full", scores, method="full")
     cells, _ = row(passes(tmp_path)[0], "full")
     for k in range(1, 5):
-        cell, expected = cells[f"pass^{k}"], pass_power(scores, k)
-        # Another draw of the same bootstrap.
-        assert (cell.low, cell.high) == pytest.approx((expected.low, expected.high), abs=0.01)
+        cell, expected = cells[f"pass^{k}"], level(pass_scores(scores, k))
+        assert (cell.low, cell.high) == (expected.low, expected.high)
 
 
 def test_the_null_agent_and_rows_with_fewer_trials_stand_in_the_same_table(write, tmp_path):
@@ -96,6 +97,25 @@ def test_two_seeds_of_a_method_are_tries_of_the_same_samples(write, tmp_path):
     write("second", {name: tries[2:] for name, tries in FULL.items()}, method="full", seed=1)
     cells, _ = row(passes(tmp_path)[0], "full")
     assert cells["pass^4"].value == pytest.approx(by_hand(FULL, 4))
+
+
+def test_repeats_of_the_same_trials_are_no_more_trials(write, tmp_path):
+    """Audit A7: the same seeds at another concurrency made pass^3 25.3 of 20.0."""
+    write("first", {name: tries[:3] for name, tries in FULL.items()}, method="full")
+    other = {name: [1 - score for score in tries[:3]] for name, tries in FULL.items()}
+    write("again", other, method="full", concurrency=8)
+    cells, _ = row(passes(tmp_path)[0], "full")
+    assert cells["K"].value == 3
+    first = {name: tries[:3] for name, tries in FULL.items()}
+    assert cells["pass^3"].value == pytest.approx(by_hand(first, 3))
+
+
+def test_a_smaller_set_of_samples_is_no_row_of_the_larger(write, tmp_path):
+    write("full", FULL, method="full")
+    write("ours", OURS, method="rkv", budget=100)
+    write("easy", {"b": [1, 1, 1, 1]}, method="snapkv", budget=100)
+    _, found = row(passes(tmp_path)[0], "snapkv")
+    assert found.below == "other samples: it has 1 of the 4 that others were asked"
 
 
 def test_k_is_what_every_sample_has(write, tmp_path):
@@ -154,7 +174,7 @@ def test_two_releases_of_a_benchmark_share_no_table_and_no_verdict(write, tmp_pa
         for side, scores in sides.items():
             write(f"{task.replace('/', '_')}-{side}", scores, method=side, task=task)
     arms, _ = load_arms([tmp_path])
-    tables, _ = report_tables(arms)
+    tables = report_tables(load_runs([tmp_path])[0])
     assert {table.where["task"] for table in tables} == {arm.cell.task for arm in arms}
     for table in tables:
         others = {"tau2/retail", "tau2-v1/retail"} - {table.where["task"]}
@@ -171,7 +191,7 @@ def test_two_releases_of_a_benchmark_share_no_table_and_no_verdict(write, tmp_pa
 
 def test_published_figures_stand_beside_the_release_they_are_of():
     figures = [
-        same_cell(Cell(f"{name}/airline", "Qwen3-32B", "vllm")) for name in ("tau2", "tau2-v1")
+        same_cell(Setting(f"{name}/airline", "Qwen3-32B", "vllm")) for name in ("tau2", "tau2-v1")
     ]
     assert figures[0]
     assert not figures[1]

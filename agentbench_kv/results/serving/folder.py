@@ -12,9 +12,7 @@ from pydantic import ValidationError
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic, writing
 from agentbench_kv.results.serving.records import Measurement, ServingPlan
-from agentbench_kv.results.tables.words import slug
-
-__all__ = ["ServingFolder", "serving_folders"]
+from agentbench_kv.results.tables.model import slug
 
 PLAN = "serving.json"
 SUMMARY = "summary.json"

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentbench_kv.results.validity import DEFAULT_INTERVAL
 
-__all__ = ["BASES", "Measurement", "ServingArm", "ServingPlan"]
-
 BASES = ("full", "full-constrained")
 """Arms that the others are compared with."""
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
-from statistics import median
+from statistics import median as middle
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.serving.records import BASES, Measurement, ServingArm, ServingPlan
-from agentbench_kv.results.speed import MedianInterval, median_interval
-
-__all__ = ["Best", "ServingCell", "ServingSummary", "summarize_serving"]
+from agentbench_kv.results.stats import Median, median
 
 SPEED = "output_throughput"
 _KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
@@ -24,9 +22,9 @@ class ServingCell(BaseModel):
 
     Attributes
     ----------
-    figures : dict of str to MedianInterval
+    figures : dict of str to Median
         Median over repetitions.
-    ratios : dict of str to MedianInterval
+    ratios : dict of str to Median
         Output tokens per second over those of another arm in the same repetition; by arm.
     kv : dict of str to float
         Medians over repetitions; empty without accounting.
@@ -40,8 +38,8 @@ class ServingCell(BaseModel):
     shape: str
     load: str
     repetitions: int
-    figures: dict[str, MedianInterval]
-    ratios: dict[str, MedianInterval]
+    figures: dict[str, Median]
+    ratios: dict[str, Median]
     kv: dict[str, float]
     reasons: list[str]
 
@@ -54,8 +52,8 @@ class Best(BaseModel):
     arm: str
     shape: str
     load: str
-    speed: MedianInterval
-    ratios: dict[str, MedianInterval]
+    speed: Median
+    ratios: dict[str, Median]
 
 
 class ServingSummary(BaseModel):
@@ -95,7 +93,7 @@ def _cell(
         shape=runs[0].shape,
         load=runs[0].load,
         repetitions=len(runs),
-        figures={name: median_interval([run.figures[name] for run in runs]) for name in names},
+        figures={name: median([run.figures[name] for run in runs]) for name in names},
         ratios=_ratios(arm.name, runs, bases),
         kv=_kv(runs),
         reasons=_reasons(arm, runs),
@@ -104,7 +102,7 @@ def _cell(
 
 def _ratios(
     arm: str, runs: Sequence[Measurement], bases: Mapping[str, Sequence[Measurement]]
-) -> dict[str, MedianInterval]:
+) -> dict[str, Median]:
     """Pair the repetitions in which no request of either side failed."""
     found = {}
     own = _speeds(runs)
@@ -112,7 +110,7 @@ def _ratios(
         theirs = _speeds(others)
         pairs = [speed / theirs[number] for number, speed in own.items() if number in theirs]
         if pairs and base != arm:
-            found[base] = median_interval(pairs)
+            found[base] = median(pairs)
     return found
 
 
@@ -143,7 +141,7 @@ def _best(
     ]
 
 
-def _speed(cell: ServingCell) -> MedianInterval:
+def _speed(cell: ServingCell) -> Median:
     return cell.figures[SPEED]
 
 
@@ -151,7 +149,7 @@ def _kv(runs: Sequence[Measurement]) -> dict[str, float]:
     accounts = [run.kv for run in runs if run.kv]
     if not accounts:
         return {}
-    return {name: median(float(account.get(name) or 0) for account in accounts) for name in _KV}
+    return {name: middle(float(account.get(name) or 0) for account in accounts) for name in _KV}
 
 
 def _reasons(arm: ServingArm, runs: Sequence[Measurement]) -> list[str]:

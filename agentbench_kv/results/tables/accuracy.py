@@ -1,208 +1,354 @@
-"""Accuracy against budget: all samples, those with an event, and the difference to full."""
+"""Accuracy against budget for every board: scores, the change against full, pass^k."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from agentbench_kv.results.tables.beside import published_rows
-from agentbench_kv.results.tables.cells import NULL, Budgets, View, views
+from agentbench_kv.results.aa import describe, repeats
+from agentbench_kv.results.groups import RunGroup, budget_order, grouped
+from agentbench_kv.results.ranking import Board, Entry, boards, rank
+from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
 from agentbench_kv.results.tables.conditions import conditions
-from agentbench_kv.results.tables.gaps import Entry, Gap, against_full, marks, unshared
-from agentbench_kv.results.tables.groups import Group, budget_order
-from agentbench_kv.results.tables.measured import SCORE, Measured
-from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit
-from agentbench_kv.results.tables.noise import noise_line
-from agentbench_kv.results.tables.pairing import Scores, intervals
-from agentbench_kv.results.tables.words import heading, slug, spoken
-
-__all__ = ["accuracy_tables"]
+from agentbench_kv.results.tables.model import (
+    Cell,
+    Column,
+    Kind,
+    Mark,
+    Row,
+    Table,
+    Unit,
+    heading,
+    place,
+    slug,
+    spoken,
+)
+from agentbench_kv.results.tables.published import published_rows
 
 LEGEND = (
-    "best of a budget: the highest compressed method, and every one whose paired 95% interval "
-    "against it includes 0"
+    "marked: the best of two or more compressed methods at a budget, and all that cannot be told "
+    "from it (paired by sample; in 19 of 20 tables no two equal methods are told apart)"
 )
+OWN_SAMPLES = (
+    "samples with an event: each method has its own, so that these rows do not compare; samples: "
+    "of the row's smallest cell"
+)
+PUBLISHED = "published: a paper's figure, from other hardware and prompts; never ranked"
+GAPS = (
+    "p: adjusted for all comparisons of a table with full (Holm); intervals are not: each holds "
+    "for itself in 19 of 20 cases"
+)
+PASSES = (
+    "pass^k: the chance that k trials of a sample all succeed: C(c, k) / C(K, k) of its K trials "
+    "with c successes, mean over samples (tau2-bench's convention)"
+)
+NULL = "null agent"
 NO_BUDGET = "no budget"
 FEW_GROUPS = 20
 
-Cells = Mapping[tuple[str, int | str | None], Cell]
+Budgets = Sequence[int | str | None]
+Values = Mapping[tuple[str, int | str | None], Cell]
+"""What stands at a row's name and a budget."""
 
 
-def accuracy_tables(measured: Sequence[Measured], metric: str = SCORE) -> list[Table]:
-    """Return the tables of every task, model and engine that has the metric.
+@dataclass(frozen=True)
+class _Page:
+    """A board with what stands around it.
 
-    Parameters
+    Attributes
     ----------
-    measured : sequence of Measured
-        Valid runs are ranked; the others come below the line with the reason.
-    metric : str
-        `score` or a sub-score.
+    smaller : bool
+        Whether a larger set of samples of the same setting and conditions has a board.
+    null : tuple of RunGroup
+        Valid runs of the agent that does nothing, on the same task.
     """
-    return [table for view in views(measured, metric) for table in _tables(view)]
+
+    board: Board
+    smaller: bool
+    null: tuple[RunGroup, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs of the board, and those that are on none."""
+        placed = [run for entry in self.board.entries for run in entry.group.runs]
+        return [*placed, *(run for run, _ in self.board.out)]
+
+    @property
+    def size(self) -> str:
+        """How many samples, in how many groups where they are grouped."""
+        groups = next((e.level.groups for e in self.board.entries if e.level.groups), None)
+        inside = f" in {groups} groups" if groups else ""
+        smaller = ", a smaller set that fewer methods played" if self.smaller else ""
+        return f"{len(self.board.samples)} samples{inside}{smaller}"
 
 
-def _tables(view: View) -> list[Table]:
-    whole = _entries(view, lambda group: group.scores(view.metric))
-    some = _entries(view, lambda group: _triggered(group, view.metric))
-    tables = [_scores_table(view, whole, all(map(_wholly_triggered, some)) and bool(some))]
-    if not all(map(_wholly_triggered, some)):
-        tables.append(_triggered_table(view, some))
-    if any(entry.group.compressed for entry in whole):
-        tables.append(_gap_table(view, whole, against_full(whole)))
+def accuracy_tables(runs: Sequence[Run], metric: str = SCORE) -> list[Table]:
+    """Return the tables of every board that has the metric, `score` or a sub-score."""
+    return [table for page in _pages(runs, metric) for table in _tables(page)]
+
+
+def pass_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return a table for each board with scores of 0 or 1 in several trials.
+
+    Rows with one trial are left out, and so are graded scores, of which no trial need ever be a
+    success.
+    """
+    found = (_pass_table(page) for page in _pages(runs, SCORE))
+    return [table for table in found if table is not None]
+
+
+def _pages(runs: Sequence[Run], metric: str) -> Iterator[_Page]:
+    """Yield the boards in order; the null agent has its own only where nobody else ran its task."""
+    known = boards(runs, metric)
+    played = {board.setting.task for board in known if not board.setting.null}
+    floor = [run for run in runs if run.setting.null and run.valid]
+    seen = set()
+    for board in known:
+        task = board.setting.task
+        if board.setting.null and task in played:
+            continue
+        if board.entries or any(metric == SCORE or _own(run, metric) for run, _ in board.out):
+            null = grouped(run for run in floor if run.setting.task == task)
+            smaller = (board.setting, board.conditions) in seen
+            yield _Page(board, smaller, () if board.setting.null else tuple(null))
+        seen.add((board.setting, board.conditions))
+
+
+def _tables(page: _Page) -> list[Table]:
+    compressed = [entry for entry in page.board.entries if entry.group.compressed]
+    idle = [e for e in compressed if not e.scores.parts.keys() <= e.group.triggered]
+    tables = [_scores_table(page, compressed, all_triggered=bool(compressed) and not idle)]
+    if idle:
+        tables.append(_triggered_table(page, compressed))
+    full = page.board.full
+    if compressed and full is not None:
+        tables.append(_gap_table(page, compressed, full))
     return tables
 
 
-def _entries(view: View, choose: Callable[[Group], Scores | None]) -> list[Entry]:
-    """Return the groups that have what is asked for."""
-    found = [(group, choose(group)) for group in view.groups]
-    return [Entry(group, scores) for group, scores in found if scores and scores.parts]
-
-
-def _triggered(group: Group, metric: str) -> Scores | None:
-    scores = group.scores(metric) if group.compressed else None
-    return scores.only(group.triggered) if scores else None
-
-
-def _wholly_triggered(entry: Entry) -> bool:
-    whole = {name for run in entry.group.runs for name in run.arm.scores}
-    return entry.group.triggered >= whole
-
-
-def _scores_table(view: View, entries: Sequence[Entry], same: bool) -> Table:
-    null = [Entry(group, scores) for group in view.null if (scores := group.scores(view.metric))]
-    rows = _measured_rows(entries, view.budgets)
-    rows = published_rows(rows, view.place, [e.group for e in entries], view.budgets, view.metric)
-    rows += [_row(NULL, view.budgets, _score_cells([entry]), [entry]) for entry in null]
-    rows += _unranked(view)
-    notes = [*_notes(entries), noise_line(view.runs, view.metric), *conditions(view.runs)]
-    if same:
+def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool) -> Table:
+    board = page.board
+    null = [(group, scores) for group in page.null if (scores := _floor(group, board))]
+    groups = [*(entry.group for entry in board.entries), *(group for group, _ in null)]
+    budgets = _budgets([*groups, *(run for run, _ in board.out)])
+    marks = _marks(compressed, board)
+    values = {
+        (entry.group.label, entry.group.budget): _cell(entry.level, marks.get(id(entry)))
+        for entry in board.entries
+    }
+    rows = [_row(label, budgets, values) for label in _labels(board.entries)]
+    rows = published_rows(rows, board, budgets)
+    rows += [_null_row(group, scores, board, budgets) for group, scores in null]
+    rows += [_below(run, reason, budgets, board.metric) for run, reason in board.out]
+    notes = [*_notes(page), describe(repeats(page.runs, board.metric)), *conditions(page.runs)]
+    if compressed and board.full is None:
+        notes.append("no run of full on these samples: nothing to compare with")
+    if all_triggered:
         notes.append("every sample of every compressed run had an event: the subset is the whole")
-    if any(row.published for row in rows):
-        notes.append("published: a paper's figure, from other hardware and prompts; never ranked")
-    return _table(view, "all samples", Unit.SHARE, rows, notes)
+    legend = [LEGEND] * bool(compressed) + [PUBLISHED] * any(row.published for row in rows)
+    columns = (Column("method"), *_columns(budgets, Unit.SHARE))
+    return _table(page, "all samples", "%", columns, rows, notes, legend)
 
 
-def _triggered_table(view: View, entries: Sequence[Entry]) -> Table:
-    budgets = sorted({entry.group.budget for entry in entries}, key=budget_order)
-    rows = _measured_rows(entries, budgets)
-    return _table(view, "samples with an event", Unit.SHARE, rows, _notes(entries), budgets)
-
-
-def _gap_table(view: View, entries: Sequence[Entry], gaps: Sequence[Gap]) -> Table:
-    cells = {
-        (gap.entry.group.label, gap.entry.group.budget): Cell(
-            gap.difference.point, gap.difference.low, gap.difference.high, gap.adjusted
-        )
-        for gap in gaps
-    }
-    budgets = sorted({gap.entry.group.budget for gap in gaps}, key=budget_order)
-    labels = dict.fromkeys(gap.entry.group.label for gap in gaps)
-    rows = []
-    for label in labels:
-        shared = min(gap.difference.n for gap in gaps if gap.entry.group.label == label)
-        values = [cells.get((label, budget), Cell()) for budget in budgets]
-        rows.append(Row((Cell(label), Cell(shared), *values)))
-    return _table(view, "difference to full", Unit.POINTS, rows, _gap_notes(entries, gaps), budgets)
-
-
-def _gap_notes(entries: Sequence[Entry], gaps: Sequence[Gap]) -> list[str]:
-    if all(entry.group.compressed for entry in entries):
-        return ["no run of full: nothing to compare with"]
-    compared = {id(gap.entry) for gap in gaps}
-    alone = [e for e in entries if e.group.compressed and id(e) not in compared]
-    names = dict.fromkeys(f"{e.group.label} at {e.group.budget}" for e in alone)
-    notes = [f"no full of the same settings and samples: {', '.join(names)}"] * bool(names)
-    if gaps:
-        fulls = dict.fromkeys(gap.full.group.label for gap in gaps)
-        which = f"{' or '.join(fulls)}{', the one of the same settings' * (len(fulls) > 1)}"
-        adjusted = f"p adjusted for the {len(gaps)} comparisons of this table (Holm)"
-        notes.append(f"less {which}, in points, paired by sample; {adjusted}")
-    return notes
-
-
-def _measured_rows(entries: Sequence[Entry], budgets: Budgets) -> list[Row]:
-    cells = _score_cells(entries)
-    labels: dict[str, list[Entry]] = {}
-    for entry in entries:
-        labels.setdefault(entry.group.label, []).append(entry)
-    return [_row(label, budgets, cells, same) for label, same in labels.items()]
-
-
-def _score_cells(entries: Sequence[Entry]) -> Cells:
-    found = zip(
-        entries, intervals([entry.scores for entry in entries]), marks(entries), strict=True
+def _triggered_table(page: _Page, compressed: Sequence[Entry]) -> Table:
+    """Return the scores of samples with an event, without ranks: they are others for each row."""
+    some = [(entry.group, entry.scores.only(entry.group.triggered)) for entry in compressed]
+    known = [(group, scores) for group, scores in some if scores.parts]
+    values = {(group.label, group.budget): _cell(level(scores)) for group, scores in known}
+    fewest: dict[str, int] = {}
+    for group, scores in known:
+        fewest[group.label] = min(len(scores.parts), fewest.get(group.label, len(scores.parts)))
+    budgets = _budgets(group for group, _ in known)
+    rows = [_row(label, budgets, values, Cell(number)) for label, number in fewest.items()]
+    columns = (
+        Column("method"),
+        Column("samples", Unit.NUMBER),
+        *_columns(budgets, Unit.SHARE),
     )
+    return _table(page, "samples with an event", "%", columns, rows, [], [OWN_SAMPLES])
+
+
+def _gap_table(page: _Page, compressed: Sequence[Entry], full: Entry) -> Table:
+    gaps = [(entry, change(entry.scores, full.scores)) for entry in compressed]
+    known = [(entry, gap) for entry, gap in gaps if gap is not None]
+    adjusted = holm([gap.p_value for _, gap in known])
+    values = {
+        (entry.group.label, entry.group.budget): Cell(gap.point, gap.low, gap.high, p_value)
+        for (entry, gap), p_value in zip(known, adjusted, strict=True)
+    }
+    budgets = _budgets(entry.group for entry in compressed)
+    rows = [_row(label, budgets, values) for label in _labels(compressed)]
+    notes = [f"less {full.group.label}, in points, paired by sample; {len(known)} comparisons"]
+    columns = (Column("method"), *_columns(budgets, Unit.POINTS))
+    return _table(page, "difference to full", "points", columns, rows, notes, [GAPS])
+
+
+def _marks(compressed: Sequence[Entry], board: Board) -> dict[int, Mark]:
+    """Mark who leads a budget of two methods and who shares its rank; never a score of 0."""
+    contests: dict[int | str | None, list[Entry]] = {}
+    for entry in compressed:
+        contests.setdefault(entry.group.budget, []).append(entry)
+    ranked = rank(list(contests.values()), small=board.too_small is not None)
     return {
-        (entry.group.label, entry.group.budget): Cell(ends.point, ends.low, ends.high, mark=mark)
-        for entry, ends, mark in found
+        id(placed.entry): Mark.BEST if placed.change is None else Mark.TIED
+        for contest in ranked
+        if len({placed.entry.group.method for placed in contest}) > 1
+        for placed in contest
+        if placed.rank == 1 and placed.entry.scores.mean > 0
     }
 
 
-def _row(label: str, budgets: Budgets, cells: Cells, entries: Sequence[Entry]) -> Row:
-    """Return a row of one method; its samples are those of its smallest cell."""
-    fewest = min(len(entry.scores.parts) for entry in entries)
-    name = entries[0].group.label
-    values = [cells.get((name, budget), Cell()) for budget in budgets]
-    return Row((Cell(label), Cell(fewest), *values))
+def _labels(entries: Iterable[Entry]) -> list[str]:
+    """Return the names of the rows, full first."""
+    first = sorted(entries, key=lambda e: (e.group.compressed, e.group.method != "full"))
+    return list(dict.fromkeys(entry.group.label for entry in first))
 
 
-def _unranked(view: View) -> list[Row]:
-    """Return the rows below the line, one for each run."""
-    scored = [run for run in view.below if view.metric in run.scores]
-    ends = intervals([run.scores[view.metric] for run in scored])
-    cells = {
-        id(run): Cell(each.point, each.low, each.high)
-        for run, each in zip(scored, ends, strict=True)
-    }
-    return [_below(view, run, cells.get(id(run), Cell())) for run in view.below]
+def _budgets(groups: Iterable[RunGroup | Run]) -> Budgets:
+    return sorted({group.budget for group in groups}, key=budget_order)
 
 
-def _below(view: View, run: Measured, cell: Cell) -> Row:
-    number = len(run.scores[view.metric].parts) if view.metric in run.scores else 0
-    values = [cell if budget == run.arm.budget else Cell() for budget in view.budgets]
-    return Row((Cell(run.label), Cell(number), *values), below=run.reason)
+def _columns(budgets: Budgets, unit: Unit) -> list[Column]:
+    return [Column(NO_BUDGET if budget is None else str(budget), unit) for budget in budgets]
 
 
-def _notes(entries: Sequence[Entry]) -> list[str]:
-    compressed = any(entry.group.compressed for entry in entries)
-    notes = (LEGEND * compressed, unshared(entries), _groups_note(entries))
+def _cell(known: Interval, mark: Mark | None = None) -> Cell:
+    return Cell(known.point, known.low, known.high, mark=mark)
+
+
+def _row(label: str, budgets: Budgets, values: Values, *more: Cell) -> Row:
+    return Row((Cell(label), *more, *(values.get((label, each), Cell()) for each in budgets)))
+
+
+def _floor(group: RunGroup, board: Board) -> Scores | None:
+    """Return what doing nothing scores on the board's samples; None if it played none of them."""
+    scores = group.scores(board.metric)
+    own = scores.only(set(board.samples)) if scores and board.samples else scores
+    return own if own and own.parts else None
+
+
+def _null_row(group: RunGroup, scores: Scores, board: Board, budgets: Budgets) -> Row:
+    partial = scores.parts.keys() != board.samples and bool(board.samples)
+    name = f"{NULL} on {len(scores.parts)} samples" if partial else NULL
+    return _row(name, budgets, {(name, group.budget): _cell(level(scores))})
+
+
+def _below(run: Run, reason: str, budgets: Budgets, metric: str) -> Row:
+    scores = _own(run, metric)
+    found = {(run.label, run.budget): _cell(level(scores))} if scores else {}
+    row = _row(run.label, budgets, found)
+    return Row(row.cells, below=reason)
+
+
+def _own(run: Run, metric: str) -> Scores | None:
+    scores = RunGroup(run.label, (run,)).scores(metric)
+    return scores if scores and scores.parts else None
+
+
+def _notes(page: _Page) -> list[str]:
+    """Say what the figures rest on: too little, few groups, trials that were played twice."""
+    board = page.board
+    groups = next((e.level.groups for e in board.entries if e.level.groups), None)
+    few = groups is not None and groups < FEW_GROUPS
+    again = [f"{e.group.name} ({e.group.repeated})" for e in board.entries if e.group.repeated]
+    notes = (
+        board.too_small if board.entries else None,
+        f"fewer than {FEW_GROUPS} groups: intervals are wide and p-values rough" * few,
+        f"trials played more than once count once, the earliest: {', '.join(again)}" * bool(again),
+    )
     return [note for note in notes if note]
 
 
-def _groups_note(entries: Sequence[Entry]) -> str:
-    """Say how many units the intervals really rest on, where samples are not independent."""
-    groups = [entry.scores.groups for entry in entries if entry.scores.groups]
-    if not groups:
-        return ""
-    rough = f"; with fewer than {FEW_GROUPS} the interval is rough" * (min(groups) < FEW_GROUPS)
-    return f"samples come in {min(groups)} groups, and groups are what is resampled{rough}"
-
-
 def _table(
-    view: View,
+    page: _Page,
     subset: str,
-    unit: Unit,
+    unit: str,
+    columns: tuple[Column, ...],
     rows: Sequence[Row],
     notes: Sequence[str],
-    budgets: Budgets | None = None,
+    legend: Sequence[str],
 ) -> Table:
-    place, metric = view.place, view.metric
-    columns = [
-        Column(NO_BUDGET if budget is None else str(budget), unit)
-        for budget in (view.budgets if budgets is None else budgets)
-    ]
-    percent = "%" if unit is Unit.SHARE else "points"
+    board = page.board
+    what = f"{spoken(board.metric)}, {unit} [95% interval], {subset}, {page.size}"
+    where = place(board.setting) | {
+        "metric": board.metric,
+        "subset": subset,
+        "samples": len(board.samples),
+    }
+    size = str(len(board.samples)) if page.smaller else ""
     return Table(
         kind=Kind.ACCURACY,
-        key=slug("accuracy", place.task, place.model, place.engine, metric, subset),
-        title=heading(f"{spoken(metric)}, {percent} [95% interval], {subset}", place),
-        columns=(Column("method"), Column("samples", Unit.NUMBER), *columns),
+        key=slug("accuracy", *_names(board), board.metric, subset, size),
+        title=heading(what, board.setting, board.conditions),
+        columns=columns,
         rows=tuple(rows),
         notes=tuple(notes),
-        where={
-            "task": place.task,
-            "model": place.model,
-            "engine": place.engine,
-            "metric": metric,
-            "subset": subset,
-        },
+        where=where,
+        legend=tuple(legend),
+    )
+
+
+def _names(board: Board) -> tuple[str, ...]:
+    return (board.setting.task, board.setting.model, board.setting.engine, board.conditions)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A row of a pass^k table to be."""
+
+    name: str
+    budget: int | str | None
+    trials: Mapping[str, Sequence[float]]
+    powers: Mapping[str, Interval]
+    below: str | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, group: RunGroup, samples: Iterable[str], below: str | None = None
+    ) -> _Line:
+        trials = {each: group.trials[each] for each in samples if each in group.trials}
+        return cls(name, group.budget, trials, pass_levels(trials, group.clusters), below)
+
+    @property
+    def most(self) -> int:
+        """K: the trials that each sample has at least."""
+        return min(map(len, self.trials.values()))
+
+
+def _pass_table(page: _Page) -> Table | None:
+    board = page.board
+    lines = [_Line.of(e.group.label, e.group, board.samples) for e in board.entries]
+    lines += [_Line.of(NULL, group, board.samples or group.trials) for group in page.null]
+    alone = [(RunGroup(run.label, (run,)), reason) for run, reason in board.out]
+    lines += [_Line.of(group.label, group, group.trials, reason) for group, reason in alone]
+    lines = [line for line in lines if line.powers]
+    if not lines:
+        return None
+    names = sorted({name for line in lines for name in line.powers}, key=lambda n: pass_k(n) or 0)
+    tries = sorted({line.most for line in lines})
+    budgets = [None if line.budget is None else str(line.budget) for line in lines]
+    return Table(
+        kind=Kind.ACCURACY,
+        key=slug("passk", *_names(board), str(len(board.samples)) if page.smaller else ""),
+        title=heading(f"pass^k, % [95% interval], {page.size}", board.setting, board.conditions),
+        columns=(
+            *(Column("method"), Column("budget")),
+            *(Column("samples", Unit.NUMBER), Column("K", Unit.NUMBER)),
+            *(Column(name, Unit.SHARE) for name in names),
+        ),
+        rows=tuple(
+            Row(
+                (
+                    *(Cell(line.name), Cell(budget)),
+                    *(Cell(len(line.trials)), Cell(line.most)),
+                    *(_cell(line.powers[k]) if k in line.powers else Cell() for k in names),
+                ),
+                below=line.below,
+            )
+            for line, budget in zip(lines, budgets, strict=True)
+        ),
+        notes=(f"K = {', '.join(map(str, tries))} trials", *conditions(page.runs)),
+        where=place(board.setting) | {"metric": "pass^k", "samples": len(board.samples)},
+        legend=(PASSES,),
     )

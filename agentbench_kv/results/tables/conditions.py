@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agentbench_kv.results.tables.measured import Measured
-
-__all__ = ["conditions"]
+from agentbench_kv.results.runs import Run
 
 SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
 """Keys of a task's provenance or settings that a reader must see beside its scores."""
 
 
-def conditions(runs: Sequence[Measured]) -> list[str]:
-    """Return a line for each condition of a cell's runs; runs that differ in one are told apart."""
+def conditions(runs: Iterable[Run]) -> list[str]:
+    """Return a line for each condition of some runs, with all values it has among them."""
+    known = list(runs)
     lines = []
     for name in SHOWN:
-        values = sorted({value for run in runs if (value := _value(run, name))})
+        values = sorted({value for run in known if (value := _value(run, name))})
         if values:
             lines.append(f"{name.replace('_', ' ')}: {'; '.join(values)}")
     return lines
 
 
-def _value(run: Measured, name: str) -> str:
-    task = run.arm.info.provenance.get("task")
+def _value(run: Run, name: str) -> str:
+    task = run.info.provenance.get("task")
     recorded = task.get(name) if isinstance(task, Mapping) else None
-    settings = run.arm.spec.get("task_params")
+    settings = run.spec.get("task_params")
     given = settings.get(name) if isinstance(settings, Mapping) else None
     return _words(given if recorded is None else recorded)
 

@@ -3,43 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from statistics import median
 
-from agentbench_kv.results.arms import Cell as Place
-from agentbench_kv.results.curves import CurveSummary, Keeps, curve_summary
-from agentbench_kv.results.tables.groups import apart_by_conditions, by_cell
-from agentbench_kv.results.tables.measured import Measured
-from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit
-from agentbench_kv.results.tables.words import heading, slug
+from agentbench_kv.results.curves import CurveSummary, Keeps, Point, curve_summary
+from agentbench_kv.results.groups import RunGroup
+from agentbench_kv.results.ranking import Board, Entry, boards
+from agentbench_kv.results.runs import Run
+from agentbench_kv.results.tables.model import (
+    Cell,
+    Column,
+    Kind,
+    Row,
+    Table,
+    Unit,
+    heading,
+    place,
+    slug,
+)
 
-__all__ = ["curve_tables"]
+LEGEND = (
+    "area: under the curve over log2(budget), relative to full; 1 is as good as full",
+    "keeps 95% of full from: of a curve that never falls and that reaches full where the budget "
+    "holds the longest session; beyond the measured budgets a session that fits loses nothing",
+)
 
 
-def curve_tables(measured: Sequence[Measured]) -> list[Table]:
-    """Return the curves of every cell with valid runs of full and of a method with a budget."""
+def curve_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return the curves of every board with full and a method with a budget."""
     return [
         table
-        for place, runs in by_cell(run for run in measured if run.valid).items()
-        for apart, same in apart_by_conditions(runs)
-        for table in _of_runs(place, same, apart)
+        for board in boards(runs)
+        if board.full is not None and any(entry.group.compressed for entry in board.entries)
+        for table in _of_board(board, board.full)
     ]
 
 
-def _of_runs(place: Place, runs: Sequence[Measured], apart: str) -> list[Table]:
-    full = [run.arm for run in runs if run.arm.method == "full"]
-    arms = [run.arm for run in runs if run.arm.compressed and run.arm.budget is not None]
-    summary = curve_summary(full, arms) if full and arms else None
+def _of_board(board: Board, full: Entry) -> list[Table]:
+    points, left_out = [], []
+    for entry in board.entries:
+        tokens = _tokens(entry.group)
+        if entry.group.compressed and tokens:
+            points.append(Point(entry.group.label, tokens, entry.scores))
+        elif entry.group.compressed:
+            left_out.append(f"left out: {entry.group.name}, whose budget is no number of tokens")
+    summary = curve_summary(full.scores, points, _lengths(full.group))
     if summary is None or summary.full <= 0:
         return []
-    tables = [_curves(place, summary), *[_crossovers(place, summary)] * bool(summary.crossovers)]
-    return [_named(table, apart) for table in tables] if apart else tables
+    tables = [_curves(board, summary, left_out)]
+    return [*tables, *[_crossovers(board, summary)] * bool(summary.crossovers)]
 
 
-def _named(table: Table, apart: str) -> Table:
-    return replace(table, key=slug(table.key, apart), title=f"{table.title} [{apart}]")
+def _tokens(group: RunGroup) -> int:
+    """Return the budget in tokens; a share is as many as in the median run."""
+    return round(median(run.tokens or 0 for run in group.runs))
 
 
-def _curves(place: Place, summary: CurveSummary) -> Table:
+def _lengths(group: RunGroup) -> dict[str, float]:
+    """Return how long a sample's session is that keeps everything, median over its trials."""
+    found: dict[str, list[int]] = {}
+    for run in group.runs:
+        for sample, peaks in run.trials.peaks.items():
+            found.setdefault(sample, []).extend(peaks)
+    return {sample: median(peaks) for sample, peaks in found.items()}
+
+
+def _curves(board: Board, summary: CurveSummary, left_out: Sequence[str]) -> Table:
     rows = []
     for curve in summary.curves:
         area, keeps = curve.area, curve.keeps
@@ -54,20 +82,15 @@ def _curves(place: Place, summary: CurveSummary) -> Table:
                 )
             )
         )
-    groups = f" in {summary.clusters} groups" if summary.clusters else ""
-    notes = [
-        f"{summary.samples} samples{groups} that every arm has; full scores "
-        f"{100 * summary.full:.1f}%; one resample serves all arms",
-        "area: under the curve over log2(budget), relative to full; 1 is as good as full",
-    ]
-    notes += [f"left out: {run}" for run in summary.left_out]
+    groups = f" in {summary.groups} groups" if summary.groups else ""
+    notes = [f"{summary.samples} samples{groups}; full scores {100 * summary.full:.1f}%", *left_out]
     columns = (
         Column("method"),
         Column("budgets", Unit.NUMBER),
         Column("area [95% interval]", Unit.RATIO),
         Column("keeps 95% of full from, tokens", Unit.TOKENS),
     )
-    return _table("accuracy over budget", "curves", place, columns, rows, notes)
+    return _table("accuracy over budget", "curves", board, columns, rows, notes, LEGEND)
 
 
 def _keeps(keeps: Keeps) -> Cell:
@@ -75,7 +98,7 @@ def _keeps(keeps: Keeps) -> Cell:
     return Cell(text if keeps.point is None else keeps.point, keeps.low, keeps.high, text=text)
 
 
-def _crossovers(place: Place, summary: CurveSummary) -> Table:
+def _crossovers(board: Board, summary: CurveSummary) -> Table:
     rows = [
         Row(
             (
@@ -93,28 +116,27 @@ def _crossovers(place: Place, summary: CurveSummary) -> Table:
         Column("budget, tokens [95% interval]", Unit.TOKENS),
         Column("of resamples %", Unit.SHARE),
     )
-    return _table("where methods change places", "crossovers", place, columns, rows, [])
+    return _table("where methods change places", "crossovers", board, columns, rows)
 
 
 def _table(
     what: str,
     key: str,
-    place: Place,
+    board: Board,
     columns: Sequence[Column],
     rows: Sequence[Row],
-    notes: Sequence[str],
+    notes: Sequence[str] = (),
+    legend: tuple[str, ...] = (),
 ) -> Table:
+    setting, number = board.setting, len(board.samples)
+    names = (setting.task, setting.model, setting.engine, board.conditions, str(number))
     return Table(
         kind=Kind.CURVES,
-        key=slug(key, place.task, place.model, place.engine),
-        title=heading(what, place),
+        key=slug(key, *names),
+        title=heading(f"{what}, {number} samples", setting, board.conditions),
         columns=tuple(columns),
         rows=tuple(rows),
         notes=tuple(notes),
-        where={
-            "task": place.task,
-            "model": place.model,
-            "engine": place.engine,
-            "metric": "score",
-        },
+        where=place(setting) | {"metric": board.metric, "samples": number},
+        legend=legend,
     )

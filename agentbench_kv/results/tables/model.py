@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["Cell", "Column", "Kind", "Mark", "Row", "Table", "Unit"]
+from agentbench_kv.results.runs import SCORE, Setting
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9.]+")
 
 
 class Unit(StrEnum):
@@ -116,8 +119,10 @@ class Table:
         Every row has one cell for each column.
     notes : tuple of str
         Lines printed under the table.
+    legend : tuple of str
+        How such tables are read: printed under the first of a document only.
     where : dict
-        What all rows share: task, model, engine, metric.
+        What all rows share: task, model, engine, metric, samples.
 
     Raises
     ------
@@ -131,7 +136,8 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    where: dict[str, str] = field(default_factory=dict)
+    where: dict[str, str | int] = field(default_factory=dict)
+    legend: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the shape."""
@@ -154,3 +160,24 @@ class Table:
         for row in (*self.ranked, *self.unranked):
             for column, cell in zip(self.columns, row.cells, strict=True):
                 yield row, column, cell
+
+
+def heading(what: str, setting: Setting, conditions: str = "") -> str:
+    """Return a title: what is shown, then task, model, engine, and what sets its runs apart."""
+    apart = f" [{conditions}]" if conditions else ""
+    return f"{what}: {setting.task}, {setting.model}, {setting.engine}{apart}"
+
+
+def spoken(metric: str) -> str:
+    """Return a metric as people say it."""
+    return "score" if metric == SCORE else f"sub-score {metric}"
+
+
+def slug(*parts: str) -> str:
+    """Join parts to a name that is safe in a file's name, a LaTeX label and a link."""
+    return "-".join(_UNSAFE.sub("-", part).strip("-.") for part in parts if part)
+
+
+def place(setting: Setting) -> dict[str, str | int]:
+    """Return a setting as what the rows of a table share."""
+    return {"task": setting.task, "model": setting.model, "engine": setting.engine}

@@ -1,19 +1,19 @@
-"""The papers' tables from their published figures, with the counts the figures give."""
+"""Papers' figures: beside ours where the cell is the same, and the papers' own tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from agentbench_kv.results.papers import (
+    HEADLINES,
     PublishedFigure,
     count_first,
     figures,
     leaders,
 )
-from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
-from agentbench_kv.results.tables.words import slug
-
-__all__ = ["OURS", "published_tables"]
+from agentbench_kv.results.ranking import Board
+from agentbench_kv.results.runs import SCORE, Setting
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit, slug
 
 OURS = "agentkv"
 """The method whose firsts its authors count."""
@@ -25,6 +25,57 @@ _LISTED = {
     "efficiency": (Kind.EFFICIENCY, "efficiency"),
     "sidequest_ranges": (Kind.EFFICIENCY, "reductions, as ranges"),
 }
+
+
+def same_cell(setting: Setting) -> list[PublishedFigure]:
+    """Return the headline figures of the same benchmark, task and model."""
+    return [
+        figure
+        for figure in figures("accuracy_vs_budget")
+        if f"{figure.benchmark}/{figure.task}" == setting.task
+        and figure.model.casefold() == setting.model.casefold()
+        and figure.metric in HEADLINES
+    ]
+
+
+def published_rows(
+    rows: Sequence[Row], board: Board, budgets: Sequence[int | str | None]
+) -> list[Row]:
+    """Return a board's rows, each followed by the published figures of its method and budgets.
+
+    Papers only publish the headline score.
+    """
+    known = same_cell(board.setting) if board.metric == SCORE else []
+    groups = [entry.group for entry in board.entries]
+    methods = {group.label: group.method for group in groups}
+    measured = {(group.method, group.budget) for group in groups}
+    last = {methods[str(row.cells[0].value)]: i for i, row in enumerate(rows)}
+    beside: list[Row] = []
+    for i, row in enumerate(rows):
+        beside.append(row)
+        method = methods[str(row.cells[0].value)]
+        if last[method] == i:
+            beside += _cited([f for f in known if f.method == method], measured, budgets)
+    return beside
+
+
+def _cited(
+    known: Sequence[PublishedFigure],
+    measured: set[tuple[str, int | str | None]],
+    budgets: Sequence[int | str | None],
+) -> list[Row]:
+    cited: dict[str, dict[int | str | None, Cell]] = {}
+    for figure in known:
+        # A paper repeats full at every budget; ours has none.
+        method = figure.method or ""
+        budget = figure.budget if (method, None) not in measured else None
+        if (method, budget) in measured and figure.value is not None:
+            name = f"{method}, {figure.cited}"
+            cited.setdefault(name, {})[budget] = Cell(figure.value / 100)
+    return [
+        Row((Cell(name), *(cells.get(budget, Cell()) for budget in budgets)), published=True)
+        for name, cells in cited.items()
+    ]
 
 
 def published_tables() -> list[Table]:

@@ -15,11 +15,8 @@ from agentbench_kv.results.serving.summary import (
     ServingSummary,
     summarize_serving,
 )
-from agentbench_kv.results.speed import REPETITIONS, MedianInterval
-from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit
-from agentbench_kv.results.tables.words import slug
-
-__all__ = ["DUMMY", "serving_tables", "summary_tables"]
+from agentbench_kv.results.stats import REPETITIONS, Median
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
 _RATIO = "best_output_tok_s_ratio_vs_full"
@@ -120,7 +117,7 @@ def _kv(name: str) -> Value:
     return lambda cell: Cell(cell.kv.get(name))
 
 
-def _cell(known: MedianInterval) -> Cell:
+def _cell(known: Median) -> Cell:
     return Cell(known.point, known.low, known.high) if known.n > 1 else Cell(known.point)
 
 

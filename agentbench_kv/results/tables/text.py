@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentbench_kv.results.tables.model import Cell, Row, Table, Unit
-
-__all__ = ["PUBLISHED", "REASON", "Line", "cell_text", "headings", "lines", "numeric", "visible"]
+from agentbench_kv.results.terminal import visible as visible
 
 REASON = "below the line because"
 PUBLISHED = "published"
@@ -47,11 +46,6 @@ def cell_text(cell: Cell, unit: Unit) -> str:
     if cell.p_value is not None:
         text += f" p {'<0.001' if cell.p_value < 0.001 else f'{cell.p_value:.3f}'}"
     return text
-
-
-def visible(text: str) -> str:
-    """Return text in which control characters and direction marks are spelled out."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
