@@ -44,7 +44,7 @@ class Budget:
                 return cls(share=share)
         elif match := _TOKENS.fullmatch(text):
             tokens = float(match[1]) * (1000 if match[2] else 1)
-            if tokens >= 1 and tokens == int(tokens):
+            if 1 <= tokens < math.inf and tokens == int(tokens):
                 return cls(tokens=int(tokens))
         raise UsageError(
             f"budget {text!r}: expected a number of tokens >= 1, e.g. 3072 or 3k, "

@@ -40,6 +40,7 @@ __all__ = [
     "play_trial",
     "sample_key",
     "session_id",
+    "transcript_document",
 ]
 
 MAX_ATTEMPTS = 3
@@ -120,7 +121,7 @@ def _attempt(stage: Stage, run: RunDir, sample: Sample, trial: int, attempt: int
     played = play_session(stage, sample, trial, attempt)
     # A benchmark behind HTTP sees a failed request where the whole run has come to its end.
     stage.gateway.check()
-    transcript = _transcript(played.outcome, played.report)
+    transcript = transcript_document(played.outcome, played.report)
     saved = run.save_transcript(sample.id, trial, transcript)
     record = trial_record(
         sample, played.context, played.outcome, played.report, played.seconds, saved, attempt
@@ -218,7 +219,8 @@ def _close(client: InProcessClient) -> SessionReport:
         return client.report
 
 
-def _transcript(outcome: Outcome, report: SessionReport) -> dict[str, Any]:
+def transcript_document(outcome: Outcome, report: SessionReport) -> dict[str, Any]:
+    """Return what the transcript file of an attempt holds."""
     events = [asdict(event) for event in report.stats.events]
     facts = [asdict(fact) for fact in outcome.facts]
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -43,10 +44,13 @@ def act(tmp_path):
     write_run(tmp_path / "good", "r", [1] * 300)
     write_run(tmp_path / "bad", "r", [0] * 300)
     write_run(tmp_path / "few", "r", [1] * 9)
+    write_run(tmp_path, "better", [1] * 300)
 
     def run_steps(**given):
         inputs = {name: spec.get("default", "") for name, spec in ACTION["inputs"].items()} | given
         outputs, summary = tmp_path / "output.txt", tmp_path / "summary.md"
+        for file in (outputs, summary):
+            file.unlink(missing_ok=True)
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("KVBENCH_")},
             "PATH": f"{tools}:{os.environ['PATH']}",
@@ -100,25 +104,71 @@ def test_a_regression_fails_the_job_and_is_told_everywhere(act, tmp_path):
     assert (tmp_path / "pip.txt").read_text() == "-m pip install wheel.whl\n"
 
 
-def test_ok_passes_and_an_undecided_one_passes_unless_told_otherwise(act):
+def test_ok_passes_and_an_undecided_one_fails_unless_told_otherwise(act):
     done, said, _ = act(baseline="good", run="good", install="")
     assert (done.returncode, said["verdict"]) == (0, "ok")
-    done, said, _ = act(baseline="few", run="few", install="")
+    done, said, summary = act(baseline="few", run="few", install="")
+    assert (done.returncode, said["verdict"]) == (4, "inconclusive")
+    assert ElementTree.parse(said["junit"]).getroot().get("failures") == "1"
+    assert "**kvbench compare: inconclusive**" in summary
+    lenient = {"fail-on-inconclusive": "false", "by-task": "true", "allow-drift": "true"}
+    done, said, _ = act(baseline="few", run="few", install="", **lenient)
     assert (done.returncode, said["verdict"]) == (0, "inconclusive")
-    strict = {"fail-on-inconclusive": "true", "by-task": "true", "allow-drift": "true"}
-    assert act(baseline="few", run="few", install="", **strict)[0].returncode == 4
+    assert ElementTree.parse(said["junit"]).getroot().get("failures") == "0"
+    wide = act(baseline="few", run="few", install="", catch="60", flips="5")
+    assert (wide[0].returncode, wide[1]["verdict"]) == (0, "ok")
 
 
-def test_what_cannot_be_compared_is_refused_with_the_reason(act):
-    done, said, summary = act(baseline=HOSTILE, run="good", install="")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"baseline": HOSTILE}, "kvbench: no run"),
+        ({"margin": "much"}, "'much' is not a valid float"),
+        ({"metric": "nonsense"}, "no sub-score 'nonsense'"),
+        ({"run": "gone"}, "no run 'gone'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason_in_every_file(act, given, why):
+    done, said, summary = act(**({"baseline": "good", "run": "good", "install": ""} | given))
     assert (done.returncode, said["verdict"]) == (2, "refused")
-    assert "kvbench: no run" in done.stderr
-    assert "    kvbench: no run" in summary
+    assert why in done.stderr
+    assert "**kvbench compare" in summary
+    assert Path(said["markdown"]).read_text() == summary
+    assert ElementTree.parse(said["junit"]).getroot().get("errors") == "1"
+
+
+def test_from_an_empty_repository_to_a_caught_regression(act, tmp_path):
+    """No baseline: the job says how to make one; bootstrap makes it; then it guards."""
+    same = {"baseline": "ci/agentkv.json", "command": "rm -rf runs; cp -r good runs", "install": ""}
+    done, said, _ = act(**same)
+    assert (done.returncode, said["verdict"]) == (2, "refused")
+    assert "kvbench run --task t/x --method full" in done.stderr
+    assert "kvbench baseline save agentkv runs/r --to ci" in done.stderr
+    assert not (tmp_path / "ci").exists()
+
+    done, said, summary = act(**same, bootstrap="true")
+    assert (done.returncode, said["verdict"]) == (0, "bootstrapped")
+    assert "commit that file" in summary
+    assert ElementTree.parse(said["junit"]).getroot().get("errors") == "0"
+    assert Path(said["markdown"]).read_text() == summary
+    saved = (tmp_path / "ci" / "agentkv.json").read_bytes()
+
+    again = same | {"command": "rm -rf runs; mkdir runs; cp -r better runs/r"}
+    done, said, _ = act(**again, bootstrap="true")
+    assert (done.returncode, said["verdict"]) == (0, "ok")
+    worse = same | {"command": "rm -rf runs; cp -r bad runs"}
+    done, said, summary = act(**worse, bootstrap="true", flips="3")
+    assert (done.returncode, said["verdict"]) == (3, "regression")
+    assert "300 of 300 samples changed" in html.unescape(summary)
+    assert ElementTree.parse(said["junit"]).getroot().get("failures") == "1"
+    assert (tmp_path / "ci" / "agentkv.json").read_bytes() == saved
 
 
 def test_inputs_are_never_code(act, tmp_path):
-    for name in ("baseline", "run", "margin", "metric", "format", "install", "by-task"):
-        act(**({"baseline": "good", "run": "good", "install": ""} | {name: HOSTILE}))
+    given = {"baseline": "good", "run": "good", "install": ""}
+    every = dict.fromkeys(ACTION["inputs"].keys() - {"command"}, HOSTILE)
+    for hostile in (every, {"baseline": HOSTILE, "bootstrap": "true"}, {"run": HOSTILE}):
+        act(**(given | hostile))
     assert not (tmp_path / "pwned").exists()
 
 

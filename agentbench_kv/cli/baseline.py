@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-__all__ = ["baseline"]
+from agentbench_kv.cli.documents import print_json
+from agentbench_kv.cli.spec_options import out_option
+from agentbench_kv.errors import UsageError
+
+if TYPE_CHECKING:
+    from agentbench_kv.results.runs import Run
 
 # The commands import what they need: scipy takes a second, which `kvbench --help` should not.
 
@@ -29,24 +36,29 @@ def baseline() -> None:
     show_envvar=True,
     help="Folder to write NAME.json to.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs"),
-    envvar="KVBENCH_OUT",
-    show_default=True,
-    show_envvar=True,
-    help="Folder of runs, for those named by id.",
-)
+@click.option("--force", is_flag=True, help="Replace a baseline of that name.")
+@out_option
 @click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
-def save(name: str, runs: tuple[str, ...], folder: Path, out: Path, as_json: bool) -> None:
+def save(
+    name: str, runs: tuple[str, ...], folder: Path, force: bool, out: Path, as_json: bool
+) -> None:
     """Write finished runs to NAME.json; RUN is a path, an id, or a folder of runs.
 
     Several runs of one method and task are its repetitions, which verdicts on speed need.
     """
-    from agentbench_kv.results.baseline_views import save_runs
+    from agentbench_kv.results.baseline import save_baseline
+    from agentbench_kv.results.sources import open_sides
 
-    save_runs(name, runs, folder, out, as_json)
+    with open_sides(runs, out) as (sides, problems):
+        if problems:  # half-read runs stay out: a baseline is what later runs are judged by
+            raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
+        found = list({run.path: run for side in sides for run in side}.values())
+        path = save_baseline(name, found, folder, force)
+    if as_json:
+        print_json({"path": str(path), "runs": [run.run_id for run in found]})
+        return
+    _print(found)
+    click.echo(str(path))
 
 
 @baseline.command()
@@ -54,6 +66,28 @@ def save(name: str, runs: tuple[str, ...], folder: Path, out: Path, as_json: boo
 @click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
 def show(source: str, as_json: bool) -> None:
     """Show what BASELINE holds: a file, the name of one in baselines/, or a URL."""
-    from agentbench_kv.results.baseline_views import show_baseline
+    from agentbench_kv.results.sources import open_sides
 
-    show_baseline(source, as_json)
+    with open_sides([source], Path("runs")) as ((runs,), _):
+        if any(run.path.is_dir() for run in runs):
+            raise UsageError(f"{source} is a folder of runs, not a baseline; kvbench show RUN")
+    if not as_json:
+        _print(runs)
+        return
+    print_json(
+        [
+            {
+                "run_id": run.run_id,
+                "spec": run.spec,
+                "provenance": run.info.provenance,
+                "summary": run.summary.model_dump(mode="json"),
+            }
+            for run in runs
+        ]
+    )
+
+
+def _print(runs: Sequence[Run]) -> None:
+    from agentbench_kv.results import render
+
+    render.console().print(render.summary_table([run.summary for run in runs]))

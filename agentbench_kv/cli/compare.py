@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.errors import UsageError
+from agentbench_kv.cli.spec_options import out_option
+from agentbench_kv.errors import KVBenchError, UsageError
+
+if TYPE_CHECKING:
+    from agentbench_kv.results.runs import Run
 
 FORMATS = ("terminal", "markdown", "junit", "github", "json")
 
 
+def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
+    """Read the number of --flips, for which click takes the next word whatever it is."""
+    if value is None:
+        return 0
+    if not value.isdecimal() or not int(value):
+        raise UsageError(f"--flips {value}: no number; write --flips 20, or --flips at the end")
+    return int(value)
+
+
 @click.command()
-@click.argument("base", metavar="BASE")
-@click.argument("cand", metavar="CAND")
-@click.argument("more", metavar="[RUN]...", nargs=-1)
-@click.option(
-    "--engines",
-    is_flag=True,
-    help="The same run on different engines: equal scores and tokens, sample by sample.",
-)
+@click.argument("runs", metavar="BASE CAND [RUN]...", nargs=-1)
 @click.option(
     "--margin",
     type=float,
-    default=2.0,
+    default=1.0,
     envvar="KVBENCH_MARGIN",
     show_default=True,
     show_envvar=True,
-    help="How much worse is still ok: points of score, percent of speed or memory.",
+    help="How much worse is harmless: points of score, percent of speed or memory.",
+)
+@click.option(
+    "--catch",
+    type=float,
+    envvar="KVBENCH_CATCH",
+    show_envvar=True,
+    help="The loss that must not slip through, in the same unit. [default: 10, or the margin if "
+    "that is more]",
 )
 @click.option(
     "--metric",
@@ -46,11 +62,54 @@ FORMATS = ("terminal", "markdown", "junit", "github", "json")
     help="A verdict for each task; without it, one over the samples of all tasks.",
 )
 @click.option(
+    "--inconclusive",
+    type=click.Choice(("fail", "ok")),
+    default="fail",
+    envvar="KVBENCH_INCONCLUSIVE",
+    show_default=True,
+    show_envvar=True,
+    help="Whether an undecided comparison fails (exit code 4).",
+)
+@click.option(
     "--allow-drift",
     is_flag=True,
     envvar="KVBENCH_ALLOW_DRIFT",
     show_envvar=True,
-    help="Compare although data, template, parser or package versions differ.",
+    help="Compare although model, data, template, parser or versions differ.",
+)
+@click.option(
+    "--bootstrap",
+    is_flag=True,
+    envvar="KVBENCH_BOOTSTRAP",
+    show_envvar=True,
+    help="If BASE is a baseline that does not exist yet, save CAND as it and end well.",
+)
+@click.option(
+    "--flips",
+    "listed",
+    metavar="[N]",
+    callback=_count,
+    is_flag=False,
+    flag_value="20",
+    help="List the samples that changed, the N largest changes first. [N: 20]",
+)
+@click.option(
+    "--plan",
+    "planned",
+    is_flag=True,
+    help="Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
+)
+@click.option("--samples", type=click.IntRange(2), help="For --plan: samples on each side.")
+@click.option(
+    "--discordance",
+    type=click.FloatRange(0, 100),
+    help="For --plan: percent of samples whose outcome differs. "
+    "[default: what BASE's repeats show, or 15]",
+)
+@click.option(
+    "--engines",
+    is_flag=True,
+    help="The same run on different engines: equal scores and tokens, sample by sample.",
 )
 @click.option(
     "--format",
@@ -76,30 +135,20 @@ FORMATS = ("terminal", "markdown", "junit", "github", "json")
     metavar="RUN",
     help="Further runs of full, to show the A/A noise floor; repeatable.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs"),
-    envvar="KVBENCH_OUT",
-    show_default=True,
-    show_envvar=True,
-    help="Folder of runs, for those named by id.",
-)
+@out_option
 @click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="As --format json.")
 def compare(
-    base: str,
-    cand: str,
-    more: tuple[str, ...],
+    runs: tuple[str, ...],
     engines: bool,
-    margin: float,
-    metric: str,
-    by: str | None,
-    allow_drift: bool,
+    planned: bool,
+    samples: int | None,
+    discordance: float | None,
     form: str,
-    writes: tuple[str, ...],
-    repeats: tuple[str, ...],
-    out: Path,
     as_json: bool,
+    out: Path,
+    writes: tuple[str, ...],
+    bootstrap: bool,
+    **options: Any,
 ) -> int:
     """Compare CAND with BASE, sample by sample, and say ok, inconclusive or regression.
 
@@ -111,27 +160,101 @@ def compare(
     With --engines all runs named are of one method on different engines; exit code 0 if every
     sample has the same score and the same tokens, else 1.
     """
+    form = "json" if as_json else form
     if engines:
         from agentbench_kv.cli.consistency import show_engines
 
-        return show_engines((base, cand, *more), out, as_json or form == "json")
-    if more:
-        raise UsageError(f"{more[0]}: more than two runs are compared with --engines")
+        return show_engines(runs, out, form == "json")
+    if planned:
+        limits = options["margin"], options["catch"]
+        return _plan(runs, out, limits, samples, discordance, form == "json")
     # Imported here: scipy takes a second, which `kvbench --help` should not.
-    from agentbench_kv.results.compare import compare as compare_sides
-    from agentbench_kv.results.compare_text import show, targets
-    from agentbench_kv.results.sources import open_sides
+    from agentbench_kv.results.compare_text import targets, write_note
 
     files = targets(writes)
+    try:
+        if len(runs) != 2:
+            hint = "; more than two are compared with --engines" if len(runs) > 2 else ""
+            raise UsageError(f"expected BASE and CAND, got {len(runs)} runs{hint}")
+        return _compare(*runs, out, form, files, bootstrap, **options)
+    except KVBenchError as error:
+        write_note(files, str(error), refused=True)
+        raise
+
+
+def _compare(
+    base: str,
+    cand: str,
+    out: Path,
+    form: str,
+    files: Sequence[tuple[str, Path]],
+    bootstrap: bool,
+    *,
+    repeats: tuple[str, ...],
+    by: str | None,
+    **options: Any,
+) -> int:
+    from agentbench_kv.results.compare import compare as compare_sides
+    from agentbench_kv.results.compare_text import show
+    from agentbench_kv.results.sources import absent_baseline, open_sides
+
+    absent = absent_baseline(base, out)
+    if absent is not None:
+        return _without_baseline(absent, cand, out, files, bootstrap)
     with open_sides((base, cand, *repeats), out) as ((theirs, mine, *others), problems):
         found = compare_sides(
             theirs,
             mine,
-            noise=[arm for arms in others for arm in arms],
-            metric=metric,
-            margin=margin,
+            noise=[run for side in others for run in side],
             by_task=by is not None,
-            allow_drift=allow_drift,
+            **options,
         )
-    show(found, "json" if as_json else form, files, problems)
-    return found.verdict.exit_code
+    show(found, form, files, problems)
+    return found.exit_code
+
+
+def _without_baseline(
+    absent: Path, cand: str, out: Path, files: Sequence[tuple[str, Path]], bootstrap: bool
+) -> int:
+    """Save the candidate as the baseline that is missing, or say how to make one."""
+    from agentbench_kv.results.baseline import save_baseline
+    from agentbench_kv.results.compare_text import write_note
+    from agentbench_kv.results.sources import how_to_make, open_sides
+
+    runs: list[Run] = []
+    try:
+        with open_sides([cand], out) as ((runs,), problems):
+            if bootstrap:
+                if problems:
+                    raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
+                save_baseline(absent.stem, runs, absent.parent)
+    except KVBenchError:
+        if bootstrap:
+            raise
+    if not bootstrap:
+        raise UsageError(how_to_make(absent, runs, out))
+    note = f"bootstrapped: there was no {absent}, so CAND was saved as it; commit that file"
+    write_note(files, note)
+    click.echo(note)
+    return 0
+
+
+def _plan(
+    runs: Sequence[str],
+    out: Path,
+    limits: tuple[float, float | None],
+    samples: int | None,
+    discordance: float | None,
+    as_json: bool,
+) -> int:
+    from agentbench_kv.results.plan import plan, plan_lines
+    from agentbench_kv.results.sources import open_sides
+
+    if len(runs) > 1:
+        raise UsageError(f"--plan takes BASE alone, got {len(runs)} runs")
+    share = None if discordance is None else discordance / 100
+    with open_sides(runs, out) as (sides, _):
+        found = plan([run for side in sides for run in side], *limits, samples, share)
+    lines = [found.model_dump_json(indent=2)] if as_json else plan_lines(found)
+    click.echo("\n".join(lines))
+    return 0

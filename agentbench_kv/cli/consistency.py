@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentbench_kv.results.arms import Arm
     from agentbench_kv.results.engines import Consistency, Difference
-
-__all__ = ["show_engines"]
+    from agentbench_kv.results.runs import Run
 
 _MOST_REPLAYED = 8
 """Sessions that are played again for their logits."""
@@ -24,9 +22,9 @@ def show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
     from agentbench_kv.results.terminal import print_json
 
     with open_sides(sources, out) as (sides, _):
-        arms = [arm for side in sides for arm in side]
-        found = consistency(arms)
-    found = found.with_gaps(_gaps(arms, found))
+        runs = [run for side in sides for run in side]
+        found = consistency(runs)
+    found = found.with_gaps(_gaps(runs, found))
     if as_json:
         print_json(found.document())
     else:
@@ -34,9 +32,9 @@ def show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
     return 0 if found.equal else 1
 
 
-def _gaps(arms: Sequence[Arm], found: Consistency) -> dict[int, tuple[float | None, str]]:
+def _gaps(runs: Sequence[Run], found: Consistency) -> dict[int, tuple[float | None, str]]:
     """Ask the embedded engine how close the decisions were at which another engine parted."""
-    spec = next((arm.spec for arm in arms if arm.cell.engine == "embedded"), None)
+    spec = next((run.spec for run in runs if run.setting.engine == "embedded"), None)
     if spec is None:
         return {}
     parted = [i for i, each in enumerate(found.differences) if each.turn is not None]

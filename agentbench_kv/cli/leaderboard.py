@@ -1,11 +1,12 @@
-"""`kvbench leaderboard`: make, check and add submissions."""
+"""`kvbench leaderboard`: make, check, add and replay submissions."""
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +14,9 @@ from agentbench_kv.cli.documents import print_json
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
-    from agentbench_kv.results.leaderboard import Finding
+    from agentbench_kv.leaderboard.checking import RunVerdict, Verdict
+    from agentbench_kv.leaderboard.findings import Finding
+    from agentbench_kv.results.submissions import Rerun
 
 __all__ = ["leaderboard"]
 
@@ -26,26 +29,44 @@ _json_option = click.option(
     show_envvar=True,
     help="Print one JSON document.",
 )
+_model_option = click.option(
+    "--model",
+    type=_FOLDER,
+    envvar="KVBENCH_MODEL_FOLDER",
+    show_envvar=True,
+    help="Folder of the model that was run, if it is none that ships.",
+)
+_rescore_option = click.option(
+    "--rescore",
+    is_flag=True,
+    envvar="KVBENCH_RESCORE",
+    show_envvar=True,
+    help="Play the recorded tokens of every task that is here; micro tasks always are.",
+)
 
 
 @click.group()
 def leaderboard() -> None:
-    """Submissions: runs with a manifest, which anybody can recompute."""
+    """Submissions: runs with a manifest, which anybody can derive again."""
 
 
 @leaderboard.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
+@_rescore_option
+@_model_option
 @_json_option
-def validate(folder: Path, as_json: bool) -> None:
-    """Recompute every figure of the submission in DIR; exit 2 if anything is wrong."""
-    # Imported here: scipy takes a second, which `kvbench --help` should not.
-    from agentbench_kv.results.leaderboard import validate as check
+def validate(folder: Path, rescore: bool, model: Path | None, as_json: bool) -> None:
+    """Derive the submission in DIR again; exit 2 if anything is wrong."""
+    # Imported here: torch takes a second, which `kvbench --help` should not.
+    from agentbench_kv.leaderboard import validate as check
 
-    findings = check(folder)
+    verdict = check(folder, rescore=rescore, model=model)
     if as_json:
-        print_json({"valid": not findings, "findings": [asdict(each) for each in findings]})
-    _refuse(folder, findings)
+        print_json(_document(verdict))
+    _refuse(folder, verdict.findings)
     if not as_json:
+        for run in verdict.runs:
+            click.echo(_line(run))
         click.echo(f"{folder}: valid")
 
 
@@ -59,16 +80,81 @@ def validate(folder: Path, as_json: bool) -> None:
     show_envvar=True,
     help="The leaderboard's folder of runs.",
 )
+@_rescore_option
+@_model_option
 @_json_option
-def add(folder: Path, to: Path, as_json: bool) -> None:
+def add(folder: Path, to: Path, rescore: bool, model: Path | None, as_json: bool) -> None:
     """Check the submission in DIR and copy its runs into a leaderboard's folder."""
-    from agentbench_kv.results.leaderboard import add as add_submission
+    from agentbench_kv.leaderboard import add as add_submission
 
-    new = add_submission(folder, to)
+    added = add_submission(folder, to, rescore=rescore, model=model)
     if as_json:
-        print_json({"leaderboard": str(to), "added": new})
-    else:
-        click.echo(f"{len(new)} runs added to {to}; kvbench report {to} --html SITE shows them")
+        found = {"added": added.new, "replications": added.replications}
+        print_json({"leaderboard": str(to), **found})
+        return
+    for name in added.replications:
+        click.echo(f"{name}: a replication of the run that is there")
+    click.echo(f"{len(added.new)} runs added to {to}; kvbench report {to} --html SITE shows them")
+
+
+@leaderboard.command()
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.option(
+    "--sample",
+    type=click.IntRange(min=1),
+    default=5,
+    envvar="KVBENCH_SAMPLE",
+    show_default=True,
+    show_envvar=True,
+    help="Trials of each run to play.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    envvar="KVBENCH_RERUN_SEED",
+    show_envvar=True,
+    help="Chooses the trials.  [default: a random one, which nobody can know in advance]",
+)
+@click.option("--run", "runs", multiple=True, metavar="RUN", help="Only this run; repeatable.")
+@click.option(
+    "--to",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="KVBENCH_LEADERBOARD",
+    show_envvar=True,
+    help="The leaderboard's folder: write the outcome there, for the label.",
+)
+@_model_option
+@_json_option
+def rerun(
+    folder: Path,
+    sample: int,
+    seed: int | None,
+    runs: tuple[str, ...],
+    to: Path | None,
+    model: Path | None,
+    as_json: bool,
+) -> None:
+    """Play a random part of the submission in DIR again and compare token by token."""
+    from agentbench_kv.leaderboard import rerun as play_again
+    from agentbench_kv.leaderboard import validate as check
+    from agentbench_kv.leaderboard.evidence import read_run
+
+    verdict = check(folder, model=model)
+    _refuse(folder, verdict.findings)
+    chosen = secrets.randbelow(1 << 31) if seed is None else seed
+    names = [run.run_id for run in verdict.runs]
+    if unknown := set(runs) - set(names):
+        raise UsageError(f"no run {min(unknown)} in {folder}; it has {', '.join(names)}")
+    outcomes: list[Rerun] = []
+    for name in runs or names:
+        evidence = read_run(folder / name, [])
+        if evidence is not None:
+            outcome = play_again(evidence, sample, chosen, model=model, leaderboard=to)
+            outcomes.append(outcome)
+            if not as_json:
+                click.echo(_rerun_line(outcome))
+    if as_json:
+        print_json({"reruns": [{**each.model_dump(), "same": each.confirms} for each in outcomes]})
 
 
 @leaderboard.command()
@@ -85,10 +171,11 @@ def add(folder: Path, to: Path, as_json: bool) -> None:
 @click.option("--method", required=True, envvar="KVBENCH_METHOD", help="What it is about.")
 @click.option("--link", default="", envvar="KVBENCH_LINK", help="Web address to read more.")
 @click.option(
-    "--transcripts",
-    is_flag=True,
+    "--transcripts/--no-transcripts",
+    default=True,
     envvar="KVBENCH_TRANSCRIPTS",
-    help="Take the transcripts along.",
+    show_default=True,
+    help="Take the transcripts along; without them nothing can be re-scored or re-run.",
 )
 @click.option(
     "--out",
@@ -111,19 +198,43 @@ def pack(
     as_json: bool,
 ) -> None:
     """Make a submission of RUNS, each a path or an id, and check it."""
-    from agentbench_kv.results.leaderboard import pack as make
-    from agentbench_kv.results.leaderboard import validate as check
+    from agentbench_kv.leaderboard import pack as make
+    from agentbench_kv.leaderboard import validate as check
     from agentbench_kv.results.store import RunStore
 
     found = [RunStore(out).find(run) for run in runs]
-    manifest = make(found, to, who=who, method=method, link=link, transcripts=transcripts)
-    if findings := check(to):
+    about = {"who": who, "method": method, "link": link}
+    manifest = make(found, to, **about, with_transcripts=transcripts)
+    verdict = check(to)
+    if verdict.findings:
         shutil.rmtree(to)  # it was empty before; the corrected command needs it so again
-        _refuse(to, findings)
+        _refuse(to, verdict.findings)
     if as_json:
         print_json(manifest.model_dump(by_alias=True))
-    else:
-        click.echo(f"{to}: {len(found)} runs, valid")
+        return
+    for run in verdict.runs:
+        click.echo(_line(run))
+    click.echo(f"{to}: {len(found)} runs, valid")
+
+
+def _document(verdict: Verdict) -> dict[str, Any]:
+    runs = {run.run_id: {"label": run.label.value, "notes": run.notes} for run in verdict.runs}
+    findings = [asdict(each) for each in verdict.findings]
+    return {"valid": not findings, "findings": findings, "runs": runs}
+
+
+def _line(run: RunVerdict) -> str:
+    notes = f" ({'; '.join(run.notes)})" if run.notes else ""
+    return f"{run.run_id}: {run.label.value}{notes}"
+
+
+def _rerun_line(outcome: Rerun) -> str:
+    first = f"; first difference at {outcome.differs[0]}" if outcome.differs else ""
+    figures = f"KV accounts of {outcome.accounts}, scores of {outcome.scores}"
+    return (
+        f"{outcome.run_id}: {outcome.equal} of {outcome.played} trials gave the same tokens "
+        f"({figures}; seed {outcome.seed}){first}"
+    )
 
 
 def _refuse(folder: Path, findings: list[Finding]) -> None:

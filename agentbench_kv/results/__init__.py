@@ -11,10 +11,10 @@ reading runs
     `views`, `render`, `timeline`, `transcripts`, `terminal` (`show`).
 statistics
     `statistics` (one arm), `paired` (two arms), `passk`, `speed`, `resample` (one draw for all
-    arms), `curve_shape` and `curves` (over budgets), `noise` (A/A).
+    arms), `curve_shape` and `curves` (over budgets), `aa` (A/A).
 comparing
-    `arms` (runs as arms), `matching`, `drift`, `gap`, `paired_metrics`, `contrast`, `verdict`,
-    `compare`, `compare_text`, `sources`, `baseline`, `baseline_views`.
+    `compare` (two sides) of `contrast` (rows) by `gate` (verdicts), with `drift` and `flips`;
+    `compare_text`, `plan`, `sources`, `baseline`; `engines` (one run on several).
 showing
-    `tables/` and `papers` (`report`, published figures), `site/` (`report --html`), `leaderboard`.
+    `tables/` and `papers` (`report`, published figures), `site/` (`report --html`), `submissions`.
 """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,15 +12,17 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Arm
 from agentbench_kv.results.files import write_atomic
+from agentbench_kv.results.lines import Lines
+from agentbench_kv.results.reader import latest_trials
 from agentbench_kv.results.records import REFUSED, TrialRecord, TrialStatus, checked, encode
 from agentbench_kv.results.runinfo import RunInfo
-from agentbench_kv.results.summary import Summary
+from agentbench_kv.results.runs import Run
+from agentbench_kv.results.summary import derive
 
 SCHEMA = 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 _WRITER = "kvbench baseline save NAME RUN writes one"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 _ANY = TrialRecord(sample_id="any", trial=0, seed=0, status=TrialStatus.TIMEOUT)
 _REQUIRED = {"sample_id", "trial", "seed", "status"}
 _NOT_KEPT = {"transcript", "error", "usage"}
@@ -33,13 +33,21 @@ def _record(data: Any) -> TrialRecord:
 
 
 class SavedRun(BaseModel):
-    """One run: spec and provenance, figures, and the record of every trial without its texts."""
+    """One run: spec and provenance, and the record of every trial without its texts.
+
+    Files of kvbench 0.1 hold a summary besides, which nothing reads.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     info: RunInfo
-    summary: Summary
     trials: list[Annotated[TrialRecord, PlainValidator(_record)]]
+
+    def loaded(self, path: Path) -> Run:
+        """Return it as a run; its figures are derived from the records here."""
+        records = latest_trials(self.trials)
+        summary = derive(self.info, Lines(records))
+        return Run(path / self.info.run_id, self.info, records, summary, lambda: records)
 
 
 class Baseline(BaseModel):
@@ -52,58 +60,49 @@ class Baseline(BaseModel):
     kvbench: str
     runs: list[SavedRun]
 
-    def arms(self, path: Path) -> list[Arm]:
-        """Return the runs as arms; `path` is where the file came from."""
-        return [
-            SavedArm(path / run.info.run_id, run.info, run.summary, saved=tuple(run.trials))
-            for run in self.runs
-        ]
+    def loaded(self, path: Path) -> list[Run]:
+        """Return the runs; `path` is where the file came from."""
+        return [run.loaded(path) for run in self.runs]
 
 
-@dataclass(frozen=True)
-class SavedArm(Arm):
-    """A run out of a baseline: its records are here, not in a folder."""
-
-    saved: tuple[TrialRecord, ...] = ()
-
-    @cached_property
-    def trials(self) -> list[TrialRecord]:
-        """The record of each (sample, trial), sorted by key."""
-        return sorted(self.saved, key=lambda record: record.key)
-
-
-def save_baseline(name: str, arms: Sequence[Arm], folder: Path) -> Path:
-    """Write runs to `folder/name.json`, replacing an older baseline of that name.
+def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = False) -> Path:
+    """Write runs to `folder/name.json`.
 
     Parameters
     ----------
     name : str
         Letters, digits and `._@+-`.
-    arms : sequence of Arm
-        Finished runs; several of one method and task are its repetitions.
+    runs : sequence of Run
+        Finished and valid; several of one method and task are its repetitions.
     folder : Path
         Made if it is not there.
+    force : bool
+        Whether to replace an older baseline of that name.
 
     Raises
     ------
     UsageError
-        If the name is no file name or a run is not finished.
+        If the name is no file name or taken, or a run is not fit to be compared with.
     PrerequisiteError
         If the file cannot be written.
     """
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UsageError(f"baseline name {name!r}: use letters, digits and . _ @ + - only")
-    for arm in arms:
-        if arm.summary.status != "complete" or not arm.trials:
+    for run in runs:
+        if run.info.status != "complete" or not run.trials.scores:
             raise UsageError(
-                f"{arm.path} is not finished ({arm.summary.status}); run its command again first"
+                f"{run.path} is not finished ({run.info.status}); run its command again first"
             )
+        if not run.valid:
+            raise UsageError(f"{run.path} is not valid ({run.reason}); nothing could rest on it")
     path = folder / f"{name}.json"
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists; --force replaces it, another NAME keeps both")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {folder}: {error.strerror}; choose another --to") from error
-    write_atomic(path, _document(name, arms))
+    write_atomic(path, _document(name, runs))
     return path
 
 
@@ -142,19 +141,18 @@ def read_baseline(raw: bytes, source: str) -> Baseline:
         raise UsageError(f"{source} is damaged at {place}: {first['msg']}") from error
 
 
-def _document(name: str, arms: Sequence[Arm]) -> bytes:
+def _document(name: str, runs: Sequence[Run]) -> bytes:
     """Encode with one trial a line: a committed baseline then has readable differences."""
     head = f'{{"schema_version": {SCHEMA}, "name": "{name}", "kvbench": "{__version__}",'
-    return b'%s\n"runs": [\n%s\n]}\n' % (head.encode(), b",\n".join(map(_run, arms)))
+    return b'%s\n"runs": [\n%s\n]}\n' % (head.encode(), b",\n".join(map(_run, runs)))
 
 
-def _run(arm: Arm) -> bytes:
+def _run(run: Run) -> bytes:
     # Which process on which machine wrote the run is nobody's business in a committed file.
-    info = arm.info.model_copy(update={"pid": 1, "host": "saved", "owner": "saved"})
-    return b'{"info": %s,\n"summary": %s,\n"trials": [\n%s\n]}' % (
+    info = run.info.model_copy(update={"pid": 1, "host": "saved", "owner": "saved"})
+    return b'{"info": %s,\n"trials": [\n%s\n]}' % (
         info.model_dump_json().encode(),
-        arm.summary.model_dump_json().encode(),
-        b",\n".join(map(_trial, arm.trials)),
+        b",\n".join(map(_trial, run.records())),
     )
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Arm
-from agentbench_kv.results.contrast import SPEED, Contrast, contrast
+from agentbench_kv.results import aa
+from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
-from agentbench_kv.results.matching import Pair, match
-from agentbench_kv.results.noise import describe_noise, noise_floor
+from agentbench_kv.results.gate import MARGIN, Rule, Verdict, worst
+from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.runinfo import holder
-from agentbench_kv.results.statistics import RESAMPLES
-from agentbench_kv.results.validity import RunState, assess
-from agentbench_kv.results.verdict import Verdict, worst
+from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.stats import holm
+from agentbench_kv.results.validity import RunState
 
-__all__ = ["Comparison", "compare"]
+Sides = dict[tuple[str, str], dict[str, RunGroup]]
+"""Task and model to the groups of one side by name."""
 
 
 class Comparison(BaseModel):
@@ -28,14 +30,20 @@ class Comparison(BaseModel):
     Attributes
     ----------
     metric : str
-    margin : float
-        Points for scores, percent for speed and size.
+    margin, catch : float
+        How much worse is harmless, and the loss that must not slip through: points for scores,
+        percent for speed and size.
+    alarm : float
+        Two-sided level of the interval that a regression rests on; half of it is the most often
+        that a row whose loss is harmless is called one.
     rows : list of Contrast
         One per pair, or per pair of methods over all tasks.
     verdict : Verdict
         The gravest of the rows'.
+    inconclusive : str
+        Whether an undecided verdict is a failure.
     drift : list of Drift
-        What differs and was allowed to.
+        What differs and was allowed to, or only warns.
     notes : list of str
         What a reader should know besides.
     noise : str
@@ -46,42 +54,61 @@ class Comparison(BaseModel):
 
     metric: str
     margin: float
+    catch: float
+    alarm: float
     rows: list[Contrast]
     verdict: Verdict
+    inconclusive: Literal["fail", "ok"]
     drift: list[Drift]
     notes: list[str]
     noise: str
 
+    def fails(self, verdict: Verdict) -> bool:
+        """Tell whether a verdict fails the job."""
+        return verdict is Verdict.REGRESSION or (
+            verdict is Verdict.INCONCLUSIVE and self.inconclusive == "fail"
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """What a CI job sees."""
+        return self.verdict.exit_code if self.fails(self.verdict) else 0
+
 
 def compare(
-    base: Sequence[Arm],
-    cand: Sequence[Arm],
+    base: Sequence[Run],
+    cand: Sequence[Run],
     *,
-    metric: str = "score",
-    margin: float = 2.0,
+    metric: str = SCORE,
+    margin: float = MARGIN,
+    catch: float | None = None,
     by_task: bool = False,
     allow_drift: bool = False,
-    noise: Sequence[Arm] = (),
-    resamples: int = RESAMPLES,
+    inconclusive: Literal["fail", "ok"] = "fail",
+    listed: int = 0,
+    noise: Sequence[Run] = (),
 ) -> Comparison:
     """Compare a candidate with a base.
 
     Parameters
     ----------
-    base, cand : sequence of Arm
-        As `load_arms` or a baseline gives them.
+    base, cand : sequence of Run
+        As `load_runs` or a baseline gives them.
     metric : str
         `score`, `pass^k`, a sub-score, `peak_live` or `output_tok_s`.
-    margin : float
-        How much worse is still ok: points for scores, percent otherwise.
+    margin, catch : float
+        How much worse is harmless, and the loss that must not slip through: points for scores,
+        percent otherwise. `catch` is 10, or the margin if that is more, unless given.
     by_task : bool
         A verdict for each task instead of one over the samples of all; speed always has its own.
     allow_drift : bool
-        Compare although data, template, parser or versions differ.
-    noise : sequence of Arm
+        Compare although something differs that can change the figure.
+    inconclusive : str
+        Whether an undecided verdict is a failure.
+    listed : int
+        How many changed samples of each row to list.
+    noise : sequence of Run
         Further runs of full, for the A/A floor.
-    resamples : int
-        Of bootstraps and permutation tests.
 
     Raises
     ------
@@ -89,53 +116,157 @@ def compare(
         If a run cannot be compared, nothing matches, something differs that must not, or tasks of
         two releases of a benchmark would get one verdict.
     """
-    if not 0 <= margin < 100:
-        raise UsageError(f"margin {margin:g}: expected 0 or more and below 100")
-    pairs, notes = match(base, cand)
+    Rule.of(margin, catch)
+    pairs, notes = _match(base, cand)
     for pair in pairs:
-        notes += _unfit("BASE", pair.base) + _unfit("CAND", pair.cand)
+        notes += [*_unfit("BASE", pair.base.runs), *_unfit("CAND", pair.cand.runs), *_copies(pair)]
     drift = _checked(pairs, metric == SPEED, allow_drift)
-    rows = [
-        contrast(group, metric, margin / 100, resamples)
-        for group in _grouped(pairs, apart=by_task or metric == SPEED)
-    ]
+    groups = _grouped(pairs, apart=by_task or metric == SPEED)
+    rule = Rule.of(margin, catch, len(groups))
+    rows = [contrast(group, metric, rule, listed) for group in groups]
+    adjusted = holm([row.p_value for row in rows])
+    rows = [row.model_copy(update={"p_adjusted": p}) for row, p in zip(rows, adjusted, strict=True)]
     return Comparison(
         metric=metric,
         margin=margin,
+        catch=100 * rule.catch,
+        alarm=rule.alarm,
         rows=rows,
         verdict=worst(row.verdict for row in rows),
+        inconclusive=inconclusive,
         drift=drift,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
-        noise=describe_noise(noise_floor([*base, *cand, *noise])),
+        noise=aa.describe(aa.repeats([*base, *cand, *noise])),
     )
 
 
-def _unfit(side: str, arms: Sequence[Arm]) -> list[str]:
+def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str]]:
+    """Find for every method of the candidate side what it is to be compared with.
+
+    The same method at the same budget if the base has it for that task and model; else the only
+    method the base has there. Runs with a seed that the other side lacks are left out.
+
+    Returns
+    -------
+    pairs : list of Pair
+        At least one.
+    notes : list of str
+        What had no partner.
+    """
+    theirs, mine = _sides(base), _sides(cand)
+    pairs, notes = [], []
+    for place, groups in mine.items():
+        others = theirs.get(place, {})
+        for name, group in groups.items():
+            only = next(iter(others.values())) if len(others) == 1 else None
+            partner = others.get(name, only)
+            if partner is None:
+                notes.append(f"left out: {_called(group)} has no partner in BASE")
+                continue
+            left, right, more = _shared_seeds(partner, group)
+            pairs.append(Pair(*place, left, right))
+            notes += more
+    lonely = sorted(theirs.keys() - mine.keys())
+    notes += [f"left out: CAND has nothing on {task} with {model}" for task, model in lonely]
+    if not pairs:
+        raise UsageError(
+            f"nothing to compare: BASE has {_listed(theirs)}; CAND has {_listed(mine)}; "
+            "name runs of the same task and model"
+        )
+    return pairs, notes
+
+
+def _sides(runs: Sequence[Run]) -> Sides:
+    sides: dict[tuple[str, str], dict[tuple[str, str], list[Run]]] = {}
+    for run in runs:
+        place = sides.setdefault((run.setting.task, run.setting.model), {})
+        place.setdefault((run.label, str(run.budget)), []).append(run)
+    return {
+        place: {
+            group.name: group
+            for (label, _), same in names.items()
+            for group in [RunGroup(label, tuple(sorted(same, key=lambda run: run.info.created)))]
+        }
+        for place, names in sides.items()
+    }
+
+
+def _shared_seeds(base: RunGroup, cand: RunGroup) -> tuple[RunGroup, RunGroup, list[str]]:
+    """Keep the runs whose seed both sides have; all if they share none, which is drift."""
+    seeds = {_seed(run) for run in base.runs} & {_seed(run) for run in cand.runs}
+    if not seeds:
+        return base, cand, []
+    notes = [
+        f"left out: {side} {run.run_id}, as the other side has no run with seed {_seed(run)}"
+        for side, group in (("BASE", base), ("CAND", cand))
+        for run in group.runs
+        if _seed(run) not in seeds
+    ]
+    left, right = (
+        RunGroup(group.label, tuple(run for run in group.runs if _seed(run) in seeds))
+        for group in (base, cand)
+    )
+    return left, right, notes
+
+
+def _seed(run: Run) -> object:
+    return run.spec.get("seed")
+
+
+def _called(group: RunGroup) -> str:
+    setting = group.first.setting
+    return f"{group.name} on {setting.task} with {setting.model}"
+
+
+def _listed(sides: Sides) -> str:
+    return ", ".join(_called(group) for groups in sides.values() for group in groups.values())
+
+
+def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
     """Refuse runs that no verdict may rest on; name what else is odd about them."""
     notes = []
-    for arm in arms:
-        writer = holder(arm.info, time.time())
+    for run in runs:
+        found = run.summary.validity
+        writer = holder(run.info, time.time())
         if writer is not None:
-            raise UsageError(f"{side} {arm.run_id} is being written by {writer}; wait for it")
-        if not arm.trials:
-            raise UsageError(f"{side} {arm.run_id} holds no trial; run its command again first")
-        found = assess(arm.spec, arm.trials, expected=arm.info.expected_trials)
+            raise UsageError(f"{side} {run.run_id} is being written by {writer}; wait for it")
+        if not run.trials.scores:
+            raise UsageError(f"{side} {run.run_id} holds no trial; run its command again first")
         if found.state is RunState.BUDGET_NOT_APPLIED:
             raise UsageError(
-                f"{side} {arm.run_id} is not valid ({found.state}: {found.reasons[0]}); "
+                f"{side} {run.run_id} is not valid ({found.state}: {found.reasons[0]}); "
                 "a run whose budget was not applied cannot be compared"
             )
-        notes += [f"{side} {arm.run_id}: {reason}" for reason in found.reasons]
-        notes += [f"{side} {arm.run_id}: {problem.reason}" for problem in arm.problems]
+        notes += [f"{side} {run.run_id}: {reason}" for reason in found.reasons]
+        odd = (note for note in run.summary.notes if note.startswith("samples.jsonl"))
+        notes += [f"{side} {run.run_id}: {note}" for note in odd]
     return notes
 
 
+def _copies(pair: Pair) -> list[str]:
+    theirs = {(run.run_id, run.info.created) for run in pair.base.runs}
+    return [
+        f"CAND {run.run_id} is a copy of the run in BASE: they are alike because they are one, "
+        "and no A/A"
+        for run in pair.cand.runs
+        if (run.run_id, run.info.created) in theirs
+    ]
+
+
 def _checked(pairs: Sequence[Pair], speed: bool, allowed: bool) -> list[Drift]:
-    found = [drift for pair in pairs for drift in find_drift(pair.base, pair.cand, speed)]
+    found: list[Drift] = []
+    for pair in pairs:
+        seeds = [sorted({str(_seed(run)) for run in side.runs}) for side in (pair.base, pair.cand)]
+        if not set(seeds[0]) & set(seeds[1]):
+            found.append(
+                Drift(name="seed", base=" and ".join(seeds[0]), cand=" and ".join(seeds[1]))
+            )
+        found += find_drift(pair.base.runs, pair.cand.runs, speed)
     drift = list(dict.fromkeys(found))
-    if drift and not allowed:
-        shown = "; ".join(map(str, drift[:6]))
-        more = f"; and {len(drift) - 6} more" if len(drift) > 6 else ""
+    refusing = [each for each in drift if each.weight == "refuses"]
+    if refusing and not allowed:
+        shown = "; ".join(map(str, refusing[:6]))
+        more = f"; and {len(refusing) - 6} more" if len(refusing) > 6 else ""
         raise UsageError(
             f"refused, the two sides differ in more than the method: {shown}{more} "
             "(--allow-drift compares them all the same)"
@@ -148,9 +279,7 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
         return [[pair] for pair in pairs]
     groups: dict[tuple[str, ...], list[Pair]] = {}
     for pair in pairs:
-        sides = (pair.base[0], pair.cand[0])
-        names = (part for arm in sides for part in (arm.label, str(arm.budget)))
-        groups.setdefault((pair.model, *names), []).append(pair)
+        groups.setdefault((pair.model, pair.base.name, pair.cand.name), []).append(pair)
     for group in groups.values():
         _refuse_mixed_releases(sorted({pair.task for pair in group}))
     return list(groups.values())

@@ -5,6 +5,7 @@ Names come from run directories, so every format escapes them in its own way.
 
 from __future__ import annotations
 
+import json
 import string
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,21 +15,21 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Problem
 from agentbench_kv.results.compare import Comparison
-from agentbench_kv.results.contrast import Contrast
+from agentbench_kv.results.contrast import PEAK, SPEED, Contrast
 from agentbench_kv.results.files import writing
-from agentbench_kv.results.render import console, new_table, plain
-from agentbench_kv.results.verdict import Verdict
-
-__all__ = ["TEXT_FORMATS", "show", "targets"]
+from agentbench_kv.results.flips import Flip
+from agentbench_kv.results.gate import Verdict
+from agentbench_kv.results.runs import Problem
+from agentbench_kv.results.terminal import console, new_table, plain
 
 _COLUMNS = (
     *("task", "model", "base", "candidate", "metric", "was", "is", "change [95% CI]", "p", "n"),
     "verdict",
 )
 _PLAIN_MARKDOWN = frozenset(string.ascii_letters + string.digits + " .,/-:%")
-_LEVELS = {Verdict.REGRESSION: "error", Verdict.INCONCLUSIVE: "warning", Verdict.OK: "notice"}
+_WORDS = {PEAK: ("less", "more"), SPEED: ("slower", "faster")}
+"""What a size or speed that fell, and one that rose, is called."""
 
 
 def targets(writes: Sequence[str]) -> list[tuple[str, Path]]:
@@ -90,14 +91,15 @@ def _print(comparison: Comparison, screen: Console) -> None:
     for row in comparison.rows:
         table.add_row(*map(plain, _cells(row)))
     screen.print(table)
-    for line in (*_remarks(comparison), _headline(comparison)):
+    lines = (*_flips(comparison), _rule(comparison), *_remarks(comparison), _headline(comparison))
+    for line in lines:
         screen.print(plain(line), soft_wrap=True)
 
 
 def _markdown(comparison: Comparison) -> str:
     """Return a table for a pull-request comment."""
     lines = [
-        f"**kvbench compare: {comparison.verdict}** ({_margin(comparison)})",
+        f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})",
         "",
         f"| {' | '.join(_COLUMNS)} |",
         "|" + "---|" * len(_COLUMNS),
@@ -105,33 +107,39 @@ def _markdown(comparison: Comparison) -> str:
     for row in comparison.rows:
         *cells, verdict = map(_markdown_escaped, _cells(row))
         lines.append(f"| {' | '.join(cells)} | **{verdict}** |")
-    lines += ["", *(f"- {_markdown_escaped(line)}" for line in _remarks(comparison))]
+    remarks = (_rule(comparison), *_remarks(comparison), *_flips(comparison))
+    lines += ["", *(f"- {_markdown_escaped(line)}" for line in remarks)]
     return "\n".join(lines) + "\n"
 
 
 def _junit(comparison: Comparison) -> str:
-    """Return one test case a row: a regression is a failure, an undecided one an error."""
+    """Return one test case a row: what fails the job is a failure, an allowed doubt skipped."""
     rows = comparison.rows
+    failed = [comparison.fails(row.verdict) for row in rows]
     suite = ElementTree.Element(
         "testsuite",
         name="kvbench compare",
         tests=str(len(rows)),
-        failures=str(sum(row.verdict is Verdict.REGRESSION for row in rows)),
-        errors=str(sum(row.verdict is Verdict.INCONCLUSIVE for row in rows)),
+        failures=str(sum(failed)),
+        errors="0",
+        skipped=str(sum(r.verdict is not Verdict.OK for r in rows) - sum(failed)),
     )
-    kinds = {Verdict.REGRESSION: "failure", Verdict.INCONCLUSIVE: "error"}
-    for row in rows:
+    for row, fails in zip(rows, failed, strict=True):
         case = ElementTree.SubElement(
             suite,
             "testcase",
             classname=_clean(", ".join(row.tasks)),
             name=_clean(f"{row.metric}: {row.cand} against {row.base} with {row.model}"),
         )
-        if row.verdict in kinds:
-            problem = ElementTree.SubElement(case, kinds[row.verdict], message=_clean(_told(row)))
-            problem.text = _clean(_decides(row) or _told(row))
+        if row.verdict is not Verdict.OK:
+            kind, told = "failure" if fails else "skipped", _clean(_told(row))
+            ElementTree.SubElement(case, kind, message=told).text = _clean(_decides(row) or told)
     output = ElementTree.SubElement(suite, "system-out")
-    output.text = "\n".join(map(_clean, _remarks(comparison)))
+    output.text = "\n".join(map(_clean, (_rule(comparison), *_remarks(comparison))))
+    return _xml(suite)
+
+
+def _xml(suite: ElementTree.Element) -> str:
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -139,14 +147,21 @@ def _junit(comparison: Comparison) -> str:
 def _github(comparison: Comparison) -> str:
     """Return workflow commands: an annotation a row, one for each remark that bears on it."""
     lines = [
-        f"::{_LEVELS[row.verdict]} title={_property(f'kvbench {row.verdict}')}::"
+        f"::{_severity(comparison, row)} title={_property(f'kvbench {row.verdict}')}::"
         + _message(" ".join(filter(None, (_told(row), _decides(row)))))
         for row in comparison.rows
     ]
     needed = {_decides(row) for row in comparison.rows}
     remarks = [line for line in _remarks(comparison) if line not in needed]
+    remarks = [_rule(comparison), *remarks]
     lines += [f"::notice title=kvbench compare::{_message(line)}" for line in remarks]
     return "\n".join(lines) + "\n"
+
+
+def _severity(comparison: Comparison, row: Contrast) -> str:
+    if row.verdict is Verdict.OK:
+        return "notice"
+    return "error" if comparison.fails(row.verdict) else "warning"
 
 
 def _json(comparison: Comparison) -> str:
@@ -162,6 +177,25 @@ TEXT_FORMATS: Mapping[str, Callable[[Comparison], str]] = {
 """Every format but the terminal's: its name and what writes it."""
 
 
+def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = False) -> None:
+    """Write files that say in one line why there is no comparison."""
+    word = "refused" if refused else "bootstrapped"
+    suite = ElementTree.Element(
+        "testsuite", name="kvbench compare", tests="1", failures="0", errors=str(int(refused))
+    )
+    case = ElementTree.SubElement(suite, "testcase", classname="kvbench", name="compare")
+    ElementTree.SubElement(case, "error" if refused else "system-out").text = _clean(note)
+    texts = {
+        "markdown": f"**kvbench compare: {word}**\n\n{_markdown_escaped(note)}\n",
+        "junit": _xml(suite),
+        "github": f"::{'error' if refused else 'notice'} title=kvbench {word}::{_message(note)}\n",
+        "json": json.dumps({"verdict": word, "reason": note}, indent=2) + "\n",
+    }
+    for kind, path in files:
+        with writing(path):
+            path.write_text(texts[kind], encoding="utf-8")
+
+
 def _cells(row: Contrast) -> tuple[str, ...]:
     groups = "" if row.clusters is None else f" in {row.clusters} groups"
     return (
@@ -173,7 +207,7 @@ def _cells(row: Contrast) -> tuple[str, ...]:
         _level(row, row.base_level),
         _level(row, row.cand_level),
         _change(row),
-        f"{row.p_value:.3f}" if row.p_value >= 0.0005 else "<0.001",
+        f"{row.p_adjusted:.3f}" if row.p_adjusted >= 0.0005 else "<0.001",
         f"{row.n} {_counted(row)}{groups}",
         str(row.verdict),
     )
@@ -185,10 +219,13 @@ def _level(row: Contrast, value: float) -> str:
 
 def _change(row: Contrast) -> str:
     unit = "" if row.unit == "points" else "%"
-    if row.low is None or row.high is None:
-        return f"{100 * row.point:+.1f}{unit}"
-    point, low, high = (f"{100 * value:+.1f}{unit}" for value in (row.point, row.low, row.high))
-    return f"{point} [{low}, {high}]"
+    point, *ends = (
+        None if value is None else f"{100 * value:+.1f}{unit}"
+        for value in (row.point, row.low, row.high)
+    )
+    interval = "" if None in ends else f" [{ends[0]}, {ends[1]}]"
+    word = _WORDS[row.metric][row.point > 0] if row.metric in _WORDS and row.point else ""
+    return f"{point}{interval}" + (f" ({word})" if word else "")
 
 
 def _counted(row: Contrast) -> str:
@@ -199,16 +236,33 @@ def _told(row: Contrast) -> str:
     return (
         f"{row.metric} of {row.cand} against {row.base} on {', '.join(row.tasks)}: "
         f"{_level(row, row.base_level)} to {_level(row, row.cand_level)}, change {_change(row)} "
-        f"over {row.n} {_counted(row)}: {row.verdict} at a margin of {_amount(row)}"
+        f"over {row.n} {_counted(row)}: {row.verdict}"
     )
 
 
-def _amount(row: Contrast) -> str:
-    return f"{100 * row.margin:g}{' points' if row.unit == 'points' else '%'}"
+def _limits(comparison: Comparison) -> str:
+    unit = _unit(comparison)
+    return f"margin {comparison.margin:g}{unit}, catch {comparison.catch:g}{unit}"
 
 
-def _margin(comparison: Comparison) -> str:
-    return f"margin {_amount(comparison.rows[0])}"
+def _unit(comparison: Comparison) -> str:
+    return " points" if comparison.rows[0].unit == "points" else "%"
+
+
+def _rule(comparison: Comparison) -> str:
+    """Say once what the words mean, and what several rows do to them."""
+    number, unit = len(comparison.rows), _unit(comparison)
+    sure = f"{100 * (1 - comparison.alarm):.4g}% interval"
+    said = (
+        f"regression: the {sure} of the change shows a loss of more than {comparison.margin:g}"
+        f"{unit}; ok: the 95% interval rules out a loss of {comparison.catch:g}{unit}"
+    )
+    if number == 1:
+        return said
+    return (
+        f"{said}; the {sure}s of {number} rows share the 97% of one, so that the job raises a "
+        f"false alarm in at most 2 of 100, and p-values are Holm's for {number} rows"
+    )
 
 
 def _decides(row: Contrast) -> str | None:
@@ -217,7 +271,7 @@ def _decides(row: Contrast) -> str | None:
         return None
     where = f"{row.cand} on {', '.join(row.tasks)}"
     if row.needed is None:
-        return f"{where}: no number of {row.needed_of} would decide, the change lies on the margin"
+        return f"{where}: no number of {row.needed_of} would decide, the change lies on the limit"
     return f"{where}: about {row.needed:,} {row.needed_of} would decide; there are {_units(row):,}"
 
 
@@ -227,25 +281,45 @@ def _units(row: Contrast) -> int:
 
 def _remarks(comparison: Comparison) -> list[str]:
     lines = [line for row in comparison.rows if (line := _decides(row))]
-    for row in comparison.rows:
-        if row.only_base or row.only_cand:
-            lines.append(
-                f"{row.cand} on {', '.join(row.tasks)}: paired on the {row.n} samples both have; "
-                f"{row.only_base} only in BASE, {row.only_cand} only in CAND"
-            )
-        if row.not_worse is not None:
-            holds = "no worse" if row.not_worse else "not shown to be no worse"
-            lines.append(
-                f"{row.cand} on {', '.join(row.tasks)}: {holds} than {row.base} by more than "
-                f"{_amount(row)} (non-inferiority, 90% interval)"
-            )
-    lines += [f"differs, allowed: {drift}" for drift in comparison.drift]
+    lines += [
+        f"{row.cand} on {', '.join(row.tasks)}: paired on the {row.n} samples both have; "
+        f"{row.only_base} only in BASE, {row.only_cand} only in CAND"
+        for row in comparison.rows
+        if row.only_base or row.only_cand
+    ]
+    words = {"refuses": "allowed", "warns": "should not matter"}
+    lines += [f"differs, {words[drift.weight]}: {drift}" for drift in comparison.drift]
     return [*lines, *comparison.notes, comparison.noise]
 
 
+def _flips(comparison: Comparison) -> list[str]:
+    """List the samples that changed, one a line."""
+    lines = []
+    for row in comparison.rows:
+        if not row.flips:
+            continue
+        changed = row.more + row.less
+        some = "" if len(row.flips) == changed else f"; the {len(row.flips)} largest changes"
+        lines.append(
+            f"{row.cand} against {row.base}: {changed} of {row.n} samples changed, {row.more} up "
+            f"and {row.less} down{some}"
+        )
+        lines += [_flip(each) for each in row.flips]
+    return lines
+
+
+def _flip(flip: Flip) -> str:
+    read = (flip.base_transcript or "no transcript", flip.cand_transcript or "no transcript")
+    return (
+        f"{flip.task} {flip.sample}: {flip.base:.4g} ({flip.base_status}) > {flip.cand:.4g} "
+        f"({flip.cand_status}): {' | '.join(read)}"
+    )
+
+
 def _headline(comparison: Comparison) -> str:
-    verdict = comparison.verdict
-    return f"verdict: {verdict} ({_margin(comparison)}, exit code {verdict.exit_code})"
+    return (
+        f"verdict: {comparison.verdict} ({_limits(comparison)}, exit code {comparison.exit_code})"
+    )
 
 
 def _clean(text: str) -> str:

@@ -171,7 +171,8 @@ def curve_summary(
     if not points or not ids:
         return None
     known = np.array([lengths.get(name, np.inf) for name in ids])
-    columns = {label: _columns(label, points, ids) for label in dict.fromkeys(_labels(points))}
+    labels = dict.fromkeys(point.label for point in points)
+    columns = {label: _columns(label, points, ids) for label in labels}
     whole = _column(full, ids)
     resample = _Resample(full, ids, resamples)
     base = resample(whole)
@@ -203,10 +204,6 @@ class _Resample:
     def __call__(self, column: Floats) -> Floats:
         units = np.bincount(self._numbers, column, self._units)
         return np.concatenate([[units.sum()], draws(self._units, self._resamples) @ units])
-
-
-def _labels(points: Sequence[Point]) -> list[str]:
-    return [point.label for point in points]
 
 
 def _column(scores: Scores, ids: Sequence[str]) -> Floats:

@@ -1,73 +1,85 @@
-"""What both sides of a comparison must share: data, template, parser, versions, prompts."""
+"""What both sides of a comparison must share, and what is only said.
+
+`refuses`: it can change the figure. `warns`: it should not; whoever doubts the verdict reads it.
+The code of the method is neither: it is what a comparison is about.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from agentbench_kv.results.arms import Arm
-from agentbench_kv.results.validity import RunState, assess
+from agentbench_kv.results.runs import CONDITIONS, Run
 
-__all__ = ["Drift", "find_drift"]
+Weight = Literal["refuses", "warns"]
 
-_CHECKED = (
-    "kvbench",
-    "packages",
-    "task",
-    "chat_template_sha",
-    "tool_parser",
-    "phase_family",
-    "model_sha",
-    "engine",
-)
-_CHECKED_SPEC = ("seed", "temperature", "max_tokens", "timeout_s", "dtype")
-_CHECKED_FOR_SPEED = ("hardware", "kernels", "device", "concurrency")
+REFUSES = (
+    "model_sha", "task", "chat_template_sha", "tool_parser", "phase_family",
+    "engine", "engine_details.version", "api_model", "context_limit",
+)  # fmt: skip
+"""Provenance that must be the same; `task` is data, checker and benchmark version."""
+
+RELEASES = (
+    "kvbench", "python",
+    *(f"packages.{name}" for name in ("torch", "transformers", "tokenizers", "numpy", "kvpress")),
+)  # fmt: skip
+"""Versions: another major or minor part refuses, another patch warns."""
+
+MACHINE = ("hardware", "kernels", "device", "concurrency")
+"""Refuses where speed is compared, warns where scores are."""
+
+WARNS = ("packages.scipy", "engine_details", "api_endpoint")
+
+_ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
+_FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
 _LONGEST = 16
 _ABSENT = "not recorded"
 
 
 class Drift(BaseModel):
-    """One thing that differs: its name and the value on each side."""
+    """One thing that differs: its name, the value on each side, and what that means."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     base: str
     cand: str
+    weight: Weight = "refuses"
 
     def __str__(self) -> str:
         """Write as `packages.torch 2.12 -> 2.13`."""
         return f"{self.name} {self.base} -> {self.cand}"
 
 
-def find_drift(base: Sequence[Arm], cand: Sequence[Arm], speed: bool = False) -> list[Drift]:
+def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) -> list[Drift]:
     """List what differs between two sides beyond method, budget and number of samples.
 
     Parameters
     ----------
-    base, cand : sequence of Arm
+    base, cand : sequence of Run
         Runs of one task and model on each side.
     speed : bool
         Whether machine and concurrency must be the same too.
     """
-    mine, theirs = (_facts(side, speed) for side in (cand, base))
+    mine, theirs = _facts(cand), _facts(base)
     found = [
-        Drift(name=name, base=_spell(theirs.get(name)), cand=_spell(mine.get(name)))
+        Drift(name=name, base=_spell(theirs.get(name)), cand=_spell(mine.get(name)), weight=weight)
         for name in sorted(mine.keys() | theirs.keys())
-        if mine.get(name) != theirs.get(name)
+        if (weight := _weigh(name, theirs.get(name), mine.get(name), speed))
     ]
-    return [*found, *_resumed([*base, *cand]), *_prompts(base, cand)]
+    found += [*_mixed("BASE", base), *_mixed("CAND", cand)]
+    return [*found, *_resumed([*base, *cand], speed), *_prompts(base, cand)]
 
 
-def _facts(arms: Iterable[Arm], speed: bool) -> dict[str, set[str]]:
+def _facts(runs: Iterable[Run]) -> dict[str, set[str]]:
     """Collect every checked fact of a side: name to the values its runs have."""
     facts: dict[str, set[str]] = {}
-    checked = _CHECKED + (_CHECKED_FOR_SPEED if speed else ())
-    for arm in arms:
-        known = {name: arm.info.provenance.get(name) for name in checked}
-        known |= {name: arm.spec.get(name) for name in _CHECKED_SPEC}
+    for run in runs:
+        known = {name: run.info.provenance.get(name) for name in _ROOTS}
+        known |= {name: run.spec.get(name) for name in CONDITIONS}
         for name, value in _flat(known):
             facts.setdefault(name, set()).add(str(value))
     return facts
@@ -83,25 +95,78 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-def _resumed(arms: Iterable[Arm]) -> list[Drift]:
-    """List what changed inside a run, between two of its starts."""
+def _weigh(name: str, base: set[str] | None, cand: set[str] | None, speed: bool) -> Weight | None:
+    """Say what a difference in a fact means; None if there is none."""
+    if base == cand:
+        return None
+    if name in RELEASES and base and cand:
+        return "warns" if set(map(_release, base)) == set(map(_release, cand)) else "refuses"
+    if _within(name, MACHINE):
+        return "refuses" if speed else "warns"
+    known = _within(name, (*REFUSES, *RELEASES, *CONDITIONS))
+    return "refuses" if known else "warns"
+
+
+def _within(name: str, names: Iterable[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in names)
+
+
+def _release(version: str) -> str:
+    found = re.match(r"\d+\.\d+", version)
+    return found[0] if found else version
+
+
+def _mixed(side: str, runs: Sequence[Run]) -> list[Drift]:
+    """List what the runs of one side, which count as repetitions, have not in common."""
+    spelled: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in _flat(run.spec):
+            spelled.setdefault(name, set()).add(str(value))
     return [
-        Drift(name=f"{name} within run {arm.run_id}", base=_short(old), cand=_short(new))
-        for arm in arms
-        for resume in arm.info.resumes
-        for name, (old, new) in sorted(resume.changed.items())
-        if name in _CHECKED
+        Drift(name=f"{name} within {side}", base=first, cand=" and ".join(rest))
+        for name, values in sorted(spelled.items())
+        if len(values) > 1 and not _within(name, _FREE)
+        for first, *rest in [sorted(map(_short, values))]
     ]
 
 
-def _prompts(base: Iterable[Arm], cand: Sequence[Arm]) -> list[Drift]:
-    reference = {(arm.spec.get("seed"), arm.spec.get("task")): arm.trials for arm in base}
+def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
+    """List what changed inside a run, between two of its starts."""
     found = []
-    for arm in cand:
-        trials = reference.get((arm.spec.get("seed"), arm.spec.get("task")), [])
-        judged = assess(arm.spec, arm.trials, reference=trials)
-        if judged.state is RunState.DRIFT:
-            found.append(Drift(name="prompts", base="base", cand=judged.reasons[0]))
+    for run in runs:
+        for resume in run.info.resumes:
+            old, new = (
+                dict(_flat({name: pair[i] for name, pair in resume.changed.items()}))
+                for i in (0, 1)
+            )
+            for name in sorted(old.keys() | new.keys()):
+                was, now = ({str(side[name])} if name in side else None for side in (old, new))
+                known = name.partition(".")[0] in _ROOTS
+                if known and (weight := _weigh(name, was, now, speed)):
+                    where = f"{name} within run {run.run_id}"
+                    found.append(
+                        Drift(name=where, base=_spell(was), cand=_spell(now), weight=weight)
+                    )
+    return found
+
+
+def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
+    found = []
+    for run in cand:
+        theirs = {
+            key: prompt
+            for other in base
+            if other.spec.get("seed") == run.spec.get("seed")
+            for key, prompt in other.trials.prompts.items()
+        }
+        shared = {key: run.trials.prompts[key] for key in run.trials.prompts if key in theirs}
+        odd = sorted(key for key, prompt in shared.items() if prompt != theirs[key])
+        if odd:
+            reason = (
+                f"prompts differ from the other side's in {len(odd)} of {len(shared)} trials, "
+                f"first in sample {odd[0][0]} trial {odd[0][1]}"
+            )
+            found.append(Drift(name="prompts", base="base", cand=reason))
     return found
 
 
@@ -110,5 +175,5 @@ def _spell(values: set[str] | None) -> str:
 
 
 def _short(value: object) -> str:
-    text = _ABSENT if value is None else str(value)
+    text = str(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

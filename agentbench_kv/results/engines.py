@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Arm
 from agentbench_kv.results.reader import RunReader, TrialKey
 from agentbench_kv.results.records import TrialRecord
-
-__all__ = ["Consistency", "Difference", "EngineRow", "consistency"]
+from agentbench_kv.results.runs import Run
 
 _FREE = {
     "engine", "engine_args", "allow_untested", "device", "concurrency", "timeout_s", "limit",
@@ -108,7 +106,7 @@ class Consistency:
         return {**asdict(self), "equal": self.equal}
 
 
-def consistency(arms: Sequence[Arm]) -> Consistency:
+def consistency(runs: Sequence[Run]) -> Consistency:
     """Compare runs that differ in their engine only; the embedded engine's is the base if there.
 
     Raises
@@ -116,21 +114,21 @@ def consistency(arms: Sequence[Arm]) -> Consistency:
     UsageError
         If there are fewer than two, they differ in more than the engine, or share no trial.
     """
-    if len(arms) < 2:
-        raise UsageError(f"{len(arms)} run; --engines compares two or more")
-    base, *others = sorted(arms, key=lambda arm: arm.cell.engine != "embedded")
+    if len(runs) < 2:
+        raise UsageError(f"{len(runs)} run; --engines compares two or more")
+    base, *others = sorted(runs, key=lambda run: run.setting.engine != "embedded")
     for other in others:
         _check_alike(base, other)
     rows, differences = [], []
-    for arm in (base, *others):
-        row, found = _compare(base, arm)
+    for run in (base, *others):
+        row, found = _compare(base, run)
         rows.append(row)
         differences += found
     return Consistency(
-        task=base.cell.task,
+        task=base.setting.task,
         method=base.label,
         budget=base.budget,
-        model=base.cell.model,
+        model=base.setting.model,
         rows=tuple(rows),
         differences=tuple(differences),
     )
@@ -147,7 +145,7 @@ def first_difference(base: Outputs, other: Outputs) -> tuple[int, int] | None:
     return None
 
 
-def _check_alike(base: Arm, other: Arm) -> None:
+def _check_alike(base: Run, other: Run) -> None:
     mine, theirs = _fixed(base), _fixed(other)
     odd = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
     if odd:
@@ -158,25 +156,25 @@ def _check_alike(base: Arm, other: Arm) -> None:
         )
 
 
-def _fixed(arm: Arm) -> dict[str, Any]:
-    fixed = {key: value for key, value in arm.spec.items() if key not in _FREE}
-    return {**fixed, "model": arm.cell.model}
+def _fixed(run: Run) -> dict[str, Any]:
+    fixed = {key: value for key, value in run.spec.items() if key not in _FREE}
+    return {**fixed, "model": run.setting.model}
 
 
-def _compare(base: Arm, arm: Arm) -> tuple[EngineRow, list[Difference]]:
-    mine, theirs = _records(base), _records(arm)
+def _compare(base: Run, run: Run) -> tuple[EngineRow, list[Difference]]:
+    mine, theirs = _records(base), _records(run)
     shared = [key for key in mine if key in theirs]
     if not shared:
-        raise UsageError(f"{base.run_id} and {arm.run_id} have no trial in common")
+        raise UsageError(f"{base.run_id} and {run.run_id} have no trial in common")
     found, unknown = [], False
     for key in shared:
-        outputs = _outputs(base, mine[key]), _outputs(arm, theirs[key])
+        outputs = _outputs(base, mine[key]), _outputs(run, theirs[key])
         unknown |= None in outputs
-        found.append(_difference(arm.cell.engine, mine[key], theirs[key], outputs))
+        found.append(_difference(run.setting.engine, mine[key], theirs[key], outputs))
     differences = [each for each in found if each is not None]
     row = EngineRow(
-        engine=arm.cell.engine,
-        run_id=arm.run_id,
+        engine=run.setting.engine,
+        run_id=run.run_id,
         trials=len(shared),
         equal_scores=len(shared) - sum(a.scores[0] != a.scores[1] for a in differences),
         equal_tokens=None
@@ -187,13 +185,13 @@ def _compare(base: Arm, arm: Arm) -> tuple[EngineRow, list[Difference]]:
     return row, differences
 
 
-def _records(arm: Arm) -> dict[TrialKey, TrialRecord]:
-    return {record.key: record for record in arm.trials}
+def _records(run: Run) -> dict[TrialKey, TrialRecord]:
+    return {record.key: record for record in run.records()}
 
 
-def _outputs(arm: Arm, record: TrialRecord) -> Outputs | None:
+def _outputs(run: Run, record: TrialRecord) -> Outputs | None:
     """Return the ids of every generation of a trial, if the run recorded them."""
-    document = RunReader(arm.path).transcript(record)
+    document = RunReader(run.path).transcript(record)
     if not isinstance(document, dict) or "generated" not in document:
         return None
     return [[int(token) for token in turn.split()] for turn in document["generated"]]

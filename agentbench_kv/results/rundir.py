@@ -41,7 +41,7 @@ from agentbench_kv.results.runinfo import (
     write_info,
 )
 
-__all__ = ["BEAT_S", "RunDir"]
+__all__ = ["BEAT_S", "RunDir", "transcript_name"]
 
 BEAT_S = 5.0
 
@@ -115,7 +115,7 @@ class RunDir(RunReader):
         PrerequisiteError
             If it cannot be written.
         """
-        name = f"transcripts/{_file_stem(sample_id)}-t{trial}.json"
+        name = transcript_name(sample_id, trial)
         path = self.path / name
         with writing(path):
             path.parent.mkdir(exist_ok=True)
@@ -318,8 +318,8 @@ def _drop_temporaries(path: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _file_stem(sample_id: str) -> str:
-    """Return a file name for any sample id; the hash keeps ids apart that look alike."""
+def transcript_name(sample_id: str, trial: int) -> str:
+    """Return the path of a trial's transcript; a hash keeps sample ids apart that look alike."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "_", sample_id).strip("._")[:80] or "sample"
     digest = hashlib.sha256(sample_id.encode("utf-8", "replace")).hexdigest()
-    return f"{slug}-{digest[:8]}"
+    return f"transcripts/{slug}-{digest[:8]}-t{trial}.json"

@@ -234,6 +234,25 @@ def change(
     )
 
 
+def paired_ends(
+    changes: Floats, confidence: float = LEVEL, groups: NDArray[np.intp] | None = None
+) -> tuple[float, float]:
+    """Return the interval of `change` for equally weighted samples that changed so much.
+
+    Parameters
+    ----------
+    changes : (n,) array
+        In [-1, 1].
+    confidence : float
+        Of the two-sided interval.
+    groups : (n,) array of int, optional
+        Number of each sample's group, from 0 on without gaps.
+    """
+    grouped = None if groups is None else (groups, int(groups.max()) + 1)
+    plain = grouped is None and bool(np.isin(changes, (-1.0, 0.0, 1.0)).all())
+    return _change_ends(changes, np.ones(len(changes)), grouped, plain, confidence)
+
+
 def size_change(
     cand: Mapping[str, float],
     base: Mapping[str, float],

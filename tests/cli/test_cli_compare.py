@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,20 +29,27 @@ def runs(tmp_path_factory):
 
 
 def test_a_harsh_budget_is_a_regression(kvbench, runs):
-    result = kvbench("compare", str(runs / "full"), str(runs / "harsh"))
+    result = kvbench("compare", str(runs / "full"), str(runs / "harsh"), "--flips")
     assert result.returncode == 3
-    assert "verdict: regression (margin 2 points, exit code 3)" in result.stdout
+    assert "verdict: regression (margin 1 points, catch 10 points, exit code 3)" in result.stdout
+    assert "regression: the 97% interval of the change" in result.stdout
     assert "no A/A arm" in result.stdout
+    flips = re.findall(r"\(scored\): (\S+) \| (\S+)", result.stdout)
+    assert len(flips) == int(re.search(r"(\d) of 6 samples changed", result.stdout)[1]) > 0
+    assert all(Path(path).is_file() for pair in flips for path in pair)
     assert result.stderr == ""
 
 
-def test_full_again_is_inconclusive_and_ok_within_a_wide_margin(kvbench, runs):
+def test_full_again_is_inconclusive_and_ok_within_a_wide_limit(kvbench, runs):
     sides = (str(runs / "full"), str(runs / "again"))
     result = kvbench("compare", *sides)
     assert result.returncode == 4
     assert "samples would decide; there are 6" in result.stdout
     assert "A/A noise floor on micro/recall-1k" in result.stdout
-    assert kvbench("compare", *sides, KVBENCH_MARGIN="60").returncode == 0
+    assert kvbench("compare", *sides, KVBENCH_CATCH="60").returncode == 0
+    lenient = kvbench("compare", *sides, "--inconclusive", "ok")
+    assert lenient.returncode == 0
+    assert "verdict: inconclusive" in lenient.stdout
 
 
 def test_drifted_provenance_is_refused(kvbench, runs, tmp_path):
@@ -46,6 +57,7 @@ def test_drifted_provenance_is_refused(kvbench, runs, tmp_path):
     (path,) = (tmp_path / "drifted").glob("*/run.json")
     document = json.loads(path.read_text())
     document["provenance"]["packages"]["transformers"] = "4.0"
+    document["created"] += 1
     path.write_text(json.dumps(document))
     result = kvbench("compare", str(runs / "full"), "drifted")
     assert result.returncode == 2
@@ -55,7 +67,7 @@ def test_drifted_provenance_is_refused(kvbench, runs, tmp_path):
     assert kvbench("compare", str(runs / "full"), "drifted", "--allow-drift").returncode == 4
 
 
-def test_a_committed_baseline_stands_for_its_run(kvbench, runs):
+def test_a_committed_baseline_stands_for_its_run(kvbench, runs, tmp_path):
     saved = kvbench("baseline", "save", "main", str(runs / "full"))
     assert saved.returncode == 0
     assert saved.stdout.splitlines()[-1].strip() == "baselines/main.json"
@@ -66,12 +78,77 @@ def test_a_committed_baseline_stands_for_its_run(kvbench, runs):
     result = kvbench("compare", "main", str(runs / "harsh"), "--format", "json", *files)
     assert result.returncode == 3
     assert json.loads(result.stdout)["verdict"] == "regression"
+    before = (tmp_path / "baselines" / "main.json").read_bytes()
+    again = kvbench("baseline", "save", "main", str(runs / "harsh"))
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "baselines/main.json exists; --force replaces it" in again.stderr
+    assert (tmp_path / "baselines" / "main.json").read_bytes() == before
+    assert kvbench("baseline", "save", "main", str(runs / "harsh"), "--force").returncode == 0
+    assert (tmp_path / "baselines" / "main.json").read_bytes() != before
+
+
+def test_an_edited_summary_changes_nothing(kvbench, runs, tmp_path):
+    shutil.copytree(runs / "harsh", tmp_path / "edited")
+    (path,) = (tmp_path / "edited").glob("*/summary.json")
+    document = json.loads(path.read_text())
+    document["score"] |= {"point": 1.0, "low": 0.99, "high": 1.0}
+    path.write_text(json.dumps(document))
+    for name, folder in (("one", str(runs / "harsh")), ("two", "edited")):
+        assert kvbench("baseline", "save", name, folder).returncode == 0
+    for command in (("baseline", "show", "--json"), ("compare", str(runs / "full"))):
+        said = [kvbench(*command, name) for name in ("one", "two")]
+        assert said[0].stdout == said[1].stdout != ""
+
+
+def test_a_missing_baseline_is_named_with_the_command_that_makes_it(kvbench, runs, tmp_path):
+    result = kvbench("compare", "main", str(runs / "harsh"), "--write", "junit=r.xml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert ElementTree.parse(tmp_path / "r.xml").getroot().get("errors") == "1"
+    command = re.search(r"(kvbench run .*) \(kvbench compare", result.stderr)[1]
+    assert "--task micro/recall-1k --method agentkv --budget 256 --limit 6" in command
+    for part in command.split(" && "):
+        done = kvbench(*shlex.split(part)[1:])
+        assert done.returncode == 0, done.stderr
+    assert kvbench("compare", "main", str(runs / "harsh"), "--catch", "60").returncode == 0
+
+
+def test_bootstrap_saves_the_candidate_once(kvbench, runs, tmp_path):
+    full, harsh = (str(runs / name) for name in ("full", "harsh"))
+    made = kvbench("compare", "b/main.json", full, "--bootstrap", "--write", "junit=r.xml")
+    assert made.returncode == 0, made.stderr
+    assert "commit that file" in made.stdout
+    assert ElementTree.parse(tmp_path / "r.xml").getroot().get("errors") == "0"
+    assert kvbench("compare", "b/main.json", harsh, "--bootstrap").returncode == 3
+
+
+def test_what_a_plan_says_of_a_baseline(kvbench, runs):
+    plain = kvbench("compare", "--plan")
+    assert plain.returncode == 0
+    assert "200 samples, of which 15% differ between the sides (assumed); exact" in plain.stdout
+    assert "10 points 91%" in plain.stdout
+    assert "no difference is called ok: 94%" in plain.stdout
+    assert "about 200 to catch 10 points, about 170 to say ok" in plain.stdout
+    both = json.loads(kvbench("compare", "--plan", str(runs), "--json").stdout)
+    rows = {row["name"]: row for row in both["rows"]}
+    assert rows.keys() == {"full", "agentkv at 256"}
+    assert (rows["full"]["samples"], rows["full"]["discordance"]) == (6, 0.05)
+    assert rows["full"]["source"] == "assumed; repeats of BASE differ in 0.0%"
+    assert rows["agentkv at 256"]["source"] == "assumed"
+    assert both["alarm"] == 0.015
+    given = kvbench("compare", "--plan", "--samples", "5000", "--discordance", "30").stdout
+    assert "30% differ between the sides (as given); normal approximation" in given
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("main", "nothing"), "no run 'main'"),
+        (("main", "nothing"), "no baseline baselines/main.json"),
+        (("no/such", "{full}"), "no run 'no/such'"),
+        (("{full}",), "expected BASE and CAND, got 1 run"),
+        (("--plan", "{full}", "{full}"), "--plan takes BASE alone"),
+        (("--flips", "{full}", "{full}"), "write --flips 20, or --flips at the end"),
+        (("{full}", "{full}", "--catch", "0.5"), "at least the margin"),
         (("empty", "empty"), "no run in empty"),
         (("{full}", "{full}", "--metric", "nonsense"), "no sub-score 'nonsense'"),
         (("{full}", "{full}", "--write", "pdf=x"), "expected FORMAT=FILE"),

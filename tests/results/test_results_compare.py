@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shutil
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
 from xml.etree import ElementTree
 
 import fsspec
-import msgspec
 import numpy as np
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import load_arms
-from agentbench_kv.results.baseline import SavedArm, read_baseline, save_baseline
+from agentbench_kv.results import aa, drift
+from agentbench_kv.results.baseline import read_baseline, save_baseline
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
-from agentbench_kv.results.matching import match
-from agentbench_kv.results.noise import describe_noise, noise_floor
 from agentbench_kv.results.runinfo import read_info, write_info
+from agentbench_kv.results.runs import CONDITIONS, load_runs
 from agentbench_kv.results.sources import open_sides
 from agentbench_kv.results.store import RunStore
 
 PROVENANCE = {
     "kvbench": "0.1.0",
-    "packages": {"torch": "2.13", "scipy": "1.17"},
+    "packages": {"torch": "2.13.0", "scipy": "1.17.0", "numpy": "2.3.1"},
+    "python": "3.11.7",
+    "hardware": {"gpu": "A"},
     "task": {"data_sha": "d" * 64},
     "chat_template_sha": "c" * 64,
     "tool_parser": "hermes",
@@ -45,10 +50,14 @@ def write_run(tmp_path, make_trial):
         kv |= {"events": 1, "evicted": 500} if budget else {}
         store = RunStore(tmp_path / more.get("folder", "runs"))
         with store.open(name, spec, provenance, expected_trials=more.get("expected")) as run:
-            for i, score in enumerate(scores):
+            for i, score in enumerate(scores, more.get("first", 0)):
                 fields = {"kv": kv, "prompt_sha": f"sha{i}", "cluster": more.get("cluster")}
                 fields |= {"score": score} if score is not None else {"status": "timeout"}
                 fields["metrics"] = {} if score is None else {"tool_right": score, "tool_asked": 1}
+                if "groups" in more:
+                    fields["cluster"] = f"g{i % more['groups']}"
+                said = {"messages": [f"{name} {i}"]}
+                fields["transcript"] = run.save_transcript(f"s{i}", 0, said)
                 run.append_trial(make_trial(f"s{i}", **fields))
         path = store.root / name
         info = read_info(path)
@@ -59,7 +68,7 @@ def write_run(tmp_path, make_trial):
 
 
 def load(*paths):
-    return load_arms(paths)[0]
+    return load_runs(paths)[0]
 
 
 def test_a_harsh_budget_is_a_regression_and_itself_is_not(write_run):
@@ -69,12 +78,13 @@ def test_a_harsh_budget_is_a_regression_and_itself_is_not(write_run):
     (row,) = found.rows
     assert (found.verdict, found.verdict.exit_code) == ("regression", 3)
     assert row.point == pytest.approx(-35 / 40)
-    assert (row.n, row.test, row.not_worse) == (40, "mcnemar", False)
-    assert compare(full, full).verdict == "inconclusive"
-    assert compare(full, full, margin=20).verdict == "ok"
-    assert compare(full, harsh, metric="peak_live").verdict == "ok"
+    assert (row.n, row.test, row.more, row.less) == (40, "mcnemar", 0, 35)
+    assert compare(full, full).verdict == "ok"
+    assert compare(full, full, catch=8).verdict == "inconclusive"
+    less = compare(full, harsh, metric="peak_live").rows[0]
+    assert (less.verdict, less.point) == ("ok", pytest.approx(-0.7))
     worse = compare(harsh, full, metric="peak_live").rows[0]
-    assert (worse.verdict, worse.point) == ("regression", pytest.approx(1 - 1000 / 300))
+    assert (worse.verdict, worse.point) == ("regression", pytest.approx(1000 / 300 - 1))
 
 
 def test_an_undecided_verdict_names_the_samples_that_would_decide(write_run):
@@ -125,54 +135,127 @@ def test_folders_are_matched_by_task_model_method_and_budget(write_run):
         *(load(write_run(f"a{m}{b}", [1] * 3, method=m, budget=b, peak=300))[0] for m, b in many)
     ]
     cand = [load(write_run("b", [1] * 3, method="agentkv", budget=512, folder="o", peak=300))[0]]
-    (pair,), _ = match(base, cand)
-    assert pair.base[0].budget == 512
+    (row,) = compare(base, cand).rows
+    assert (row.base, row.cand) == ("agentkv at 512", "agentkv at 512")
     stranger = load(write_run("c", [1] * 3, method="rkv", budget=64, folder="o", peak=200))
     with pytest.raises(UsageError, match="nothing to compare"):
-        match(base, stranger)
-    (only,), notes = match(base[:1], [*cand, *stranger][:1])
-    assert (only.base[0].method, notes) == ("full", [])
+        compare(base, stranger)
+    (only,) = compare(base[:1], cand).rows
+    assert only.base == "full"
+    both = compare([*base], [*cand, *stranger])
+    assert any("rkv at 64 on micro/recall-1k with micro has no partner" in n for n in both.notes)
+
+
+PACKAGES = {"torch": "2.13.0", "scipy": "1.17.0", "numpy": "2.3.1"}
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "named", "weight"),
     [
-        ({"packages": {"torch": "2.14", "scipy": "1.17"}}, "packages.torch 2.13 -> 2.14"),
-        ({"task": {"data_sha": "e" * 64}}, "task.data_sha dddd"),
-        ({"chat_template_sha": "x"}, "chat_template_sha"),
-        ({"tool_parser": None}, "tool_parser hermes -> not recorded"),
+        (
+            {"packages": PACKAGES | {"torch": "2.14.0"}},
+            "packages.torch 2.13.0 -> 2.14.0",
+            "refuses",
+        ),
+        ({"packages": PACKAGES | {"torch": "2.13.1"}}, "packages.torch 2.13.0 -> 2.13.1", "warns"),
+        ({"packages": PACKAGES | {"scipy": "2.0.0"}}, "packages.scipy 1.17.0 -> 2.0.0", "warns"),
+        ({"packages": {"scipy": "1.17.0"}}, "packages.numpy 2.3.1 -> not recorded", "refuses"),
+        ({"kvbench": "0.2.0"}, "kvbench 0.1.0 -> 0.2.0", "refuses"),
+        ({"kvbench": "0.1.1"}, "kvbench 0.1.0 -> 0.1.1", "warns"),
+        ({"python": "3.12.1"}, "python 3.11.7 -> 3.12.1", "refuses"),
+        ({"python": "3.11.9"}, "python 3.11.7 -> 3.11.9", "warns"),
+        ({"task": {"data_sha": "e" * 64}}, "task.data_sha dddd", "refuses"),
+        ({"task": {"data_sha": "d" * 64, "checker": "2"}}, "task.checker not recorded", "refuses"),
+        ({"chat_template_sha": "x"}, "chat_template_sha", "refuses"),
+        ({"tool_parser": None}, "tool_parser hermes -> not recorded", "refuses"),
+        ({"phase_family": "qwen"}, "phase_family not recorded -> qwen", "refuses"),
+        ({"model_sha": "m"}, "model_sha not recorded -> m", "refuses"),
+        ({"engine_details": {"version": "9"}}, "engine_details.version not", "refuses"),
+        ({"engine_details": {"flags": "--x"}}, "engine_details.flags not", "warns"),
+        ({"hardware": {"gpu": "B"}}, "hardware.gpu A -> B", "warns"),
+        ({"device": "cuda"}, "device not recorded -> cuda", "warns"),
     ],
 )
-def test_drifted_provenance_is_refused_unless_allowed(write_run, changed, named):
-    base = load(write_run("a", [1] * 5))
-    cand = load(write_run("b", [1] * 5, folder="o", provenance=changed))
-    with pytest.raises(UsageError, match="refused") as error:
-        compare(base, cand)
-    assert named in str(error.value)
-    assert "--allow-drift" in str(error.value)
-    assert "\n" not in str(error.value)
-    allowed = compare(base, cand, allow_drift=True)
-    assert len(allowed.drift) == 1
-    assert "differs, allowed" in TEXT_FORMATS["markdown"](allowed)
+def test_what_can_change_a_figure_refuses_and_the_rest_warns(write_run, changed, named, weight):
+    base = load(write_run("a", [1] * 40))
+    cand = load(write_run("b", [1] * 40, folder="o", provenance=changed))
+    if weight == "refuses":
+        with pytest.raises(UsageError, match="refused") as error:
+            compare(base, cand)
+        assert named in str(error.value)
+        assert "--allow-drift" in str(error.value)
+        assert "\n" not in str(error.value)
+    allowed = compare(base, cand, allow_drift=weight == "refuses")
+    assert allowed.verdict == "ok"
+    assert {drift.weight for drift in allowed.drift} == {weight}
+    text = TEXT_FORMATS["github"](allowed)
+    assert f"differs, {'allowed' if weight == 'refuses' else 'should not matter'}: " in text
+    assert named in text
 
 
-def test_seeds_prompts_and_mixed_resumes_are_drift_and_commits_are_not(write_run):
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "timeout_s", "dtype", "task_params"])
+def test_decoding_and_task_parameters_refuse(write_run, name):
+    base = load(write_run("a", [1] * 5, spec={name: 1}))
+    with pytest.raises(UsageError, match=f"{name} 1 -> 2"):
+        compare(base, load(write_run("b", [1] * 5, spec={name: 2}, folder="o")))
+
+
+def test_another_machine_refuses_a_verdict_on_speed_only(write_run):
+    sides = [
+        load(write_run("a", [1] * 5, folder=gpu, provenance={"hardware": {"gpu": gpu}}))
+        for gpu in "AB"
+    ]
+    assert compare(*sides).drift[0].weight == "warns"
+    with pytest.raises(UsageError, match=r"hardware.gpu A -> B"):
+        compare(*sides, metric="output_tok_s")
+
+
+def test_every_class_of_drift_is_in_the_manual():
+    text = (Path(__file__).parents[2] / "docs" / "ci.md").read_text()
+    names = (*drift.REFUSES, *drift.RELEASES, *drift.MACHINE, *drift.WARNS, *CONDITIONS)
+    assert [name for name in names if f"`{name.removeprefix('packages.')}`" not in text] == []
+
+
+def test_prompts_and_mixed_runs_are_drift_and_commits_are_not(write_run):
     base = load(write_run("a", [1] * 3))
     commit = load(write_run("b", [1] * 3, folder="o", provenance={"git_commit": "def"}))
     assert compare(base, commit).drift == []
-    with pytest.raises(UsageError, match="seed 0 -> 1"):
-        compare(base, load(write_run("c", [1] * 3, folder="o", seed=1)))
     other = write_run("d", [1] * 3, folder="o")
     lines = (other / "samples.jsonl").read_text().replace('"sha1"', '"shaX"')
     (other / "samples.jsonl").write_text(lines)
-    with pytest.raises(UsageError, match="prompts differ from the other arm in 1 of 3 trials"):
+    with pytest.raises(UsageError, match="prompts differ from the other side's in 1 of 3 trials"):
         compare(base, load(other))
     mixed = write_run("e", [1] * 3, folder="o")
-    resume = {"at": 1.0, "changed": {"tool_parser": ["old", "hermes"]}}
-    document = json.loads((mixed / "run.json").read_text()) | {"resumes": [resume]}
-    (mixed / "run.json").write_text(json.dumps(document))
-    with pytest.raises(UsageError, match="tool_parser within run e old -> hermes"):
-        compare(base, load(mixed))
+    for changed, said in (
+        ({"tool_parser": ["old", "hermes"]}, "tool_parser within run e old -> hermes"),
+        ({"packages": [PACKAGES, PACKAGES | {"numpy": "1.9"}]}, "packages.numpy within run e"),
+    ):
+        document = json.loads((mixed / "run.json").read_text())
+        document["resumes"] = [{"at": 1.0, "changed": changed}]
+        (mixed / "run.json").write_text(json.dumps(document))
+        with pytest.raises(UsageError, match=said):
+            compare(base, load(mixed))
+    sides = [
+        load(write_run(f"w{w}", [1] * 3, folder="w", spec={"params": {"window": w}}))[0]
+        for w in (8, 16)
+    ]
+    with pytest.raises(UsageError, match=r"params.window within CAND 16 -> 8"):
+        compare(base, sides)
+
+
+def test_further_seeds_and_samples_pair_on_what_is_shared(write_run):
+    zero = load(write_run("a", [1] * 40))
+    one = load(write_run("b", [0] * 40, seed=1))
+    more = compare([*zero, *one], load(write_run("c", [1] * 50, folder="o")))
+    (row,) = more.rows
+    assert (row.base_level, row.n, row.only_cand, row.verdict) == (1.0, 40, 10, "ok")
+    assert more.notes == ["left out: BASE b, as the other side has no run with seed 1"]
+    assert "paired on the 40 samples both have; 0 only in BASE, 10 only in CAND" in (
+        TEXT_FORMATS["github"](more)
+    )
+    with pytest.raises(UsageError, match="seed 0 -> 1"):
+        compare(zero, one)
+    assert compare(zero, one, allow_drift=True).verdict == "regression"
 
 
 def test_what_no_verdict_may_rest_on_is_refused(write_run):
@@ -185,10 +268,9 @@ def test_what_no_verdict_may_rest_on_is_refused(write_run):
         compare(base, load(write_run("else", [1] * 5, task="bfcl/multi_turn_base")))
     with pytest.raises(UsageError, match="margin -1"):
         compare(base, base, margin=-1)
-    apart = load(write_run("apart", [1] * 5, folder="o"))
-    apart[0].__dict__["trials"] = [
-        msgspec.structs.replace(r, sample_id=f"x{r.sample_id}") for r in apart[0].trials
-    ]
+    with pytest.raises(UsageError, match=r"catch 3: .*at least the margin \(5\)"):
+        compare(base, base, margin=5, catch=3)
+    apart = load(write_run("apart", [1] * 5, folder="o", first=100))
     with pytest.raises(UsageError, match="share no sample"):
         compare(base, apart)
 
@@ -227,36 +309,187 @@ def test_speed_needs_nine_repetitions_a_side(write_run):
 
 def test_the_noise_floor_is_two_fulls_that_share_samples(write_run):
     twice = load(write_run("a", [1, 1, 0, 1])), load(write_run("b", [1, 0, 0, 1], folder="o"))
-    arms = [arm for side in twice for arm in side]
-    (pair,) = noise_floor(arms)
-    assert (pair.point, pair.n, pair.changed) == (0.25, 4, 1)
-    assert "+25.0 points" in describe_noise([pair])
+    runs = [run for side in twice for run in side]
+    (pair,) = aa.repeats(runs)
+    assert (pair.change.point, pair.change.n, pair.changed) == (0.25, 4, 1)
+    assert "+25.0 points" in aa.describe([pair])
     assert "1 of 4 samples changed" in compare(*twice).noise
     warmer = load(write_run("c", [1] * 4, folder="p", spec={"temperature": 0.7}))
     method = load(write_run("d", [1] * 4, method="agentkv", budget=64, folder="p"))
-    assert noise_floor([arms[0], arms[0], *warmer, *method]) == []
-    assert "no A/A arm" in describe_noise([])
+    assert aa.repeats([runs[0], runs[0], *warmer, *method]) == []
+    assert "no A/A arm" in aa.describe([])
 
 
-@pytest.mark.slow
-def test_under_no_difference_compare_seldom_says_regression(write_run, make_trial):
-    """Two arms that are right with the same chance on the same samples, and share half the luck."""
-    (arm,) = load(write_run("a", [1] * 40))
-    rng = np.random.default_rng(7)
-    records = {s: [make_trial(f"s{i}", score=float(s)) for i in range(40)] for s in (0, 1)}
-    said = []
-    for _ in range(500):
-        chance = rng.random(40)
-        sides = [
-            SavedArm(
-                arm.path, arm.info, arm.summary,
-                saved=tuple(records[int(s)][i] for i, s in enumerate(rng.random(40) < chance)),
-            )
-            for _ in range(2)
-        ]  # fmt: skip
-        said.append(compare(sides[:1], sides[1:], resamples=400).verdict)
-    assert said.count("regression") <= 0.05 * len(said)
-    assert len(set(said)) > 1
+def test_a_run_and_its_own_copy_are_no_a_a_pair(write_run, tmp_path):
+    run = load(write_run("a", [1] * 40))
+    path = save_baseline("main", run, tmp_path)
+    saved = read_baseline(path.read_bytes(), "main").loaded(path)
+    found = compare(saved, run)
+    assert found.verdict == "ok"
+    assert "0 of 40 samples changed" not in found.noise
+    assert "no A/A arm" in found.noise
+    assert found.notes == [
+        "CAND a is a copy of the run in BASE: they are alike because they are one, and no A/A"
+    ]
+
+
+def test_copies_of_a_run_are_no_repetitions(write_run, tmp_path):
+    """A run copied nine times has a speed without spread, and would prove anything."""
+    slow, fast = (write_run("r", [1] * 3, folder=f, wall_s=w) for f, w in (("s", 20), ("f", 10)))
+    for i in range(9):
+        for run in (slow, fast):
+            shutil.copytree(run, tmp_path / f"nine{run.parent.name}" / str(i))
+    sides = [load(*(tmp_path / f"nine{name}").glob("*")) for name in "fs"]
+    row = compare(*sides, metric="output_tok_s").rows[0]
+    assert (row.n, row.verdict) == (1, "inconclusive")
+    assert compare(*sides).rows[0].n == 3
+
+
+def test_a_saving_is_not_written_as_a_gain(write_run):
+    full = load(write_run("a", [1] * 20))
+    less = load(write_run("b", [1] * 20, method="agentkv", budget=256, peak=565, folder="o"))
+    text = TEXT_FORMATS["markdown"](compare(full, less, metric="peak_live"))
+    assert html.unescape(text).count("-43.5% [-43.5%, -43.5%] (less)") == 1
+    back = TEXT_FORMATS["markdown"](compare(less, full, metric="peak_live"))
+    assert "+77.0% [+77.0%, +77.0%] (more)" in html.unescape(back)
+
+
+def test_few_equal_sizes_prove_nothing(write_run):
+    base = load(write_run("a", [1] * 8))
+    row = compare(base, load(write_run("b", [1] * 8, folder="o")), metric="peak_live").rows[0]
+    assert (row.verdict, row.needed) == ("inconclusive", 9)
+
+
+def test_several_rows_are_judged_together(write_run):
+    """A change that one row alone would be failed for is not enough among twenty."""
+    lost = 9
+    tasks = [f"t/{i}" for i in range(20)]
+    base = [load(write_run(f"a{i}", [1] * 100, task=t))[0] for i, t in enumerate(tasks)]
+    cand = [
+        load(write_run(f"b{i}", [0] * lost + [1] * (100 - lost), task=t, folder="o"))[0]
+        for i, t in enumerate(tasks)
+    ]
+    alone = compare(base[:1], cand[:1], by_task=True)
+    assert alone.verdict == "regression"
+    assert alone.rows[0].p_adjusted == alone.rows[0].p_value
+    together = compare(base, cand, by_task=True)
+    assert together.verdict == "inconclusive"
+    assert together.rows[0].p_adjusted == pytest.approx(20 * together.rows[0].p_value)
+    text = TEXT_FORMATS["github"](together)
+    assert text.count("p-values are Holm's for 20 rows") == 1
+    assert text.count("the 99.85%25 interval of the change shows a loss of more than 1 points") == 1
+
+
+def test_pass_k_pairs_by_sample(write_run, make_trial):
+    tries = {"a": ([1, 1, 1, 0], [1, 0, 1, 0]), "b": ([1, 1], [1, 1]), "c": ([1, 0, 0], [0, 0, 0])}
+    sides = [write_run(name, [], folder=name) for name in "ab"]
+    for i, folder in enumerate(sides):
+        with RunStore(folder.parent).open(folder.name, read_info(folder).spec, PROVENANCE) as run:
+            for sample, scores in tries.items():
+                for trial, score in enumerate(scores[i]):
+                    run.append_trial(make_trial(sample, trial=trial, score=score))
+    base, cand = map(load, sides)
+    (row,) = compare(base, cand, metric="pass^2").rows
+    chances = [
+        [fmean(map(all, combinations(scores[i], 2))) for scores in tries.values()] for i in (0, 1)
+    ]
+    assert (row.base_level, row.cand_level) == pytest.approx(tuple(map(fmean, chances)))
+    assert (row.n, row.test) == (3, "permutation")
+    with pytest.raises(UsageError, match="--trials 5"):
+        compare(base, cand, metric="pass^5")
+    with pytest.raises(UsageError, match=r"no sub-score 'pass\^0'"):
+        compare(base, cand, metric="pass^0")
+
+
+def test_two_releases_of_a_benchmark_share_no_verdict(write_run):
+    tasks = ("bfcl/memory", "tau2-v1/retail", "tau2/retail")
+    sides = [
+        [load(write_run(t.replace("/", "_"), [1] * 9, task=t, folder=f))[0] for t in tasks]
+        for f in "ab"
+    ]
+    with pytest.raises(UsageError, match=r"tau2 and tau2-v1 are two releases .*--by task"):
+        compare(*sides)
+    assert [row.tasks for row in compare(*sides, by_task=True).rows] == [[t] for t in tasks]
+    pooled = compare(*([run for run in side if "-v1" not in run.setting.task] for side in sides))
+    assert pooled.rows[0].tasks == ["bfcl/memory", "tau2/retail"]
+
+
+def test_few_groups_say_what_they_cannot_rule_out(write_run):
+    sides = [load(write_run(f, [1] * 200, folder=f, groups=10)) for f in "ab"]
+    found = compare(*sides)
+    assert (found.verdict, found.rows[0].clusters) == ("ok", 10)
+    assert found.notes == [
+        "10 groups cannot rule out that 28% of all groups are lost whole, if none of these was"
+    ]
+    alone = [load(write_run(f"n{f}", [1] * 200, folder=f)) for f in "ab"]
+    assert compare(*alone).notes == []
+
+
+@pytest.mark.parametrize("inconclusive", ["fail", "ok"])
+@pytest.mark.parametrize(
+    ("right", "verdict"), [(60, "ok"), (56, "inconclusive"), (20, "regression")]
+)
+def test_junit_and_annotations_agree_with_the_exit_code(write_run, inconclusive, right, verdict):
+    base = load(write_run("a", [1] * 60))
+    cand = load(write_run("b", [0] * (60 - right) + [1] * right, folder="o"))
+    found = compare(base, cand, inconclusive=inconclusive)
+    assert found.verdict == verdict
+    suite = ElementTree.fromstring(TEXT_FORMATS["junit"](found))
+    failed = verdict == "regression" or (verdict == "inconclusive" and inconclusive == "fail")
+    assert bool(found.exit_code) == failed
+    assert suite.get("errors") == "0"
+    assert (suite.get("failures") == "1") == failed == (suite.find(".//failure") is not None)
+    skipped = verdict == "inconclusive" and not failed
+    assert (suite.get("skipped") == "1") == skipped == (suite.find(".//skipped") is not None)
+    severity = "error" if failed else "warning" if skipped else "notice"
+    assert TEXT_FORMATS["github"](found).startswith(f"::{severity} title=kvbench {verdict}::")
+
+
+def test_notes_are_said_once(write_run):
+    tasks = [f"t/{i}" for i in range(5)]
+    sides = [
+        [load(write_run(f"{f}{t[2:]}", [1] * 30, task=t, folder=f))[0] for t in tasks] for f in "ab"
+    ]
+    text = TEXT_FORMATS["github"](compare(*sides, by_task=True, catch=5))
+    remarks = [line for line in text.splitlines() if line.startswith("::notice")]
+    assert len(remarks) == len(set(remarks)) == 2  # the rule, and the A/A floor
+    assert "not shown" not in text
+
+
+def test_flips_list_the_largest_changes_with_both_transcripts(write_run, tmp_path):
+    base = write_run("a", [1, 1, 0.8, 0.5, 0, 0.3])
+    cand = write_run("b", [1, None, 0.7, 0.5, 1, 0.9], folder="o")
+    found = compare(load(base), load(cand), listed=3)
+    (row,) = found.rows
+    assert (row.more, row.less) == (2, 2)
+    assert [(f.sample, f.base, f.cand) for f in row.flips] == [
+        ("s1", 1.0, 0.0), ("s4", 0.0, 1.0), ("s5", 0.3, 0.9),
+    ]  # fmt: skip
+    first = row.flips[0]
+    assert (first.base_status, first.cand_status) == ("scored", "timeout")
+    assert json.loads(Path(first.base_transcript).read_text()) == {"messages": ["a 1"]}
+    assert json.loads(Path(first.cand_transcript).read_text()) == {"messages": ["b 1"]}
+    text = html.unescape(TEXT_FORMATS["markdown"](found))
+    assert "4 of 6 samples changed, 2 up and 2 down; the 3 largest changes" in text
+    assert f"s1: 1 (scored) > 0 (timeout): {first.base_transcript} | " in text
+    assert json.loads(TEXT_FORMATS["json"](found))["rows"][0]["flips"][0]["sample"] == "s1"
+    assert compare(load(base), load(cand)).rows[0].flips == []
+    path = save_baseline("main", load(base), tmp_path)
+    saved = read_baseline(path.read_bytes(), "main").loaded(path)
+    assert compare(saved, load(cand), listed=1).rows[0].flips[0].base_transcript is None
+
+
+def test_flips_find_the_trial_that_differs(write_run, make_trial):
+    sides = [write_run(name, [], folder=name) for name in "ab"]
+    for folder, scores in zip(sides, ((1, 1), (1, 0)), strict=True):
+        with RunStore(folder.parent).open(folder.name, read_info(folder).spec, PROVENANCE) as run:
+            for trial, score in enumerate(scores):
+                link = run.save_transcript("s", trial, {})
+                run.append_trial(make_trial("s", trial=trial, score=score, transcript=link))
+    (flip,) = compare(*map(load, sides), listed=5).rows[0].flips
+    assert (flip.base, flip.cand) == (1.0, 0.5)
+    paths = [Path(flip.base_transcript), Path(flip.cand_transcript)]
+    assert paths[0].name == paths[1].name == sorted((sides[0] / "transcripts").iterdir())[1].name
 
 
 def test_every_format_neutralizes_names(write_run):
@@ -284,10 +517,18 @@ def test_a_baseline_gives_the_same_verdict_as_its_run(write_run, tmp_path):
     base = load(write_run("a", [1] * 30, cluster="g"))
     cand = load(write_run("b", [1] * 10 + [0] * 20, folder="o", cluster="g"))
     path = save_baseline("main", base, tmp_path / "baselines")
-    saved = read_baseline(path.read_bytes(), "main").arms(path)
+    saved = read_baseline(path.read_bytes(), "main").loaded(path)
     assert compare(saved, cand).rows == compare(base, cand).rows
     assert saved[0].info.host == "saved"
     assert path.read_text().count('"sample_id"') == 30
+    with pytest.raises(UsageError, match=r"main.json exists; --force"):
+        save_baseline("main", cand, path.parent)
+    assert read_baseline(path.read_bytes(), "main").runs[0].info.run_id == "a"
+    save_baseline("main", cand, path.parent, force=True)
+    assert read_baseline(path.read_bytes(), "main").runs[0].info.run_id == "b"
+    over = load(write_run("over", [1] * 5, method="agentkv", budget=64, peak=900))
+    with pytest.raises(UsageError, match="over is not valid"):
+        save_baseline("over", over, tmp_path)
     with pytest.raises(UsageError, match="letters, digits"):
         save_baseline("../main", base, tmp_path)
 
@@ -315,6 +556,18 @@ def test_a_damaged_baseline_says_where(write_run, tmp_path, change, named):
     assert named in str(error.value)
 
 
+def test_a_baseline_of_an_older_kvbench_loads_and_its_summary_is_ignored(write_run, tmp_path):
+    base = load(write_run("a", [1] * 30))
+    path = save_baseline("main", base, tmp_path)
+    document = json.loads(path.read_text())
+    (run,) = document["runs"]
+    run["summary"] = base[0].summary.model_dump(mode="json") | {"score": None, "method": "evil"}
+    run["trials"].append(run["trials"][0] | {"score": 0.0})
+    (saved,) = read_baseline(json.dumps(document).encode(), "main").loaded(path)
+    assert (saved.method, saved.summary.samples) == ("full", 30)
+    assert saved.summary.score.point == pytest.approx(29 / 30)  # the last record of a trial counts
+
+
 def test_sides_come_from_ids_folders_names_and_urls(write_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = write_run("a", [1] * 3)
@@ -326,7 +579,7 @@ def test_sides_come_from_ids_folders_names_and_urls(write_run, tmp_path, monkeyp
     urls = ["memory://store/runs", "memory://store/runs/a", "memory://store/main.json"]
     places = ["a", "runs", str(run), "reps", "main", str(saved), saved.as_uri(), *urls]
     with open_sides(places, tmp_path / "runs") as (sides, problems):
-        assert [[len(arm.trials) for arm in arms] for arms in sides] == [[3]] * len(places)
+        assert [[len(run.records()) for run in runs] for runs in sides] == [[3]] * len(places)
     assert problems == []
     memory.rm("/store", recursive=True)
     for missing in ("nothing", "memory://store/gone", "nosuch://x", str(tmp_path / "none.json")):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.arms import Arm, load_arm
 from agentbench_kv.results.engines import consistency, first_difference
+from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.store import RunStore
 
-Write = Callable[..., Arm]
+Write = Callable[..., Run]
 SAID = ["1 2 3", "4 5"]
 
 
@@ -21,13 +21,13 @@ SAID = ["1 2 3", "4 5"]
 def write(tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., Any]) -> Write:
     """Return a function that writes a run of two samples and loads it."""
 
-    def make(engine: str, said: list[str] | None = SAID, score: float = 1.0, **other: Any) -> Arm:
+    def make(engine: str, said: list[str] | None = SAID, score: float = 1.0, **other: Any) -> Run:
         with RunStore(tmp_path).open(engine, spec | {"engine": engine} | other) as run:
             for sample, words, points in (("s0", SAID, 1.0), ("s1", said, score)):
                 document = {} if words is None else {"generated": words}
                 link = run.save_transcript(sample, 0, document)
                 run.append_trial(make_trial(sample, score=points, transcript=link))
-        return load_arm(tmp_path / engine)
+        return load_run(tmp_path / engine)
 
     return make
 

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.leaderboard import submissions
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.contests import Contest
 from agentbench_kv.results.site.pages import Pages
 from agentbench_kv.results.site.text import file_stem, visible
 from agentbench_kv.results.site.views import View, published, views
+from agentbench_kv.results.submissions import labels, replications, submissions
 
 _FLOOR = "An agent that does nothing: what the task gives for free."
 
@@ -149,10 +149,21 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
 
 
 def _submitted(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return what is known of each submitted run of a folder, and its link, by run id."""
-    return {
-        name: (f"submitted by {own.who}", own.link) for name, own in submissions(folder).items()
-    }
+    """Return what is known of each submitted run of a folder, and its link, by run id.
+
+    That is whose it is, how far the keeper checked it, and what others got who ran it again.
+    """
+    checked, again = labels(folder), replications(folder)
+    found = {}
+    for name, manifest in submissions(folder).items():
+        parts = [checked.get(name, "not checked"), f"submitted by {manifest.who}"]
+        parts += [
+            f"replicated by {other.who}: score {100 * other.score:.1f}, tokens equal in "
+            f"{other.equal} of {other.trials} trials ({other.label})"
+            for other in again.get(name, ())
+        ]
+        found[name] = ("; ".join(parts), manifest.link)
+    return found
 
 
 def _write_runs(

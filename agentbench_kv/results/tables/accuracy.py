@@ -141,12 +141,14 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
     rows = published_rows(rows, board, budgets)
     rows += [_null_row(group, scores, board, budgets) for group, scores in null]
     rows += [_below(run, reason, budgets, board.metric) for run, reason in board.out]
-    notes = [*_notes(page), describe(repeats(page.runs, board.metric)), *conditions(page.runs)]
+    again = repeats(page.runs, board.metric)
+    notes = [*_notes(page), *[describe(again)] * bool(again), *conditions(page.runs)]
     if compressed and board.full is None:
         notes.append("no run of full on these samples: nothing to compare with")
     if all_triggered:
         notes.append("every sample of every compressed run had an event: the subset is the whole")
     legend = [LEGEND] * bool(compressed) + [PUBLISHED] * any(row.published for row in rows)
+    legend += [describe(again)] * (not again)
     columns = (Column("method"), *_columns(budgets, Unit.SHARE))
     return _table(page, "all samples", "%", columns, rows, notes, legend)
 

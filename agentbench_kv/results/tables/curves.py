@@ -23,8 +23,8 @@ from agentbench_kv.results.tables.model import (
 
 LEGEND = (
     "area: under the curve over log2(budget), relative to full; 1 is as good as full",
-    "keeps 95% of full from: of a curve that never falls and that reaches full where the budget "
-    "holds the longest session; beyond the measured budgets a session that fits loses nothing",
+    "keeps 95% of full from: of a curve that never falls and that goes on, straight over "
+    "log2(budget), to full at the length of its longest session, where nothing is evicted",
 )
 
 

@@ -1,0 +1,218 @@
+"""Checking a submission: from its files, from its records alone, then with the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.leaderboard import identity, physics, trials, turns
+from agentbench_kv.leaderboard.benchmark import (
+    check_data,
+    check_samples,
+    find_samples,
+    opened,
+    unfit,
+)
+from agentbench_kv.leaderboard.evidence import Evidence, read_run
+from agentbench_kv.leaderboard.findings import Checks, Finding, Note, Stop, Wrong, shown
+from agentbench_kv.leaderboard.layout import check_files, check_listing, read_manifest
+from agentbench_kv.leaderboard.replay import Replay
+from agentbench_kv.results.submissions import Label, Manifest, SubmittedRun
+
+CRASHED = "could not be checked"
+_MOST = 40
+"""Findings a run: a thousand wrong trials are one fault."""
+_CHEAP = ("micro/",)
+_NAME_IT = "name its folder with --model"
+_NEVER = {
+    "bfcl/memory": "the conversations before the questions are not in the records",
+    "bfcl/web_search": "the task asks the web",
+}
+_NAMES: Sequence[Callable[[Evidence], Checks]] = (
+    identity.check_name,
+    identity.check_status,
+    identity.check_spec,
+    identity.check_provenance,
+    identity.check_model,
+    trials.check_count,
+    trials.check_seeds,
+    trials.check_attempts,
+    trials.check_scores,
+    trials.check_unfounded,
+)
+_FIGURES: Sequence[Callable[[Evidence], Checks]] = (
+    turns.check_turns,
+    turns.check_transcripts,
+    physics.check_validity,
+    physics.check_accounts,
+    physics.check_times,
+)
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """What was found out about one run.
+
+    Attributes
+    ----------
+    findings : list of Finding
+        What is wrong; empty if nothing is.
+    label : Label
+        How far it was checked; means nothing beside findings.
+    notes : list of str
+        What could not be checked, and why.
+    """
+
+    run_id: str
+    findings: list[Finding]
+    label: Label
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about a submission."""
+
+    manifest: Manifest
+    runs: list[RunVerdict] = field(default_factory=list)
+    general: list[Finding] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything that is wrong."""
+        return [*self.general, *(each for run in self.runs for each in run.findings)]
+
+
+def validate(folder: Path, *, rescore: bool = False, model: Path | None = None) -> Verdict:
+    """Derive everything about a submission again that can be, and name what does not agree.
+
+    Parameters
+    ----------
+    rescore : bool
+        Whether to play the recorded tokens through every task that is here; micro tasks always
+        are.
+    model : Path, optional
+        Folder of the model that was run, if it is none that ships: its tokenizer is needed.
+
+    Raises
+    ------
+    UsageError
+        If there is no manifest or it cannot be read as one.
+    """
+    manifest = read_manifest(folder)
+    general = check_listing(folder, manifest)
+    if general:
+        return Verdict(manifest, general=general)
+    runs = [_check_run(folder, listed, rescore, model) for listed in manifest.runs]
+    verdict = Verdict(manifest, runs)
+    return verdict if verdict.findings else Verdict(manifest, runs, _check_method(folder, manifest))
+
+
+def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | None) -> RunVerdict:
+    path = folder / listed.run_id
+    found = _safely(lambda: check_files(path, listed), "its files")
+    evidence = None if found else _read(path, found)
+    if evidence is not None:
+        for stage in (_NAMES, _FIGURES):
+            if not _wrong(found):
+                found += [each for check in stage for each in _run(check, evidence)]
+        if not _wrong(found):
+            found += _safely(lambda: _check_task(evidence, rescore, model), "its task")
+    return _verdict(listed.run_id, found)
+
+
+def _read(path: Path, found: list[Wrong | Note]) -> Evidence | None:
+    wrong: list[Wrong] = []
+    evidence: list[Evidence | None] = []
+
+    def read() -> Checks:
+        evidence.append(read_run(path, wrong))
+        yield from wrong
+
+    found += _safely(read, "its records")
+    return evidence[0] if evidence else None
+
+
+def _run(check: Callable[[Evidence], Checks], evidence: Evidence) -> list[Wrong | Note]:
+    return _safely(lambda: check(evidence), f"its {check.__name__.removeprefix('check_')}")
+
+
+def _check_task(evidence: Evidence, rescore: bool, model: Path | None) -> Checks:
+    """Check what needs the task; whatever keeps a run from being re-scored is a `Stop`."""
+    spec = evidence.spec
+    try:
+        reason = unfit(spec)
+        if reason:
+            yield Stop(f"{reason}, which is not started for a submission")
+            return
+        with opened(spec) as task:
+            samples = find_samples(evidence, task)
+            if not isinstance(samples, dict):
+                yield samples
+                return
+            found = [*check_samples(evidence, samples), *check_data(evidence, task)]
+            yield from found
+            obstacle = _obstacle(evidence, rescore)
+            folder = identity.folder_of_model(spec, evidence.info.provenance, model)
+            if obstacle or folder is None:
+                yield Stop(obstacle or f"the tokenizer of {spec.model} is not here; {_NAME_IT}")
+            elif not found:
+                yield from Replay(evidence, task, folder).check(samples)
+    except KVBenchError as error:
+        yield Stop(f"{spec.task} cannot be played here: {error}")
+
+
+def _obstacle(evidence: Evidence, rescore: bool) -> str:
+    """Say why the run's tokens cannot be played again here; empty if they can."""
+    spec = evidence.spec
+    if not evidence.transcripts:
+        return "without transcripts nothing can be re-scored"
+    for name, reason in _NEVER.items():
+        if spec.task.startswith(name):
+            return f"cannot be re-scored: {reason}"
+    if evidence.at_text_level:
+        return "an endpoint's tokens are not known, so nothing can be re-scored"
+    if not (rescore or spec.task.startswith(_CHEAP)):
+        return "not re-scored; kvbench leaderboard validate --rescore does it"
+    if spec.params.get("recovery") == "breadcrumb":
+        return "reminders put words into the prompts that only the method knows"
+    return ""
+
+
+def _check_method(folder: Path, manifest: Manifest) -> list[Finding]:
+    said = manifest.method.partition("@")[0]
+    found = {run.run_id: read_run(folder / run.run_id, []) for run in manifest.runs}
+    methods = {each.spec.method.partition("@")[0] for each in found.values() if each}
+    if said in methods:
+        return []
+    return [Finding("", "method", f"is {manifest.method!r}, the runs are of {sorted(methods)}")]
+
+
+def _verdict(name: str, found: Sequence[Wrong | Note]) -> RunVerdict:
+    wrong = _wrong(found)
+    findings = [Finding(name, each.field, shown_text(each.text)) for each in wrong[:_MOST]]
+    if len(wrong) > _MOST:
+        findings.append(Finding(name, "", f"and {len(wrong) - _MOST} findings more"))
+    notes = list(dict.fromkeys(each.text for each in found if isinstance(each, Note)))
+    stopped = wrong or any(isinstance(each, Stop) for each in found)
+    label = Label.SELF_REPORTED if stopped else Label.RESCORED
+    return RunVerdict(name, findings, label, notes)
+
+
+def shown_text(text: str) -> str:
+    """Return a text that any terminal takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _wrong(found: Sequence[Wrong | Note]) -> list[Wrong]:
+    return [each for each in found if isinstance(each, Wrong)]
+
+
+def _safely(check: Callable[[], Checks], what: str) -> list[Wrong | Note]:
+    """Run a check; what it stumbles over is somebody's doing and refuses the run."""
+    try:
+        return list(check())
+    except Exception as error:  # noqa: BLE001  records of strangers must not end in a traceback
+        return [Wrong(what, f"{CRASHED}: {type(error).__name__}: {shown(error)}")]

@@ -1,0 +1,258 @@
+"""From an interval to a word that a CI job acts on, and what so many samples can tell.
+
+Two numbers: `margin`, how much worse is harmless, and `catch`, the loss that must not slip
+through. docs/decisions/0030 has the error rates behind the levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import ceil, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+from scipy.stats import binom, norm
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.stats import LEVEL, SEED, Floats, paired_ends
+
+MARGIN, CATCH = 1.0, 10.0
+DISCORDANCE = 0.15
+"""Share of samples whose outcome differs that a plan assumes if nothing was measured."""
+LOSSES = (0.05, 0.10, 0.15, 0.20)
+POWER = 0.9
+
+_ALARM = 0.03  # two-sided: a loss of the margin is called a regression in at most 1.5 %
+_MOST_EXACT = 1000
+_MOST = 100_000
+_SAME = 1e-12
+_RARE = 1e-9
+_DRAWS = 16
+
+
+class Verdict(StrEnum):
+    """What a comparison says; `exit_code` is what a CI job sees."""
+
+    OK = "ok"
+    INCONCLUSIVE = "inconclusive"
+    REGRESSION = "regression"
+
+    @property
+    def exit_code(self) -> int:
+        """0, 4 or 3."""
+        return {"ok": 0, "inconclusive": 4, "regression": 3}[self.value]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a row is a regression, and when it is ok; shares of 1.
+
+    A job of several rows fails if one of them does, so each gets its part of the alarms that a job
+    may raise (Bonferroni). `ok` needs no such care: every row must be.
+    """
+
+    margin: float
+    catch: float
+    rows: int = 1
+
+    @classmethod
+    def of(cls, margin: float, catch: float | None, rows: int = 1) -> Rule:
+        """Take points or percent, as the options do.
+
+        Raises
+        ------
+        UsageError
+            If one is out of range, or the loss to catch is below the harmless one.
+        """
+        if not 0 <= margin < 100:
+            raise UsageError(f"margin {margin:g}: expected 0 or more and below 100")
+        wanted = max(CATCH, margin) if catch is None else catch
+        if not margin <= wanted <= 100 or not wanted:
+            raise UsageError(
+                f"catch {wanted:g}: expected above 0, at most 100, and at least the margin "
+                f"({margin:g}): a loss that is harmless cannot be one to catch"
+            )
+        return cls(margin / 100, wanted / 100, rows)
+
+    @property
+    def alarm(self) -> float:
+        """Two-sided level of a regression: half of it is the chance of one at the margin."""
+        return _ALARM / self.rows
+
+    def judge(self, low: float, sure_high: float) -> Verdict:
+        """Place a change; negative is worse.
+
+        Parameters
+        ----------
+        low : float
+            Lower end of the 95% interval.
+        sure_high : float
+            Upper end of the interval that leaves out `alarm`.
+        """
+        if sure_high < -self.margin:
+            return Verdict.REGRESSION
+        return Verdict.OK if low > -self.catch else Verdict.INCONCLUSIVE
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the gravest of some verdicts; at least one."""
+    return max(verdicts, key=list(Verdict).index)
+
+
+def units_to_decide(rule: Rule, point: float, spread: float, units: int) -> int | None:
+    """Return how many samples or groups would decide an undecided row in 4 of 5 cases.
+
+    Normal approximation, if the true change is `point`; None if that lies on both limits.
+    """
+    sure, seen, often = (float(norm.ppf(1 - p)) for p in (rule.alarm / 2, (1 - LEVEL) / 2, 0.2))
+    needed = [
+        _units(quantile, often, spread, distance, point)
+        for quantile, distance in ((sure, -rule.margin - point), (seen, point + rule.catch))
+        if distance > _SAME
+    ]
+    return max(min(needed), units + 1) if needed else None
+
+
+def _units(quantile: float, often: float, spread: float, distance: float, point: float) -> int:
+    if spread > 0:
+        return ceil(((quantile + often) * spread / distance) ** 2)
+    unseen = distance / (1 + abs(point))  # Wilson's bound on what so many equal units may hide
+    return int(quantile**2 * (1 - unseen) / unseen) + 1
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a comparison will rest on.
+
+    Attributes
+    ----------
+    samples : int
+    discordance : float
+        Share of samples whose outcome differs between the sides.
+    trials : int
+        Of each sample, on each side.
+    groups : int or None
+        Groups that the samples come in; answers within one are taken to be independent.
+    """
+
+    samples: int
+    discordance: float = DISCORDANCE
+    trials: int = 1
+    groups: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether chances are enumerated, not approximated."""
+        return self.groups is None and self.trials == 1 and self.samples <= _MOST_EXACT
+
+    def of(self, samples: int) -> Design:
+        """Return the same with another number of samples, in groups of the same size."""
+        groups = self.groups and max(2, round(self.groups * samples / self.samples))
+        return Design(samples, self.discordance, self.trials, groups)
+
+
+def chances(rule: Rule, design: Design, loss: float) -> dict[Verdict, float]:
+    """Return how often each verdict is given if the candidate truly loses so much.
+
+    Samples with one right or wrong answer are enumerated: each is lost, won or the same, lost more
+    often than won by `loss`. Otherwise the change is taken to be normal around an interval that is
+    as wide as usual.
+    """
+    regression, ok = (_enumerated if design.exact else _approximate)(rule, design, loss)
+    left = max(0.0, 1 - regression - ok)
+    return {Verdict.OK: ok, Verdict.INCONCLUSIVE: left, Verdict.REGRESSION: regression}
+
+
+def smallest_caught(rule: Rule, design: Design) -> float | None:
+    """Return the smallest loss, in half points, that is called a regression in 9 of 10 cases."""
+    losses = (step / 200 for step in range(1, 200))
+    return next((loss for loss in losses if _caught(rule, design, loss) >= POWER), None)
+
+
+def samples_for(rule: Rule, design: Design, verdict: Verdict, loss: float) -> int | None:
+    """Return about how many samples give a verdict in 9 of 10 cases; None if 100,000 do not."""
+
+    def often(samples: int) -> bool:
+        return chances(rule, design.of(samples), loss)[verdict] >= POWER
+
+    return _least(often)
+
+
+def _caught(rule: Rule, design: Design, loss: float) -> float:
+    return chances(rule, design, loss)[Verdict.REGRESSION]
+
+
+def _least(holds: Callable[[int], bool]) -> int | None:
+    """Return where something that comes true as n grows does so, in steps of 5."""
+    high = 5
+    while not holds(high):
+        high *= 2
+        if high > _MOST:
+            return None
+    low = high // 2
+    while high - low > 5:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return 5 * ceil(high / 5)
+
+
+def _enumerated(rule: Rule, design: Design, loss: float) -> tuple[float, float]:
+    n, differ = design.samples, max(design.discordance, abs(loss))
+    won, lost = (differ - loss) / 2, (differ + loss) / 2
+    most = min(n, int(binom.isf(_RARE, n, won)))
+    wins = np.arange(most + 1)
+    proof, fine = _limits(rule, n, most)
+    chance = binom.pmf(wins, n, won)
+    rest = min(1.0, lost / max(1 - won, _SAME))
+    regression = float(chance @ binom.sf(proof - 1, n - wins, rest))
+    ok = float(chance @ binom.cdf(np.minimum(fine, proof - 1), n - wins, rest))
+    return regression, ok
+
+
+def _approximate(rule: Rule, design: Design, loss: float) -> tuple[float, float]:
+    """Take the interval to reach as far as it does on average in a few draws."""
+    n, differ = design.samples, max(design.discordance, abs(loss))
+    chance = [(differ - loss) / 2, (differ + loss) / 2, 1 - differ]
+    groups = None if design.groups is None else np.arange(n) * design.groups // n
+    rng = np.random.default_rng(SEED)
+    reach = np.zeros(2)
+    for _ in range(_DRAWS):
+        moves = rng.choice([1.0, -1.0, 0.0], (n, design.trials), p=chance).mean(1)
+        low = paired_ends(moves, LEVEL, groups)[0]
+        high = paired_ends(moves, 1 - rule.alarm, groups)[1]
+        reach += np.array([high - moves.mean(), moves.mean() - low]) / _DRAWS
+    error = max(sqrt(max(differ - loss**2, 0.0) / (n * design.trials)), _SAME)
+    regression = float(ndtr((loss - rule.margin - reach[0]) / error))
+    ok = float(ndtr((rule.catch - loss - reach[1]) / error))
+    return regression, min(ok, 1 - regression)
+
+
+@lru_cache(maxsize=256)
+def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return, for 0 to `most` wins, the fewest losses that prove a regression and the most ok ones.
+
+    Both grow with the wins; -1 if no number of losses is ok.
+    """
+
+    def changes(wins: int, losses: int) -> Floats:
+        return np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
+
+    def regression(wins: int, losses: int) -> bool:
+        return paired_ends(changes(wins, losses), 1 - rule.alarm)[1] < -rule.margin
+
+    def ok(wins: int, losses: int) -> bool:
+        return paired_ends(changes(wins, losses))[0] > -rule.catch
+
+    proof, fine = np.zeros(most + 1, np.intp), np.zeros(most + 1, np.intp)
+    fewest, above = 0, 0
+    for wins in range(most + 1):
+        while fewest <= n - wins and not regression(wins, fewest):
+            fewest += 1
+        while above <= n - wins and ok(wins, above):
+            above += 1
+        proof[wins], fine[wins] = fewest, above - 1
+    return proof, fine

@@ -1,0 +1,210 @@
+"""What a comparison could tell, before there is a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, variance
+
+from pydantic import BaseModel, ConfigDict
+
+from agentbench_kv.results.gate import (
+    DISCORDANCE,
+    LOSSES,
+    Design,
+    Rule,
+    Verdict,
+    chances,
+    samples_for,
+    smallest_caught,
+)
+from agentbench_kv.results.groups import RunGroup
+from agentbench_kv.results.runs import Run
+
+_SAMPLES = 200
+_LEAST_DISCORDANCE = 0.05
+"""A changed method flips samples that a mere repeat does not; fewer are never planned with."""
+
+
+class Prospect(BaseModel):
+    """What one row will be able to tell.
+
+    Attributes
+    ----------
+    name : str
+        The base's method and budget.
+    samples, trials, groups : int, int, int or None
+    discordance, source : float, str
+        Share of samples whose outcome differs between the sides, and how that is known.
+    exact : bool
+        Whether the chances are enumerated, not approximated by normal distributions.
+    power : dict of str to float
+        Chance that a loss of so many points is called a regression.
+    caught : float or None
+        Smallest loss in points that is caught in 9 of 10 cases.
+    ok : float
+        Chance of `ok` if nothing changed.
+    alarm : float
+        Chance of `regression` if the loss is the margin.
+    samples_for_power, samples_for_ok : int or None
+        Samples for 9 of 10: regressions of `catch` points caught, `ok` said without a difference.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    samples: int
+    trials: int
+    groups: int | None
+    discordance: float
+    source: str
+    exact: bool
+    power: dict[str, float]
+    caught: float | None
+    ok: float
+    alarm: float
+    samples_for_power: int | None
+    samples_for_ok: int | None
+
+
+class Plan(BaseModel):
+    """The rows of a comparison to come, by the rule it will be judged by."""
+
+    model_config = ConfigDict(frozen=True)
+
+    margin: float
+    catch: float
+    alarm: float
+    rows: list[Prospect]
+
+
+def plan(
+    base: Sequence[Run],
+    margin: float,
+    catch: float | None,
+    samples: int | None = None,
+    discordance: float | None = None,
+) -> Plan:
+    """Say what a candidate that plays the same as the base could be caught with.
+
+    Parameters
+    ----------
+    base : sequence of Run
+        What it will be compared with; empty if there is nothing yet.
+    margin, catch : float
+        Points, as `compare` takes them.
+    samples : int, optional
+        Instead of the base's, or of 200.
+    discordance : float, optional
+        A share, instead of what the base's repeats show, or of 15%.
+    """
+    methods: dict[str, list[RunGroup]] = {}
+    places: dict[tuple[object, ...], list[Run]] = {}
+    for run in base:
+        places.setdefault((run.setting, run.label, run.budget), []).append(run)
+    for (_, label, _), runs in places.items():
+        group = RunGroup(str(label), tuple(sorted(runs, key=lambda run: run.info.created)))
+        methods.setdefault(group.name, []).append(group)
+    rule = Rule.of(margin, catch, max(len(methods), 1))
+    rows = [_prospect(rule, name, groups, samples, discordance) for name, groups in methods.items()]
+    return Plan(
+        margin=margin,
+        catch=100 * rule.catch,
+        alarm=rule.alarm,
+        rows=rows or [_prospect(rule, "any", [], samples, discordance)],
+    )
+
+
+def plan_lines(found: Plan) -> list[str]:
+    """Return the plan in words, a line each."""
+    lines = [line for row in found.rows for line in _told(row, found)]
+    if len(found.rows) > 1:
+        lines.append(
+            f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
+            "more strictly than alone"
+        )
+    return lines
+
+
+def _told(row: Prospect, found: Plan) -> list[str]:
+    amount = f"{row.samples} samples" + (f" x {row.trials} trials" if row.trials > 1 else "")
+    grouped = "" if row.groups is None else f" in {row.groups} groups, alike within each or not"
+    how = "exact" if row.exact else "normal approximation"
+    power = ", ".join(f"{loss} points {100 * p:.0f}%" for loss, p in row.power.items())
+    least = "none" if row.caught is None else f"{row.caught:g} points"
+    needs = [
+        "more than 100,000" if each is None else f"about {each:,}"
+        for each in (row.samples_for_power, row.samples_for_ok)
+    ]
+    return [
+        f"{row.name}: {amount}{grouped}, of which {100 * row.discordance:.3g}% differ between the "
+        f"sides ({row.source}); {how}",
+        f"  a loss is called a regression: {power}; the smallest caught in 9 of 10: {least}",
+        f"  no difference is called ok: {100 * row.ok:.0f}%; a loss of {found.margin:g} points, "
+        f"which is harmless, a regression: {100 * row.alarm:.1f}%",
+        f"  samples for 9 of 10: {needs[0]} to catch {found.catch:g} points, {needs[1]} to say ok",
+    ]
+
+
+def _prospect(
+    rule: Rule,
+    name: str,
+    groups: Sequence[RunGroup],
+    samples: int | None,
+    discordance: float | None,
+) -> Prospect:
+    differ, source = _discordance(groups) if discordance is None else (discordance, "as given")
+    design = _design(groups, differ)
+    design = design if samples is None else design.of(samples)
+    return Prospect(
+        name=name,
+        samples=design.samples,
+        trials=design.trials,
+        groups=design.groups,
+        discordance=differ,
+        source=source,
+        exact=design.exact,
+        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        caught=None if (least := smallest_caught(rule, design)) is None else 100 * least,
+        ok=chances(rule, design, 0.0)[Verdict.OK],
+        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
+    )
+
+
+def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
+    trials = [len(scores) for group in groups for scores in group.trials.values()]
+    if not trials:
+        return Design(_SAMPLES, discordance)
+    named = [group.clusters.get(name, name) for group in groups for name in group.trials]
+    units = len(set(named))
+    return Design(
+        samples=len(trials),
+        discordance=discordance,
+        trials=max(1, round(fmean(trials))),
+        groups=units if units < len(trials) else None,
+    )
+
+
+def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
+    """Return how often two plays of one sample differ, and how that is known.
+
+    For graded scores, the mean of the squared difference, which is the same for right and wrong.
+    """
+    plays = [scores for group in groups for scores in _plays(group) if len(scores) > 1]
+    if not plays:
+        return DISCORDANCE, "assumed"
+    found = fmean(2 * variance(scores) for scores in plays)
+    if found < _LEAST_DISCORDANCE:
+        return _LEAST_DISCORDANCE, f"assumed; repeats of BASE differ in {100 * found:.1f}%"
+    return found, f"measured on {len(plays)} samples that BASE played repeatedly"
+
+
+def _plays(group: RunGroup) -> list[list[float]]:
+    """Return every play of each sample: trials, and repeats of a run that are no copies."""
+    runs = {(run.run_id, run.info.created): run for run in group.runs}
+    found: dict[str, list[float]] = {}
+    for run in runs.values():
+        for sample, scores in run.trials.scores.items():
+            found.setdefault(sample, []).extend(scores.values())
+    return list(found.values())
