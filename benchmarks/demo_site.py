@@ -4,7 +4,7 @@
 
 Every run is a `kvbench run` that finishes what an earlier call left. Runs go to OUT/runs, the
 second run of `full` (the A/A arm) to OUT/again, the site to OUT/site. `--limit 20 --methods
-agentkv snapkv --budgets 384 768` takes about a minute; `--site-only` builds from what there is.
+agentkv snapkv --budgets 384 768` takes a minute or two; `--site-only` builds from what there is.
 `--screenshot FILE.png` also takes a picture of the first page (Playwright and Chromium).
 """
 

@@ -3,8 +3,8 @@
     python benchmarks/site.py [--runs 200] [--trials 500] [--turns 10] [--folder DIR]
 
 Writes made-up runs with `benchmarks/results.py` (with `--folder` they are kept for the next time),
-then loads them and builds the site in a process of its own. Prints a
-Markdown table with wall and CPU seconds, imports left out, and peak memory.
+then loads them and builds the site in a process of its own. Prints a Markdown table with wall and
+CPU seconds, imports left out, and peak memory.
 """
 
 from __future__ import annotations

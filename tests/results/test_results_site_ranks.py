@@ -227,6 +227,15 @@ def test_a_method_alone_at_its_budget_is_not_best(make: Make, site: Any) -> None
     assert shown.task.rows("tiers")["rkv 256"][1] == "–"  # noqa: RUF001
 
 
+def test_a_method_is_not_best_of_its_own_variants(make: Make, site: Any) -> None:
+    make("rkv", NAMES[:50])
+    make("rkv", NAMES[:5], interval=64)
+    shown = site()
+    assert shown.answers[0].startswith("256 Only rkv has run in 2 settings; the highest: 83.3%")
+    assert "best" not in str(shown.matrix)
+    assert "1" not in [cells[1] for cells in shown.task.rows("tiers").values() if cells[1:]]
+
+
 def test_a_method_is_in_a_tier_once_with_its_largest_budget(make: Make, site: Any) -> None:
     """Also where a smaller one scores better: it was chosen before looking."""
     make("rkv", NAMES[:20], budget=500, peak=590)

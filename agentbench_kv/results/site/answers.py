@@ -37,8 +37,9 @@ def family(contests: Sequence[Contest]) -> str:
 def _sentence(contest: Contest, full: Entry | None) -> Markup:
     best, number = contest.best, len(contest.ranks)
     score = f"{percent(best.level)}{_to_full(best, full)}"
-    if number == 1:
-        return Markup("Only {} has run: {}.").format(_name(best), score)
+    if contest.alone:
+        several = f" in {number} settings; the highest" if number > 1 else ""
+        return Markup("Only {} has run{}: {}.").format(_name(best, number > 1), several, score)
     if best.level.point <= 0:
         return Markup("<b>Nobody leads</b>: all {} methods score 0%.").format(number)
     leaders = contest.leaders
@@ -71,5 +72,7 @@ def _names(entries: Sequence[Entry]) -> Markup:
     return Markup(" and ").join([Markup(", ").join(shown[:-1]), shown[-1]] if shown[1:] else shown)
 
 
-def _name(entry: Entry) -> Markup:
-    return Markup("<b>{}</b>").format(visible(entry.group.label, 80))
+def _name(entry: Entry, bare: bool = False) -> Markup:
+    return Markup("<b>{}</b>").format(
+        visible(entry.group.method if bare else entry.group.label, 80)
+    )

@@ -29,10 +29,14 @@ class Contest:
         return self.ranks[0].entry
 
     @property
+    def alone(self) -> bool:
+        """Whether there is one method only, in whatever settings."""
+        return len({each.entry.group.method for each in self.ranks}) < 2
+
+    @property
     def decides(self) -> bool:
-        """Whether a place means anything: two or more, enough samples, and not all at 0."""
-        first = self.ranks[0]
-        return first.rank is not None and len(self.ranks) > 1 and first.entry.level.point > 0
+        """Whether a place means anything: two methods, enough samples, and not all at 0."""
+        return self.ranks[0].rank is not None and not self.alone and self.best.level.point > 0
 
     @property
     def leaders(self) -> list[Entry]:

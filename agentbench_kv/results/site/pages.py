@@ -17,7 +17,7 @@ from agentbench_kv import __version__
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.site.answers import family
 from agentbench_kv.results.site.contests import kept
-from agentbench_kv.results.site.text import number, percent, spread, visible
+from agentbench_kv.results.site.text import number, percent, visible
 
 _MARK = '<meta name="generator" content="kvbench '
 
@@ -90,7 +90,6 @@ def _environment() -> Environment:
         "visible": visible,
         "percent": percent,
         "number": number,
-        "spread": spread,
         "kept": kept,
         "family": family,
     }

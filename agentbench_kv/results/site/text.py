@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from agentbench_kv.results.stats import Interval, Median
+from agentbench_kv.results.stats import Interval
 
 # Control, bidirectional, zero-width and surrogate characters: they change how others are read.
 _INVISIBLE = re.compile(
@@ -56,8 +56,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"  # noqa: RUF001  an en dash for a missing figure
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def spread(found: Median) -> str:
-    """Write a median with its interval."""
-    return f"{number(found.point)} [{number(found.low)}, {number(found.high)}]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,9 +149,8 @@ class View:
             Row(label, self.styles[label], tuple(cells.get(c.get(label, 0)) for c in columns))
             for label in labels
         ]
-        return rows + sorted(
-            (row for row in found if any(row.cells)), key=lambda row: (-_sum(row.cells), row.name)
-        )
+        found.sort(key=lambda row: (-sum(cell[1].point for cell in row.cells if cell), row.name))
+        return rows + [row for row in found if any(row.cells)]
 
 
 def views(runs: Sequence[Run]) -> list[View]:
@@ -206,7 +205,3 @@ def _speeds(group: RunGroup) -> list[float]:
             place = (run.info.provenance.get("hardware"), run.spec.get("concurrency"))
             places.setdefault(repr(place), []).append(run.summary.tokens_per_s)
     return max(places.values(), key=len, default=[])
-
-
-def _sum(cells: Iterable[tuple[Entry, Interval, str] | None]) -> float:
-    return sum(cell[1].point for cell in cells if cell)
