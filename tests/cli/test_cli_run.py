@@ -112,7 +112,7 @@ def test_a_run_from_its_start_to_its_display(kvbench: Kvbench, tmp_path: Path) -
 
     listed = json.loads(kvbench("ls", "runs", "--json").stdout)
     assert [row["run_id"] for row in listed] == [d["run_id"] for d in documents]
-    assert name in kvbench("ls", "runs").stdout.splitlines()
+    assert name in kvbench("ls", "runs").stdout.split()
     (tmp_path / "runs").rename(tmp_path / "kept")
     assert kvbench("ls", "runs").stdout == "no runs in runs\n"
     assert name in kvbench("ls", "runs", "--out", "kept").stdout

@@ -82,8 +82,8 @@ def test_an_old_baseline_reads_and_is_written_as_it_was(tmp_path):
     known = [record for record in RunReader(RUN).trials() if record.sample_id != "s5"]
     blank = {"transcript": None, "error": None, "usage": Usage()}
     assert run.trials == [msgspec.structs.replace(r, **blank) for r in sorted(known, key=key)]
-    arms = read_baseline(raw, "old").arms(tmp_path)
-    written = json.loads(save_baseline("old", arms, tmp_path).read_bytes())
+    runs = read_baseline(raw, "old").loaded(tmp_path)
+    written = json.loads(save_baseline("old", runs, tmp_path).read_bytes())
     old = json.loads(raw)["runs"][0]
     assert json.dumps(written["runs"][0]["trials"]) == json.dumps(old["trials"])
 
