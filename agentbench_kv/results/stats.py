@@ -22,10 +22,9 @@ from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
-from scipy.stats import mannwhitneyu, norm
+from scipy.special import ndtri, stdtrit
+from scipy.stats import mannwhitneyu
 from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
 
 Floats = NDArray[np.float64]
 
@@ -290,10 +289,12 @@ def size_change(
 
 def holm(p_values: Sequence[float], family: int | None = None) -> list[float]:
     """Return p-values adjusted for a family of comparisons (Holm); those not given count as 1."""
-    if not p_values:
-        return []
-    padded = [*p_values, *[1.0] * ((family or 0) - len(p_values))]
-    return [float(p) for p in multipletests(padded, method="holm")[1][: len(p_values)]]
+    count, order = max(family or 0, len(p_values)), np.argsort(p_values)
+    # Not statsmodels' own: it collects garbage at every call, 0.1 s in a process full of records.
+    steps = (count - np.arange(len(p_values))) * np.array(p_values, np.float64)[order]
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
+    return [float(p) for p in adjusted]
 
 
 def powers(trials: Mapping[str, Sequence[float]], k: int) -> dict[str, float]:
@@ -424,7 +425,7 @@ def _mean(
     total, n = weights.sum(), len(values)
     point = float(weights @ values / total)
     if plain:  # Wilson's own: a share of n, normal quantile
-        return _Mean(point, point * (1 - point) / n, n, float(norm.ppf((1 + confidence) / 2)))
+        return _Mean(point, point * (1 - point) / n, n, float(ndtri((1 + confidence) / 2)))
     units = _sums(weights * (values - point), grouped)
     number = len(units)
     if number < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli.ablate import ablate
+from agentbench_kv.cli.compare import compare
 from agentbench_kv.cli.report import report
 from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, Entry
 from agentbench_kv.results.runs import SCORE, Setting, load_runs
@@ -210,6 +212,28 @@ def ablated(write, tmp_path, monkeypatch, base, cand):
     return [gap[name] for name in ("point", "low", "high", "p_value")]
 
 
+def compared(tmp_path):
+    sides = [str(tmp_path / "runs" / name) for name in ("full", "agentkv")]
+    shown = CliRunner().invoke(compare, [*sides, "--format", "json", "--allow-drift"])
+    (row,) = json.loads(shown.stdout)["rows"]
+    return [row[name] for name in ("point", "low", "high", "p_value")]
+
+
+def on_the_site(tmp_path):
+    """Read the gap to full out of the first page's sentence: the size of it and its two ends."""
+    shown = CliRunner().invoke(
+        report, [str(tmp_path / "runs"), "--html", str(tmp_path / "site")], catch_exceptions=False
+    )
+    assert shown.exit_code == 0
+    page = (tmp_path / "site" / "index.html").read_text()
+    apart = re.search(r"([\d.]+) points below full \[([\d.]+), ([\d.]+)\]", page)
+    if apart:
+        point, low, high = (-float(figure) for figure in apart.groups())
+        return [point, high, low]
+    tied = re.search(r"full \(([-+\d.]+) points \[([-+\d.]+), ([-+\d.]+)\]\)", page)
+    return [float(figure) for figure in tied.groups()]
+
+
 @pytest.mark.parametrize("kind", ["graded", "binary"])
 def test_the_same_data_give_the_same_figures_everywhere(write, tmp_path, monkeypatch, kind):
     """Audit A4: p was 0.064 in compare, 0.035 in report and 0.0002 in ablate."""
@@ -222,6 +246,8 @@ def test_the_same_data_give_the_same_figures_everywhere(write, tmp_path, monkeyp
     expected = [gap.point, gap.low, gap.high, gap.p_value]
     assert gap.groups == 10
     assert reported(tmp_path) == expected
+    assert compared(tmp_path) == pytest.approx(expected, abs=1e-12)
+    assert on_the_site(tmp_path) == pytest.approx([100 * end for end in expected[:3]], abs=0.0501)
     assert ablated(write, tmp_path, monkeypatch, base, cand) == expected
     alone = change(*(Scores(side.parts, side.items) for side in sides))
     assert alone.p_value != pytest.approx(gap.p_value, rel=0.2)
