@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agentbench_kv.results.tables.model import Table, Unit
-from agentbench_kv.results.tables.text import REASON, Line, lines, visible
+from agentbench_kv.results.tables.text import REASON, Line, lines
+from agentbench_kv.results.terminal import visible
 
 _SPECIAL = str.maketrans(
     {
@@ -205,12 +206,8 @@ def _note(note: str, number: str = "") -> _Block:
 
 def _prose(text: str) -> str:
     """Escape text that may be broken into lines, also within words that no line could hold."""
-    words = _LONG_WORD.sub(lambda match: _BREAK.join(_pieces(match.group())), visible(text))
+    words = _LONG_WORD.sub(lambda word: _BREAK.join(re.findall(".{1,12}", word[0])), visible(text))
     return r"\allowbreak{}".join(map(escape, words.split(_BREAK)))
-
-
-def _pieces(word: str) -> list[str]:
-    return [word[start : start + 12] for start in range(0, len(word), 12)]
 
 
 def _width(text: str, bold: bool = False) -> float:
