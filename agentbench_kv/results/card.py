@@ -19,7 +19,7 @@ _OF_RUN = ("run_id", "task", "method", "budget", "model", "engine", "seed")
 
 
 def card(frame: pd.DataFrame, file: str, command: str) -> str:
-    """Return the card of the file beside it that holds the frame, and the command wrote."""
+    """Return the card of a file that holds the frame and that the command wrote."""
     counts = f"{len(frame)} trials of {frame['run_id'].nunique()} runs"
     about = (
         f"{counts}, one row a trial, measured with kvbench and written by its version "

@@ -24,9 +24,9 @@ from agentbench_kv.results.tables.model import (
 from agentbench_kv.results.tables.published import published_rows
 
 LEGEND = (
-    "marked: the best of two or more compressed methods at a budget (`best` in CSV and JSON), or "
-    "it and all that cannot be told from it (`tied`; paired by sample; in 19 of 20 tables no two "
-    "equal methods are told apart)"
+    "marked: of two or more compressed methods at a budget the best, if it leads alone, or it and "
+    "all that are tied with it: not to be told from it (paired by sample; in 19 of 20 tables no "
+    "two equal methods are told apart)"
 )
 OWN_SAMPLES = (
     "samples with an event: each method has its own, so that these rows do not compare; samples: "
