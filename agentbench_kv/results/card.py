@@ -19,17 +19,7 @@ _OF_RUN = ("run_id", "task", "method", "budget", "model", "engine", "seed")
 
 
 def card(frame: pd.DataFrame, file: str, command: str) -> str:
-    """Return the card of a file of trials.
-
-    Parameters
-    ----------
-    frame : DataFrame
-        What the file holds.
-    file : str
-        Its name, beside the card.
-    command : str
-        The command that wrote it.
-    """
+    """Return the card of a file that holds the frame and that the command wrote."""
     counts = f"{len(frame)} trials of {frame['run_id'].nunique()} runs"
     about = (
         f"{counts}, one row a trial, measured with kvbench and written by its version "
@@ -42,9 +32,10 @@ def card(frame: pd.DataFrame, file: str, command: str) -> str:
         "a `headline` of 0. The sample is the unit of every interval, not the trial. `path` names "
         "folders of the machine that exported."
     )
+    tasks = sorted(frame["task"].dropna().astype(str).unique())
     parts = (
         _front_matter(frame, file),
-        f"# Trials of {', '.join(map(markdown_text, _words(frame['task'])))}",
+        f"# Trials of {', '.join(map(markdown_text, tasks))}",
         about,
         "## Runs",
         _table((*_OF_RUN, "trials", "validity"), _runs(frame)),
@@ -96,7 +87,3 @@ def _columns(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _words(column: pd.Series[str]) -> list[str]:
-    return sorted(column.dropna().astype(str).unique())

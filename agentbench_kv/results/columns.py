@@ -17,8 +17,6 @@ from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.runinfo import RunStatus
 from agentbench_kv.results.validity import RunState
 
-__all__ = ["COLUMNS", "METRIC_PREFIX", "Column", "Columns"]
-
 METRIC_PREFIX = "metric_"
 
 Dtype = Literal["category", "int64", "Int64", "float64"]
@@ -26,26 +24,12 @@ Dtype = Literal["category", "int64", "Int64", "float64"]
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
-
-    Attributes
-    ----------
-    dtype : str
-        pandas' name of its type; only `int64` columns have no missing values.
-    meaning : str
-        What it holds, with its unit.
-    source : str or None
-        Attribute of the trial record it comes from; None for a column about the run.
-    """
+    """One column."""
 
     name: str
-    dtype: Dtype
+    dtype: Dtype  # pandas' name; only `int64` columns have no missing values
     meaning: str
-    source: str | None = None
-
-
-def _run(name: str, dtype: Dtype, meaning: str) -> Column:
-    return Column(name, dtype, meaning)
+    source: str | None = None  # attribute of the trial record; None for a column about the run
 
 
 def _trial(source: str, dtype: Dtype, meaning: str, name: str | None = None) -> Column:
@@ -53,22 +37,24 @@ def _trial(source: str, dtype: Dtype, meaning: str, name: str | None = None) -> 
 
 
 COLUMNS: tuple[Column, ...] = (
-    _run("run_id", "category", "the run's name"),
-    _run("path", "category", "where the run directory is"),
-    _run("task", "category", "benchmark slice"),
-    _run("method", "category", "`name` or `name@preset`"),
-    _run("preset", "category", "what follows the @; missing for a method's own default"),
-    _run("params", "category", "the method's parameters as JSON, keys sorted"),
-    _run("budget", "category", "as in the spec, tokens or a share such as `25%`; missing for none"),
-    _run("budget_tokens", "Int64", "the budget in tokens; a share of the median logical length"),
-    _run("engine", "category", "engine name"),
-    _run("model", "category", "model name or path"),
-    _run("seed", "Int64", "the run's seed"),
-    _run("limit", "Int64", "first samples only; missing for all"),
-    _run("concurrency", "Int64", "sessions driven at once"),
-    _run("temperature", "float64", "of sampling"),
-    _run("run_status", "category", "running, complete or failed, as the last writer left it"),
-    _run("run_state", "category", "validity; only `valid` runs are ranked"),
+    Column("run_id", "category", "the run's name"),
+    Column("path", "category", "where the run directory is"),
+    Column("task", "category", "benchmark slice"),
+    Column("method", "category", "`name` or `name@preset`"),
+    Column("preset", "category", "what follows the @; missing for a method's own default"),
+    Column("params", "category", "the method's parameters as JSON, keys sorted"),
+    Column(
+        "budget", "category", "as in the spec, tokens or a share such as `25%`; missing for none"
+    ),
+    Column("budget_tokens", "Int64", "the budget in tokens; a share of the median logical length"),
+    Column("engine", "category", "engine name"),
+    Column("model", "category", "model name or path"),
+    Column("seed", "Int64", "the run's seed"),
+    Column("limit", "Int64", "first samples only; missing for all"),
+    Column("concurrency", "Int64", "sessions driven at once"),
+    Column("temperature", "float64", "of sampling"),
+    Column("run_status", "category", "running, complete or failed, as the last writer left it"),
+    Column("run_state", "category", "validity; only `valid` runs are ranked"),
     _trial("sample_id", "category", "the sample"),
     _trial("trial", "int64", "index of the attempt at the sample"),
     _trial("seed", "int64", "the trial's own seed", "trial_seed"),
@@ -136,25 +122,16 @@ class _Words:
 
 
 class Columns:
-    """Collects rows run by run in arrays, and makes them a frame.
-
-    Attributes
-    ----------
-    runs : int
-        Runs added so far, with or without rows.
-    """
+    """Collects rows run by run in arrays, and makes them a frame."""
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs = 0  # added so far, with or without rows
         self._rows = 0
         self._parts: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
         self._missing: defaultdict[str, list[NDArray[np.bool_]]] = defaultdict(list)
         self._metrics: defaultdict[str, list[tuple[int, NDArray[Any]]]] = defaultdict(list)
-        self._words = {
-            column.name: _Words(_FIXED.get(column.name, ()))
-            for column in COLUMNS
-            if column.dtype == "category"
-        }
+        words = (column.name for column in COLUMNS if column.dtype == "category")
+        self._words = {name: _Words(_FIXED.get(name, ())) for name in words}
 
     def add(self, run: Mapping[str, Any], trials: Sequence[TrialRecord]) -> None:
         """Add the trials of one run; `run` holds the columns that all of them share."""

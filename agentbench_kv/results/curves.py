@@ -41,19 +41,14 @@ class Span:
 class Keeps:
     """The smallest budget from which on a method keeps a share of full, in tokens.
 
-    Attributes
-    ----------
-    point, low, high : float or None
-        With the 95% interval; None means "more than the largest measured budget", which is only
-        said where the length of full's sessions is not known.
-    smallest, largest : int
-        The measured range: a figure that equals `smallest` means "that or less".
+    None means "more than the largest measured budget", which is only said where the length of
+    full's sessions is not known; a figure that equals `smallest` means "that or less".
     """
 
     point: float | None
     low: float | None
     high: float | None
-    smallest: int
+    smallest: int  # of the measured budgets
     largest: int
 
     def __str__(self) -> str:
@@ -69,48 +64,25 @@ class Keeps:
 
 @dataclass(frozen=True)
 class Curve:
-    """One method over its budgets.
-
-    Attributes
-    ----------
-    budgets : list of int
-        Tokens, ascending.
-    scores : list of float
-        Mean score at each.
-    area : Span or None
-        Area over log2(budget) divided by full's: 1 is as good as full at every budget. None with a
-        single budget, or where full scores 0.
-    keeps : Keeps or None
-        None where full scores 0.
-    """
+    """One method over its budgets."""
 
     label: str
-    budgets: list[int]
-    scores: list[float]
-    area: Span | None
-    keeps: Keeps | None
+    budgets: list[int]  # tokens, ascending
+    scores: list[float]  # mean at each
+    area: Span | None  # relative to full's; None with a single budget, or where full scores 0
+    keeps: Keeps | None  # None where full scores 0
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """A budget at which two methods change places.
+    """A budget at which two methods change places."""
 
-    Attributes
-    ----------
-    below, above : str
-        The label that leads at smaller budgets, and the one that leads at larger ones.
-    budget, low, high : float
-        Tokens with the 95% interval over the resamples in which they cross this way.
-    support : float
-        Share of the resamples in which they do.
-    """
-
-    below: str
-    above: str
-    budget: float
-    low: float
+    below: str  # leads at smaller budgets
+    above: str  # leads at larger ones
+    budget: float  # tokens
+    low: float  # 95% interval over the resamples in which they cross this way
     high: float
-    support: float
+    support: float  # share of the resamples in which they do
 
 
 @dataclass(frozen=True)
@@ -126,19 +98,12 @@ class CurveSummary:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A method's curve in the data (first row) and in every resample.
-
-    Attributes
-    ----------
-    heights : (1 + resamples, budgets) array
-    ample : dict of float to (1 + resamples,) array
-        What full scores, at budgets so large that nothing is evicted.
-    """
+    """A method's curve in the data (first row) and in every resample."""
 
     label: str
     budgets: list[int]
-    heights: Floats
-    ample: Mapping[float, Floats]
+    heights: Floats  # (1 + resamples, budgets)
+    ample: Mapping[float, Floats]  # what full scores, at budgets so large that nothing is evicted
 
 
 def curve_summary(
@@ -148,24 +113,11 @@ def curve_summary(
     share: float = KEEP,
     resamples: int = RESAMPLES,
 ) -> CurveSummary | None:
-    """Summarize every method's curve relative to full over the samples that all have.
+    """Summarize every method's curve relative to full over the samples that all have, if any.
 
-    Parameters
-    ----------
-    full : Scores
-    points : sequence of Point
-        Two of one method at one budget count by their mean.
-    lengths : mapping of str to float
-        Tokens of each sample's session that keeps everything: at such a budget nothing is evicted,
-        so that the score is full's. Empty if not known.
-    share : float
-        What `Curve.keeps` asks for.
-    resamples : int
-
-    Returns
-    -------
-    CurveSummary or None
-        None if there are no points or no sample that all have.
+    Points of one method at one budget count by their mean. `lengths` are the tokens of each
+    sample's session that keeps everything, where known: at such a budget nothing is evicted, so
+    that the score is full's. `share` of full is what `Curve.keeps` asks for.
     """
     ids = sorted(set(full.parts).intersection(*(point.scores.parts for point in points)))
     if not points or not ids:
@@ -182,9 +134,7 @@ def curve_summary(
         samples=len(ids),
         groups=resample.groups,
         curves=[_curve(each, base, share, len(ids)) for each in drawn],
-        crossovers=[
-            crossover for pair in combinations(drawn, 2) for crossover in _crossovers(pair)
-        ],
+        crossovers=[each for pair in combinations(drawn, 2) for each in _crossovers(pair)],
     )
 
 
@@ -234,13 +184,10 @@ def _drawn(
 
 def _curve(drawn: _Drawn, full: Floats, share: float, samples: int) -> Curve:
     known = full[0] > 0
-    return Curve(
-        label=drawn.label,
-        budgets=drawn.budgets,
-        scores=[float(height / samples) for height in drawn.heights[0]],
-        area=_area(drawn, full) if known and len(drawn.budgets) > 1 else None,
-        keeps=_keeps(drawn, full, share) if known else None,
-    )
+    scores = [float(height / samples) for height in drawn.heights[0]]
+    area = _area(drawn, full) if known and len(drawn.budgets) > 1 else None
+    keeps = _keeps(drawn, full, share) if known else None
+    return Curve(drawn.label, drawn.budgets, scores, area, keeps)
 
 
 def _area(drawn: _Drawn, full: Floats) -> Span:
@@ -251,9 +198,7 @@ def _area(drawn: _Drawn, full: Floats) -> Span:
 
 
 def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
-    every: dict[float, Floats] = {
-        float(budget): drawn.heights[:, i] for i, budget in enumerate(drawn.budgets)
-    }
+    every = dict(zip(map(float, drawn.budgets), drawn.heights.T, strict=True))
     every |= drawn.ample
     x = np.log2(np.array(list(every), dtype=np.float64))
     heights = rising(np.stack(list(every.values()), axis=-1))
@@ -266,9 +211,7 @@ def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
 
 
 def _crossovers(pair: Sequence[_Drawn]) -> list[Crossover]:
-    found = [
-        crossover for below, above in permutations(pair) for crossover in _overtakings(below, above)
-    ]
+    found = (each for ordered in permutations(pair) for each in _overtakings(*ordered))
     return sorted(found, key=lambda crossover: crossover.budget)
 
 
@@ -292,15 +235,8 @@ def _overtakings(below: _Drawn, above: _Drawn) -> list[Crossover]:
 def _crossover(below: str, above: str, point: float, drawn: Floats) -> Crossover:
     distance = np.where(np.isnan(drawn), np.inf, np.abs(drawn - point))
     nearest = np.take_along_axis(drawn, distance.argmin(-1)[:, None], -1)[:, 0]
-    low, high = ends(nearest)
-    return Crossover(
-        below=below,
-        above=above,
-        budget=float(2.0**point),
-        low=float(2.0**low),
-        high=float(2.0**high),
-        support=float((~np.isnan(nearest)).mean()),
-    )
+    budget, low, high = (float(2.0**end) for end in (point, *ends(nearest)))
+    return Crossover(below, above, budget, low, high, float((~np.isnan(nearest)).mean()))
 
 
 def mean_height(x: Floats, y: Floats) -> Floats:
@@ -342,15 +278,8 @@ def threshold(x: Floats, above: Floats) -> Floats:
 def falls(x: Floats, gap: Floats) -> Floats:
     """Return where each curve goes from above 0 to below 0 between two budgets, else NaN.
 
-    Parameters
-    ----------
-    x : (budgets,) array
-    gap : (..., budgets) array
-        One method minus another; a budget at which both are equal is no change by itself.
-
-    Returns
-    -------
-    (..., budgets - 1) array
+    `gap` is one method minus another, (..., budgets); the result has one budget less. A budget at
+    which both are equal is no change by itself.
     """
     sign = np.sign(gap)
     for i in range(1, len(x)):

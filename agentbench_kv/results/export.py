@@ -60,23 +60,18 @@ def export_trials(
 ) -> None:
     """Write the trials of some runs, and print what was written and what could not be read.
 
-    Parameters
-    ----------
-    out : Path
-        Folder of runs, for those named by id.
-    runs : sequence of str
-        Paths, fsspec URLs, or ids.
-    with_card : bool
-        Write `README.md` beside a parquet file.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        As `export_runs`.
+    Runs are paths, URLs, or ids of runs in `out`; a card is `README.md` beside a parquet file.
+    Errors as of `export_runs`.
     """
-    beside = _beside(target, force) if with_card else None
+    beside = f"{target.removesuffix(PurePosixPath(target).name)}{card.FILE}"
+    if with_card:
+        if _suffix(target) != ".parquet":
+            raise UsageError(
+                f"{target}: a card is for a parquet file; name one that ends in .parquet"
+            )
+        _refuse_to_overwrite(beside, force)
     frame = export_runs([_place(out, run) for run in runs], target, force)
-    if beside is not None:
+    if with_card:
         command = shlex.join(["kvbench", "export", *runs, "--to", target, "--card"])
         text = card.card(frame, PurePosixPath(target).name, command)
         _replace(beside, lambda file: file.write(text.encode()))
@@ -92,42 +87,15 @@ def export_trials(
     screen.print(plain(f"{len(frame)} trials in {target}"), soft_wrap=True)
 
 
-def _beside(target: str, force: bool) -> str:
-    """Return where the card of a parquet file goes, checked like the file."""
-    if _suffix(target) != ".parquet":
-        raise UsageError(f"{target}: a card is for a parquet file; name one that ends in .parquet")
-    beside = f"{target.removesuffix(PurePosixPath(target).name)}{card.FILE}"
-    _refuse_to_overwrite(beside, force)
-    return beside
-
-
 def _place(out: Path, run: str) -> Target:
     return run if "://" in run or Path(run).exists() else RunStore(out).find(run).path
 
 
 def export_runs(runs: Sequence[Target], target: Target, force: bool = False) -> pd.DataFrame:
-    """Write the trials of some runs to one file, in the format its suffix names.
+    """Write the trials of what `load_results` reads to a path or URL; return what was written.
 
-    Parameters
-    ----------
-    runs : sequence of str or path
-        What `load_results` reads.
-    target : str or path
-        A path or URL that ends in `.parquet`, `.csv` or `.jsonl`.
-    force : bool
-        Replace a file that is there.
-
-    Returns
-    -------
-    pandas.DataFrame
-        What was written.
-
-    Raises
-    ------
-    UsageError
-        If the suffix is unknown, the file exists, or there is no run.
-    PrerequisiteError
-        If the target cannot be written or a package is missing.
+    A UsageError if its suffix is none of `FORMATS`, the file exists and `force` is not set, or
+    there is no run; a PrerequisiteError if it cannot be written or a package is missing.
     """
     check_target(target, force)
     frame = load_results(runs)
@@ -156,12 +124,7 @@ def _refuse_to_overwrite(target: Target, force: bool) -> None:
 def write_frame(frame: pd.DataFrame, target: Target) -> None:
     """Write a frame in the format of the target's suffix; what was there stays until it is whole.
 
-    Raises
-    ------
-    UsageError
-        If the suffix is unknown.
-    PrerequisiteError
-        If the target cannot be written.
+    A UsageError if the suffix is unknown, a PrerequisiteError if the target cannot be written.
     """
     write = FORMATS[_suffix(target)]
     _replace(target, lambda file: write(frame, file))
@@ -171,7 +134,8 @@ def _replace(target: Target, write: Callable[[IO[bytes]], object]) -> None:
     fs, path = locate(target)
     # On a local disk the new file takes the place of the old one at the end; an object store
     # does the same by itself.
-    part = f"{path}.{os.getpid()}.part" if _is_local(fs) else path
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    part = f"{path}.{os.getpid()}.part" if "file" in protocols else path
     with writing_to(target):
         try:
             with fs.open(part, "wb") as file:
@@ -191,8 +155,3 @@ def _suffix(target: Target) -> str:
             f"found {suffix or 'no suffix'}"
         )
     return suffix
-
-
-def _is_local(fs: Any) -> bool:
-    protocol = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    return "file" in protocol

@@ -54,12 +54,14 @@ def load_results(path: Target | Iterable[Target]) -> pd.DataFrame:
     >>> arms = frame.groupby(["task", "method", "budget"], observed=True)  # doctest: +SKIP
     >>> arms["headline"].mean()  # doctest: +SKIP
     """
-    targets = _several(path)
+    targets = [path] if isinstance(path, str | os.PathLike) else list(path)
     columns, found = Columns(), []
     for fs, place in _run_folders(targets):
         found += _load(fs, place, columns)
     if not columns.runs:
-        _refuse(targets, found)
+        places = ", ".join(map(str, targets)) or "an empty list of paths"
+        why = f" ({found[0]['path']}: {found[0]['reason']})" if found else ""
+        raise UsageError(f"no run in {places}{why}; kvbench run writes one")
     frame = columns.frame()
     frame.attrs["problems"] = found
     return frame
@@ -77,10 +79,6 @@ def problems(frame: pd.DataFrame) -> pd.DataFrame:
     """
     table = pd.DataFrame(frame.attrs.get("problems", []), columns=["path", "line", "reason"])
     return table.astype({"path": "str", "line": "Int64", "reason": "str"})
-
-
-def _several(path: Target | Iterable[Target]) -> list[Target]:
-    return [path] if isinstance(path, str | os.PathLike) else list(path)
 
 
 def _run_folders(targets: Sequence[Target]) -> list[tuple[Any, str]]:
@@ -117,22 +115,18 @@ def _load(fs: Any, place: str, columns: Columns) -> list[dict[str, Any]]:
 def _identity(info: RunInfo, place: str, trials: Sequence[TrialRecord]) -> dict[str, Any]:
     """Return the columns that are the same in all rows of a run."""
     spec = info.spec
-    method = _text(spec.get("method"))
+    texts = ("task", "method", "budget", "engine", "model")
+    known = {name: None if spec.get(name) is None else str(spec[name]) for name in texts}
+    warmth = spec.get("temperature")
     return {
         "run_id": info.run_id,
         "path": place,
-        "task": _text(spec.get("task")),
-        "method": method,
-        "preset": (method or "").partition("@")[2] or None,
+        **known,
+        "preset": (known["method"] or "").partition("@")[2] or None,
         "params": json.dumps(spec.get("params") or {}, sort_keys=True),
-        "budget": _text(spec.get("budget")),
         "budget_tokens": _budget_tokens(spec.get("budget"), trials),
-        "engine": _text(spec.get("engine")),
-        "model": _text(spec.get("model")),
-        "seed": _whole(spec.get("seed")),
-        "limit": _whole(spec.get("limit")),
-        "concurrency": _whole(spec.get("concurrency")),
-        "temperature": _number(spec.get("temperature")),
+        **{name: _whole(spec.get(name)) for name in ("seed", "limit", "concurrency")},
+        "temperature": float(warmth) if isinstance(warmth, int | float) else None,
         "run_status": info.status.value,
         "run_state": _state(info, trials),
     }
@@ -158,10 +152,8 @@ def _budget_tokens(budget: Any, trials: Sequence[TrialRecord]) -> int | None:
 
 
 def _line_problems(place: str, lines: Lines[TrialRecord]) -> list[dict[str, Any]]:
-    named = lines.unreadable[:_MOST_PER_RUN]
-    found = [_problem(place, odd.line, odd.reason) for odd in named]
-    if len(lines.unreadable) > len(named):
-        more = len(lines.unreadable) - len(named)
+    found = [_problem(place, odd.line, odd.reason) for odd in lines.unreadable[:_MOST_PER_RUN]]
+    if (more := len(lines.unreadable) - len(found)) > 0:
         found.append(_problem(place, None, f"and {more} more lines that were not understood"))
     if lines.torn:
         found.append(_problem(place, None, "samples.jsonl: the torn last line was dropped"))
@@ -173,26 +165,12 @@ def _problem(path: str, line: int | None, reason: str) -> dict[str, Any]:
     return {"path": path, "line": line, "reason": reason}
 
 
-def _refuse(targets: Sequence[Target], found: Sequence[dict[str, Any]]) -> None:
-    places = ", ".join(map(str, targets)) or "an empty list of paths"
-    why = f" ({found[0]['path']}: {found[0]['reason']})" if found else ""
-    raise UsageError(f"no run in {places}{why}; kvbench run writes one")
-
-
 def _first_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return str(error.errors(include_url=False)[0]["msg"])
     return " ".join(str(error).split())
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
 def _whole(value: Any) -> int | None:
     fits = isinstance(value, int) and -(2**63) <= value < 2**63
     return int(value) if fits else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

@@ -47,24 +47,13 @@ SORTS: dict[str, Callable[[Entry], Any]] = {
 
 @dataclass(frozen=True)
 class Query:
-    """Which runs to list, and in which order.
-
-    Attributes
-    ----------
-    task, method, model : str or None
-        Name or shell pattern (`micro/*`). A method without `@` matches all of its presets, a model
-        its last path component too.
-    status : str or None
-        `running`, `complete`, `failed`, `interrupted`, or a validity (`valid`, `incomplete`, ...).
-    sort : str
-        A key of `SORTS`.
-    """
+    """Which runs to list, by names or shell patterns (`micro/*`), and in which order."""
 
     task: str | None = None
-    method: str | None = None
-    model: str | None = None
-    status: str | None = None
-    sort: str = "name"
+    method: str | None = None  # without `@` all of its presets
+    model: str | None = None  # or its last path component
+    status: str | None = None  # of the run (`complete`) or its validity (`valid`)
+    sort: str = "name"  # a key of `SORTS`
 
     def wants(self, entry: Entry) -> bool:
         """Whether a run passes every filter."""
@@ -84,13 +73,7 @@ def select_runs(entries: Sequence[Entry], query: Query) -> list[Entry]:
 
 
 def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
-    """Print the runs of a folder.
-
-    Parameters
-    ----------
-    limit : int
-        Rows of the table, 0 for all; a JSON document always holds all.
-    """
+    """Print the runs of a folder, as JSON all, in a table `limit` of them; 0 is all."""
     entries = read_index(folder)
     wanted = select_runs(entries, query)
     if as_json:
@@ -98,7 +81,9 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
         return
     screen = console()
     if not wanted:
-        screen.print(plain(_nothing(folder, entries)), soft_wrap=True)
+        tasks = ", ".join(sorted({entry.task for entry in entries if entry.task}))
+        none = f"none of the {len(entries)} runs in {folder} is like that; tasks there: {tasks}"
+        screen.print(plain(none if entries else f"no runs in {folder}"), soft_wrap=True)
         return
     shown = wanted[:limit] if limit else wanted
     if sys.stdout.isatty():
@@ -145,30 +130,22 @@ _MORE: Columns = {
 }
 
 
-def _done(entry: Entry) -> str:
-    return f"{entry.trials}/{entry.expected_trials or '?'}"
-
-
-def _validity(entry: Entry) -> str:
-    return entry.run_state or "unreadable"
-
-
 _WIDE: Columns = {
     "run": lambda entry: entry.run_id,
     "method": lambda entry: entry.method,
     "budget": lambda entry: entry.budget,
     "task": lambda entry: entry.task,
     "score [95% CI]": _score,
-    "trials": _done,
-    "validity": _validity,
+    "trials": lambda entry: f"{entry.trials}/{entry.expected_trials or '?'}",
+    "validity": lambda entry: entry.run_state or "unreadable",
     **_MORE,
 }
 _NARROW: Columns = {
-    "method": lambda entry: entry.method,
-    "budget": lambda entry: entry.budget,
+    "method": _WIDE["method"],
+    "budget": _WIDE["budget"],
     "score %": _short_score,
-    "n": _done,
-    "validity": _validity,
+    "n": _WIDE["trials"],
+    "validity": _WIDE["validity"],
 }
 _FOLDED = ("run", "method", "validity")
 _MOST = {"validity": 10}  # `budget_not_applied` takes two lines
@@ -183,11 +160,7 @@ def runs_lines(entries: Sequence[Entry], width: int | None) -> list[Table | Text
     Scores are in percent, KV figures in tokens per (layer, KV head). Where not everything fits,
     each task has a table of its own, an id is cut to the start of the hash that ends it, which
     names the run to every command that takes an id, and what matters less is shown as it fits.
-
-    Parameters
-    ----------
-    width : int or None
-        Of the terminal; None for as much as the table takes.
+    A width of None is as much as the table takes.
     """
     wide = {title: _cells(of, entries) for title, of in _WIDE.items()}
     widths = _widths(wide)
@@ -248,10 +221,3 @@ def _short_ids(entries: Sequence[Entry]) -> list[str]:
 
 def _matches(pattern: str | None, *names: str) -> bool:
     return pattern is None or any(fnmatchcase(name, pattern) for name in names)
-
-
-def _nothing(folder: Path, entries: Sequence[Entry]) -> str:
-    if not entries:
-        return f"no runs in {folder}"
-    tasks = ", ".join(sorted({entry.task for entry in entries if entry.task}))
-    return f"none of the {len(entries)} runs in {folder} is like that; tasks there: {tasks}"

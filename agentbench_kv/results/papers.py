@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Self
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
-
-__all__ = ["FILES", "HEADLINES", "Firsts", "PublishedFigure", "count_first", "figures", "leaders"]
 
 FILES = (
     "accuracy_vs_budget",
@@ -22,48 +20,27 @@ FILES = (
 )
 HEADLINES = ("accuracy_pct", "reward_pct")
 UNCOMPRESSED = "full"
-_RENAMED = {"table": "where"}
 
 
 class PublishedFigure(BaseModel):
-    """One figure of a paper.
-
-    Attributes
-    ----------
-    file : str
-        Which of `FILES` holds it.
-    source, where : str
-        Paper, and table, figure or appendix in it.
-    model, method, metric : str
-        As the paper names them; methods as in this package.
-    benchmark, task, engine : str or None
-        Where the paper says so.
-    budget : int or None
-        Tokens per (layer, KV head).
-    value : float or None
-        In the unit the metric's name ends in; None for a range.
-    low, high : float or None
-        The ends of a range.
-    setting : dict
-        Columns that only this file has (workload, factor, level, phase).
-    """
+    """One figure of a paper, a value or a range; names as the paper has them, methods as here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    file: str
+    file: str  # which of `FILES` holds it
     source: str
-    where: str
+    where: str  # table, figure or appendix
     model: str
     metric: str
     method: str | None = None
     benchmark: str | None = None
     task: str | None = None
     engine: str | None = None
-    budget: PositiveInt | None = None
-    value: FiniteFloat | None = None
+    budget: PositiveInt | None = None  # tokens per (layer, KV head)
+    value: FiniteFloat | None = None  # in the unit the metric's name ends in
     low: FiniteFloat | None = None
     high: FiniteFloat | None = None
-    setting: dict[str, str] = Field(default_factory=dict)
+    setting: dict[str, str] = Field(default_factory=dict)  # columns that only this file has
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -84,19 +61,18 @@ class PublishedFigure(BaseModel):
 
 @cache
 def figures(file: str) -> tuple[PublishedFigure, ...]:
-    """Load one of `FILES`, in the order of the file.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    pydantic.ValidationError
-        If a row is not a figure.
-    """
+    """Load one of `FILES`, in the order of the file."""
     with files("agentbench_kv.results").joinpath("published", f"{file}.csv").open("rb") as stream:
         table = pd.read_csv(stream, dtype=str, keep_default_na=False)
-    rows = table.rename(columns=_RENAMED).to_dict("records")
-    return tuple(_figure(file, {str(name): text for name, text in row.items()}) for row in rows)
+    known = []
+    for row in table.rename(columns={"table": "where"}).to_dict("records"):
+        figure: dict[str, Any] = {"file": file, "setting": {}}
+        for name, text in row.items():
+            if text:
+                own = figure if name in PublishedFigure.model_fields else figure["setting"]
+                own[str(name)] = text
+        known.append(PublishedFigure.model_validate(figure))
+    return tuple(known)
 
 
 def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:
@@ -120,12 +96,7 @@ class Firsts(BaseModel):
 def count_first(method: str, published: Sequence[PublishedFigure] | None = None) -> list[Firsts]:
     """Count, per benchmark, the cells in which a method leads the compressed ones or ties.
 
-    Parameters
-    ----------
-    method : str
-        Name as in the figures.
-    published : sequence of PublishedFigure, optional
-        Those of `accuracy_vs_budget` if not given.
+    Of the figures given, else of `accuracy_vs_budget`.
     """
     cells: dict[tuple[Any, ...], list[PublishedFigure]] = {}
     for figure in figures("accuracy_vs_budget") if published is None else published:
@@ -138,10 +109,3 @@ def count_first(method: str, published: Sequence[PublishedFigure] | None = None)
         Firsts(method=method, benchmark=name, first=sum(won), cells=len(won))
         for name, won in counts.items()
     ]
-
-
-def _figure(file: str, row: Mapping[str, str]) -> PublishedFigure:
-    given = {name: text for name, text in row.items() if text}
-    known = {name: text for name, text in given.items() if name in PublishedFigure.model_fields}
-    setting = {name: text for name, text in given.items() if name not in known}
-    return PublishedFigure.model_validate({**known, "file": file, "setting": setting})

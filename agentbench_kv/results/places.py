@@ -11,20 +11,13 @@ import fsspec
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["Target", "children", "locate", "reaching", "writing_to"]
-
 Target = str | os.PathLike[str]
 
 
 def locate(target: Target) -> tuple[Any, str]:
     """Return the file system of a path or URL, and the path in it.
 
-    Raises
-    ------
-    UsageError
-        If fsspec knows no such protocol.
-    PrerequisiteError
-        If the protocol needs a package that is not installed.
+    A UsageError if fsspec knows no such protocol, a PrerequisiteError if that needs a package.
     """
     text = os.fspath(target)
     try:
@@ -39,13 +32,7 @@ def locate(target: Target) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reaching(target: Target) -> Iterator[None]:
-    """Turn what goes wrong between here and a target into one clear line.
-
-    Raises
-    ------
-    UsageError
-        If it is missing, not allowed, or cannot be reached.
-    """
+    """Turn what goes wrong between here and a target into one line, a UsageError."""
     try:
         yield
     except OSError as error:
@@ -54,13 +41,7 @@ def reaching(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(target: Target) -> Iterator[None]:
-    """Turn what goes wrong while a target is written into one clear line.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the place is missing, full, or not ours to write.
-    """
+    """Turn what goes wrong while a target is written into one line, a PrerequisiteError."""
     try:
         yield
     except OSError as error:
@@ -71,12 +52,9 @@ def writing_to(target: Target) -> Iterator[None]:
 
 
 def children(fs: Any, path: str) -> list[str]:
-    """Return the folders directly below a folder, sorted; none if it is not a folder.
+    """Return the folders directly below a folder, sorted; none below a file.
 
-    Raises
-    ------
-    FileNotFoundError
-        If there is nothing at `path`.
+    A FileNotFoundError if there is nothing at the path.
     """
     try:
         entries = fs.ls(path, detail=True)

@@ -40,32 +40,18 @@ Errors = tuple[type[Exception], ...]
 
 @dataclass(frozen=True)
 class Tracked:
-    """A run as a tracker keeps it.
-
-    Attributes
-    ----------
-    config : dict
-        The resolved specification, and the provenance under `provenance.`; flat.
-    summary : dict
-        `summary.json` derived anew from the records, flat: `score.point`, `score.low`,
-        `kv.median_peak_live`, `validity.state`; without what is missing.
-    trials : DataFrame
-        One row a trial as `load_results` has them, less the path on this machine.
-    """
+    """A run as a tracker keeps it; nested keys are joined, such as `score.point`."""
 
     run_id: str
-    config: dict[str, Scalar]
-    summary: dict[str, Scalar]
-    trials: pd.DataFrame
+    config: dict[str, Scalar]  # the resolved specification, and `provenance.*`
+    summary: dict[str, Scalar]  # derived anew from the records, without what is missing
+    trials: pd.DataFrame  # of `load_results`, less the path on this machine
 
     @property
     def numbers(self) -> dict[str, float]:
         """The summary's figures."""
-        return {
-            name: float(value)
-            for name, value in self.summary.items()
-            if isinstance(value, int | float)
-        }
+        known = self.summary.items()
+        return {name: float(value) for name, value in known if isinstance(value, int | float)}
 
     @property
     def texts(self) -> dict[str, str]:
@@ -74,9 +60,9 @@ class Tracked:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the trials as plain values; what is missing is None."""
-        plain_values = self.trials.astype(object).where(self.trials.notna(), None)
-        return [{str(name): value for name, value in row.items()}
-                for row in plain_values.to_dict(orient="records")]  # fmt: skip
+        known = self.trials.astype(object).where(self.trials.notna(), None)
+        rows = known.to_dict(orient="records")
+        return [{str(name): value for name, value in row.items()} for row in rows]
 
 
 class Tracker(Protocol):
@@ -96,12 +82,13 @@ class _Wandb:
 
     def __init__(self, wandb: Any, project: str, offline: bool) -> None:
         self._wandb, self._project, self._offline = wandb, project, offline
+        self._folder = Path(os.environ.get("WANDB_DIR", "."))
         self.errors: Errors = (wandb.errors.Error, OSError)
 
     def has(self, run_id: str) -> bool:
-        name = _wandb_id(run_id)
+        name = run_id[-_ID_LENGTH:]
         if self._offline:
-            kept = _wandb_folder().glob("*wandb/offline-run-*")
+            kept = self._folder.glob("*wandb/offline-run-*")
             return any(path.name.endswith(f"-{name}") for path in kept)
         try:
             self._wandb.Api().run(f"{self._project}/{name}")
@@ -115,12 +102,12 @@ class _Wandb:
         )
         writer = self._wandb.init(
             project=self._project,
-            id=_wandb_id(run.run_id),
+            id=run.run_id[-_ID_LENGTH:],
             name=run.run_id,
             config=run.config,
             mode="offline" if self._offline else "online",
             resume=None if self._offline else "allow",
-            dir=_wandb_folder(),
+            dir=self._folder,
             settings=settings,
         )
         rows = [list(row.values()) for row in run.rows()]
@@ -129,14 +116,6 @@ class _Wandb:
             columns=list(map(str, run.trials)), data=rows, allow_mixed_types=True
         )
         writer.finish()
-
-
-def _wandb_folder() -> Path:
-    return Path(os.environ.get("WANDB_DIR", "."))
-
-
-def _wandb_id(run_id: str) -> str:
-    return run_id[-_ID_LENGTH:]
 
 
 class _Mlflow:
@@ -198,14 +177,9 @@ class _Trackio:
     def put(self, run: Tracked) -> None:
         for old in self._found(run.run_id):
             old.delete()
-        self._trackio.init(
-            self._project,
-            name=run.run_id,
-            config=run.config,
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        own = {"name": run.run_id, "config": run.config}
+        quiet = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
+        self._trackio.init(self._project, **own, **quiet)
         self._trackio.log({**run.summary, TABLE: self._trackio.Table(data=run.rows())})
         self._trackio.finish()
 
@@ -233,27 +207,10 @@ def track_runs(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write runs to a tracker, and print which were written and which were there.
+    """Write runs to one of `TRACKERS`, and print which were written and which were there.
 
-    Parameters
-    ----------
-    out : Path
-        Folder of runs, for those named by id.
-    runs : sequence of str
-        Run directories, folders of runs, ids, or URLs.
-    name : str
-        A key of `TRACKERS`.
-    offline : bool
-        Write to this machine only.
-    force : bool
-        Write again what is there.
-
-    Raises
-    ------
-    UsageError
-        If there is no such run.
-    PrerequisiteError
-        If the tracker is not installed or refuses.
+    Runs are paths, URLs, or ids of runs in `out`. A UsageError if there is no such run, a
+    PrerequisiteError if the tracker is not installed or refuses.
     """
     with contextlib.redirect_stdout(sys.stderr), open_sides(runs, out) as (sides, problems):
         paths = dict.fromkeys(arm.path for side in sides for arm in side)
@@ -261,8 +218,8 @@ def track_runs(
         written, there = _write(name, tracker, list(map(_tracked, paths)), force)
     reasons = [f"{problem.path}: {problem.reason}" for problem in problems]
     if as_json:
-        print_json({"to": name, "project": project, "written": written, "there": there,
-                    "problems": reasons})  # fmt: skip
+        told = {"to": name, "project": project, "written": written, "there": there}
+        print_json({**told, "problems": reasons})
         return
     screen = console()
     for line in reasons:

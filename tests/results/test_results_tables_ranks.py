@@ -79,7 +79,7 @@ def test_one_lucky_sample_leads_nobody(write, tmp_path):
     table = built(tmp_path)[0]
     assert cells(table)["snapkv"][0].mark is None
     assert "1 of the 40" in cells(table)["snapkv"][1]
-    assert cells(table)["rkv"][0].mark is Mark.BEST
+    assert cells(table)["rkv"][0].mark is Mark.TIED
     assert len(built(tmp_path)) == 2
 
 
@@ -92,7 +92,7 @@ def test_a_subset_chosen_afterwards_is_a_board_of_its_own_at_most(write, tmp_pat
         write(name, {f"s{i}": 1.0 for i in range(10)}, budget=100)
     tables = built(tmp_path)
     whole = cells(tables[0])
-    assert {whole[name][0].mark for name in ("rkv", "h2o")} == {Mark.BEST, Mark.TIED}
+    assert {whole[name][0].mark for name in ("rkv", "h2o")} == {Mark.TIED}
     assert not {"snapkv", "knorm"} & whole.keys()
     assert any("10 samples, a smaller set" in table.title for table in tables[1:])
     assert all(cell.mark is None for table in tables[1:] for _, _, cell in table.cells())
@@ -109,6 +109,25 @@ def test_a_smaller_set_that_all_of_some_methods_played_is_said_to_be_one(write, 
     assert cells(smaller)["snapkv"][0].mark is Mark.BEST
     assert cells(smaller)["knorm"][0].mark is None
     assert len({table.key for table in tables}) == len(tables)
+
+
+def test_only_a_sole_leader_is_the_best(write, tmp_path):
+    """Two that share the lead are both tied, however many are behind; 0% shares it unmarked."""
+    write("full", played(38))
+    for name, right, budget in (
+        *(("rkv", 30, 100), ("h2o", 29, 100), ("snapkv", 4, 100)),
+        *(("rkv", 30, 200), ("h2o", 4, 200)),
+        *(("rkv", 1, 300), ("h2o", 0, 300)),
+    ):
+        write(f"{name}-{budget}", played(right), method=name, budget=budget)
+    table = built(tmp_path)[0]
+    marks = {
+        budget: {name: cells(table, budget)[name][0].mark for name in ("rkv", "h2o", "snapkv")}
+        for budget in ("100", "200", "300")
+    }
+    assert marks["100"] == {"rkv": Mark.TIED, "h2o": Mark.TIED, "snapkv": None}
+    assert marks["200"] == {"rkv": Mark.BEST, "h2o": None, "snapkv": None}
+    assert marks["300"] == {"rkv": Mark.TIED, "h2o": None, "snapkv": None}
 
 
 def test_nobody_leads_on_a_board_that_is_too_small(write, tmp_path):

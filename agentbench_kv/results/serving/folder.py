@@ -19,19 +19,7 @@ SUMMARY = "summary.json"
 
 
 class ServingFolder:
-    """Measurements of one plan.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    plan : ServingPlan
-
-    Attributes
-    ----------
-    provenance : dict
-        Versions and hardware.
-    """
+    """Measurements of one plan; `provenance` is versions and hardware."""
 
     def __init__(self, path: Path, plan: ServingPlan, provenance: Mapping[str, Any]) -> None:
         self.path = path
@@ -40,15 +28,7 @@ class ServingFolder:
 
     @classmethod
     def create(cls, path: Path, plan: ServingPlan, provenance: Mapping[str, Any]) -> Self:
-        """Begin a folder, or go on with one of the same plan.
-
-        Raises
-        ------
-        UsageError
-            If the folder holds measurements of another plan.
-        PrerequisiteError
-            If it cannot be written.
-        """
+        """Begin a folder, or go on with one of the same plan; a UsageError if it has another."""
         if (path / PLAN).exists():
             known = cls.read(path)
             if known.plan != plan:
@@ -64,13 +44,7 @@ class ServingFolder:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Open a folder.
-
-        Raises
-        ------
-        UsageError
-            If it holds no plan that can be read.
-        """
+        """Open a folder; a UsageError if it holds no plan that can be read."""
         document = _read_json(path / PLAN)
         provenance = document.pop("provenance", {})
         try:
@@ -86,13 +60,7 @@ class ServingFolder:
         return path
 
     def measurements(self) -> list[Measurement]:
-        """Return all measurements, by file name.
-
-        Raises
-        ------
-        UsageError
-            If a file is not one.
-        """
+        """Return all measurements, by file name; a UsageError if a file is not one."""
         found = []
         for path in sorted(self.path.glob("rep*.json")):
             try:

@@ -13,29 +13,15 @@ BASES = ("full", "full-constrained")
 
 
 class ServingArm(BaseModel):
-    """One of the things compared.
-
-    Attributes
-    ----------
-    name : str
-        What rows are called; unique in a plan.
-    method : str or None
-        `name` or `name@preset`; None of a server whose method is not known.
-    budget : int, str or None
-        As the method takes it.
-    settings : dict
-        Every parameter of the method.
-    url : str or None
-        The server, where it was not started here.
-    """
+    """One of the things compared."""
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
-    method: str | None = None
+    name: str  # unique in a plan
+    method: str | None = None  # `name` or `name@preset`; None of a server whose method is unknown
     budget: int | str | None = None
-    settings: dict[str, Any] = Field(default_factory=dict)
-    url: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)  # every parameter of the method
+    url: str | None = None  # of a server that was not started here
 
     @property
     def interval(self) -> int:
@@ -44,23 +30,7 @@ class ServingArm(BaseModel):
 
 
 class ServingPlan(BaseModel):
-    """Everything that can change a figure, hardware and versions aside.
-
-    Attributes
-    ----------
-    weights : str
-        `loaded`; `dummy`, which makes every text meaningless; `unknown` of a server by URL.
-    engine_args : dict
-        Passed on to the engine's own command line.
-    allow_untested : bool
-        Whether an engine's version may be one that its adapter was not written for.
-    shapes, loads : list of str
-        As `loadgen.jobs` spells them: `16k/1k`, `c8`, `2/s`.
-    sessions : int or None
-        Of one measurement; None: twice the concurrency.
-    together : bool
-        Whether all engines stood at once, instead of one after the other.
-    """
+    """Everything that can change a figure, hardware and versions aside."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,21 +39,21 @@ class ServingPlan(BaseModel):
     model: str
     dtype: str | None = None
     device: str | None = None
-    weights: Literal["loaded", "dummy", "unknown"] = "loaded"
-    engine_args: dict[str, str] = Field(default_factory=dict)
-    allow_untested: bool = False
+    weights: Literal["loaded", "dummy", "unknown"] = "loaded"  # unknown of a server by URL
+    engine_args: dict[str, str] = Field(default_factory=dict)  # for the engine's command line
+    allow_untested: bool = False  # engine versions that the adapter was not written for
     wire: str = "gateway"
     arms: list[ServingArm]
-    shapes: list[str]
-    loads: list[str]
+    shapes: list[str]  # as `loadgen.jobs` spells them: `16k/1k`
+    loads: list[str]  # `c8`, `2/s`
     turns: int
     tool_tokens: int
     think_time_s: float
-    sessions: int | None
+    sessions: int | None  # of one measurement; None: twice the concurrency
     warmup: int
     repeats: int
     seed: int
-    together: bool = False
+    together: bool = False  # whether all engines stood at once
 
     @property
     def model_name(self) -> str:
@@ -95,19 +65,6 @@ class Measurement(BaseModel):
     """One repetition of one arm at one shape and load.
 
     On disk the figures stand beside the other keys, as in the files of `vllm bench serve`.
-
-    Attributes
-    ----------
-    repetition, place : int
-        From 0; `place` is the arm's in the order of that repetition.
-    figures : dict
-        See `loadgen.metrics.figures`.
-    kv : dict or None
-        See `loadgen.metrics.kv_figures`.
-    errors : dict
-        What failed requests said, and how often.
-    server : dict
-        What the engine says of itself: model hash, device, dtype.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,19 +72,19 @@ class Measurement(BaseModel):
     arm: str
     shape: str
     load: str
-    repetition: int
-    place: int
+    repetition: int  # from 0
+    place: int  # the arm's in the order of that repetition
     date: str
     backend: str
     model_id: str
     num_prompts: int
     max_concurrency: int | None
     request_rate: float | Literal["inf"]
-    figures: dict[str, int | float]
-    kv: dict[str, Any] | None = None
-    errors: dict[str, int] = Field(default_factory=dict)
+    figures: dict[str, int | float]  # of `loadgen.metrics.figures`
+    kv: dict[str, Any] | None = None  # of `loadgen.metrics.kv_figures`
+    errors: dict[str, int] = Field(default_factory=dict)  # what failed requests said, how often
     warmup_errors: int = 0
-    server: dict[str, Any] = Field(default_factory=dict)
+    server: dict[str, Any] = Field(default_factory=dict)  # what the engine says of itself
     requests: list[dict[str, Any]] | None = None
 
     @property
@@ -137,18 +94,11 @@ class Measurement(BaseModel):
 
     def document(self) -> dict[str, Any]:
         """Return the measurement as it is written."""
-        plain = self.model_dump(exclude={"figures"}, exclude_none=True)
-        return plain | self.figures
+        return self.model_dump(exclude={"figures"}, exclude_none=True) | self.figures
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Self:
-        """Read what `document` returned.
-
-        Raises
-        ------
-        pydantic.ValidationError
-            If it is something else.
-        """
+        """Read what `document` returned; a pydantic.ValidationError if it is something else."""
         own = {name: value for name, value in document.items() if name in cls.model_fields}
         rest = {name: value for name, value in document.items() if name not in own}
         return cls.model_validate({"max_concurrency": None, **own, "figures": rest})

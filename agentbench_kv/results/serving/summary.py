@@ -18,19 +18,7 @@ _KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
 
 
 class ServingCell(BaseModel):
-    """One arm at one shape and load.
-
-    Attributes
-    ----------
-    figures : dict of str to Median
-        Median over repetitions.
-    ratios : dict of str to Median
-        Output tokens per second over those of another arm in the same repetition; by arm.
-    kv : dict of str to float
-        Medians over repetitions; empty without accounting.
-    reasons : list of str
-        Why the cell may not be ranked.
-    """
+    """One arm at one shape and load; figures are medians over repetitions."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,9 +27,9 @@ class ServingCell(BaseModel):
     load: str
     repetitions: int
     figures: dict[str, Median]
-    ratios: dict[str, Median]
-    kv: dict[str, float]
-    reasons: list[str]
+    ratios: dict[str, Median]  # output tokens/s over another arm's in the same repetition; by arm
+    kv: dict[str, float]  # empty without accounting
+    reasons: list[str]  # why the cell may not be ranked
 
 
 class Best(BaseModel):
@@ -125,8 +113,9 @@ def _best(
     fastest: dict[str, ServingCell] = {}
     for cell in cells:
         held = fastest.get(cell.arm)
-        if not cell.reasons and (held is None or _speed(cell).point > _speed(held).point):
-            fastest[cell.arm] = cell
+        if cell.reasons or (held and cell.figures[SPEED].point <= held.figures[SPEED].point):
+            continue
+        fastest[cell.arm] = cell
     runs = {arm: groups[cell.shape, cell.load, arm] for arm, cell in fastest.items()}
     bases = {base: runs[base] for base in BASES if base in runs}
     return [
@@ -134,15 +123,11 @@ def _best(
             arm=arm,
             shape=cell.shape,
             load=cell.load,
-            speed=_speed(cell),
+            speed=cell.figures[SPEED],
             ratios=_ratios(arm, runs[arm], bases),
         )
         for arm, cell in fastest.items()
     ]
-
-
-def _speed(cell: ServingCell) -> Median:
-    return cell.figures[SPEED]
 
 
 def _kv(runs: Sequence[Measurement]) -> dict[str, float]:
@@ -153,26 +138,20 @@ def _kv(runs: Sequence[Measurement]) -> dict[str, float]:
 
 
 def _reasons(arm: ServingArm, runs: Sequence[Measurement]) -> list[str]:
-    found = (_failed(runs), _reset(runs), _unproved(arm, runs))
-    return [reason for reason in found if reason]
-
-
-def _failed(runs: Sequence[Measurement]) -> str | None:
-    failed = sum(_failures(run) for run in runs)
-    if not failed:
-        return None
-    sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
-    said = next((error for run in runs for error in run.errors), "no reason given")
-    return f"{failed} of {sent} requests failed: {said}"
+    reasons = []
+    if failed := sum(_failures(run) for run in runs):
+        sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
+        said = next((error for run in runs for error in run.errors), "no reason given")
+        reasons.append(f"{failed} of {sent} requests failed: {said}")
+    if resets := sum(int((run.kv or {}).get("session_resets", 0)) for run in runs):
+        reasons.append(f"{resets} session resets: prompts were prefilled again")
+    if unproved := _unproved(arm, runs):
+        reasons.append(unproved)
+    return reasons
 
 
 def _failures(run: Measurement) -> int:
     return int(run.figures.get("failed", 0))
-
-
-def _reset(runs: Sequence[Measurement]) -> str | None:
-    resets = sum(int((run.kv or {}).get("session_resets", 0)) for run in runs)
-    return f"{resets} session resets: prompts were prefilled again" if resets else None
 
 
 def _unproved(arm: ServingArm, runs: Sequence[Measurement]) -> str | None:

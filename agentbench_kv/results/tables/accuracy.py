@@ -19,16 +19,14 @@ from agentbench_kv.results.tables.model import (
     Row,
     Table,
     Unit,
-    heading,
-    place,
-    slug,
-    spoken,
+    setting_table,
 )
 from agentbench_kv.results.tables.published import published_rows
 
 LEGEND = (
-    "marked: the best of two or more compressed methods at a budget, and all that cannot be told "
-    "from it (paired by sample; in 19 of 20 tables no two equal methods are told apart)"
+    "marked: of two or more compressed methods at a budget the best, if it leads alone, or it and "
+    "all that are tied with it: not to be told from it (paired by sample; in 19 of 20 tables no "
+    "two equal methods are told apart)"
 )
 OWN_SAMPLES = (
     "samples with an event: each method has its own, so that these rows do not compare; samples: "
@@ -54,19 +52,11 @@ Values = Mapping[tuple[str, int | str | None], Cell]
 
 @dataclass(frozen=True)
 class _Page:
-    """A board with what stands around it.
-
-    Attributes
-    ----------
-    smaller : bool
-        Whether a larger set of samples of the same setting and conditions has a board.
-    null : tuple of RunGroup
-        Valid runs of the agent that does nothing, on the same task.
-    """
+    """A board with what stands around it."""
 
     board: Board
-    smaller: bool
-    null: tuple[RunGroup, ...]
+    smaller: bool  # whether a larger set of samples of the same conditions has a board
+    null: tuple[RunGroup, ...]  # valid runs of the agent that does nothing, on the same task
 
     @property
     def runs(self) -> list[Run]:
@@ -75,10 +65,14 @@ class _Page:
         return [*placed, *(run for run, _ in self.board.out)]
 
     @property
+    def groups(self) -> int | None:
+        """How many groups the samples are in, where they are grouped."""
+        return next((e.level.groups for e in self.board.entries if e.level.groups), None)
+
+    @property
     def size(self) -> str:
-        """How many samples, in how many groups where they are grouped."""
-        groups = next((e.level.groups for e in self.board.entries if e.level.groups), None)
-        inside = f" in {groups} groups" if groups else ""
+        """How many samples, in how many groups."""
+        inside = f" in {self.groups} groups" if self.groups else ""
         smaller = ", a smaller set that fewer methods played" if self.smaller else ""
         return f"{len(self.board.samples)} samples{inside}{smaller}"
 
@@ -140,7 +134,10 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
     rows = [_row(label, budgets, values) for label in _labels(board.entries)]
     rows = published_rows(rows, board, budgets)
     rows += [_null_row(group, scores, board, budgets) for group, scores in null]
-    rows += [_below(run, reason, budgets, board.metric) for run, reason in board.out]
+    for run, reason in board.out:
+        own = _own(run, board.metric)
+        found = {(run.label, run.budget): _cell(level(own))} if own else {}
+        rows.append(Row(_row(run.label, budgets, found).cells, reason))
     again = repeats(page.runs, board.metric)
     notes = [*_notes(page), *[describe(again)] * bool(again), *conditions(page.runs)]
     if compressed and board.full is None:
@@ -149,7 +146,7 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
         notes.append("every sample of every compressed run had an event: the subset is the whole")
     legend = [LEGEND] * bool(compressed) + [PUBLISHED] * any(row.published for row in rows)
     legend += [describe(again)] * (not again)
-    columns = (Column("method"), *_columns(budgets, Unit.SHARE))
+    columns = _columns(budgets, Unit.SHARE)
     return _table(page, "all samples", "%", columns, rows, notes, legend)
 
 
@@ -163,42 +160,37 @@ def _triggered_table(page: _Page, compressed: Sequence[Entry]) -> Table:
         fewest[group.label] = min(len(scores.parts), fewest.get(group.label, len(scores.parts)))
     budgets = _budgets(group for group, _ in known)
     rows = [_row(label, budgets, values, Cell(number)) for label, number in fewest.items()]
-    columns = (
-        Column("method"),
-        Column("samples", Unit.NUMBER),
-        *_columns(budgets, Unit.SHARE),
-    )
+    columns = (Column("samples", Unit.NUMBER), *_columns(budgets, Unit.SHARE))
     return _table(page, "samples with an event", "%", columns, rows, [], [OWN_SAMPLES])
 
 
 def _gap_table(page: _Page, compressed: Sequence[Entry], full: Entry) -> Table:
-    gaps = [(entry, change(entry.scores, full.scores)) for entry in compressed]
-    known = [(entry, gap) for entry, gap in gaps if gap is not None]
+    gaps = [(entry.group, change(entry.scores, full.scores)) for entry in compressed]
+    known = [(group, gap) for group, gap in gaps if gap is not None]
     adjusted = holm([gap.p_value for _, gap in known])
     values = {
-        (entry.group.label, entry.group.budget): Cell(gap.point, gap.low, gap.high, p_value)
-        for (entry, gap), p_value in zip(known, adjusted, strict=True)
+        (group.label, group.budget): Cell(gap.point, gap.low, gap.high, p_value)
+        for (group, gap), p_value in zip(known, adjusted, strict=True)
     }
     budgets = _budgets(entry.group for entry in compressed)
     rows = [_row(label, budgets, values) for label in _labels(compressed)]
     notes = [f"less {full.group.label}, in points, paired by sample; {len(known)} comparisons"]
-    columns = (Column("method"), *_columns(budgets, Unit.POINTS))
+    columns = _columns(budgets, Unit.POINTS)
     return _table(page, "difference to full", "points", columns, rows, notes, [GAPS])
 
 
 def _marks(compressed: Sequence[Entry], board: Board) -> dict[int, Mark]:
-    """Mark who leads a budget of two methods and who shares its rank; never a score of 0."""
+    """Mark who leads a budget of two methods, alone or with others; never a score of 0."""
     contests: dict[int | str | None, list[Entry]] = {}
     for entry in compressed:
         contests.setdefault(entry.group.budget, []).append(entry)
-    ranked = rank(list(contests.values()), small=board.too_small is not None)
-    return {
-        id(placed.entry): Mark.BEST if placed.change is None else Mark.TIED
-        for contest in ranked
-        if len({placed.entry.group.method for placed in contest}) > 1
-        for placed in contest
-        if placed.rank == 1 and placed.entry.scores.mean > 0
-    }
+    marks: dict[int, Mark] = {}
+    for contest in rank(list(contests.values()), small=board.too_small is not None):
+        if len({placed.entry.group.method for placed in contest}) > 1:
+            first = [placed.entry for placed in contest if placed.rank == 1]
+            mark = Mark.BEST if len(first) == 1 else Mark.TIED
+            marks |= {id(entry): mark for entry in first if entry.scores.mean > 0}
+    return marks
 
 
 def _labels(entries: Iterable[Entry]) -> list[str]:
@@ -236,13 +228,6 @@ def _null_row(group: RunGroup, scores: Scores, board: Board, budgets: Budgets) -
     return _row(name, budgets, {(name, group.budget): _cell(level(scores))})
 
 
-def _below(run: Run, reason: str, budgets: Budgets, metric: str) -> Row:
-    scores = _own(run, metric)
-    found = {(run.label, run.budget): _cell(level(scores))} if scores else {}
-    row = _row(run.label, budgets, found)
-    return Row(row.cells, below=reason)
-
-
 def _own(run: Run, metric: str) -> Scores | None:
     scores = RunGroup(run.label, (run,)).scores(metric)
     return scores if scores and scores.parts else None
@@ -251,8 +236,7 @@ def _own(run: Run, metric: str) -> Scores | None:
 def _notes(page: _Page) -> list[str]:
     """Say what the figures rest on: too little, few groups, trials that were played twice."""
     board = page.board
-    groups = next((e.level.groups for e in board.entries if e.level.groups), None)
-    few = groups is not None and groups < FEW_GROUPS
+    few = page.groups is not None and page.groups < FEW_GROUPS
     again = [f"{e.group.name} ({e.group.repeated})" for e in board.entries if e.group.repeated]
     notes = (
         board.too_small if board.entries else None,
@@ -266,91 +250,68 @@ def _table(
     page: _Page,
     subset: str,
     unit: str,
-    columns: tuple[Column, ...],
+    columns: Sequence[Column],
     rows: Sequence[Row],
     notes: Sequence[str],
     legend: Sequence[str],
 ) -> Table:
     board = page.board
-    what = f"{spoken(board.metric)}, {unit} [95% interval], {subset}, {page.size}"
-    where = place(board.setting) | {
-        "metric": board.metric,
-        "subset": subset,
-        "samples": len(board.samples),
-    }
-    size = str(len(board.samples)) if page.smaller else ""
-    return Table(
-        kind=Kind.ACCURACY,
-        key=slug("accuracy", *_names(board), board.metric, subset, size),
-        title=heading(what, board.setting, board.conditions),
-        columns=columns,
-        rows=tuple(rows),
-        notes=tuple(notes),
-        where=where,
-        legend=tuple(legend),
+    metric, number = board.metric, len(board.samples)
+    spoken = "score" if metric == SCORE else f"sub-score {metric}"
+    return setting_table(
+        Kind.ACCURACY,
+        f"{spoken}, {unit} [95% interval], {subset}, {page.size}",
+        board.setting,
+        (Column("method"), *columns),
+        rows,
+        notes,
+        legend,
+        board.conditions,
+        ("accuracy", metric, subset, str(number) * page.smaller),
+        metric=metric,
+        subset=subset,
+        samples=number,
     )
-
-
-def _names(board: Board) -> tuple[str, ...]:
-    return (board.setting.task, board.setting.model, board.setting.engine, board.conditions)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A row of a pass^k table to be."""
-
-    name: str
-    budget: int | str | None
-    trials: Mapping[str, Sequence[float]]
-    powers: Mapping[str, Interval]
-    below: str | None = None
-
-    @classmethod
-    def of(
-        cls, name: str, group: RunGroup, samples: Iterable[str], below: str | None = None
-    ) -> _Line:
-        trials = {each: group.trials[each] for each in samples if each in group.trials}
-        return cls(name, group.budget, trials, pass_levels(trials, group.clusters), below)
-
-    @property
-    def most(self) -> int:
-        """K: the trials that each sample has at least."""
-        return min(map(len, self.trials.values()))
 
 
 def _pass_table(page: _Page) -> Table | None:
     board = page.board
-    lines = [_Line.of(e.group.label, e.group, board.samples) for e in board.entries]
-    lines += [_Line.of(NULL, group, board.samples or group.trials) for group in page.null]
-    alone = [(RunGroup(run.label, (run,)), reason) for run, reason in board.out]
-    lines += [_Line.of(group.label, group, group.trials, reason) for group, reason in alone]
-    lines = [line for line in lines if line.powers]
-    if not lines:
+    asked: list[tuple[str, RunGroup, Iterable[str], str | None]]
+    asked = [(e.group.label, e.group, board.samples, None) for e in board.entries]
+    asked += [(NULL, group, board.samples or group.trials, None) for group in page.null]
+    for run, reason in board.out:
+        group = RunGroup(run.label, (run,))
+        asked.append((run.label, group, group.trials, reason))
+    found = []
+    for name, group, samples, below in asked:
+        trials = {each: group.trials[each] for each in samples if each in group.trials}
+        if powers := pass_levels(trials, group.clusters):
+            budget = None if group.budget is None else str(group.budget)
+            most = min(map(len, trials.values()))  # that each sample has at least
+            first = (Cell(name), Cell(budget), Cell(len(trials)), Cell(most))
+            found.append((most, first, powers, below))
+    if not found:
         return None
-    names = sorted({name for line in lines for name in line.powers}, key=lambda n: pass_k(n) or 0)
-    tries = sorted({line.most for line in lines})
-    budgets = [None if line.budget is None else str(line.budget) for line in lines]
-    return Table(
-        kind=Kind.ACCURACY,
-        key=slug("passk", *_names(board), str(len(board.samples)) if page.smaller else ""),
-        title=heading(f"pass^k, % [95% interval], {page.size}", board.setting, board.conditions),
-        columns=(
+    names = {name for _, _, powers, _ in found for name in powers}
+    ordered = sorted(names, key=lambda name: pass_k(name) or 0)
+    tries = sorted({most for most, *_ in found})
+    return setting_table(
+        Kind.ACCURACY,
+        f"pass^k, % [95% interval], {page.size}",
+        board.setting,
+        (
             *(Column("method"), Column("budget")),
             *(Column("samples", Unit.NUMBER), Column("K", Unit.NUMBER)),
-            *(Column(name, Unit.SHARE) for name in names),
+            *(Column(name, Unit.SHARE) for name in ordered),
         ),
-        rows=tuple(
-            Row(
-                (
-                    *(Cell(line.name), Cell(budget)),
-                    *(Cell(len(line.trials)), Cell(line.most)),
-                    *(_cell(line.powers[k]) if k in line.powers else Cell() for k in names),
-                ),
-                below=line.below,
-            )
-            for line, budget in zip(lines, budgets, strict=True)
-        ),
-        notes=(f"K = {', '.join(map(str, tries))} trials", *conditions(page.runs)),
-        where=place(board.setting) | {"metric": "pass^k", "samples": len(board.samples)},
-        legend=(PASSES,),
+        [
+            Row((*first, *(_cell(powers[k]) if k in powers else Cell() for k in ordered)), below)
+            for _, first, powers, below in found
+        ],
+        (f"K = {', '.join(map(str, tries))} trials", *conditions(page.runs)),
+        (PASSES,),
+        board.conditions,
+        ("passk", str(len(board.samples)) * page.smaller),
+        metric="pass^k",
+        samples=len(board.samples),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from agentbench_kv.results.runs import Run
 
@@ -27,13 +26,12 @@ def _value(run: Run, name: str) -> str:
     recorded = task.get(name) if isinstance(task, Mapping) else None
     settings = run.spec.get("task_params")
     given = settings.get(name) if isinstance(settings, Mapping) else None
-    return _words(given if recorded is None else recorded)
-
-
-def _words(value: Any) -> str:
+    value = given if recorded is None else recorded
     if isinstance(value, Mapping):
-        name = value.get("name") or value.get("model") or ""
-        parts = [str(name), str(value.get("sha256", ""))[:12]]
-        words = "@".join(part for part in parts if part)
+        parts = (
+            str(value.get("name") or value.get("model") or ""),
+            str(value.get("sha256", ""))[:12],
+        )
+        words = "@".join(filter(None, parts))
         return f"{words} (synthetic)" if value.get("synthetic") else words
     return "" if value is None else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median as middle
 
 from agentbench_kv.results.groups import by_setting, variants
@@ -11,17 +12,7 @@ from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.runs import Run, Setting
 from agentbench_kv.results.stats import REPETITIONS, median, speed_change
 from agentbench_kv.results.summary import KVSummary
-from agentbench_kv.results.tables.model import (
-    Cell,
-    Column,
-    Kind,
-    Row,
-    Table,
-    Unit,
-    heading,
-    place,
-    slug,
-)
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
 
 COSTS = (
     "tokens per layer and KV head; KV read, prefilled and restored: mean of a session",
@@ -37,57 +28,35 @@ BASES = ("full", "full-constrained")
 Value = Callable[[Run], float | None]
 
 
-@dataclass(frozen=True)
-class _Figure:
-    """A column: its heading and how a run fills it."""
-
-    title: str
-    unit: Unit
-    of: Value
-
-
 def efficiency_tables(runs: Sequence[Run]) -> list[Table]:
     """Return KV memory and traffic of every run whose sessions reached the engine.
 
     Traffic is a mean over sessions, so that runs of different length compare.
     """
-    return [
-        _efficiency(setting, same)
-        for setting, same in by_setting(run for run in runs if run.summary.kv is not None).items()
-    ]
+    known = by_setting(run for run in runs if run.summary.kv is not None)
+    return [_efficiency(setting, same) for setting, same in known.items()]
 
 
 def throughput_tables(runs: Sequence[Run]) -> list[Table]:
     """Return serving figures of every run that generated anything."""
-    return [
-        _throughput(setting, same)
-        for setting, same in by_setting(run for run in runs if run.summary.tokens_per_s).items()
-        if not setting.null
-    ]
+    known = by_setting(run for run in runs if run.summary.tokens_per_s)
+    return [_throughput(setting, same) for setting, same in known.items() if not setting.null]
 
 
 def _efficiency(setting: Setting, runs: Sequence[Run]) -> Table:
     figures = _costs(runs)
     several = len({run.summary.seed for run in runs}) > 1
-    rows = [
-        Row(
-            (
-                *_identity(label, run),
-                *[Cell(str(run.summary.seed))] * several,
-                *(Cell(figure.of(run)) for figure in figures),
-            ),
-            below=run.reason,
-        )
-        for run, label in zip(runs, variants(runs), strict=True)
-    ]
-    columns = [
-        *(Column(name) for name in ("method", "budget", *["seed"] * several)),
-        *(Column(figure.title, figure.unit) for figure in figures),
-    ]
-    return _table(Kind.EFFICIENCY, "KV memory and traffic", setting, columns, rows, COSTS)
+    rows = []
+    for run, label in zip(runs, variants(runs), strict=True):
+        texts = (label, _budget(run), *[str(run.summary.seed)] * several)
+        values = (of(run) for of in figures.values())
+        rows.append(Row((*map(Cell, texts), *map(Cell, values)), run.reason))
+    columns = (*map(Column, ("method", "budget", *["seed"] * several)), *figures)
+    what = "KV memory and traffic"
+    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=COSTS)
 
 
-def _costs(runs: Sequence[Run]) -> list[_Figure]:
+def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
     def kv(of: Callable[[KVSummary], float], shared: bool = False) -> Value:
         """Return a figure of the KV summary, divided by the sessions if it is their total."""
 
@@ -99,24 +68,24 @@ def _costs(runs: Sequence[Run]) -> list[_Figure]:
         return value
 
     kinds = [s.value for s in TrialStatus if any(s.value in r.summary.failures for r in runs)]
-    return [
-        _Figure("trials", Unit.NUMBER, lambda run: run.summary.trials),
-        _Figure("peak live", Unit.TOKENS, kv(lambda a: a.median_peak_live)),
-        _Figure("worst peak", Unit.TOKENS, kv(lambda a: a.max_peak_live)),
-        _Figure("logical", Unit.TOKENS, kv(lambda a: a.median_logical)),
-        _Figure("live / logical %", Unit.SHARE, kv(lambda a: a.live_over_logical)),
-        _Figure("mean decode KV", Unit.TOKENS, kv(lambda a: a.mean_decode_kv)),
-        _Figure("KV read MB", Unit.MEGABYTES, kv(lambda a: a.bytes_read / 1e6, shared=True)),
-        _Figure("prefilled", Unit.TOKENS, kv(lambda a: a.prefill_tokens, shared=True)),
-        _Figure("restored", Unit.TOKENS, kv(lambda a: a.restored, shared=True)),
-        _Figure("events", Unit.RATIO, kv(lambda a: a.events, shared=True)),
-        _Figure("failed %", Unit.SHARE, lambda run: run.summary.non_completion_rate),
-        *(_Figure(kind.replace("_", " "), Unit.NUMBER, _failures(kind)) for kind in kinds),
-    ]
+    return {
+        Column("trials", Unit.NUMBER): lambda run: run.summary.trials,
+        Column("peak live", Unit.TOKENS): kv(lambda a: a.median_peak_live),
+        Column("worst peak", Unit.TOKENS): kv(lambda a: a.max_peak_live),
+        Column("logical", Unit.TOKENS): kv(lambda a: a.median_logical),
+        Column("live / logical %", Unit.SHARE): kv(lambda a: a.live_over_logical),
+        Column("mean decode KV", Unit.TOKENS): kv(lambda a: a.mean_decode_kv),
+        Column("KV read MB", Unit.MEGABYTES): kv(lambda a: a.bytes_read / 1e6, shared=True),
+        Column("prefilled", Unit.TOKENS): kv(lambda a: a.prefill_tokens, shared=True),
+        Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),
+        Column("events", Unit.RATIO): kv(lambda a: a.events, shared=True),
+        Column("failed %", Unit.SHARE): lambda run: run.summary.non_completion_rate,
+        **{Column(kind.replace("_", " "), Unit.NUMBER): partial(_failed, kind) for kind in kinds},
+    }
 
 
-def _failures(kind: str) -> Value:
-    return lambda run: run.summary.failures.get(kind, 0)
+def _failed(kind: str, run: Run) -> int:
+    return run.summary.failures.get(kind, 0)
 
 
 @dataclass(frozen=True)
@@ -138,37 +107,33 @@ def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
         # A run that is not valid stands alone, below the line.
         key = (label, run.budget, repr(_served(run)), run.reason and str(run.path))
         alike.setdefault(key, _Repeats(label, [])).runs.append(run)
-    repeats = list(alike.values())
-    enough = [each for each in repeats if len(each.runs) >= REPETITIONS]
+    enough = [each for each in alike.values() if len(each.runs) >= REPETITIONS]
     bases = [name for name in BASES if any(each.runs[0].method == name for each in enough)]
+    figures: dict[Column, Callable[[_Repeats], Cell]] = {
+        Column("method"): lambda each: Cell(each.label),
+        Column("budget"): lambda each: Cell(_budget(each.runs[0])),
+        Column("allowed", Unit.NUMBER): lambda each: Cell(_allowed(each.runs[0])),
+        Column("runs", Unit.NUMBER): lambda each: Cell(len(each.runs)),
+        Column("in flight", Unit.RATE): _middle(lambda run: run.in_flight),
+        Column("output tok/s", Unit.RATE): _speed,
+        **{Column(f"x {name}", Unit.RATIO): partial(_ratio, name, enough) for name in bases},
+        Column("TTFT ms", Unit.MILLISECONDS): _middle(lambda run: run.summary.ttft_ms),
+        Column("TPOT ms", Unit.MILLISECONDS): _middle(lambda run: run.summary.tpot_ms),
+    }
     rows = [
-        Row(
-            (
-                *_identity(each.label, each.runs[0]),
-                *(Cell(_allowed(each.runs[0])), Cell(len(each.runs))),
-                _middle(each, lambda run: run.in_flight),
-                _speed(each),
-                *(_ratio(each, name, enough) for name in bases),
-                _middle(each, lambda run: run.summary.ttft_ms),
-                _middle(each, lambda run: run.summary.tpot_ms),
-            ),
-            below=each.runs[0].reason,
-        )
-        for each in repeats
+        Row(tuple(of(each) for of in figures.values()), each.runs[0].reason)
+        for each in alike.values()
     ]
-    columns = [
-        *(Column("method"), Column("budget")),
-        *(Column("allowed", Unit.NUMBER), Column("runs", Unit.NUMBER)),
-        *(Column("in flight", Unit.RATE), Column("output tok/s", Unit.RATE)),
-        *(Column(f"x {name}", Unit.RATIO) for name in bases),
-        *(Column("TTFT ms", Unit.MILLISECONDS), Column("TPOT ms", Unit.MILLISECONDS)),
-    ]
-    return _table(Kind.THROUGHPUT, "throughput and latency", setting, columns, rows, SPEEDS)
+    what = "throughput and latency"
+    return setting_table(Kind.THROUGHPUT, what, setting, figures, rows, legend=SPEEDS)
 
 
-def _middle(repeats: _Repeats, of: Value) -> Cell:
-    known = [value for run in repeats.runs if (value := of(run)) is not None]
-    return Cell(middle(known)) if known else Cell()
+def _middle(of: Value) -> Callable[[_Repeats], Cell]:
+    def cell(repeats: _Repeats) -> Cell:
+        known = [value for run in repeats.runs if (value := of(run)) is not None]
+        return Cell(middle(known)) if known else Cell()
+
+    return cell
 
 
 def _speed(repeats: _Repeats) -> Cell:
@@ -176,7 +141,7 @@ def _speed(repeats: _Repeats) -> Cell:
     return Cell(found.point, found.low, found.high) if found.n >= REPETITIONS else Cell(found.point)
 
 
-def _ratio(repeats: _Repeats, method: str, enough: Sequence[_Repeats]) -> Cell:
+def _ratio(method: str, enough: Sequence[_Repeats], repeats: _Repeats) -> Cell:
     """Compare with the runs of `method` that were served alike, if both sides have enough."""
     served = _served(repeats.runs[0])
     base = next(
@@ -198,24 +163,5 @@ def _allowed(run: Run) -> float | None:
     return allowed if isinstance(allowed, int) else None
 
 
-def _identity(label: str, run: Run) -> tuple[Cell, Cell]:
-    return Cell(label), Cell(None if run.budget is None else str(run.budget))
-
-
-def _table(
-    kind: Kind,
-    what: str,
-    setting: Setting,
-    columns: Sequence[Column],
-    rows: Sequence[Row],
-    legend: tuple[str, ...],
-) -> Table:
-    return Table(
-        kind=kind,
-        key=slug(kind.value, setting.task, setting.model, setting.engine),
-        title=heading(what, setting),
-        columns=tuple(columns),
-        rows=tuple(rows),
-        where=place(setting),
-        legend=legend,
-    )
+def _budget(run: Run) -> str | None:
+    return None if run.budget is None else str(run.budget)

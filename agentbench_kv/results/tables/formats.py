@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -22,14 +22,16 @@ from rich.text import Text
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.tables import latex
 from agentbench_kv.results.tables.model import Cell, Column, Row, Table, Unit
-from agentbench_kv.results.tables.text import headings, lines, numeric
+from agentbench_kv.results.tables.text import headings, lines
 from agentbench_kv.results.terminal import console, visible
 
 SCHEMA = 1
+_WHERE = ("task", "model", "engine", "metric")
+_CELL = ("value", "low", "high", "p_value", "mark")
 CSV_COLUMNS = (
-    "table", "kind", "task", "model", "engine", "metric", "row", "column", "unit", "value",
-    "low", "high", "p_value", "mark", "published", "below_the_line",
-)  # fmt: skip
+    *("table", "kind", *_WHERE, "row", "column", "unit", *_CELL),
+    *("published", "below_the_line"),
+)
 WIDTH = 200
 _FORMULA = ("=", "+", "-", "@")
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>|#~!&$])")
@@ -58,11 +60,6 @@ def render_markdown(tables: Sequence[Table]) -> str:
     return "\n\n".join(map(_markdown, said_once(tables))) + "\n"
 
 
-def render_latex(tables: Sequence[Table]) -> str:
-    """Return LaTeX, see `tables.latex`."""
-    return latex.render(said_once(tables))
-
-
 def render_csv(tables: Sequence[Table]) -> str:
     """Return one CSV with a line for every cell that has a value, whatever tables there are.
 
@@ -89,7 +86,7 @@ FORMATS: dict[str, tuple[str, Callable[[Sequence[Table]], str]]] = {
     "terminal": ("txt", render_terminal),
     "markdown": ("md", render_markdown),
     "csv": ("csv", render_csv),
-    "latex": ("tex", render_latex),
+    "latex": ("tex", lambda tables: latex.render(said_once(tables))),
     "json": ("json", render_json),
 }
 
@@ -120,9 +117,10 @@ def write(tables: Sequence[Table], name: str, out: Path) -> list[Path]:
     A path that exists as a folder or has no suffix is a folder.
     """
     suffix, render = FORMATS[name]
-    texts = {out: render(tables)}
     if _is_folder(out):
         texts = {path: render([table]) for path, table in _named(tables, out, suffix).items()}
+    else:
+        texts = {out: render(tables)}
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +158,9 @@ def _print(where: Console, tables: Sequence[Table]) -> None:
 
 def _grid(table: Table) -> RichTable:
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
-    for title, number in zip(headings(table), numeric(table), strict=True):
-        grid.add_column(
-            Text(visible(title)), justify="right" if number else "left", overflow="fold"
-        )
+    for title, number in headings(table):
+        justify: Literal["left", "right"] = "right" if number else "left"
+        grid.add_column(Text(visible(title)), justify=justify, overflow="fold")
     above = True
     for line in lines(table):
         if line.below and above:
@@ -178,8 +175,11 @@ def _grid(table: Table) -> RichTable:
 
 
 def _markdown(table: Table) -> str:
-    rule = ["--:" if number else ":--" for number in numeric(table)]
-    grid = [_markdown_row(map(markdown_text, headings(table))), _markdown_row(rule)]
+    columns = headings(table)
+    grid = [
+        _markdown_row(markdown_text(title) for title, _ in columns),
+        _markdown_row("--:" if number else ":--" for _, number in columns),
+    ]
     for line in lines(table):
         cells = zip(map(markdown_text, line.texts), line.strong, strict=True)
         grid.append(_markdown_row(f"**{text}**" if strong else text for text, strong in cells))
@@ -204,11 +204,10 @@ def _csv_row(table: Table, row: Row, column: Column, cell: Cell) -> list[object]
         if column.unit is Unit.TEXT and cell.value is not None
     )
     return [
-        *(table.key, table.kind.value),
-        *(table.where.get(name) for name in ("task", "model", "engine", "metric")),
-        *(", ".join(texts), column.title, column.unit.value, cell.value),
-        *(cell.low, cell.high, cell.p_value),
-        *(cell.mark and cell.mark.value, int(row.published), row.below),
+        *(table.key, table.kind.value, *map(table.where.get, _WHERE)),
+        *(", ".join(texts), column.title, column.unit.value),
+        *(getattr(cell, name) for name in _CELL),
+        *(int(row.published), row.below),
     ]
 
 
@@ -232,14 +231,5 @@ def _document(table: Table) -> dict[str, Any]:
 
 
 def _row_document(row: Row) -> dict[str, Any]:
-    cells = [
-        {
-            "value": cell.value,
-            "low": cell.low,
-            "high": cell.high,
-            "p_value": cell.p_value,
-            "mark": cell.mark.value if cell.mark else None,
-        }
-        for cell in row.cells
-    ]
+    cells = [{name: getattr(cell, name) for name in _CELL} for cell in row.cells]
     return {"cells": cells, "published": row.published, "below_the_line": row.below}

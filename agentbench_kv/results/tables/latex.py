@@ -8,12 +8,15 @@ than a page, between rows. Then each piece is scaled to the column it stands in,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agentbench_kv.results.tables.model import Table, Unit
-from agentbench_kv.results.tables.text import REASON, Line, lines, visible
+from agentbench_kv.results.tables.text import REASON, Line, lines
+from agentbench_kv.results.terminal import visible
 
+T = TypeVar("T")
 _SPECIAL = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -81,19 +84,19 @@ def _render(table: Table) -> str:
     notes += [_note(note) for note in dict.fromkeys(table.notes)]
     capacity = _PAGE - _lines_of(table.title)
     tabulars = _tabulars(table, list(zip(rows, marks, strict=True)), capacity)
-    floats = _packed([*tabulars, *notes], capacity)
+    floats = _packed([*tabulars, *notes], lambda block: block.height, capacity)
     return "\n".join(
         _float(table, blocks, continued=number > 0) for number, blocks in enumerate(floats)
     )
 
 
-def _packed(blocks: Iterable[_Block], capacity: float) -> list[list[_Block]]:
-    """Put blocks on pages, in order."""
-    pages: list[list[_Block]] = [[]]
-    for block in blocks:
-        if pages[-1] and sum(each.height for each in pages[-1]) + block.height > capacity:
+def _packed(items: Iterable[T], height: Callable[[T], float], most: float) -> list[list[T]]:
+    """Put items on pages, in order."""
+    pages: list[list[T]] = [[]]
+    for item in items:
+        if pages[-1] and sum(map(height, (*pages[-1], item))) > most:
             pages.append([])
-        pages[-1].append(block)
+        pages[-1].append(item)
     return pages
 
 
@@ -111,30 +114,18 @@ def _float(table: Table, blocks: Sequence[_Block], continued: bool) -> str:
 
 def _tabulars(table: Table, rows: Sequence[tuple[Line, str]], capacity: float) -> Iterator[_Block]:
     """Yield the table in pieces that are neither wider than the text nor longer than a page."""
-    stub = _stub(table)
+    # The first columns, those of text, name a row.
+    units = [column.unit is Unit.TEXT for column in table.columns]
+    stub = max(1, [*units, False].index(False))
     groups = _column_groups(table, [line for line, _ in rows], stub)
     # Of two groups, those of the same rows fit on one page.
-    for part in _row_groups(rows, capacity / min(len(groups), 2) - _RULES):
+    most = capacity / min(len(groups), 2) - _RULES
+    for part in _packed(rows, lambda row: _height(row[0]), most):
         yield _tabular(table, part, groups[0])
         for group in groups[1:]:
             filled = [row for row in part if any(row[0].texts[i] for i in group[stub:])]
             if filled:
                 yield _tabular(table, filled, group)
-
-
-def _row_groups(rows: Sequence[tuple[Line, str]], most: float) -> list[list[tuple[Line, str]]]:
-    groups: list[list[tuple[Line, str]]] = [[]]
-    for row in rows:
-        if groups[-1] and sum(_height(line) for line, _ in (*groups[-1], row)) > most:
-            groups.append([])
-        groups[-1].append(row)
-    return groups
-
-
-def _stub(table: Table) -> int:
-    """Return how many of the first columns name a row: those of text, at least one."""
-    units = [column.unit is Unit.TEXT for column in table.columns]
-    return max(1, [*units, False].index(False))
 
 
 def _column_groups(table: Table, rows: Sequence[Line], stub: int) -> list[list[int]]:
@@ -205,12 +196,8 @@ def _note(note: str, number: str = "") -> _Block:
 
 def _prose(text: str) -> str:
     """Escape text that may be broken into lines, also within words that no line could hold."""
-    words = _LONG_WORD.sub(lambda match: _BREAK.join(_pieces(match.group())), visible(text))
+    words = _LONG_WORD.sub(lambda word: _BREAK.join(re.findall(".{1,12}", word[0])), visible(text))
     return r"\allowbreak{}".join(map(escape, words.split(_BREAK)))
-
-
-def _pieces(word: str) -> list[str]:
-    return [word[start : start + 12] for start in range(0, len(word), 12)]
 
 
 def _width(text: str, bold: bool = False) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentbench_kv.results.runs import SCORE, Setting
+from agentbench_kv.results.runs import Setting
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.]+")
 
@@ -39,34 +39,20 @@ class Kind(StrEnum):
 class Mark(StrEnum):
     """What is special about a cell."""
 
-    BEST = "best"
-    TIED = "tied"
+    BEST = "best"  # leads alone
+    TIED = "tied"  # one of several that lead
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One value.
-
-    Attributes
-    ----------
-    value : float, str or None
-        In the unit of its column; None where there is nothing. NaN and infinity become None.
-    low, high : float or None
-        The ends of its 95% interval.
-    p_value : float or None
-        Of the comparison the value stands for, adjusted for the family.
-    mark : Mark or None
-        Best of its column, or not distinguishable from the best.
-    text : str or None
-        What people read instead of the numbers, where these do not say it all.
-    """
+    """One value in the unit of its column; NaN and infinity become None, which is nothing."""
 
     value: float | str | None = None
-    low: float | None = None
+    low: float | None = None  # ends of its 95% interval
     high: float | None = None
-    p_value: float | None = None
+    p_value: float | None = None  # of the comparison it stands for, adjusted for the family
     mark: Mark | None = None
-    text: str | None = None
+    text: str | None = None  # what people read instead, where the numbers do not say it all
 
     def __post_init__(self) -> None:
         """Replace what no format can carry."""
@@ -86,58 +72,25 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Cells in the order of the columns.
-
-    Attributes
-    ----------
-    cells : tuple of Cell
-        One for each column.
-    below : str or None
-        Why the row stands below the line, unranked; None for a row above it.
-    published : bool
-        Whether the figures are a paper's, not measured here.
-    """
+    """One cell for each column."""
 
     cells: tuple[Cell, ...]
-    below: str | None = None
-    published: bool = False
+    below: str | None = None  # why it stands below the line, unranked
+    published: bool = False  # a paper's figures, not measured here
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table in no format.
-
-    Attributes
-    ----------
-    kind : Kind
-        Family.
-    key : str
-        Name that is safe in a file's name.
-    title : str
-        What it shows, and for what.
-    columns, rows : tuple
-        Every row has one cell for each column.
-    notes : tuple of str
-        Lines printed under the table.
-    legend : tuple of str
-        How such tables are read: printed under the first of a document only.
-    where : dict
-        What all rows share: task, model, engine, metric, samples.
-
-    Raises
-    ------
-    ValueError
-        If a row has another number of cells than there are columns.
-    """
+    """A table in no format; a ValueError if a row has not one cell for each column."""
 
     kind: Kind
-    key: str
+    key: str  # safe in a file's name
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
-    where: dict[str, str | int] = field(default_factory=dict)
-    legend: tuple[str, ...] = ()
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    where: Mapping[str, str | int] = field(default_factory=dict)  # what all rows share
+    legend: Sequence[str] = ()  # how such tables are read: said once in a document
 
     def __post_init__(self) -> None:
         """Check the shape."""
@@ -146,14 +99,14 @@ class Table:
                 raise ValueError(f"{len(row.cells)} cells for {len(self.columns)} columns")
 
     @property
-    def ranked(self) -> tuple[Row, ...]:
+    def ranked(self) -> list[Row]:
         """Rows above the line."""
-        return tuple(row for row in self.rows if row.below is None)
+        return [row for row in self.rows if row.below is None]
 
     @property
-    def unranked(self) -> tuple[Row, ...]:
+    def unranked(self) -> list[Row]:
         """Rows below the line."""
-        return tuple(row for row in self.rows if row.below is not None)
+        return [row for row in self.rows if row.below is not None]
 
     def cells(self) -> Iterator[tuple[Row, Column, Cell]]:
         """Go through all cells, rows above the line first."""
@@ -162,22 +115,30 @@ class Table:
                 yield row, column, cell
 
 
-def heading(what: str, setting: Setting, conditions: str = "") -> str:
-    """Return a title: what is shown, then task, model, engine, and what sets its runs apart."""
-    apart = f" [{conditions}]" if conditions else ""
-    return f"{what}: {setting.task}, {setting.model}, {setting.engine}{apart}"
+def setting_table(
+    kind: Kind,
+    what: str,
+    setting: Setting,
+    columns: Iterable[Column],
+    rows: Sequence[Row],
+    notes: Sequence[str] = (),
+    legend: Sequence[str] = (),
+    conditions: str = "",
+    apart: Sequence[str] = (),
+    **shared: str | int,
+) -> Table:
+    """Return a table of one setting.
 
-
-def spoken(metric: str) -> str:
-    """Return a metric as people say it."""
-    return "score" if metric == SCORE else f"sub-score {metric}"
+    Its key begins with the first of `apart`, or else the kind, and ends with the others; `shared`
+    is what its rows have in common besides the setting.
+    """
+    place = {"task": setting.task, "model": setting.model, "engine": setting.engine}
+    first, *others = apart or (kind.value,)
+    title = f"{what}: {', '.join(place.values())}" + f" [{conditions}]" * bool(conditions)
+    key = slug(first, *place.values(), conditions, *others)
+    return Table(kind, key, title, tuple(columns), rows, notes, {**place, **shared}, legend)
 
 
 def slug(*parts: str) -> str:
     """Join parts to a name that is safe in a file's name, a LaTeX label and a link."""
     return "-".join(_UNSAFE.sub("-", part).strip("-.") for part in parts if part)
-
-
-def place(setting: Setting) -> dict[str, str | int]:
-    """Return a setting as what the rows of a table share."""
-    return {"task": setting.task, "model": setting.model, "engine": setting.engine}

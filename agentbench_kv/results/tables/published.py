@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from agentbench_kv.results.papers import (
-    HEADLINES,
-    PublishedFigure,
-    count_first,
-    figures,
-    leaders,
-)
+from agentbench_kv.results.papers import HEADLINES, PublishedFigure, count_first, figures, leaders
 from agentbench_kv.results.ranking import Board
 from agentbench_kv.results.runs import SCORE, Setting
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit, slug
@@ -41,10 +35,8 @@ def same_cell(setting: Setting) -> list[PublishedFigure]:
 def published_rows(
     rows: Sequence[Row], board: Board, budgets: Sequence[int | str | None]
 ) -> list[Row]:
-    """Return a board's rows, each followed by the published figures of its method and budgets.
-
-    Papers only publish the headline score.
-    """
+    """Return a board's rows, each followed by the published figures of its method and budgets."""
+    # Papers only publish the headline score.
     known = same_cell(board.setting) if board.metric == SCORE else []
     groups = [entry.group for entry in board.entries]
     methods = {group.label: group.method for group in groups}
@@ -100,59 +92,39 @@ def _accuracy(known: Sequence[PublishedFigure]) -> Table:
     rows = []
     for method in dict.fromkeys(f.method for f in known):
         own = {(f.task, f.budget): f for f in known if f.method == method}
-        cells = [_cell(own.get(column), best) for column in columns]
+        cells = [
+            Cell(f.value, mark=best.get(id(f))) if f else Cell() for f in map(own.get, columns)
+        ]
         rows.append(Row((Cell(method), *cells), published=True))
+    counts = [
+        f"{count.method} is first or tied first among compressed methods in {count.first} of "
+        f"{count.cells} {count.benchmark} cells (all models)"
+        for count in count_first(OURS)
+        if count.benchmark == first.benchmark
+    ]
+    about = (first.metric, first.benchmark, first.model, first.engine)
     return Table(
-        kind=Kind.ACCURACY,
-        key=slug("published", first.cited, first.benchmark or "", first.model),
-        title=f"published ({first.cited}): {first.metric}, {first.benchmark}, {first.model}, "
-        f"{first.engine}",
-        columns=(
-            Column("method"),
-            *(Column(f"{task} {budget}", Unit.NUMBER) for task, budget in columns),
-        ),
-        rows=tuple(rows),
-        notes=(
-            "best: highest of the compressed methods, or tied with it",
-            *_counts(first.benchmark or ""),
-        ),
+        Kind.ACCURACY,
+        slug("published", first.cited, first.benchmark or "", first.model),
+        f"published ({first.cited}): {', '.join(map(str, about))}",
+        (Column("method"), *(Column(f"{task} {budget}", Unit.NUMBER) for task, budget in columns)),
+        rows,
+        ("best: highest of the compressed methods, or tied with it", *counts),
         where={"model": first.model, "engine": first.engine or "", "metric": first.metric},
     )
-
-
-def _cell(figure: PublishedFigure | None, best: Mapping[int, Mark]) -> Cell:
-    return Cell() if figure is None else Cell(figure.value, mark=best.get(id(figure)))
-
-
-def _counts(benchmark: str) -> list[str]:
-    return [
-        f"{count.method} is first or tied first among compressed methods in {count.first} of "
-        f"{count.cells} {benchmark} cells (all models)"
-        for count in count_first(OURS)
-        if count.benchmark == benchmark
-    ]
 
 
 def _listing(file: str) -> Table:
     """Return one row per figure, with every column that any of them fills."""
     kind, what = _LISTED[file]
-    known = figures(file)
-    described = [_description(figure) for figure in known]
-    names = list(dict.fromkeys(name for texts in described for name in texts))
+    known = [(figure, _description(figure)) for figure in figures(file)]
+    names = list(dict.fromkeys(name for _, texts in known for name in texts))
     rows = [
-        Row(
-            (*(Cell(texts.get(name)) for name in names), _value(figure)),
-            published=True,
-        )
-        for figure, texts in zip(known, described, strict=True)
+        Row((*(Cell(texts.get(name)) for name in names), _value(figure)), published=True)
+        for figure, texts in known
     ]
-    return Table(
-        kind=kind,
-        key=slug("published", file),
-        title=f"published: {what}",
-        columns=(*map(Column, names), Column("value", Unit.NUMBER)),
-        rows=tuple(rows),
-    )
+    columns = (*map(Column, names), Column("value", Unit.NUMBER))
+    return Table(kind, slug("published", file), f"published: {what}", columns, rows)
 
 
 def _description(figure: PublishedFigure) -> dict[str, str]:
@@ -164,5 +136,4 @@ def _description(figure: PublishedFigure) -> dict[str, str]:
 def _value(figure: PublishedFigure) -> Cell:
     if figure.value is not None:
         return Cell(figure.value)
-    text = f"{figure.low:g} to {figure.high:g}"
-    return Cell(text, figure.low, figure.high)
+    return Cell(f"{figure.low:g} to {figure.high:g}", figure.low, figure.high)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.results.runs import SCORE, Run
@@ -15,41 +16,29 @@ from agentbench_kv.results.tables.model import Kind, Table
 def report_tables(
     runs: Sequence[Run], kinds: Sequence[Kind] = (), metrics: Sequence[str] = ()
 ) -> list[Table]:
-    """Build the tables of some runs that have data.
+    """Build the tables that have data: all kinds if none is named, of the score if no metric is.
 
-    Parameters
-    ----------
-    runs : sequence of Run
-    kinds : sequence of Kind
-        Which families; all if empty.
-    metrics : sequence of str
-        `score` and sub-scores for the accuracy tables; the score if empty.
-
-    Raises
-    ------
-    UsageError
-        If no run has a metric, or there is nothing to show.
+    A UsageError if no run has a metric, or there is nothing to show.
     """
     wanted = list(dict.fromkeys(metrics)) or [SCORE]
     known = {SCORE} | {name for run in runs for name in run.summary.sub_scores}
     for metric in wanted:
         if metric not in known:
             raise unknown_name("metric", metric, known)
+    builders: dict[Kind, Callable[[Sequence[Run]], list[Table]]] = {
+        Kind.ACCURACY: partial(_accuracy, wanted),
+        Kind.EFFICIENCY: efficiency_tables,
+        Kind.THROUGHPUT: throughput_tables,
+        Kind.CURVES: curve_tables,
+    }
     chosen = [kind for kind in Kind if kind in (kinds or Kind)]
-    tables = [table for kind in chosen for table in _build(kind, runs, wanted)]
+    tables = [table for kind in chosen for table in builders[kind](runs)]
     if not tables:
         asked = ", ".join(kind.value for kind in chosen)
         raise UsageError(f"nothing to show of {len(runs)} runs in {asked}")
     return tables
 
 
-def _build(kind: Kind, runs: Sequence[Run], metrics: Sequence[str]) -> list[Table]:
-    if kind is Kind.ACCURACY:
-        tables = [table for metric in metrics for table in accuracy_tables(runs, metric)]
-        return tables + (pass_tables(runs) if SCORE in metrics else [])
-    builders = {
-        Kind.EFFICIENCY: efficiency_tables,
-        Kind.THROUGHPUT: throughput_tables,
-        Kind.CURVES: curve_tables,
-    }
-    return builders[kind](runs)
+def _accuracy(metrics: Sequence[str], runs: Sequence[Run]) -> list[Table]:
+    tables = [table for metric in metrics for table in accuracy_tables(runs, metric)]
+    return tables + (pass_tables(runs) if SCORE in metrics else [])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from agentbench_kv.results.papers import PublishedFigure, figures
 from agentbench_kv.results.serving.folder import ServingFolder
 from agentbench_kv.results.serving.records import BASES, ServingPlan
 from agentbench_kv.results.serving.summary import (
+    SPEED,
     Best,
     ServingCell,
     ServingSummary,
@@ -19,26 +20,14 @@ from agentbench_kv.results.stats import REPETITIONS, Median
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
+_SPEED = Column("output tok/s", Unit.RATE)
 _RATIO = "best_output_tok_s_ratio_vs_full"
 
 Value = Callable[[ServingCell], Cell]
 
 
-@dataclass(frozen=True)
-class _Figure:
-    title: str
-    unit: Unit
-    of: Value
-
-
 def serving_tables(folders: Sequence[Path]) -> list[Table]:
-    """Return the tables of some folders of measurements.
-
-    Raises
-    ------
-    UsageError
-        If a folder holds no measurement, or something that cannot be read.
-    """
+    """Return the tables of folders of measurements; a UsageError if one cannot be read."""
     tables = []
     for path in folders:
         folder = ServingFolder.read(path)
@@ -62,96 +51,81 @@ def summary_tables(summary: ServingSummary) -> list[Table]:
 def _loads(plan: ServingPlan, shape: str, cells: Sequence[ServingCell]) -> Table:
     columns = _columns(cells)
     rows = [
-        Row(
-            (Cell(cell.load), Cell(cell.arm), *(column.of(cell) for column in columns)),
-            below="; ".join(cell.reasons) or None,
-        )
+        Row(tuple(of(cell) for of in columns.values()), "; ".join(cell.reasons) or None)
         for cell in cells
     ]
-    return _table(
-        plan,
-        shape,
-        "under load",
-        (Column("load"), Column("arm"), *(Column(c.title, c.unit) for c in columns)),
-        rows,
-        _notes(plan, cells),
-    )
+    return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
 
 
-def _columns(cells: Sequence[ServingCell]) -> list[_Figure]:
-    bases = [base for base in BASES if any(base in cell.ratios for cell in cells)]
-    known = [
-        _Figure("repeats", Unit.NUMBER, lambda cell: Cell(cell.repetitions)),
-        _median("output tok/s", Unit.RATE, "output_throughput"),
-        *(_Figure(f"x {base}", Unit.RATIO, _ratio(base)) for base in bases),
-        _median("TTFT ms", Unit.MILLISECONDS, "median_ttft_ms", interval=False),
-        _median("TTFT p99", Unit.MILLISECONDS, "p99_ttft_ms", interval=False),
-        _median("TPOT ms", Unit.MILLISECONDS, "median_tpot_ms", interval=False),
-        _median("TPOT p99", Unit.MILLISECONDS, "p99_tpot_ms", interval=False),
-        _median("E2E ms", Unit.MILLISECONDS, "median_e2el_ms", interval=False),
-        _median("decoding at once", Unit.NUMBER, "max_concurrent_decodes", interval=False),
-        _median("failed", Unit.NUMBER, "failed", interval=False),
-    ]
+def _columns(cells: Sequence[ServingCell]) -> dict[Column, Value]:
+    medians = {
+        Column("TTFT ms", Unit.MILLISECONDS): "median_ttft_ms",
+        Column("TTFT p99", Unit.MILLISECONDS): "p99_ttft_ms",
+        Column("TPOT ms", Unit.MILLISECONDS): "median_tpot_ms",
+        Column("TPOT p99", Unit.MILLISECONDS): "p99_tpot_ms",
+        Column("E2E ms", Unit.MILLISECONDS): "median_e2el_ms",
+        Column("decoding at once", Unit.NUMBER): "max_concurrent_decodes",
+        Column("failed", Unit.NUMBER): "failed",
+    }
+    accounts = {
+        Column("peak live", Unit.TOKENS): "median_peak_live",
+        Column("decode KV", Unit.TOKENS): "mean_decode_kv",
+        Column("logical", Unit.TOKENS): "median_logical",
+    }
+    columns: dict[Column, Value] = {
+        Column("load"): lambda cell: Cell(cell.load),
+        Column("arm"): lambda cell: Cell(cell.arm),
+        Column("repeats", Unit.NUMBER): lambda cell: Cell(cell.repetitions),
+        _SPEED: lambda cell: _cell(cell.figures.get(SPEED)),
+    }
+    columns |= {column: partial(_ratio, base) for base, column in _bases(cells).items()}
+    columns |= {column: partial(_median, name) for column, name in medians.items()}
     if any(cell.kv for cell in cells):
-        known.append(_Figure("peak live", Unit.TOKENS, _kv("median_peak_live")))
-        known.append(_Figure("decode KV", Unit.TOKENS, _kv("mean_decode_kv")))
-        known.append(_Figure("logical", Unit.TOKENS, _kv("median_logical")))
-    return known
+        columns |= {column: partial(_kv, name) for column, name in accounts.items()}
+    return columns
 
 
-def _median(title: str, unit: Unit, name: str, *, interval: bool = True) -> _Figure:
-    def of(cell: ServingCell) -> Cell:
-        known = cell.figures.get(name)
-        if known is None:
-            return Cell()
-        return _cell(known) if interval else Cell(known.point)
-
-    return _Figure(title, unit, of)
+def _bases(known: Sequence[ServingCell | Best]) -> dict[str, Column]:
+    """Return the arms that others are compared with here, and the column of each."""
+    bases = [base for base in BASES if any(base in each.ratios for each in known)]
+    return {base: Column(f"x {base}", Unit.RATIO) for base in bases}
 
 
-def _ratio(base: str) -> Value:
-    return lambda cell: _cell(cell.ratios[base]) if base in cell.ratios else Cell()
+def _ratio(base: str, cell: ServingCell | Best) -> Cell:
+    return _cell(cell.ratios.get(base))
 
 
-def _kv(name: str) -> Value:
-    return lambda cell: Cell(cell.kv.get(name))
+def _median(name: str, cell: ServingCell) -> Cell:
+    return Cell(cell.figures[name].point) if name in cell.figures else Cell()
 
 
-def _cell(known: Median) -> Cell:
+def _kv(name: str, cell: ServingCell) -> Cell:
+    return Cell(cell.kv.get(name))
+
+
+def _cell(known: Median | None) -> Cell:
+    if known is None:
+        return Cell()
     return Cell(known.point, known.low, known.high) if known.n > 1 else Cell(known.point)
 
 
 def _bests(plan: ServingPlan, shape: str, best: Sequence[Best]) -> Table:
-    bases = [base for base in BASES if any(base in each.ratios for each in best)]
+    bases = _bases(best)
     rows = [
-        Row(
-            (
-                Cell(each.arm),
-                Cell(each.load),
-                _cell(each.speed),
-                *(_cell(each.ratios[base]) if base in each.ratios else Cell() for base in bases),
-            )
-        )
+        Row((
+            Cell(each.arm), Cell(each.load), _cell(each.speed),
+            *(_ratio(base, each) for base in bases),
+        ))
         for each in best
-    ]
+    ]  # fmt: skip
     if "full" in bases:
-        rows += [_published(figure, bases) for figure in _papers(plan, shape)]
-    return _table(
-        plan,
-        shape,
-        "each arm at its best load",
-        (
-            Column("arm"),
-            Column("load"),
-            Column("output tok/s", Unit.RATE),
-            *(Column(f"x {base}", Unit.RATIO) for base in bases),
-        ),
-        rows,
-        (
-            "best load: highest median of those without a failed request; ratios pair repetitions",
-            *[DUMMY] * (plan.weights == "dummy"),
-        ),
-    )
+        rows += [_published(figure, [*bases]) for figure in _papers(plan, shape)]
+    columns = (Column("arm"), Column("load"), _SPEED, *bases.values())
+    notes = [
+        "best load: highest median of those without a failed request; ratios pair repetitions",
+        *[DUMMY] * (plan.weights == "dummy"),
+    ]
+    return _table(plan, shape, "each arm at its best load", columns, rows, notes)
 
 
 def _papers(plan: ServingPlan, shape: str) -> list[PublishedFigure]:
@@ -173,7 +147,7 @@ def _published(figure: PublishedFigure, bases: Sequence[str]) -> Row:
     return Row((Cell(name), Cell(), Cell(), *ratios), published=True)
 
 
-def _notes(plan: ServingPlan, cells: Sequence[ServingCell]) -> tuple[str, ...]:
+def _notes(plan: ServingPlan, cells: Sequence[ServingCell]) -> list[str]:
     fewest = min(cell.repetitions for cell in cells)
     notes = [
         "load: cN is N sessions at once, N/s is sessions that begin per second (Poisson)",
@@ -191,24 +165,24 @@ def _notes(plan: ServingPlan, cells: Sequence[ServingCell]) -> tuple[str, ...]:
         notes.append(DUMMY)
     if plan.weights == "unknown":
         notes.append("servers were given by URL: what they run is what their arms are called")
-    return tuple(notes)
+    return notes
 
 
 def _table(
     plan: ServingPlan,
     shape: str,
     what: str,
-    columns: tuple[Column, ...],
+    columns: Iterable[Column],
     rows: Sequence[Row],
     notes: Sequence[str],
 ) -> Table:
     turns = "1 turn" if plan.turns == 1 else f"{plan.turns} turns"
     return Table(
-        kind=Kind.THROUGHPUT,
-        key=slug("serving", plan.model_name, plan.engine, shape, what),
-        title=f"serving, {what}: {shape}, {turns}, {plan.model_name}, {plan.engine}",
-        columns=columns,
-        rows=tuple(rows),
-        notes=tuple(notes),
-        where={"task": f"serving {shape}", "model": plan.model_name, "engine": plan.engine},
+        Kind.THROUGHPUT,
+        slug("serving", plan.model_name, plan.engine, shape, what),
+        f"serving, {what}: {shape}, {turns}, {plan.model_name}, {plan.engine}",
+        tuple(columns),
+        rows,
+        notes,
+        {"task": f"serving {shape}", "model": plan.model_name, "engine": plan.engine},
     )

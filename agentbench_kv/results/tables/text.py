@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentbench_kv.results.tables.model import Cell, Row, Table, Unit
-from agentbench_kv.results.terminal import visible as visible
+from agentbench_kv.results.terminal import visible
 
 REASON = "below the line because"
 PUBLISHED = "published"
@@ -57,16 +57,10 @@ class Line:
     below: bool
 
 
-def headings(table: Table) -> list[str]:
-    """Return the column titles; a last one for the reasons if a row is below the line."""
-    return [column.title for column in table.columns] + [REASON] * bool(table.unranked)
-
-
-def numeric(table: Table) -> list[bool]:
-    """Return which of the headings stand over numbers."""
-    return [column.unit is not Unit.TEXT for column in table.columns] + [False] * bool(
-        table.unranked
-    )
+def headings(table: Table) -> list[tuple[str, bool]]:
+    """Return each column's title and whether numbers stand under it; the reasons' last, if any."""
+    titles = [(column.title, column.unit is not Unit.TEXT) for column in table.columns]
+    return titles + [(REASON, False)] * bool(table.unranked)
 
 
 def lines(table: Table) -> list[Line]:
