@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,14 @@ TrialKey = tuple[str, int]
 
 
 class RunReader:
-    """The files of one run. Nothing here writes, locks, or fails on a damaged line.
-
-    Parameters
-    ----------
-    path : Path
-        The run directory.
-    """
+    """The files of one run. Nothing here writes, locks, or fails on a damaged line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def info(self) -> RunInfo:
-        """The current `run.json`.
-
-        Raises
-        ------
-        UsageError
-            If the directory is not a run.
-        """
+        """The current `run.json`; a UsageError if there is none."""
         info = read_info(self.path)
         if info is None:
             raise UsageError(f"{self.path} is not a run directory: it has no run.json")
@@ -95,6 +84,14 @@ def latest_trials(records: list[TrialRecord]) -> list[TrialRecord]:
 def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
     """Keep each trial's last attempt: a turn index that does not grow begins a new one."""
     return [turn for turns in turns_by_trial(records).values() for turn in turns]
+
+
+def turns_by_index(records: Iterable[TurnRecord]) -> list[tuple[int, list[TurnRecord]]]:
+    """Return the turns of each turn index, whatever their trial, the first index first."""
+    groups: dict[int, list[TurnRecord]] = {}
+    for record in records:
+        groups.setdefault(record.turn, []).append(record)
+    return sorted(groups.items())
 
 
 def turns_by_trial(records: list[TurnRecord]) -> dict[TrialKey, list[TurnRecord]]:

@@ -139,11 +139,8 @@ _NO_TIMING = Timing()
 class TrialRecord(_Record, frozen=True, kw_only=True):
     """One attempt at one sample; one line of `samples.jsonl`.
 
-    Raises
-    ------
-    ValueError
-        If a value is none of its field, a failed trial carries a score or a performance figure,
-        or a scored one has no score.
+    A ValueError if a value is none of its field, a failed trial carries a score or a performance
+    figure, or a scored one has no score.
     """
 
     # The key; the last record of a key counts.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from rich.table import Table
 
+from agentbench_kv.results.reader import turns_by_index
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.summary import Summary
-from agentbench_kv.results.terminal import console as console
-from agentbench_kv.results.terminal import failures, number, share
-from agentbench_kv.results.terminal import new_table as new_table
-from agentbench_kv.results.terminal import plain as plain
+from agentbench_kv.results.terminal import failures, new_table, number, plain, share
 
 _MOST_ROWS = 50
 
@@ -23,67 +22,53 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
     Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
     """
-    table = new_table(
+    columns = (
         "run", "method", "budget", "score [95% CI]", "triggered only", "peak live", "logical",
         "events", "evicted", "tok/s", "failures", "validity",
     )  # fmt: skip
-    for summary in summaries:
-        kv = summary.kv
-        row = (
-            summary.run_id,
-            summary.method,
-            summary.budget,
-            percent(summary.score),
-            percent(summary.score_triggered),
-            kv and number(kv.median_peak_live),
-            kv and number(kv.median_logical),
-            kv and kv.events,
-            kv and kv.evicted,
-            number(summary.tokens_per_s),
-            failures(summary.failures),
-            summary.validity.state,
-        )
-        table.add_row(*map(plain, row))
-    return table
+    return new_table(*columns, rows=map(_summary_row, summaries))
+
+
+def _summary_row(summary: Summary) -> tuple[object, ...]:
+    kv = summary.kv
+    return (
+        summary.run_id,
+        summary.method,
+        summary.budget,
+        percent(summary.score),
+        percent(summary.score_triggered),
+        kv and number(kv.median_peak_live),
+        kv and number(kv.median_logical),
+        kv and kv.events,
+        kv and kv.evicted,
+        number(summary.tokens_per_s),
+        failures(summary.failures),
+        summary.validity.state,
+    )
 
 
 def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Return what the headline scores are made of: sub-scores, and pass^k of repeated trials."""
-    tables = (_sub_score_table(summaries), _pass_table(summaries))
-    return [table for table in tables if table is not None]
+    """Return what the headline scores are made of: sub-scores, and pass^k of repeated trials.
 
-
-def _sub_score_table(summaries: Sequence[Summary]) -> Table | None:
-    """Return one row per run, one column per sub-score; None if no run has any.
-
-    A sub-score that crosses two others (`tool_one_shot`) is left to `summary.json`.
+    Each has one row per run. A sub-score that crosses two others (`tool_one_shot`) is left to
+    `summary.json`.
     """
-    parts = [
-        {name: part.interval for name, part in summary.sub_scores.items()} for summary in summaries
-    ]
-    return _shares(summaries, _plain_sub_scores(summaries), parts)
-
-
-def _pass_table(summaries: Sequence[Summary]) -> Table | None:
-    """Return one row per run, one column for each pass^k; None if no run repeats its samples."""
-    names = dict.fromkeys(name for summary in summaries for name in summary.pass_k)
-    return _shares(summaries, list(names), [summary.pass_k for summary in summaries])
+    parts = [{name: sub.interval for name, sub in s.sub_scores.items()} for s in summaries]
+    names = {name for each in parts for name in each}
+    crossed = {f"{a}_{b}" for a in names for b in names}
+    finer = ((parts, crossed), ([summary.pass_k for summary in summaries], set[str]()))
+    return [table for shares, left in finer if (table := _shares(summaries, shares, left))]
 
 
 def _shares(
-    summaries: Sequence[Summary], names: Sequence[str], shares: Sequence[Mapping[str, Interval]]
+    summaries: Sequence[Summary], shares: Sequence[Mapping[str, Interval]], left_out: set[str]
 ) -> Table | None:
-    table = new_table("method", "budget", "task", *names)
-    for summary, each in zip(summaries, shares, strict=True):
-        cells = (percent(each.get(name)) for name in names)
-        table.add_row(*map(plain, (summary.method, summary.budget, summary.task, *cells)))
-    return table if names else None
-
-
-def _plain_sub_scores(summaries: Sequence[Summary]) -> list[str]:
-    names = dict.fromkeys(name for summary in summaries for name in summary.sub_scores)
-    crossed = {f"{a}_{b}" for a in names for b in names}
-    return [name for name in names if name not in crossed]
+    names = [name for name in dict.fromkeys(chain(*shares)) if name not in left_out]
+    rows = (
+        (summary.method, summary.budget, summary.task, *(percent(own.get(name)) for name in names))
+        for summary, own in zip(summaries, shares, strict=True)
+    )
+    return new_table("method", "budget", "task", *names, rows=rows) if names else None
 
 
 def facts_table(summary: Summary) -> Table:
@@ -96,26 +81,20 @@ def facts_table(summary: Summary) -> Table:
 
 def failure_kinds(summary: Summary) -> Table | None:
     """Return one row per failure kind with its share of the trials; None without failures."""
-    table = new_table("failure", "trials", "share")
-    for kind, count in summary.failures.items():
-        table.add_row(*map(plain, (kind, count, f"{100 * count / summary.trials:.1f}%")))
-    return table if summary.failures else None
+    kinds = summary.failures.items()
+    rows = ((kind, count, f"{100 * count / summary.trials:.1f}%") for kind, count in kinds)
+    return new_table("failure", "trials", "share", rows=rows) if kinds else None
 
 
 def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
     """Return one row per trial without a score; None if there is none."""
     failed = [record for record in trials if record.score is None]
-    table = new_table("sample", "trial", "status", "attempts", "transcript", "error")
-    for record in failed[:_MOST_ROWS]:
-        row = (
-            record.sample_id,
-            record.trial,
-            record.status,
-            record.attempts,
-            record.transcript,
-            record.error,
-        )
-        table.add_row(*map(plain, row))
+    columns = ("sample", "trial", "status", "attempts", "transcript", "error")
+    rows = (
+        (r.sample_id, r.trial, r.status, r.attempts, r.transcript, r.error)
+        for r in failed[:_MOST_ROWS]
+    )
+    table = new_table(*columns, rows=rows)
     if len(failed) > _MOST_ROWS:
         table.add_row(f"and {len(failed) - _MOST_ROWS} more; --json shows all")
     return table if failed else None
@@ -123,12 +102,12 @@ def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
 
 def turn_table(turns: Sequence[TurnRecord]) -> Table:
     """Return one row per turn; live tokens before and after, times in milliseconds."""
-    table = new_table(
+    columns = (
         "sample", "trial", "turn", "prompt", "output", "phases", "live", "events", "evicted",
         "restored", "prefill", "KV MB read", "TTFT ms", "TPOT ms",
     )  # fmt: skip
-    for turn in turns:
-        row = (
+    rows = (
+        (
             turn.sample_id,
             turn.trial,
             turn.turn,
@@ -144,19 +123,19 @@ def turn_table(turns: Sequence[TurnRecord]) -> Table:
             number(turn.ttft_ms),
             number(turn.tpot_ms),
         )
-        table.add_row(*map(plain, row))
-    return table
+        for turn in turns
+    )
+    return new_table(*columns, rows=rows)
 
 
 def turn_overview(turns: Sequence[TurnRecord]) -> Table:
     """Return one row per turn index: medians over trials, totals of events and evicted tokens."""
-    table = new_table(
+    columns = (
         "turn", "trials", "prompt", "output", "live before", "live after", "events", "evicted",
         "TTFT ms", "TPOT ms",
     )  # fmt: skip
-    for index in sorted({turn.turn for turn in turns}):
-        group = [turn for turn in turns if turn.turn == index]
-        row = (
+    rows = (
+        (
             index,
             len(group),
             _median(turn.prompt_tokens for turn in group),
@@ -168,8 +147,9 @@ def turn_overview(turns: Sequence[TurnRecord]) -> Table:
             _median(turn.ttft_ms for turn in group),
             _median(turn.tpot_ms for turn in group),
         )
-        table.add_row(*map(plain, row))
-    return table
+        for index, group in turns_by_index(turns)
+    )
+    return new_table(*columns, rows=rows)
 
 
 def percent(interval: Interval | None) -> str | None:
@@ -182,22 +162,17 @@ def _median(values: Iterable[float | None]) -> str | None:
     return number(statistics.median(known)) if known else None
 
 
-def _samples(summary: Summary) -> str:
-    """Return how many there are, and in how many groups if groups were resampled."""
-    score = summary.score
-    groups = f" in {score.groups} groups" if score and score.groups else ""
-    return f"{summary.samples}{groups}"
-
-
 def _facts(summary: Summary) -> list[tuple[str, object]]:
-    kv = summary.kv
+    kv, score = summary.kv, summary.score
+    groups = f" in {score.groups} groups" if score and score.groups else ""
+    triggered = summary.validity.triggered_samples
     facts: list[tuple[str, object]] = [
         ("status", summary.status),
         ("task", summary.task),
         ("engine", summary.engine),
         ("model", summary.model),
         ("seed", summary.seed),
-        ("samples", f"{_samples(summary)}, {summary.validity.triggered_samples} with an event"),
+        ("samples", f"{summary.samples}{groups}, {triggered} with an event"),
         ("trials", f"{summary.trials} of {summary.expected_trials or 'unknown'}"),
         ("score, failures left out", percent(summary.score_completed)),
         ("failed trials", f"{100 * summary.non_completion_rate:.1f}%"),
@@ -213,12 +188,8 @@ def _facts(summary: Summary) -> list[tuple[str, object]]:
             ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
             (
                 "rows moved / restored / recomputed",
-                _triple(kv.rows_moved, kv.restored, kv.recomputed),
+                f"{kv.rows_moved} / {kv.restored} / {kv.recomputed}",
             ),
             ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
         ]
     return facts + [("note", note) for note in summary.notes]
-
-
-def _triple(*values: int) -> str:
-    return " / ".join(str(value) for value in values)

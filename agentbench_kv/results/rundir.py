@@ -19,13 +19,7 @@ from typing import Any, Self
 from msgspec import Struct
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
-from agentbench_kv.results.files import (
-    append_lines,
-    exclusive,
-    json_bytes,
-    write_atomic,
-    writing,
-)
+from agentbench_kv.results.files import append_lines, exclusive, json_bytes, write_atomic, writing
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
 from agentbench_kv.results.runinfo import (
@@ -40,8 +34,6 @@ from agentbench_kv.results.runinfo import (
     release,
     write_info,
 )
-
-__all__ = ["BEAT_S", "RunDir", "transcript_name"]
 
 BEAT_S = 5.0
 
@@ -75,12 +67,8 @@ class RunDir(RunReader):
     ) -> Self:
         """Create the directory, or take over the one an earlier process left.
 
-        Raises
-        ------
-        UsageError
-            If another process is writing the run, or the directory holds another spec.
-        PrerequisiteError
-            If the directory cannot be written.
+        A UsageError if another process is writing the run or the directory holds another spec; a
+        PrerequisiteError if the directory cannot be written.
         """
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -94,12 +82,8 @@ class RunDir(RunReader):
     def append_trial(self, record: TrialRecord) -> None:
         """Append one trial to `samples.jsonl`; on return it is on the disk.
 
-        Raises
-        ------
-        PrerequisiteError
-            If the disk is full or read-only; everything appended before is safe.
-        UsageError
-            If another process took the run over.
+        A PrerequisiteError if the disk is full or read-only (everything appended before is safe), a
+        UsageError if another process took the run over.
         """
         self._append("samples.jsonl", [record])
 
@@ -108,13 +92,7 @@ class RunDir(RunReader):
         self._append("turns.jsonl", records)
 
     def save_transcript(self, sample_id: str, trial: int, data: Any) -> str:
-        """Write a transcript as JSON and return its path inside the run directory.
-
-        Raises
-        ------
-        PrerequisiteError
-            If it cannot be written.
-        """
+        """Write a transcript as JSON and return its path inside the run directory."""
         name = transcript_name(sample_id, trial)
         path = self.path / name
         with writing(path):
@@ -150,15 +128,7 @@ class RunDir(RunReader):
         self._update(expected_trials=trials)
 
     def close(self, status: RunStatus = RunStatus.COMPLETE, error: str | None = None) -> None:
-        """Stop the heartbeat and write the final status; further calls do nothing.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the status cannot be written.
-        UsageError
-            If another process took the run over.
-        """
+        """Stop the heartbeat and write the final status; further calls do nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -209,12 +179,10 @@ class RunDir(RunReader):
                     f"{current.host}; this process stops writing it"
                 )
                 raise self._lost
-            self._info = self._info.model_copy(update=changes | self._clock())
+            active = 0.0 if self._started is None else time.monotonic() - self._started
+            clock = {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
+            self._info = self._info.model_copy(update=changes | clock)
             write_info(self.path, self._info)
-
-    def _clock(self) -> dict[str, float]:
-        active = 0.0 if self._started is None else time.monotonic() - self._started
-        return {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
 
     def _keep_beating(self) -> None:
         while self._lost is None and not self._stop.wait(BEAT_S):
@@ -237,15 +205,11 @@ def _claimed(
         "error": None,
     }
     if old is None:
-        return RunInfo(
-            run_id=path.name,
-            spec=spec,
-            created=now,
-            provenance=provenance,
-            expected_trials=expected_trials,
-            **mine,
-        )
-    _refuse_if_held(old, now)
+        mine |= {"provenance": provenance, "expected_trials": expected_trials}
+        return RunInfo(run_id=path.name, spec=spec, created=now, **mine)
+    who = holder(old, now)
+    if who is not None:
+        raise UsageError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
     _refuse_other_spec(path, old.spec, spec)
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
@@ -281,12 +245,6 @@ def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_if_held(info: RunInfo, now: float) -> None:
-    who = holder(info, now)
-    if who is not None:
-        raise UsageError(f"run {info.run_id} is being written by {who}; wait for it or stop it")
-
-
 def _refuse_other_spec(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     changed = _changes(old, new) | _changes(new, old)
     if changed:
@@ -298,11 +256,8 @@ def _refuse_other_spec(path: Path, old: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {
-        key: (old.get(key), value)
-        for key, value in new.items()
-        if key not in old or old[key] != value
-    }
+    missing = object()
+    return {k: (old.get(k), value) for k, value in new.items() if old.get(k, missing) != value}
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
