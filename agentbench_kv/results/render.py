@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from rich.table import Table
@@ -56,12 +56,15 @@ def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
     parts = [{name: sub.interval for name, sub in s.sub_scores.items()} for s in summaries]
     names = {name for each in parts for name in each}
     crossed = {f"{a}_{b}" for a in names for b in names}
-    finer = ((parts, crossed), ([summary.pass_k for summary in summaries], set[str]()))
-    return [table for shares, left in finer if (table := _shares(summaries, shares, left))]
+    passes = [summary.pass_k for summary in summaries]
+    tables = (_shares(summaries, parts, crossed), _shares(summaries, passes))
+    return [table for table in tables if table is not None]
 
 
 def _shares(
-    summaries: Sequence[Summary], shares: Sequence[Mapping[str, Interval]], left_out: set[str]
+    summaries: Sequence[Summary],
+    shares: Sequence[Mapping[str, Interval]],
+    left_out: Collection[str] = (),
 ) -> Table | None:
     names = [name for name in dict.fromkeys(chain(*shares)) if name not in left_out]
     rows = (

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -23,15 +24,13 @@ from agentbench_kv.results.files import append_lines, exclusive, json_bytes, wri
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
 from agentbench_kv.results.runinfo import (
+    HELD,
     STALE_S,
     Resume,
     RunInfo,
     RunStatus,
-    hold,
     holder,
-    hostname,
     read_info,
-    release,
     write_info,
 )
 
@@ -73,10 +72,12 @@ class RunDir(RunReader):
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         with exclusive(path):
-            _drop_temporaries(path)
+            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
+                with writing(leftover):
+                    leftover.unlink(missing_ok=True)
             info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
             write_info(path, info)
-            hold(info.owner)
+            HELD.add(info.owner)
         return cls(path, info)
 
     def append_trial(self, record: TrialRecord) -> None:
@@ -136,7 +137,7 @@ class RunDir(RunReader):
         try:
             self._update(status=status, error=error)
         finally:
-            release(self._info.owner)
+            HELD.discard(self._info.owner)
 
     def __enter__(self) -> Self:
         """Return the run itself."""
@@ -200,7 +201,7 @@ def _claimed(
         "status": RunStatus.RUNNING,
         "heartbeat": now,
         "pid": os.getpid(),
-        "host": hostname(),
+        "host": socket.gethostname(),
         "owner": uuid.uuid4().hex,
         "error": None,
     }
@@ -264,13 +265,6 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping as it will read back from JSON."""
     plain: dict[str, Any] = json.loads(json_bytes(dict(data)))
     return plain
-
-
-def _drop_temporaries(path: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for leftover in path.glob(".*.tmp"):
-        with writing(leftover):
-            leftover.unlink(missing_ok=True)
 
 
 def transcript_name(sample_id: str, trial: int) -> str:

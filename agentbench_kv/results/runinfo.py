@@ -17,7 +17,7 @@ STALE_S = 30.0
 FILE = "run.json"
 
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
-_HELD: set[str] = set()
+HELD: set[str] = set()
 
 
 class RunStatus(StrEnum):
@@ -85,27 +85,12 @@ def holder(info: RunInfo, now: float) -> str | None:
     return f"pid {info.pid} on {info.host} (heartbeat {age:.0f} s ago)"
 
 
-def hold(owner: str) -> None:
-    """Note that this process writes the run with this owner token."""
-    _HELD.add(owner)
-
-
-def release(owner: str) -> None:
-    """Note that this process no longer writes the run with this owner token."""
-    _HELD.discard(owner)
-
-
-def hostname() -> str:
-    """Return this machine's name as run records show it."""
-    return socket.gethostname()
-
-
 def _is_gone(info: RunInfo) -> bool:
     """Whether the writer is certainly dead; only its own machine can tell."""
-    if info.host != hostname():
+    if info.host != socket.gethostname():
         return False
     if info.pid == os.getpid():
-        return info.owner not in _HELD
+        return info.owner not in HELD
     return not _is_alive(info.pid)
 
 

@@ -88,9 +88,13 @@ class RunStore:
             if len(ending) > 1:
                 raise UsageError(f"{run} is {len(ending)} runs: {', '.join(ending[:3])}; say more")
             return RunReader(self.root / ending[0])
-        near = nearest(run, names)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UsageError(f"no run {run!r} here or in {self.root}/{hint}")
+        raise UsageError(f"no run {run!r} here or in {self.root}/{suggestion(run, names)}")
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return what ends an error about an unknown name: a question, or nothing."""
+    near = nearest(name, known)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:

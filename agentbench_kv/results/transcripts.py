@@ -42,8 +42,7 @@ def segments(message: Any) -> list[Segment]:
     if message.get("role") == "tool":
         return [Segment("tool", content)]
     thought = _text(message.get("reasoning_content") or message.get("reasoning"))
-    calls = message.get("tool_calls")
-    acts = [_call(each) for each in calls] if isinstance(calls, list) else []
+    acts = map(_call, _list(message.get("tool_calls") or None))
     found = [Segment("think", thought), Segment("others", content)]
     return [part for part in found if part.text] + [Segment("act", act) for act in acts]
 

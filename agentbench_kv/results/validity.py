@@ -68,17 +68,12 @@ def assess(
     )
 
 
-def budget_bound(spec: Mapping[str, Any], record: TrialRecord) -> int | None:
-    """Return the most live tokens the budget allows this trial; None where there is no budget.
+def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:
+    """Return the most live tokens the budget allows each trial; none where there is no budget.
 
     That is B + Δ + the longest single prefill, all in tokens per (layer, KV head); a budget that is
     a share counts by the session's final length.
     """
-    return next(iter(_bounds(spec, [record])), None)
-
-
-def _bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:
-    """Return the bound of every trial; none where there is no budget."""
     budget = spec.get("budget")
     if budget is None or not _is_compressed(spec):
         return []
@@ -112,7 +107,7 @@ def _parameter(spec: Mapping[str, Any], name: str) -> Any:
 def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
     excess = [
         (record.kv.peak_live - bound, record)
-        for record, bound in zip(trials, _bounds(spec, trials), strict=False)
+        for record, bound in zip(trials, budget_bounds(spec, trials), strict=False)
         if record.kv.peak_live > bound
     ]
     if not excess:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results import render
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord, TurnRecord
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunStore, suggestion
 from agentbench_kv.results.summary import Summary, build, summarize
 from agentbench_kv.results.terminal import console, plain, print_json
 from agentbench_kv.results.timeline import check_drawing, draw_timeline, steps, timeline_table
@@ -51,7 +50,9 @@ def show_run(
         trials = [record for record in trials if record.sample_id == sample]
         turns = [record for record in turns if record.sample_id == sample]
         if not trials and not turns:
-            raise _unknown_sample(reader, sample)
+            known = sorted({record.sample_id for record in reader.trials()})
+            hint = suggestion(sample, known)
+            raise UsageError(f"run {reader.path.name} has no sample {sample!r}{hint}")
     budget = _budget(summary)
     if png is not None:
         title = reader.path.name if sample is None else f"{reader.path.name}, {sample}"
@@ -139,10 +140,3 @@ def _print_transcripts(
             continue
         for line in transcript_lines(document, own):
             screen.print(line, soft_wrap=True)
-
-
-def _unknown_sample(reader: RunReader, sample: str) -> UsageError:
-    known = sorted({record.sample_id for record in reader.trials()})
-    near = difflib.get_close_matches(sample, known, n=3, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return UsageError(f"run {reader.path.name} has no sample {sample!r}{hint}")

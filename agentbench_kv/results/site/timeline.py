@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 
 from agentbench_kv.results.lines import parse_lines
-from agentbench_kv.results.reader import turns_by_trial
+from agentbench_kv.results.reader import turns_by_index, turns_by_trial
 from agentbench_kv.results.records import TurnRecord
 
 MOST_TURNS = 2000
@@ -60,8 +60,8 @@ def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
 
 def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
     """Return one entry per turn index, sorted."""
-    ordered = sorted((turn for trial in trials for turn in trial), key=lambda turn: turn.turn)
-    return [_figures(index, list(group)) for index, group in groupby(ordered, lambda t: t.turn)]
+    groups = turns_by_index(turn for trial in trials for turn in trial)
+    return [_figures(index, group) for index, group in groups]
 
 
 def timeline(figures: Sequence[TurnFigures], budget: int | None) -> Timeline:
@@ -97,15 +97,9 @@ def _told(turn: TurnFigures | TurnRecord) -> str:
 
 def _figures(index: int, group: Sequence[TurnRecord]) -> TurnFigures:
     live = [turn.live_after for turn in group]
-    return TurnFigures(
-        turn=index,
-        trials=len(group),
-        low=min(live),
-        median=statistics.median(live),
-        high=max(live),
-        events=sum(turn.events for turn in group),
-        evicted=sum(turn.evicted for turn in group),
-    )
+    middle = statistics.median(live)
+    events, evicted = (sum(getattr(turn, name) for turn in group) for name in ("events", "evicted"))
+    return TurnFigures(index, len(group), min(live), middle, max(live), events, evicted)
 
 
 def _points(points: Iterable[tuple[float, float]]) -> str:
