@@ -58,11 +58,7 @@ class RunDir(RunReader):
 
     @classmethod
     def claim(
-        cls,
-        path: Path,
-        spec: Mapping[str, Any],
-        provenance: Mapping[str, Any] | None = None,
-        expected_trials: int | None = None,
+        cls, path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any], trials: int | None
     ) -> Self:
         """Create the directory, or take over the one an earlier process left.
 
@@ -75,7 +71,7 @@ class RunDir(RunReader):
             for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
                 with writing(leftover):
                     leftover.unlink(missing_ok=True)
-            info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
+            info = _claimed(path, _plain(spec), _plain(provenance), trials)
             write_info(path, info)
             HELD.add(info.owner)
         return cls(path, info)
@@ -161,15 +157,12 @@ class RunDir(RunReader):
 
     def _append(self, name: str, records: Sequence[Struct]) -> None:
         with self._lock:
-            self._check_ownership()
+            # A process that was suspended may have been taken for dead before its next heartbeat.
+            if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
+                self._update()
+            if self._lost is not None:
+                raise self._lost
             append_lines(self.path / name, map(encode, records))
-
-    def _check_ownership(self) -> None:
-        # A process that was suspended may have been taken for dead before its next heartbeat.
-        if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
-            self._update()
-        if self._lost is not None:
-            raise self._lost
 
     def _update(self, **changes: Any) -> None:
         with self._lock, exclusive(self.path):

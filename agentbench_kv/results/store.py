@@ -66,7 +66,7 @@ class RunStore:
         `name` is what `run_id` returned; with fewer finished trials than expected (samples times
         trials) the run is `incomplete`.
         """
-        return RunDir.claim(self.root / name, spec, provenance, expected_trials)
+        return RunDir.claim(self.root / name, spec, provenance or {}, expected_trials)
 
     def names(self) -> list[str]:
         """Return the run ids in the folder, sorted."""

@@ -74,10 +74,9 @@ def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> lis
     That is B + Δ + the longest single prefill, all in tokens per (layer, KV head); a budget that is
     a share counts by the session's final length.
     """
-    budget = spec.get("budget")
-    if budget is None or not _is_compressed(spec):
+    if not _is_compressed(spec):
         return []
-    size, interval = Budget.parse(budget), _interval(spec)
+    size, interval = Budget.parse(spec["budget"]), _interval(spec)
     return [size.at(each.kv.logical) + interval + each.kv.longest_prefill for each in trials]
 
 
