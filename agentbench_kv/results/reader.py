@@ -86,12 +86,12 @@ def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
     return [turn for turns in turns_by_trial(records).values() for turn in turns]
 
 
-def turns_by_index(records: Iterable[TurnRecord]) -> list[tuple[int, list[TurnRecord]]]:
+def turns_by_index(records: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
     """Return the turns of each turn index, whatever their trial, the first index first."""
     groups: dict[int, list[TurnRecord]] = {}
     for record in records:
         groups.setdefault(record.turn, []).append(record)
-    return sorted(groups.items())
+    return [groups[index] for index in sorted(groups)]
 
 
 def turns_by_trial(records: list[TurnRecord]) -> dict[TrialKey, list[TurnRecord]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from rich.table import Table
 
@@ -14,37 +15,65 @@ from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.results.terminal import failures, new_table, number, plain, share
 
+T = TypeVar("T")
+
 _MOST_ROWS = 50
 
 
+# Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
+_SUMMARY: dict[str, Callable[[Summary], object]] = {
+    "run": lambda run: run.run_id,
+    "method": lambda run: run.method,
+    "budget": lambda run: run.budget,
+    "score [95% CI]": lambda run: percent(run.score),
+    "triggered only": lambda run: percent(run.score_triggered),
+    "peak live": lambda run: run.kv and number(run.kv.median_peak_live),
+    "logical": lambda run: run.kv and number(run.kv.median_logical),
+    "events": lambda run: run.kv and run.kv.events,
+    "evicted": lambda run: run.kv and run.kv.evicted,
+    "tok/s": lambda run: number(run.tokens_per_s),
+    "failures": lambda run: failures(run.failures),
+    "validity": lambda run: run.validity.state,
+}
+_TURN: dict[str, Callable[[TurnRecord], object]] = {
+    "sample": lambda turn: turn.sample_id,
+    "trial": lambda turn: turn.trial,
+    "turn": lambda turn: turn.turn,
+    "prompt": lambda turn: turn.prompt_tokens,
+    "output": lambda turn: turn.output_tokens,
+    "phases": lambda turn: " ".join(f"{name} {count}" for name, count in turn.phases.items()),
+    "live": lambda turn: f"{turn.live_before} > {turn.live_after}",
+    "events": lambda turn: turn.events,
+    "evicted": lambda turn: turn.evicted,
+    "restored": lambda turn: turn.restored,
+    "prefill": lambda turn: turn.prefill_tokens,
+    "KV MB read": lambda turn: number(turn.kv_bytes_read / 1e6),
+    "TTFT ms": lambda turn: number(turn.ttft_ms),
+    "TPOT ms": lambda turn: number(turn.tpot_ms),
+}
+# Of the turns with one index: medians over trials, totals of events and evicted tokens.
+_TURNS: dict[str, Callable[[list[TurnRecord]], object]] = {
+    "turn": lambda turns: turns[0].turn,
+    "trials": len,
+    "prompt": lambda turns: _median(turn.prompt_tokens for turn in turns),
+    "output": lambda turns: _median(turn.output_tokens for turn in turns),
+    "live before": lambda turns: _median(turn.live_before for turn in turns),
+    "live after": lambda turns: _median(turn.live_after for turn in turns),
+    "events": lambda turns: sum(turn.events for turn in turns),
+    "evicted": lambda turns: sum(turn.evicted for turn in turns),
+    "TTFT ms": lambda turns: _median(turn.ttft_ms for turn in turns),
+    "TPOT ms": lambda turns: _median(turn.tpot_ms for turn in turns),
+}
+
+
+def _table(columns: Mapping[str, Callable[[T], object]], items: Iterable[T]) -> Table:
+    rows = ([cell(item) for cell in columns.values()] for item in items)
+    return new_table(*columns, rows=rows)
+
+
 def summary_table(summaries: Sequence[Summary]) -> Table:
-    """Return one row per run: scores, KV figures, speed, failures, validity.
-
-    Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
-    """
-    columns = (
-        "run", "method", "budget", "score [95% CI]", "triggered only", "peak live", "logical",
-        "events", "evicted", "tok/s", "failures", "validity",
-    )  # fmt: skip
-    return new_table(*columns, rows=map(_summary_row, summaries))
-
-
-def _summary_row(summary: Summary) -> tuple[object, ...]:
-    kv = summary.kv
-    return (
-        summary.run_id,
-        summary.method,
-        summary.budget,
-        percent(summary.score),
-        percent(summary.score_triggered),
-        kv and number(kv.median_peak_live),
-        kv and number(kv.median_logical),
-        kv and kv.events,
-        kv and kv.evicted,
-        number(summary.tokens_per_s),
-        failures(summary.failures),
-        summary.validity.state,
-    )
+    """Return one row per run: scores, KV figures, speed, failures, validity."""
+    return _table(_SUMMARY, summaries)
 
 
 def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
@@ -105,54 +134,12 @@ def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
 
 def turn_table(turns: Sequence[TurnRecord]) -> Table:
     """Return one row per turn; live tokens before and after, times in milliseconds."""
-    columns = (
-        "sample", "trial", "turn", "prompt", "output", "phases", "live", "events", "evicted",
-        "restored", "prefill", "KV MB read", "TTFT ms", "TPOT ms",
-    )  # fmt: skip
-    rows = (
-        (
-            turn.sample_id,
-            turn.trial,
-            turn.turn,
-            turn.prompt_tokens,
-            turn.output_tokens,
-            " ".join(f"{name} {count}" for name, count in turn.phases.items()),
-            f"{turn.live_before} > {turn.live_after}",
-            turn.events,
-            turn.evicted,
-            turn.restored,
-            turn.prefill_tokens,
-            number(turn.kv_bytes_read / 1e6),
-            number(turn.ttft_ms),
-            number(turn.tpot_ms),
-        )
-        for turn in turns
-    )
-    return new_table(*columns, rows=rows)
+    return _table(_TURN, turns)
 
 
 def turn_overview(turns: Sequence[TurnRecord]) -> Table:
-    """Return one row per turn index: medians over trials, totals of events and evicted tokens."""
-    columns = (
-        "turn", "trials", "prompt", "output", "live before", "live after", "events", "evicted",
-        "TTFT ms", "TPOT ms",
-    )  # fmt: skip
-    rows = (
-        (
-            index,
-            len(group),
-            _median(turn.prompt_tokens for turn in group),
-            _median(turn.output_tokens for turn in group),
-            _median(turn.live_before for turn in group),
-            _median(turn.live_after for turn in group),
-            sum(turn.events for turn in group),
-            sum(turn.evicted for turn in group),
-            _median(turn.ttft_ms for turn in group),
-            _median(turn.tpot_ms for turn in group),
-        )
-        for index, group in turns_by_index(turns)
-    )
-    return new_table(*columns, rows=rows)
+    """Return one row per turn index."""
+    return _table(_TURNS, turns_by_index(turns))
 
 
 def percent(interval: Interval | None) -> str | None:

@@ -38,14 +38,14 @@ class Step:
 
 def steps(turns: Sequence[TurnRecord]) -> list[Step]:
     """Return the timeline of some trials, by turn index."""
-    return [_step(index, group) for index, group in turns_by_index(turns)]
+    return [_step(group) for group in turns_by_index(turns)]
 
 
-def _step(index: int, group: Sequence[TurnRecord]) -> Step:
+def _step(group: Sequence[TurnRecord]) -> Step:
     held = [turn.live_after for turn in group]
     deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
     return Step(
-        turn=index,
+        turn=group[0].turn,
         trials=len(group),
         held=statistics.median(held),
         low=deciles[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from agentbench_kv.results.lines import parse_lines
@@ -60,8 +60,7 @@ def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
 
 def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
     """Return one entry per turn index, sorted."""
-    groups = turns_by_index(turn for trial in trials for turn in trial)
-    return [_figures(index, group) for index, group in groups]
+    return [_figures(group) for group in turns_by_index(chain.from_iterable(trials))]
 
 
 def timeline(figures: Sequence[TurnFigures], budget: int | None) -> Timeline:
@@ -95,11 +94,11 @@ def _told(turn: TurnFigures | TurnRecord) -> str:
     return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
 
 
-def _figures(index: int, group: Sequence[TurnRecord]) -> TurnFigures:
+def _figures(group: Sequence[TurnRecord]) -> TurnFigures:
     live = [turn.live_after for turn in group]
     middle = statistics.median(live)
-    events, evicted = (sum(getattr(turn, name) for turn in group) for name in ("events", "evicted"))
-    return TurnFigures(index, len(group), min(live), middle, max(live), events, evicted)
+    events, evicted = sum(turn.events for turn in group), sum(turn.evicted for turn in group)
+    return TurnFigures(group[0].turn, len(group), min(live), middle, max(live), events, evicted)
 
 
 def _points(points: Iterable[tuple[float, float]]) -> str:
