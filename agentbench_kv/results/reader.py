@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,6 @@ class RunReader:
         return info
 
     @property
-    def engine_log(self) -> Path:
-        """Where the backend's own output goes."""
-        return self.path / "engine.log"
-
-    @property
     def interrupted(self) -> bool:
         """Whether the run says `running` but nobody is writing it."""
         info = self.info
@@ -61,10 +55,6 @@ class RunReader:
     def finished_trials(self) -> set[TrialKey]:
         """Return the (sample id, trial) pairs that need not be run again."""
         return {record.key for record in self.trials() if record.finished}
-
-    def infra_errors(self) -> Counter[TrialKey]:
-        """Count the recorded infrastructure failures of each (sample id, trial)."""
-        return Counter(r.key for r in self.trial_lines().records if not r.finished)
 
     def transcript(self, record: TrialRecord) -> Any:
         """Load a trial's transcript; None if it has none or the file is gone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -12,7 +11,7 @@ from rich.table import Table
 from agentbench_kv.results.reader import turns_by_index
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.stats import Interval
-from agentbench_kv.results.summary import Summary
+from agentbench_kv.results.summary import Summary, median
 from agentbench_kv.results.terminal import failures, new_table, number, plain, share
 
 T = TypeVar("T")
@@ -55,14 +54,14 @@ _TURN: dict[str, Callable[[TurnRecord], object]] = {
 _TURNS: dict[str, Callable[[list[TurnRecord]], object]] = {
     "turn": lambda turns: turns[0].turn,
     "trials": len,
-    "prompt": lambda turns: _median(turn.prompt_tokens for turn in turns),
-    "output": lambda turns: _median(turn.output_tokens for turn in turns),
-    "live before": lambda turns: _median(turn.live_before for turn in turns),
-    "live after": lambda turns: _median(turn.live_after for turn in turns),
+    "prompt": lambda turns: number(median(turn.prompt_tokens for turn in turns)),
+    "output": lambda turns: number(median(turn.output_tokens for turn in turns)),
+    "live before": lambda turns: number(median(turn.live_before for turn in turns)),
+    "live after": lambda turns: number(median(turn.live_after for turn in turns)),
     "events": lambda turns: sum(turn.events for turn in turns),
     "evicted": lambda turns: sum(turn.evicted for turn in turns),
-    "TTFT ms": lambda turns: _median(turn.ttft_ms for turn in turns),
-    "TPOT ms": lambda turns: _median(turn.tpot_ms for turn in turns),
+    "TTFT ms": lambda turns: number(median(turn.ttft_ms for turn in turns)),
+    "TPOT ms": lambda turns: number(median(turn.tpot_ms for turn in turns)),
 }
 
 
@@ -103,14 +102,6 @@ def _shares(
     return new_table("method", "budget", "task", *names, rows=rows) if names else None
 
 
-def facts_table(summary: Summary) -> Table:
-    """Return everything about one run that the summary table has no column for."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _facts(summary):
-        table.add_row(plain(name), plain(value))
-    return table
-
-
 def failure_kinds(summary: Summary) -> Table | None:
     """Return one row per failure kind with its share of the trials; None without failures."""
     kinds = summary.failures.items()
@@ -147,12 +138,8 @@ def percent(interval: Interval | None) -> str | None:
     return None if interval is None else share(interval.point, interval.low, interval.high)
 
 
-def _median(values: Iterable[float | None]) -> str | None:
-    known = [value for value in values if value is not None]
-    return number(statistics.median(known)) if known else None
-
-
-def _facts(summary: Summary) -> list[tuple[str, object]]:
+def facts_table(summary: Summary) -> Table:
+    """Return everything about one run that the summary table has no column for."""
     kv, score = summary.kv, summary.score
     groups = f" in {score.groups} groups" if score and score.groups else ""
     triggered = summary.validity.triggered_samples
@@ -182,4 +169,7 @@ def _facts(summary: Summary) -> list[tuple[str, object]]:
             ),
             ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
         ]
-    return facts + [("note", note) for note in summary.notes]
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in [*facts, *(("note", note) for note in summary.notes)]:
+        table.add_row(plain(name), plain(value))
+    return table

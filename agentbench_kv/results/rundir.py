@@ -204,7 +204,13 @@ def _claimed(
     who = holder(old, now)
     if who is not None:
         raise UsageError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
-    _refuse_other_spec(path, old.spec, spec)
+    changed = _changes(old.spec, spec) | _changes(spec, old.spec)
+    if changed:
+        name = min(changed)
+        raise UsageError(
+            f"{path} holds a run of another spec: {name} is {old.spec.get(name)!r} there and "
+            f"{spec.get(name)!r} here; choose another --out"
+        )
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
     mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
@@ -239,16 +245,6 @@ def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_other_spec(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    changed = _changes(old, new) | _changes(new, old)
-    if changed:
-        name = min(changed)
-        raise UsageError(
-            f"{path} holds a run of another spec: {name} is {old.get(name)!r} there and "
-            f"{new.get(name)!r} here; choose another --out"
-        )
-
-
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     missing = object()
     return {k: (old.get(k), value) for k, value in new.items() if old.get(k, missing) != value}
@@ -256,8 +252,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, A
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping as it will read back from JSON."""
-    plain: dict[str, Any] = json.loads(json_bytes(dict(data)))
-    return plain
+    return dict(json.loads(json_bytes(dict(data))))
 
 
 def transcript_name(sample_id: str, trial: int) -> str:

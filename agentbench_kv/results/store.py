@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ def run_id(parts: Sequence[str], spec: Mapping[str, Any]) -> str:
     return f"{prefix}-{hashlib.sha256(canonical.encode()).hexdigest()[:10]}"
 
 
+@dataclass(frozen=True)
 class RunStore:
     """A folder of run directories; made when the first run is opened."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    root: Path
 
     def open(
         self,

@@ -124,8 +124,8 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         kv=kv,
         wall_s=info.wall_s,
         tokens_per_s=kv.decode_tokens / info.wall_s if kv and info.wall_s > 0 else None,
-        ttft_ms=_median(record.timing.ttft_ms for record in trials),
-        tpot_ms=_median(record.timing.tpot_ms for record in trials),
+        ttft_ms=median(record.timing.ttft_ms for record in trials),
+        tpot_ms=median(record.timing.tpot_ms for record in trials),
         failures={s.value: failures[s] for s in TrialStatus if failures[s]},
         non_completion_rate=failures.total() / len(trials) if trials else 0.0,
         infra_retries=_infra_retries(lines.records, trials),
@@ -203,7 +203,8 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
     )
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

@@ -30,8 +30,8 @@ def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
     summaries = [summarize(run) for run in found]
     if as_json:
         print_json([summary.model_dump(mode="json") for summary in summaries])
-        return
-    _print_summaries(summaries)
+    else:
+        _print_summaries(summaries)
 
 
 def show_run(
