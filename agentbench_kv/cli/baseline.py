@@ -88,6 +88,6 @@ def show(source: str, as_json: bool) -> None:
 
 
 def _print(runs: Sequence[Run]) -> None:
-    from agentbench_kv.results import render
+    from agentbench_kv.results import render, terminal
 
-    render.console().print(render.summary_table([run.summary for run in runs]))
+    terminal.console().print(render.summary_table([run.summary for run in runs]))

@@ -6,15 +6,16 @@ Import from the modules: this package imports nothing, so that adapters can use
 writing a run
     `records` (the two records), `rundir`, `runinfo`, `files`, `store`.
 reading runs
-    `reader` (one run), `summary` and `validity` (its figures and whether they count), `index` and
-    `listing` (`ls runs`), `rows`, `columns`, `frame` and `places` (`load_results`), `export`,
-    `views`, `render`, `timeline`, `transcripts`, `terminal` (`show`).
+    `reader` and `lines` (one run), `summary` and `validity` (its figures and whether they count),
+    `runs` (a run as everybody reads it), `index` and `listing` (`ls runs`), `columns`, `frame` and
+    `places` (`load_results`), `export`, `card` and `trackers`, `views`, `render`, `timeline`,
+    `transcripts` and `terminal` (`show`).
 statistics
-    `statistics` (one arm), `paired` (two arms), `passk`, `speed`, `resample` (one draw for all
-    arms), `curve_shape` and `curves` (over budgets), `aa` (A/A).
+    `stats`, `curves` (over budgets), `aa` (A/A).
 comparing
     `compare` (two sides) of `contrast` (rows) by `gate` (verdicts), with `drift` and `flips`;
     `compare_text`, `plan`, `sources`, `baseline`; `engines` (one run on several).
 showing
-    `tables/` and `papers` (`report`, published figures), `site/` (`report --html`), `submissions`.
+    `groups` and `ranking` (who is compared with whom), `tables` and `papers` (`report`, published
+    figures), `site` (`report --html`), `submissions` (a leaderboard's), `serving` (under load).
 """

@@ -22,13 +22,7 @@ _CHUNK = 1 << 16
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError raised while `path` is written into one clear line.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the disk is full, the place read-only, or the write failed in another way.
-    """
+    """Turn an OSError raised while `path` is written into a PrerequisiteError of one clear line."""
     try:
         yield
     except OSError as error:
@@ -55,10 +49,7 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new, never a mixture.
 
-    Raises
-    ------
-    PrerequisiteError
-        If the file cannot be written; the old content is then untouched.
+    A PrerequisiteError if it cannot be written; the old content is then untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with writing(path):
@@ -109,13 +100,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Append one line per item and force them to the disk; a torn end is repaired first.
 
-    A failed append leaves the file as it was. The file is opened anew every time, so that a
-    deleted run directory is noticed instead of written to in vain.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the lines cannot be written.
+    A failed append leaves the file as it was and is a PrerequisiteError. The file is opened anew
+    every time, so that a deleted run directory is noticed instead of written to in vain.
     """
     data = b"".join(line + b"\n" for line in lines)
     if not data:

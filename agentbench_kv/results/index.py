@@ -38,31 +38,11 @@ class Score(Struct, frozen=True, gc=False):
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """What a listing shows of one run.
-
-    Attributes
-    ----------
-    status : str
-        `running`, `complete`, `failed`, or `interrupted`: running, but nobody writes it.
-    created : float
-        Seconds since 1970.
-    score : Score or None
-        None without trials.
-    peak_live, logical : float or None
-        Medians over trials, tokens per (layer, KV head).
-    live_over_logical : float or None
-        Mean over trials of peak live / logical.
-    failures : dict
-        Trials by failure kind.
-    run_state : str
-        The validity's word (`RunState`); empty for a run that could not be read.
-    problem : str or None
-        Why the run could not be read; its figures are then missing.
-    """
+    """What a listing shows of one run; tokens are per (layer, KV head)."""
 
     run_id: str
-    status: str = "failed"
-    created: float = 0.0
+    status: str = "failed"  # `running`, `complete`, `failed`, or `interrupted`: nobody writes it
+    created: float = 0.0  # seconds since 1970
     task: str | None = None
     method: str | None = None
     budget: int | str | None = None
@@ -72,16 +52,23 @@ class Entry(Struct, frozen=True, gc=False):
     samples: int = 0
     trials: int = 0
     expected_trials: int | None = None
-    score: Score | None = None
-    peak_live: float | None = None
+    score: Score | None = None  # None without trials
+    peak_live: float | None = None  # medians over trials
     logical: float | None = None
-    live_over_logical: float | None = None
+    live_over_logical: float | None = None  # mean over trials of peak live / logical
     events: int = 0
     evicted: int = 0
     tokens_per_s: float | None = None
-    failures: dict[str, int] = {}
-    run_state: str = ""
-    problem: str | None = None
+    failures: dict[str, int] = {}  # trials by kind
+    run_state: str = ""  # the validity's word (`RunState`); empty for a run that cannot be read
+    problem: str | None = None  # why the run cannot be read; its figures are then missing
+
+
+# Fields that an entry takes over from a run's summary.
+_SAME = (
+    "run_id", "task", "method", "budget", "engine", "model", "seed", "samples", "trials",
+    "expected_trials", "tokens_per_s", "failures",
+)  # fmt: skip
 
 
 class _Kept(Struct, frozen=True, gc=False, array_like=True):
@@ -107,7 +94,8 @@ def read_index(folder: Path) -> list[Entry]:
     old = _load(folder)
     fresh = {name: _refreshed(folder / name, stamp, old) for name, stamp in _stamps(folder)}
     if fresh != old:
-        _store(folder, fresh)
+        with contextlib.suppress(KVBenchError, OSError):
+            write_atomic(folder / FILE, msgspec.json.encode(_Index(_VERSION, fresh)))
     now = time.time()
     return [_with_status(folder / name, kept.entry, now) for name, kept in sorted(fresh.items())]
 
@@ -118,12 +106,6 @@ def _load(folder: Path) -> dict[str, _Kept]:
     except (OSError, msgspec.MsgspecError, ValueError):
         return {}
     return index.runs if index.version == _VERSION else {}
-
-
-def _store(folder: Path, runs: dict[str, _Kept]) -> None:
-    data = msgspec.json.encode(_Index(_VERSION, runs))
-    with contextlib.suppress(KVBenchError, OSError):
-        write_atomic(folder / FILE, data)
 
 
 def _stamps(folder: Path) -> Iterator[tuple[str, Stamp]]:
@@ -167,26 +149,15 @@ def _derived(path: Path) -> Entry:
     summary = run.summary
     score, kv = summary.score, summary.kv
     return Entry(
-        run_id=summary.run_id,
+        **{name: getattr(summary, name) for name in _SAME},
         status=summary.status.value,
         created=run.info.created,
-        task=summary.task,
-        method=summary.method,
-        budget=summary.budget,
-        engine=summary.engine,
-        model=summary.model,
-        seed=summary.seed,
-        samples=summary.samples,
-        trials=summary.trials,
-        expected_trials=summary.expected_trials,
         score=Score(score.point, score.low, score.high) if score else None,
         peak_live=kv.median_peak_live if kv else None,
         logical=kv.median_logical if kv else None,
         live_over_logical=kv.live_over_logical if kv else None,
         events=kv.events if kv else 0,
         evicted=kv.evicted if kv else 0,
-        tokens_per_s=summary.tokens_per_s,
-        failures=summary.failures,
         run_state=summary.validity.state.value,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +17,18 @@ TrialKey = tuple[str, int]
 
 
 class RunReader:
-    """The files of one run. Nothing here writes, locks, or fails on a damaged line.
-
-    Parameters
-    ----------
-    path : Path
-        The run directory.
-    """
+    """The files of one run. Nothing here writes, locks, or fails on a damaged line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def info(self) -> RunInfo:
-        """The current `run.json`.
-
-        Raises
-        ------
-        UsageError
-            If the directory is not a run.
-        """
+        """The current `run.json`; a UsageError if there is none."""
         info = read_info(self.path)
         if info is None:
             raise UsageError(f"{self.path} is not a run directory: it has no run.json")
         return info
-
-    @property
-    def engine_log(self) -> Path:
-        """Where the backend's own output goes."""
-        return self.path / "engine.log"
 
     @property
     def interrupted(self) -> bool:
@@ -73,10 +56,6 @@ class RunReader:
         """Return the (sample id, trial) pairs that need not be run again."""
         return {record.key for record in self.trials() if record.finished}
 
-    def infra_errors(self) -> Counter[TrialKey]:
-        """Count the recorded infrastructure failures of each (sample id, trial)."""
-        return Counter(r.key for r in self.trial_lines().records if not r.finished)
-
     def transcript(self, record: TrialRecord) -> Any:
         """Load a trial's transcript; None if it has none or the file is gone."""
         if record.transcript is None:
@@ -95,6 +74,14 @@ def latest_trials(records: list[TrialRecord]) -> list[TrialRecord]:
 def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
     """Keep each trial's last attempt: a turn index that does not grow begins a new one."""
     return [turn for turns in turns_by_trial(records).values() for turn in turns]
+
+
+def turns_by_index(records: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
+    """Return the turns of each turn index, whatever their trial, the first index first."""
+    groups: dict[int, list[TurnRecord]] = {}
+    for record in records:
+        groups.setdefault(record.turn, []).append(record)
+    return [groups[index] for index in sorted(groups)]
 
 
 def turns_by_trial(records: list[TurnRecord]) -> dict[TrialKey, list[TurnRecord]]:

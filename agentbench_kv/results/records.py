@@ -136,19 +136,25 @@ class Usage(_Record, frozen=True, kw_only=True):
 _NO_TIMING = Timing()
 
 
-class TrialRecord(_Record, frozen=True, kw_only=True):
-    """One attempt at one sample; one line of `samples.jsonl`.
+class _Keyed(_Record, frozen=True, kw_only=True):
+    """A record that belongs to a trial."""
 
-    Raises
-    ------
-    ValueError
-        If a value is none of its field, a failed trial carries a score or a performance figure,
-        or a scored one has no score.
-    """
-
-    # The key; the last record of a key counts.
     sample_id: Annotated[str, Meta(min_length=1)]
     trial: Count
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The sample id and the trial index."""
+        return self.sample_id, self.trial
+
+
+class TrialRecord(_Keyed, frozen=True, kw_only=True):
+    """One attempt at one sample; one line of `samples.jsonl`, where the last one of a key counts.
+
+    A ValueError if a value is none of its field, a failed trial carries a score or a performance
+    figure, or a scored one has no score.
+    """
+
     seed: Whole
     status: TrialStatus
     # From the benchmark's own checker; None unless `status` is `scored`.
@@ -181,11 +187,6 @@ class TrialRecord(_Record, frozen=True, kw_only=True):
             raise ValueError(f"a trial with status {self.status} must not carry performance")
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The sample id and the trial index."""
-        return self.sample_id, self.trial
-
-    @property
     def finished(self) -> bool:
         """Whether the trial need not be run again."""
         return self.status is not TrialStatus.INFRA_ERROR
@@ -196,11 +197,9 @@ class TrialRecord(_Record, frozen=True, kw_only=True):
         return 0.0 if self.score is None else self.score
 
 
-class TurnRecord(_Record, frozen=True, kw_only=True):
+class TurnRecord(_Keyed, frozen=True, kw_only=True):
     """One request of a trial; one line of `turns.jsonl`."""
 
-    sample_id: Annotated[str, Meta(min_length=1)]
-    trial: Count
     # Index of the request within the trial.
     turn: Count
     # Logical length of the prompt; tokens generated.
@@ -220,11 +219,6 @@ class TurnRecord(_Record, frozen=True, kw_only=True):
     # Milliseconds to the first token and per later token.
     ttft_ms: Amount | None = None
     tpot_ms: Amount | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """The trial this turn belongs to: sample id and trial index."""
-        return self.sample_id, self.trial
 
 
 encode = msgspec.json.Encoder().encode

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -19,29 +20,19 @@ from typing import Any, Self
 from msgspec import Struct
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
-from agentbench_kv.results.files import (
-    append_lines,
-    exclusive,
-    json_bytes,
-    write_atomic,
-    writing,
-)
+from agentbench_kv.results.files import append_lines, exclusive, json_bytes, write_atomic, writing
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
 from agentbench_kv.results.runinfo import (
+    HELD,
     STALE_S,
     Resume,
     RunInfo,
     RunStatus,
-    hold,
     holder,
-    hostname,
     read_info,
-    release,
     write_info,
 )
-
-__all__ = ["BEAT_S", "RunDir", "transcript_name"]
 
 BEAT_S = 5.0
 
@@ -67,39 +58,29 @@ class RunDir(RunReader):
 
     @classmethod
     def claim(
-        cls,
-        path: Path,
-        spec: Mapping[str, Any],
-        provenance: Mapping[str, Any] | None = None,
-        expected_trials: int | None = None,
+        cls, path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any], trials: int | None
     ) -> Self:
         """Create the directory, or take over the one an earlier process left.
 
-        Raises
-        ------
-        UsageError
-            If another process is writing the run, or the directory holds another spec.
-        PrerequisiteError
-            If the directory cannot be written.
+        A UsageError if another process is writing the run or the directory holds another spec; a
+        PrerequisiteError if the directory cannot be written.
         """
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         with exclusive(path):
-            _drop_temporaries(path)
-            info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
+            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
+                with writing(leftover):
+                    leftover.unlink(missing_ok=True)
+            info = _claimed(path, _plain(spec), _plain(provenance), trials)
             write_info(path, info)
-            hold(info.owner)
+            HELD.add(info.owner)
         return cls(path, info)
 
     def append_trial(self, record: TrialRecord) -> None:
         """Append one trial to `samples.jsonl`; on return it is on the disk.
 
-        Raises
-        ------
-        PrerequisiteError
-            If the disk is full or read-only; everything appended before is safe.
-        UsageError
-            If another process took the run over.
+        A PrerequisiteError if the disk is full or read-only (everything appended before is safe), a
+        UsageError if another process took the run over.
         """
         self._append("samples.jsonl", [record])
 
@@ -108,13 +89,7 @@ class RunDir(RunReader):
         self._append("turns.jsonl", records)
 
     def save_transcript(self, sample_id: str, trial: int, data: Any) -> str:
-        """Write a transcript as JSON and return its path inside the run directory.
-
-        Raises
-        ------
-        PrerequisiteError
-            If it cannot be written.
-        """
+        """Write a transcript as JSON and return its path inside the run directory."""
         name = transcript_name(sample_id, trial)
         path = self.path / name
         with writing(path):
@@ -150,15 +125,7 @@ class RunDir(RunReader):
         self._update(expected_trials=trials)
 
     def close(self, status: RunStatus = RunStatus.COMPLETE, error: str | None = None) -> None:
-        """Stop the heartbeat and write the final status; further calls do nothing.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the status cannot be written.
-        UsageError
-            If another process took the run over.
-        """
+        """Stop the heartbeat and write the final status; further calls do nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -166,7 +133,7 @@ class RunDir(RunReader):
         try:
             self._update(status=status, error=error)
         finally:
-            release(self._info.owner)
+            HELD.discard(self._info.owner)
 
     def __enter__(self) -> Self:
         """Return the run itself."""
@@ -190,15 +157,12 @@ class RunDir(RunReader):
 
     def _append(self, name: str, records: Sequence[Struct]) -> None:
         with self._lock:
-            self._check_ownership()
+            # A process that was suspended may have been taken for dead before its next heartbeat.
+            if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
+                self._update()
+            if self._lost is not None:
+                raise self._lost
             append_lines(self.path / name, map(encode, records))
-
-    def _check_ownership(self) -> None:
-        # A process that was suspended may have been taken for dead before its next heartbeat.
-        if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
-            self._update()
-        if self._lost is not None:
-            raise self._lost
 
     def _update(self, **changes: Any) -> None:
         with self._lock, exclusive(self.path):
@@ -209,12 +173,10 @@ class RunDir(RunReader):
                     f"{current.host}; this process stops writing it"
                 )
                 raise self._lost
-            self._info = self._info.model_copy(update=changes | self._clock())
+            active = 0.0 if self._started is None else time.monotonic() - self._started
+            clock = {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
+            self._info = self._info.model_copy(update=changes | clock)
             write_info(self.path, self._info)
-
-    def _clock(self) -> dict[str, float]:
-        active = 0.0 if self._started is None else time.monotonic() - self._started
-        return {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
 
     def _keep_beating(self) -> None:
         while self._lost is None and not self._stop.wait(BEAT_S):
@@ -232,21 +194,23 @@ def _claimed(
         "status": RunStatus.RUNNING,
         "heartbeat": now,
         "pid": os.getpid(),
-        "host": hostname(),
+        "host": socket.gethostname(),
         "owner": uuid.uuid4().hex,
         "error": None,
     }
     if old is None:
-        return RunInfo(
-            run_id=path.name,
-            spec=spec,
-            created=now,
-            provenance=provenance,
-            expected_trials=expected_trials,
-            **mine,
+        mine |= {"provenance": provenance, "expected_trials": expected_trials}
+        return RunInfo(run_id=path.name, spec=spec, created=now, **mine)
+    who = holder(old, now)
+    if who is not None:
+        raise UsageError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
+    changed = _changes(old.spec, spec) | _changes(spec, old.spec)
+    if changed:
+        name = min(changed)
+        raise UsageError(
+            f"{path} holds a run of another spec: {name} is {old.spec.get(name)!r} there and "
+            f"{spec.get(name)!r} here; choose another --out"
         )
-    _refuse_if_held(old, now)
-    _refuse_other_spec(path, old.spec, spec)
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
     mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
@@ -281,41 +245,14 @@ def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_if_held(info: RunInfo, now: float) -> None:
-    who = holder(info, now)
-    if who is not None:
-        raise UsageError(f"run {info.run_id} is being written by {who}; wait for it or stop it")
-
-
-def _refuse_other_spec(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    changed = _changes(old, new) | _changes(new, old)
-    if changed:
-        name = min(changed)
-        raise UsageError(
-            f"{path} holds a run of another spec: {name} is {old.get(name)!r} there and "
-            f"{new.get(name)!r} here; choose another --out"
-        )
-
-
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {
-        key: (old.get(key), value)
-        for key, value in new.items()
-        if key not in old or old[key] != value
-    }
+    missing = object()
+    return {k: (old.get(k), value) for k, value in new.items() if old.get(k, missing) != value}
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping as it will read back from JSON."""
-    plain: dict[str, Any] = json.loads(json_bytes(dict(data)))
-    return plain
-
-
-def _drop_temporaries(path: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for leftover in path.glob(".*.tmp"):
-        with writing(leftover):
-            leftover.unlink(missing_ok=True)
+    return dict(json.loads(json_bytes(dict(data))))
 
 
 def transcript_name(sample_id: str, trial: int) -> str:

@@ -8,18 +8,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
-
-__all__ = ["STALE_S", "Resume", "RunInfo", "RunStatus", "holder", "read_info", "write_info"]
 
 STALE_S = 30.0
 FILE = "run.json"
 
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
-_HELD: set[str] = set()
+HELD: set[str] = set()
 
 
 class RunStatus(StrEnum):
@@ -34,64 +32,36 @@ class RunStatus(StrEnum):
 
 
 class Resume(BaseModel):
-    """A later start of the same run: when (seconds since 1970) and which provenance changed.
-
-    `changed` maps a provenance key to its value in the first start and in this one.
-    """
+    """A later start of the same run, and which provenance changed."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    at: float
-    changed: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
+    at: float  # seconds since 1970
+    changed: dict[str, tuple[Any, Any]] = {}  # by key: the value in the first start, and in this
 
 
 class RunInfo(BaseModel):
-    """The content of `run.json`.
-
-    Attributes
-    ----------
-    spec, provenance : dict
-        The resolved spec; versions, git commit, hardware, hashes and whatever else is known.
-    created, heartbeat : float
-        Seconds since 1970.
-    pid, host, owner : int, str, str
-        Process that writes the run, its machine, and a token that is new at every start.
-    wall_s : float
-        Seconds in which trials were played, summed over the run's starts; starting and stopping
-        the engine does not count.
-    expected_trials : int or None
-        Samples times trials; None while unknown.
-    resumes : list of Resume
-        Later starts.
-    error : str or None
-        Why the run failed.
-    """
+    """The content of `run.json`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     run_id: str
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # resolved
     status: RunStatus
-    created: float
+    created: float  # seconds since 1970, as is the heartbeat
     heartbeat: float
-    pid: PositiveInt
+    pid: PositiveInt  # of the process that writes the run
     host: str
-    owner: str
-    wall_s: NonNegativeFloat = 0.0
-    expected_trials: int | None = None
-    provenance: dict[str, Any] = Field(default_factory=dict)
-    resumes: list[Resume] = Field(default_factory=list)
-    error: str | None = None
+    owner: str  # a token that is new at every start
+    wall_s: NonNegativeFloat = 0.0  # in which trials were played, over all starts
+    expected_trials: int | None = None  # samples times trials; None while unknown
+    provenance: dict[str, Any] = {}  # versions, git commit, hardware, hashes, whatever is known
+    resumes: list[Resume] = []
+    error: str | None = None  # why the run failed
 
 
 def read_info(folder: Path) -> RunInfo | None:
-    """Read `run.json`; None if the folder has none.
-
-    Raises
-    ------
-    UsageError
-        If the file is not what kvbench writes.
-    """
+    """Read `run.json`; None if the folder has none, a UsageError if it is not kvbench's."""
     path = folder / FILE
     try:
         return RunInfo.model_validate_json(path.read_bytes())
@@ -103,13 +73,7 @@ def read_info(folder: Path) -> RunInfo | None:
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    """Replace `run.json` atomically.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it cannot be written.
-    """
+    """Replace `run.json` atomically; a PrerequisiteError if it cannot be written."""
     write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
 
 
@@ -121,27 +85,12 @@ def holder(info: RunInfo, now: float) -> str | None:
     return f"pid {info.pid} on {info.host} (heartbeat {age:.0f} s ago)"
 
 
-def hold(owner: str) -> None:
-    """Note that this process writes the run with this owner token."""
-    _HELD.add(owner)
-
-
-def release(owner: str) -> None:
-    """Note that this process no longer writes the run with this owner token."""
-    _HELD.discard(owner)
-
-
-def hostname() -> str:
-    """Return this machine's name as run records show it."""
-    return socket.gethostname()
-
-
 def _is_gone(info: RunInfo) -> bool:
     """Whether the writer is certainly dead; only its own machine can tell."""
-    if info.host != hostname():
+    if info.host != socket.gethostname():
         return False
     if info.pid == os.getpid():
-        return info.owner not in _HELD
+        return info.owner not in HELD
     return not _is_alive(info.pid)
 
 
@@ -150,6 +99,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it lives, as somebody else's
+        pass
     return True

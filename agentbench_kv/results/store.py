@@ -7,15 +7,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.rundir import RunDir
-from agentbench_kv.results.runinfo import RunInfo, RunStatus
-
-__all__ = ["RunDir", "RunInfo", "RunReader", "RunStatus", "RunStore", "prefix_parts", "run_id"]
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
 _HASH_START = re.compile(r"[0-9a-f]{4,10}")
@@ -39,19 +37,8 @@ def run_id(parts: Sequence[str], spec: Mapping[str, Any]) -> str:
     """Name a run: readable parts, then 10 hex digits of the SHA-256 of the spec as canonical JSON.
 
     The same spec gives the same name in every process and on every machine, whatever the order
-    of its keys; so the same command finds its own directory.
-
-    Parameters
-    ----------
-    parts : sequence of str
-        Words for people, see `prefix_parts`; unsafe characters become `_`.
-    spec : mapping
-        The resolved spec: only JSON types.
-
-    Raises
-    ------
-    UsageError
-        If the spec holds something JSON has no exact form for.
+    of its keys; so the same command finds its own directory. `parts` are words for people, see
+    `prefix_parts`. A UsageError if the spec holds something JSON has no exact form for.
     """
     try:
         canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -62,17 +49,11 @@ def run_id(parts: Sequence[str], spec: Mapping[str, Any]) -> str:
     return f"{prefix}-{hashlib.sha256(canonical.encode()).hexdigest()[:10]}"
 
 
+@dataclass(frozen=True)
 class RunStore:
-    """A folder of run directories.
+    """A folder of run directories; made when the first run is opened."""
 
-    Parameters
-    ----------
-    root : Path
-        The folder, `runs/` by default on the command line; made when the first run is opened.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    root: Path
 
     def open(
         self,
@@ -81,27 +62,12 @@ class RunStore:
         provenance: Mapping[str, Any] | None = None,
         expected_trials: int | None = None,
     ) -> RunDir:
-        """Create the run or resume it.
+        """Create the run or resume it, see `RunDir.claim`.
 
-        Parameters
-        ----------
-        name : str
-            What `run_id` returned.
-        spec : mapping
-            The resolved spec; must equal the one the directory holds.
-        provenance : mapping, optional
-            Versions, commit, hardware, hashes; what a resume changes is recorded.
-        expected_trials : int, optional
-            Samples times trials; fewer finished ones make the run `incomplete`.
-
-        Raises
-        ------
-        UsageError
-            If another process is writing it or it holds another spec.
-        PrerequisiteError
-            If the folder cannot be written.
+        `name` is what `run_id` returned; with fewer finished trials than expected (samples times
+        trials) the run is `incomplete`.
         """
-        return RunDir.claim(self.root / name, spec, provenance, expected_trials)
+        return RunDir.claim(self.root / name, spec, provenance or {}, expected_trials)
 
     def names(self) -> list[str]:
         """Return the run ids in the folder, sorted."""
@@ -112,10 +78,7 @@ class RunStore:
     def find(self, run: str) -> RunReader:
         """Find a run by path, by id, or by the first digits of the hash that ends its id.
 
-        Raises
-        ------
-        UsageError
-            If there is no such run, or more than one; the message names the nearest ids.
+        A UsageError naming the nearest ids if there is no such run, or more than one.
         """
         for path in (Path(run), self.root / run):
             if (path / "run.json").is_file():
@@ -126,9 +89,13 @@ class RunStore:
             if len(ending) > 1:
                 raise UsageError(f"{run} is {len(ending)} runs: {', '.join(ending[:3])}; say more")
             return RunReader(self.root / ending[0])
-        near = nearest(run, names)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UsageError(f"no run {run!r} here or in {self.root}/{hint}")
+        raise UsageError(f"no run {run!r} here or in {self.root}/{suggestion(run, names)}")
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return what ends an error about an unknown name: a question, or nothing."""
+    near = nearest(name, known)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:

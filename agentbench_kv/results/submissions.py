@@ -15,19 +15,6 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = [
-    "Label",
-    "Manifest",
-    "Replication",
-    "Rerun",
-    "Standing",
-    "SubmittedRun",
-    "labels",
-    "replications",
-    "standings",
-    "submissions",
-]
-
 KEPT = Path("submissions")
 STANDINGS = KEPT / "checked"
 RERUNS = KEPT / "reruns"
@@ -66,19 +53,7 @@ class SubmittedRun(_Stored):
 
 
 class Manifest(_Stored):
-    """The content of `submission.json`.
-
-    Attributes
-    ----------
-    schema_version : int
-        1; `schema` in the file.
-    who, method : str
-        Whose submission it is, and the method it is about.
-    link : str
-        Where to read more: a web address, or empty.
-    runs : list of SubmittedRun
-        At least one.
-    """
+    """The content of `submission.json`: whose it is, the method it is about, where to read more."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
     who: Line
@@ -88,74 +63,38 @@ class Manifest(_Stored):
 
 
 class Replication(_Stored):
-    """The same run, played by somebody else; never more trials of it.
+    """The same run, played by somebody else; never more trials of it."""
 
-    Attributes
-    ----------
-    path : str
-        Its directory, relative to the leaderboard's folder.
-    score : float
-        Mean score over its trials, a failed one as 0.
-    trials, equal : int
-        Trials both have, and those of them whose generated tokens are equal.
-    """
-
-    path: str
+    path: str  # its directory, relative to the leaderboard's folder
     who: str
     label: Label
-    score: float
-    trials: int
-    equal: int
+    score: float  # mean over its trials, a failed one as 0
+    trials: int  # that both have
+    equal: int  # of those, with equal generated tokens
 
 
 class Standing(_Stored):
-    """What the keeper found when a run was added.
-
-    Attributes
-    ----------
-    submission : str
-        Name of the manifest's copy, without its suffix.
-    records : str
-        SHA-256 of the `samples.jsonl` that this is about.
-    notes : list of str
-        What could not be proved.
-    replication : Replication or None
-        None for the first run of its id.
-    """
+    """What the keeper found when a run was added."""
 
     run_id: str
-    submission: str
-    records: Sha
+    submission: str  # name of the manifest's copy, without its suffix
+    records: Sha  # of the `samples.jsonl` that this is about
     label: Label
-    notes: list[str]
-    replication: Replication | None = None
+    notes: list[str]  # what could not be proved
+    replication: Replication | None = None  # None for the first run of its id
 
 
 class Rerun(_Stored):
-    """A random part of a run, computed again by the keeper.
-
-    Attributes
-    ----------
-    records : str
-        SHA-256 of the `samples.jsonl` that was compared with.
-    seed : int
-        Chose the trials.
-    played, equal, accounts, scores : int
-        Trials played; those with the same tokens, the same KV account, the same score.
-    differs : list of str
-        Where each other trial first differs.
-    machine : str
-        What it was played on.
-    """
+    """A random part of a run, computed again by the keeper."""
 
     run_id: str
-    records: Sha
-    seed: int
+    records: Sha  # of the `samples.jsonl` that was compared with
+    seed: int  # chose the trials
     played: int
-    equal: int
+    equal: int  # of those played, with the same tokens, the same KV account, the same score
     accounts: int
     scores: int
-    differs: list[str]
+    differs: list[str]  # where each other trial first differs
     machine: str
 
     @property
@@ -168,10 +107,7 @@ S = TypeVar("S", bound=_Stored)
 
 
 def submissions(leaderboard: Path) -> dict[str, Manifest]:
-    """Return the manifest of each run that was added to a leaderboard's folder.
-
-    A manifest that is not one is left out.
-    """
+    """Return the manifest of each run that was added to a leaderboard's folder, if it is one."""
     beside = {
         (standing.run_id, standing.submission)
         for _, standing in _read(leaderboard / STANDINGS, Standing)

@@ -20,8 +20,6 @@ from agentbench_kv.results.runinfo import RunInfo, RunStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.validity import Validity, assess, triggered_samples
 
-__all__ = ["KVSummary", "SubScore", "Summary", "build", "summarize"]
-
 FILE = "summary.json"
 
 
@@ -38,27 +36,14 @@ class SubScore(_Derived):
 
 
 class KVSummary(_Derived):
-    """KV figures over the trials that reached the engine.
-
-    Attributes
-    ----------
-    median_peak_live, max_peak_live, median_logical : float, int, float
-        Tokens per (layer, KV head).
-    live_over_logical : float
-        Mean over trials of peak live / logical: the achieved KV, in (0, 1].
-    mean_decode_kv : float
-        Mean over trials of the mean live tokens over decode steps.
-    events, evicted, restored, rows_moved, recomputed, prefill_tokens, decode_tokens : int
-        Totals over trials.
-    bytes_read : int
-        Bytes of K and V read in decode, total over trials.
-    """
+    """KV figures over the trials that reached the engine; tokens per (layer, KV head)."""
 
     median_peak_live: float
     max_peak_live: int
     median_logical: float
-    live_over_logical: float
-    mean_decode_kv: float
+    live_over_logical: float  # the achieved KV, in (0, 1]: mean over trials of peak live / logical
+    mean_decode_kv: float  # mean over trials of the mean live tokens over decode steps
+    # From here on totals over trials.
     events: int
     evicted: int
     restored: int
@@ -66,43 +51,17 @@ class KVSummary(_Derived):
     recomputed: int
     prefill_tokens: int
     decode_tokens: int
-    bytes_read: int
+    bytes_read: int  # of K and V, in decode
+
+
+_TOTALS = (
+    "events", "evicted", "restored", "rows_moved", "recomputed", "prefill_tokens",
+    "decode_tokens", "bytes_read",
+)  # fmt: skip
 
 
 class Summary(_Derived):
-    """A run in figures.
-
-    Attributes
-    ----------
-    score : Interval or None
-        Headline: mean over samples, every failed trial counted as 0; None without trials.
-    score_triggered : Interval or None
-        The same over the samples with at least one event; None if there are none.
-    score_completed : Interval or None
-        The same without the failed trials: what the failures cost.
-    sub_scores : dict
-        One per metric pair `x_right`, `x_asked`.
-    pass_k : dict
-        `pass^1` to `pass^K` of a run that tried every sample K times, see `stats.pass_levels`.
-    kv : KVSummary or None
-        None if no trial reached the engine.
-    tokens_per_s : float or None
-        Generated tokens over `wall_s`, the seconds in which trials were played.
-    ttft_ms, tpot_ms : float or None
-        Medians over scored trials, milliseconds.
-    failures : dict
-        Trials by failure kind.
-    non_completion_rate : float
-        Failed trials over trials.
-    infra_retries : int
-        Attempts lost to infrastructure, whether the retry helped or not.
-    user_retries : int
-        Attempts that the simulated user spoilt and another followed.
-    alien_lines : int
-        Lines of `samples.jsonl` that this version did not fully understand.
-    notes : list of str
-        What a reader of the figures should know besides the validity.
-    """
+    """A run in figures; a score is a mean over samples with every failed trial counted as 0."""
 
     run_id: str
     status: RunStatus
@@ -115,49 +74,35 @@ class Summary(_Derived):
     samples: int
     trials: int
     expected_trials: int | None
-    score: Interval | None
-    score_triggered: Interval | None
-    score_completed: Interval | None
-    sub_scores: dict[str, SubScore]
-    kv: KVSummary | None
+    score: Interval | None  # None without trials
+    score_triggered: Interval | None  # over the samples with at least one event
+    score_completed: Interval | None  # without the failed trials: what the failures cost
+    sub_scores: dict[str, SubScore]  # one per metric pair `x_right`, `x_asked`
+    kv: KVSummary | None  # None if no trial reached the engine
     wall_s: float
-    tokens_per_s: float | None
-    ttft_ms: float | None
+    tokens_per_s: float | None  # generated tokens over the seconds in which trials were played
+    ttft_ms: float | None  # medians over scored trials
     tpot_ms: float | None
-    failures: dict[str, int]
-    non_completion_rate: float
-    infra_retries: int
+    failures: dict[str, int]  # trials by kind
+    non_completion_rate: float  # failed trials over trials
+    infra_retries: int  # attempts lost to infrastructure, whether the retry helped or not
     session_resets: int
     validity: Validity
-    alien_lines: int
-    notes: list[str]
-    user_retries: int = 0
-    pass_k: dict[str, Interval] = {}
+    alien_lines: int  # of `samples.jsonl`, not fully understood by this version
+    notes: list[str]  # what a reader of the figures should know besides the validity
+    user_retries: int = 0  # attempts that the simulated user spoilt and another followed
+    pass_k: dict[str, Interval] = {}  # `pass^1` to `pass^K` if every sample was tried K times
 
 
 def summarize(run: RunReader) -> Summary:
-    """Rebuild a run's summary and write it to `summary.json`.
-
-    Raises
-    ------
-    UsageError
-        If the directory is not a run.
-    PrerequisiteError
-        If the file cannot be written.
-    """
+    """Rebuild a run's summary and write it to `summary.json`; a PrerequisiteError if it cannot."""
     summary = build(run)
     write_atomic(run.path / FILE, summary.model_dump_json(indent=2).encode() + b"\n")
     return summary
 
 
 def build(run: RunReader) -> Summary:
-    """Derive a run's summary from its records without writing anything.
-
-    Raises
-    ------
-    UsageError
-        If the directory is not a run.
-    """
+    """Derive a run's summary from its records without writing anything."""
     return derive(run.info, run.trial_lines())
 
 
@@ -179,8 +124,8 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         kv=kv,
         wall_s=info.wall_s,
         tokens_per_s=kv.decode_tokens / info.wall_s if kv and info.wall_s > 0 else None,
-        ttft_ms=_median(record.timing.ttft_ms for record in trials),
-        tpot_ms=_median(record.timing.tpot_ms for record in trials),
+        ttft_ms=median(record.timing.ttft_ms for record in trials),
+        tpot_ms=median(record.timing.tpot_ms for record in trials),
         failures={s.value: failures[s] for s in TrialStatus if failures[s]},
         non_completion_rate=failures.total() / len(trials) if trials else 0.0,
         infra_retries=_infra_retries(lines.records, trials),
@@ -224,29 +169,24 @@ def _by_sample(trials: Iterable[TrialRecord]) -> tuple[dict[str, list[float]], d
 
 
 def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
-    names = {
-        name.removesuffix("_asked")
-        for record in trials
-        for name in record.metrics
-        if name.endswith("_asked")
-    }
-    scores = {name: _sub_score(trials, name) for name in sorted(names)}
+    asked = {name for record in trials for name in record.metrics if name.endswith("_asked")}
+    names = sorted(name.removesuffix("_asked") for name in asked)
+    scores = {name: _sub_score(trials, name) for name in names}
     return {name: score for name, score in scores.items() if score is not None}
 
 
 def _sub_score(trials: Sequence[TrialRecord], name: str) -> SubScore | None:
     counts: dict[str, tuple[float, float]] = {}
-    groups = {r.sample_id: r.cluster for r in trials if r.cluster is not None}
     for record in trials:
-        pair = (record.metrics.get(f"{name}_right"), record.metrics.get(f"{name}_asked"))
-        if isinstance(pair[0], int | float) and isinstance(pair[1], int | float):
+        right, asked = (record.metrics.get(f"{name}_{part}") for part in ("right", "asked"))
+        if isinstance(right, int | float) and isinstance(asked, int | float):
             old = counts.get(record.sample_id, (0.0, 0.0))
-            counts[record.sample_id] = (old[0] + pair[0], old[1] + pair[1])
-    scores = Scores.of_counts(counts, groups)
+            counts[record.sample_id] = (old[0] + right, old[1] + asked)
+    scores = Scores.of_counts(counts, _by_sample(trials)[1])
     if not scores.parts:
         return None
-    right, asked = (sum(part) for part in zip(*scores.parts.values(), strict=True))
-    return SubScore(right=right, asked=asked, interval=level(scores))
+    totals = [sum(part) for part in zip(*scores.parts.values(), strict=True)]
+    return SubScore(right=totals[0], asked=totals[1], interval=level(scores))
 
 
 def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
@@ -259,18 +199,12 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         median_logical=statistics.median(kv.logical for kv in accounts),
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
-        events=sum(kv.events for kv in accounts),
-        evicted=sum(kv.evicted for kv in accounts),
-        restored=sum(kv.restored for kv in accounts),
-        rows_moved=sum(kv.rows_moved for kv in accounts),
-        recomputed=sum(kv.recomputed for kv in accounts),
-        prefill_tokens=sum(kv.prefill_tokens for kv in accounts),
-        decode_tokens=sum(kv.decode_tokens for kv in accounts),
-        bytes_read=sum(kv.bytes_read for kv in accounts),
+        **{name: sum(getattr(kv, name) for kv in accounts) for name in _TOTALS},
     )
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-__all__ = ["console", "failures", "new_table", "number", "plain", "print_json", "share", "visible"]
 
 _PIPE_WIDTH = 200
 _NONE = "-"
@@ -35,11 +34,13 @@ def plain(value: object) -> Text:
     return Text(visible(_NONE if value is None else str(value)))
 
 
-def new_table(*columns: str) -> Table:
-    """Return an empty table in the house's style."""
+def new_table(*columns: str, rows: Iterable[Iterable[object]] = ()) -> Table:
+    """Return a table in the house's style."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain, row))
     return table
 
 

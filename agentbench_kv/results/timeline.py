@@ -13,10 +13,9 @@ from rich.text import Text
 
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.files import writing
+from agentbench_kv.results.reader import turns_by_index
 from agentbench_kv.results.records import TurnRecord
 from agentbench_kv.results.terminal import new_table, number, plain, visible
-
-__all__ = ["Step", "check_drawing", "draw_timeline", "steps", "timeline_table"]
 
 _WIDTH = 48
 _MOST_ROWS = 60
@@ -26,40 +25,27 @@ _HELD_COLOUR, _EVICTED_COLOUR = "#3b6fb6", "#c8483c"
 
 @dataclass(frozen=True)
 class Step:
-    """One turn index over the trials that reached it; tokens per (layer, KV head).
-
-    Attributes
-    ----------
-    held, evicted : float
-        Medians of what was live when the turn ended, and of what was evicted during it.
-    low, high : float
-        The 10th and 90th percentile of `held`; both `held` where there is one trial.
-    events : int
-        In all trials together.
-    """
+    """One turn index over the trials that reached it; tokens per (layer, KV head)."""
 
     turn: int
     trials: int
-    held: float
-    low: float
+    held: float  # median of what was live when the turn ended
+    low: float  # its 10th and 90th percentile; both `held` where there is one trial
     high: float
-    evicted: float
-    events: int
+    evicted: float  # median of what was evicted during the turn
+    events: int  # in all trials together
 
 
 def steps(turns: Sequence[TurnRecord]) -> list[Step]:
     """Return the timeline of some trials, by turn index."""
-    groups: dict[int, list[TurnRecord]] = {}
-    for turn in turns:
-        groups.setdefault(turn.turn, []).append(turn)
-    return [_step(index, groups[index]) for index in sorted(groups)]
+    return [_step(group) for group in turns_by_index(turns)]
 
 
-def _step(index: int, group: Sequence[TurnRecord]) -> Step:
+def _step(group: Sequence[TurnRecord]) -> Step:
     held = [turn.live_after for turn in group]
     deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
     return Step(
-        turn=index,
+        turn=group[0].turn,
         trials=len(group),
         held=statistics.median(held),
         low=deciles[0],
@@ -70,13 +56,7 @@ def _step(index: int, group: Sequence[TurnRecord]) -> Step:
 
 
 def timeline_table(timeline: Sequence[Step], budget: int | None = None) -> Table:
-    """Return one bar per turn: what was held at its end, then what was evicted during it.
-
-    Parameters
-    ----------
-    budget : int, optional
-        Tokens; marked below the bars.
-    """
+    """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
     table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
     for step in timeline[:_MOST_ROWS]:
@@ -97,13 +77,7 @@ def _bar(step: Step, scale: float) -> Text:
 
 
 def check_drawing() -> None:
-    """Check that a picture can be drawn.
-
-    Raises
-    ------
-    PrerequisiteError
-        If matplotlib is not installed, with the command that installs it.
-    """
+    """Raise a PrerequisiteError if a picture cannot be drawn, with the command that helps."""
     if find_spec("matplotlib") is None:
         raise PrerequisiteError(
             "--png needs matplotlib, from the extra [analysis]: in the clone, pip install "
@@ -114,14 +88,9 @@ def check_drawing() -> None:
 def draw_timeline(
     timeline: Sequence[Step], path: Path, title: str, budget: int | None = None
 ) -> None:
-    """Draw the timeline as a PNG file.
+    """Draw the timeline as a PNG file; a PrerequisiteError if that cannot be done.
 
     Bars as in the terminal; a whisker spans the 10th to the 90th percentile over trials.
-
-    Raises
-    ------
-    PrerequisiteError
-        If matplotlib is not installed or the file cannot be written.
     """
     check_drawing()
     # Not pyplot: it keeps global state and may want a display.
@@ -130,10 +99,7 @@ def draw_timeline(
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     index, held = [step.turn for step in timeline], [step.held for step in timeline]
-    spread = [
-        [step.held - step.low for step in timeline],
-        [step.high - step.held for step in timeline],
-    ]
+    spread = [[s.held - s.low for s in timeline], [s.high - s.held for s in timeline]]
     axes.bar(index, held, color=_HELD_COLOUR, label="held at the turn's end")
     axes.errorbar(index, held, yerr=spread, fmt="none", ecolor="black", elinewidth=0.8)
     axes.bar(

@@ -15,8 +15,6 @@ from rich.text import Text
 from agentbench_kv.results.records import TurnRecord
 from agentbench_kv.results.terminal import visible
 
-__all__ = ["PHASE_STYLES", "Segment", "segments", "transcript_lines"]
-
 PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
 """Colours as in the pictures of `kvbench analyze`; every line names its phase too."""
 
@@ -44,22 +42,16 @@ def segments(message: Any) -> list[Segment]:
     if message.get("role") == "tool":
         return [Segment("tool", content)]
     thought = _text(message.get("reasoning_content") or message.get("reasoning"))
-    calls = message.get("tool_calls")
-    acts = [_call(each) for each in calls] if isinstance(calls, list) else []
+    acts = map(_call, _list(message.get("tool_calls") or None))
     found = [Segment("think", thought), Segment("others", content)]
     return [part for part in found if part.text] + [Segment("act", act) for act in acts]
 
 
 def transcript_lines(document: Any, turns: Sequence[TurnRecord]) -> Iterator[Text]:
-    """Yield what to print of one trial, a line or a paragraph each.
+    """Yield what to print of a transcript file's content, a line or a paragraph each.
 
-    Parameters
-    ----------
-    document : Any
-        A transcript file's content: `transcript` (messages) and `events`.
-    turns : sequence of TurnRecord
-        The trial's turns. If there is one per assistant message, events are placed after the
-        message during which they happened, else they are listed at the end.
+    With one turn per assistant message, events are placed after the message during which they
+    happened, else they are listed at the end.
     """
     fields = document if isinstance(document, dict) else {"transcript": document}
     messages, events = _list(fields.get("transcript")), _list(fields.get("events"))

@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from agentbench_kv.budget import Budget
 from agentbench_kv.results.records import TrialRecord
 
-__all__ = ["RunState", "Validity", "assess", "budget_bound"]
-
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
 DEFAULT_INTERVAL = 128
 _PARAMETER_FIELDS = ("params", "set", "method_params")
@@ -28,24 +26,14 @@ class RunState(StrEnum):
 
 
 class Validity(BaseModel):
-    """The verdict on a run with all its reasons.
-
-    Attributes
-    ----------
-    state : RunState
-        The gravest finding.
-    reasons : list of str
-        Every finding, one line each; empty for a valid run.
-    triggered_samples, samples : int
-        Samples with at least one event; samples with at least one trial.
-    """
+    """The verdict on a run with all its reasons."""
 
     model_config = ConfigDict(frozen=True)
 
-    state: RunState
-    reasons: list[str]
-    triggered_samples: int
-    samples: int
+    state: RunState  # the gravest finding
+    reasons: list[str]  # every finding, one line each; empty for a valid run
+    triggered_samples: int  # with at least one event
+    samples: int  # with at least one trial
 
 
 def assess(
@@ -59,16 +47,8 @@ def assess(
     Prompts that drifted weigh most, then a budget that was exceeded, then missing trials, then a
     method that never triggered (which missing trials might still show to be wrong).
 
-    Parameters
-    ----------
-    spec : mapping
-        The resolved spec; read are `method`, `budget`, `interval` and `trigger`.
-    trials : sequence of TrialRecord
-        The last record of each (sample, trial).
-    expected : int, optional
-        Samples times trials; `spec["expected_trials"]` if not given.
-    reference : sequence of TrialRecord, optional
-        Trials of an arm that must have had the same prompts.
+    `expected` (trials) is the spec's `expected_trials` if not given; `reference` are trials of an
+    arm that must have had the same prompts.
     """
     if expected is None:
         expected = spec.get("expected_trials")
@@ -88,22 +68,15 @@ def assess(
     )
 
 
-def budget_bound(spec: Mapping[str, Any], record: TrialRecord) -> int | None:
-    """Return the most live tokens the budget allows this trial; None where there is no budget.
+def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:
+    """Return the most live tokens the budget allows each trial; none where there is no budget.
 
     That is B + Δ + the longest single prefill, all in tokens per (layer, KV head); a budget that is
     a share counts by the session's final length.
     """
-    bounds = _bounds(spec, [record])
-    return bounds[0] if bounds else None
-
-
-def _bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:
-    """Return the bound of every trial; none where there is no budget."""
-    budget = spec.get("budget")
-    if budget is None or not _is_compressed(spec):
+    if not _is_compressed(spec):
         return []
-    size, interval = Budget.parse(budget), _interval(spec)
+    size, interval = Budget.parse(spec["budget"]), _interval(spec)
     return [size.at(each.kv.logical) + interval + each.kv.longest_prefill for each in trials]
 
 
@@ -133,7 +106,7 @@ def _parameter(spec: Mapping[str, Any], name: str) -> Any:
 def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
     excess = [
         (record.kv.peak_live - bound, record)
-        for record, bound in zip(trials, _bounds(spec, trials), strict=False)
+        for record, bound in zip(trials, budget_bounds(spec, trials), strict=False)
         if record.kv.peak_live > bound
     ]
     if not excess:
@@ -196,11 +169,9 @@ def _missing(trials: Sequence[TrialRecord], expected: int | None) -> str | None:
         return None
     if not wanted:
         return "no trials"
+    again = "; {} lost to infrastructure errors count 0 until the same command tries them again"
     lost = len(trials) - finished
-    again = (
-        f"; {lost} lost to infrastructure errors count 0 until the same command tries them again"
-    )
-    return f"{finished} of {wanted} trials finished{again * bool(lost)}"
+    return f"{finished} of {wanted} trials finished{again.format(lost) if lost else ''}"
 
 
 def _drifted(trials: Sequence[TrialRecord], reference: Sequence[TrialRecord]) -> str | None:

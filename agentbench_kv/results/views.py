@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results import render
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord, TurnRecord
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunStore, suggestion
 from agentbench_kv.results.summary import Summary, build, summarize
 from agentbench_kv.results.terminal import console, plain, print_json
 from agentbench_kv.results.timeline import check_drawing, draw_timeline, steps, timeline_table
@@ -23,28 +22,16 @@ from agentbench_kv.results.transcripts import transcript_lines
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
-    """Rebuild the summary of each run and print them all.
+    """Rebuild the summary of each run (a path or an id) and print them all.
 
-    Parameters
-    ----------
-    out : Path
-        Folder of runs, for those named by id.
-    runs : sequence of str
-        Paths or ids.
-    as_json : bool
-        Print one JSON list instead of tables.
-
-    Raises
-    ------
-    UsageError
-        If a run does not exist; nothing is rebuilt then.
+    A UsageError if a run does not exist; nothing is rebuilt then.
     """
     found = [RunStore(out).find(run) for run in runs]
     summaries = [summarize(run) for run in found]
     if as_json:
         print_json([summary.model_dump(mode="json") for summary in summaries])
-        return
-    _print_summaries(summaries)
+    else:
+        _print_summaries(summaries)
 
 
 def show_run(
@@ -52,19 +39,8 @@ def show_run(
 ) -> None:
     """Print one run: summary, failures by kind, and its timeline turn by turn.
 
-    With `sample`, that sample's failures, turns and transcripts instead.
-
-    Parameters
-    ----------
-    png : Path, optional
-        Draw the timeline into this file as well.
-
-    Raises
-    ------
-    UsageError
-        If the run or the sample does not exist.
-    PrerequisiteError
-        If the picture cannot be drawn or written.
+    With `sample`, that sample's failures, turns and transcripts instead; with `png`, the timeline
+    is drawn into that file as well. A UsageError if there is no such run or sample.
     """
     if png is not None:
         check_drawing()
@@ -74,13 +50,22 @@ def show_run(
         trials = [record for record in trials if record.sample_id == sample]
         turns = [record for record in turns if record.sample_id == sample]
         if not trials and not turns:
-            raise _unknown_sample(reader, sample)
+            known = sorted({record.sample_id for record in reader.trials()})
+            hint = suggestion(sample, known)
+            raise UsageError(f"run {reader.path.name} has no sample {sample!r}{hint}")
     budget = _budget(summary)
     if png is not None:
         title = reader.path.name if sample is None else f"{reader.path.name}, {sample}"
         draw_timeline(steps(turns), png, title, budget)
     if as_json:
-        print_json(_document(reader, summary, trials, turns, with_text=sample is not None))
+        document = {
+            "summary": summary.model_dump(mode="json"),
+            "trials": msgspec.to_builtins(trials),
+            "turns": msgspec.to_builtins(turns),
+        }
+        if sample is not None:
+            document["transcripts"] = [_transcript(reader, record) for record in trials]
+        print_json(document)
         return
     failed = [render.failure_kinds(summary), render.failure_table(trials)]
     _print_run(reader, summary, [*failed, *_turn_tables(turns, budget, sample is not None)])
@@ -97,8 +82,8 @@ def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -
     if not apart:
         return [timeline_table(steps(turns), budget), render.turn_overview(turns)]
     trials = sorted({turn.trial for turn in turns})
-    own = [[turn for turn in turns if turn.trial == trial] for trial in trials]
-    return [*(timeline_table(steps(each), budget) for each in own), render.turn_table(turns)]
+    own = (steps([turn for turn in turns if turn.trial == trial]) for trial in trials)
+    return [*(timeline_table(each, budget) for each in own), render.turn_table(turns)]
 
 
 def _budget(summary: Summary) -> int | None:
@@ -107,23 +92,6 @@ def _budget(summary: Summary) -> int | None:
         return None if summary.budget is None else Budget.parse(summary.budget).tokens
     except UsageError:
         return None
-
-
-def _document(
-    reader: RunReader,
-    summary: Summary,
-    trials: Sequence[TrialRecord],
-    turns: Sequence[TurnRecord],
-    with_text: bool,
-) -> dict[str, Any]:
-    document = {
-        "summary": summary.model_dump(mode="json"),
-        "trials": msgspec.to_builtins(trials),
-        "turns": msgspec.to_builtins(turns),
-    }
-    if with_text:
-        document["transcripts"] = [_transcript(reader, record) for record in trials]
-    return document
 
 
 def _transcript(reader: RunReader, record: TrialRecord) -> Any:
@@ -172,10 +140,3 @@ def _print_transcripts(
             continue
         for line in transcript_lines(document, own):
             screen.print(line, soft_wrap=True)
-
-
-def _unknown_sample(reader: RunReader, sample: str) -> UsageError:
-    known = sorted({record.sample_id for record in reader.trials()})
-    near = difflib.get_close_matches(sample, known, n=3, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return UsageError(f"run {reader.path.name} has no sample {sample!r}{hint}")

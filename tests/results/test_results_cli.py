@@ -11,9 +11,9 @@ from agentbench_kv.cli.show import show
 from agentbench_kv.cli.summarize import summarize
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.render import plain
 from agentbench_kv.results.runinfo import RunStatus, read_info, write_info
 from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.terminal import plain
 
 HOSTILE = "[red]x[/red] \x1b[2J\x07 \u202e"
 

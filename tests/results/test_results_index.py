@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from agentbench_kv.results import index
 from agentbench_kv.results.index import FILE, Entry, Score, read_index
 from agentbench_kv.results.listing import SORTS, Query, select_runs
-from agentbench_kv.results.runinfo import RunStatus, hold, hostname, read_info, release, write_info
+from agentbench_kv.results.runinfo import HELD, RunStatus, read_info, write_info
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import build, summarize
 
@@ -169,13 +170,13 @@ def test_interrupted_is_said_of_a_run_whose_writer_is_gone(store):
     write_info(store.root / "a", running)
     assert read_index(store.root)[0].status == "interrupted"
     owner = "a process that is alive"
-    alive = {"heartbeat": 4e9, "pid": os.getpid(), "host": hostname(), "owner": owner}
+    alive = {"heartbeat": 4e9, "pid": os.getpid(), "host": socket.gethostname(), "owner": owner}
     write_info(store.root / "a", running.model_copy(update=alive))
-    hold(owner)
+    HELD.add(owner)
     try:
         assert read_index(store.root)[0].status == "running"
     finally:
-        release(owner)
+        HELD.discard(owner)
     # No file changed since, but the writer is gone.
     assert read_index(store.root)[0].status == "interrupted"
 

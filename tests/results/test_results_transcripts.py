@@ -48,6 +48,13 @@ def test_messages_are_split_into_phases():
     ]
 
 
+def test_calls_that_are_no_list_are_shown_too():
+    one = {"function": {"name": "scan", "arguments": None}}
+    assert segments({"tool_calls": one}) == [Segment("act", "scan()")]
+    assert segments({"tool_calls": "scan"}) == [Segment("act", "scan")]
+    assert segments({"tool_calls": ""}) == []
+
+
 def test_every_phase_has_its_colour_and_its_name():
     found = list(transcript_lines({"transcript": MESSAGES}, ()))
     for phase, style in PHASE_STYLES.items():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentbench_kv.results.validity import assess, budget_bound
+from agentbench_kv.results.validity import assess, budget_bounds
 
 BUDGET, INTERVAL, PREFILL = 256, 128, 90
 BOUND = BUDGET + INTERVAL + PREFILL
@@ -22,7 +22,7 @@ def compressed(make_trial):
 @pytest.mark.parametrize(("peak", "state"), [(BOUND, "valid"), (BOUND + 1, "budget_not_applied")])
 def test_the_bound_itself_is_within_the_budget(spec, compressed, peak, state):
     record = compressed(peak=peak)
-    assert budget_bound(spec, record) == BOUND
+    assert budget_bounds(spec, [record]) == [BOUND]
     assert assess(spec, [record], expected=1).state == state
 
 
@@ -89,17 +89,16 @@ def test_runs_without_compression_need_no_events(spec, compressed, method):
 def test_a_method_without_a_budget_has_no_bound(spec, compressed):
     sidequest = spec | {"method": "sidequest", "budget": None}
     assert assess(sidequest, [compressed(peak=10**6, events=0)]).state == "valid"
-    assert budget_bound(sidequest, compressed()) is None
+    assert budget_bounds(sidequest, [compressed()]) == []
 
 
 def test_the_interval_comes_from_the_spec_then_the_method_then_the_default(spec, compressed):
     bare = {key: value for key, value in spec.items() if key != "interval"}
-    assert budget_bound(bare, compressed()) == BOUND
-    assert budget_bound(bare | {"params": {"interval": 8}}, compressed()) == BOUND - 120
-    assert budget_bound(bare | {"params": None, "set": {"interval": "8"}}, compressed()) == (
-        BOUND - 120
-    )
-    assert budget_bound(spec | {"interval": 0}, compressed()) == BOUND - 128
+    assert budget_bounds(bare, [compressed()]) == [BOUND]
+    assert budget_bounds(bare | {"params": {"interval": 8}}, [compressed()]) == [BOUND - 120]
+    given = bare | {"params": None, "set": {"interval": "8"}}
+    assert budget_bounds(given, [compressed()]) == [BOUND - 120]
+    assert budget_bounds(spec | {"interval": 0}, [compressed()]) == [BOUND - 128]
 
 
 def test_missing_and_unfinished_trials_make_a_run_incomplete(spec, compressed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,60 +21,25 @@ _FLOOR = "An agent that does nothing: what the task gives for free."
 
 @dataclass(frozen=True)
 class Listed:
-    """A run as the list of all runs has it.
-
-    Attributes
-    ----------
-    run : Run
-    label, page : str
-        What its method is called; its page relative to the site's root.
-    submission, link : str
-        What is known of where it comes from, and where to read more; empty if not submitted.
-    view : View or None
-        The board it is on.
-    contest, place : Contest or None, str
-        Where it competes, and its place there.
-    reason : str
-        Why it is on no board; empty if it is on one.
-    """
+    """A run as the list of all runs has it."""
 
     run: Run
-    label: str
-    page: str
-    submission: str
+    label: str  # what its method is called
+    page: str  # relative to the site's root
+    submission: str  # what is known of where it comes from, and where to read more; or empty
     link: str
-    view: View | None = None
-    contest: Contest | None = None
+    view: View | None = None  # the board it is on
+    contest: Contest | None = None  # where it competes, and its place there
     place: str = ""
-    reason: str = ""
+    reason: str = ""  # why it is on no board
 
 
 def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> Path:
     """Write a static site: what each task answers, a page per task, a page per run.
 
     Pages are self-contained: they open from disk, load nothing, and run only the scripts they were
-    built with. Pages that an earlier build left for runs that are gone are removed.
-
-    Parameters
-    ----------
-    runs : sequence of Run
-        As `load_runs` returns them.
-    problems : sequence of Problem
-        What could not be loaded; listed on the first page.
-    folder : Path
-        Made if it does not exist.
-
-    Returns
-    -------
-    Path
-        The first page, `index.html`.
-
-    Raises
-    ------
-    UsageError
-        If there are no runs or `folder` is a file.
-    PrerequisiteError
-        If a page cannot be written.
+    built with. Pages that an earlier build left for runs that are gone are removed. Returned is the
+    first page. A UsageError if there are no runs or `folder` is a file.
     """
     if not runs:
         raise UsageError("no runs to report")
@@ -85,13 +50,13 @@ def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -
     stems: set[str] = set()
     names = sorted({run.setting.task for run in runs})
     tasks = {name: f"tasks/{file_stem(name.replace('/', '_'), stems)}.html" for name in names}
-    shared = {
-        "tasks": tasks,
-        "built": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "address": _addresses(listed),
-    }
+    addresses = {id(each.run): each.page for each in listed}
+    built = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    shared = {"tasks": tasks, "built": built, "address": lambda run: addresses[id(run)]}
     pages = Pages(folder, shared)
-    _write_runs(pages, listed, tasks, problems)
+    for each in listed:
+        place = {"listed": each, "task_page": tasks[each.run.setting.task]}
+        pages.write(each.page, "run.html", runpage.context(each.run, problems) | place)
     by_task: dict[str, list[View]] = {name: [] for name in names}
     for view in seen:
         by_task[view.board.setting.task].append(view)
@@ -109,12 +74,6 @@ def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -
     return index
 
 
-def _addresses(listed: Sequence[Listed]) -> Callable[[Run], str]:
-    """Return what gives the page of a run."""
-    pages = {id(each.run): each.page for each in listed}
-    return lambda run: pages[id(run)]
-
-
 def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
     """Give every run its page, its name and its place."""
     places: dict[int, tuple[View | None, Contest | None, str, str]] = {}
@@ -127,8 +86,7 @@ def _listed(runs: Sequence[Run], seen: Sequence[View]) -> list[Listed]:
             place = contest.place(entry) if contest else ""
             for run in entry.group.runs:
                 places.setdefault(id(run), (view, contest, place, entry.group.label))
-    folders = {run.path.parent for run in runs}
-    submitted = {folder: _submitted(folder) for folder in folders}
+    submitted = {folder: _submitted(folder) for folder in {run.path.parent for run in runs}}
     stems: set[str] = set()
 
     def listed(run: Run) -> Listed:
@@ -164,15 +122,6 @@ def _submitted(folder: Path) -> dict[str, tuple[str, str]]:
         ]
         found[name] = ("; ".join(parts), manifest.link)
     return found
-
-
-def _write_runs(
-    pages: Pages, listed: Sequence[Listed], tasks: Mapping[str, str], problems: Sequence[Problem]
-) -> None:
-    for each in listed:
-        context = runpage.context(each.run, problems)
-        place = {"listed": each, "task_page": tasks[each.run.setting.task]}
-        pages.write(each.page, "run.html", context | place)
 
 
 def _write_task(

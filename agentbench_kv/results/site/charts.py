@@ -58,14 +58,14 @@ def by_budget(board: Board, floor: Interval | None, styles: Mapping[str, str]) -
         for entry in board.entries
         if entry.group.compressed and (tokens := entry.group.first.tokens)
     ]
-    least = min((size for _, size in sizes), default=0.0)
-    spread = max((size for _, size in sizes), default=0.0) - least
-    inner = 100 - 2 * _MARGIN
-    places = [
-        (e, _MARGIN + inner * (size - least) / spread if spread else 50.0) for e, size in sizes
-    ]
+    if not sizes:
+        return None
+    least, most = min(size for _, size in sizes), max(size for _, size in sizes)
+    scale = (100 - 2 * _MARGIN) / (most - least) if most > least else 0.0
+    left = _MARGIN if scale else 50.0
+    places = [(entry, left + scale * (size - least)) for entry, size in sizes]
     ticks = [(x, str(entry.group.budget)) for entry, x in places]
-    return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE) if places else None
+    return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE)
 
 
 def by_kept(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> Chart | None:

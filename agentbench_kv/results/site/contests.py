@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from agentbench_kv.results.groups import budget_order
 from agentbench_kv.results.ranking import Board, Entry, Rank, rank
+from agentbench_kv.results.site.text import NOTHING
 
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)
 
@@ -48,7 +49,7 @@ class Contest:
         """Return `1`, or `1=` if shared; a dash where places mean nothing."""
         rank = next((each.rank for each in self.ranks if each.entry is entry), None)
         if rank is None or not self.decides:
-            return "–"  # noqa: RUF001  an en dash for a missing figure
+            return NOTHING
         return f"{rank}{'=' * (sum(each.rank == rank for each in self.ranks) > 1)}"
 
     def mark(self, entry: Entry) -> str:
@@ -79,7 +80,7 @@ def by_tier(board: Board) -> list[Contest]:
         if entry.group.compressed and share is not None:
             methods = tiers.setdefault(bisect_left(TIERS, share), {})
             methods.setdefault(entry.group.label, []).append(entry)
-    chosen = {index: [_largest(own) for own in tiers[index].values()] for index in sorted(tiers)}
+    chosen = {i: [max(own, key=_size) for own in tiers[i].values()] for i in sorted(tiers)}
     ranked = rank(list(chosen.values()), board.too_small is not None)
     return [
         Contest(tier_name(index), tuple(row), _rest(tiers[index], chosen[index]))
@@ -101,8 +102,8 @@ def kept(entry: Entry) -> float | None:
     return sum(share * count for share, count in shares) / trials if trials else None
 
 
-def _largest(own: Sequence[Entry]) -> Entry:
-    return max(own, key=lambda entry: (entry.group.first.tokens or 0, kept(entry) or 0.0))
+def _size(entry: Entry) -> tuple[int, float]:
+    return entry.group.first.tokens or 0, kept(entry) or 0.0
 
 
 def _rest(methods: Mapping[str, Sequence[Entry]], chosen: Sequence[Entry]) -> tuple[Entry, ...]:

@@ -23,15 +23,7 @@ _MARK = '<meta name="generator" content="kvbench '
 
 
 class Pages:
-    """Writes the pages of one site.
-
-    Parameters
-    ----------
-    folder : Path
-        The site's root.
-    shared : dict
-        What every page's template sees.
-    """
+    """Writes the pages of one site to a folder; every template sees what is `shared`."""
 
     def __init__(self, folder: Path, shared: dict[str, Any]) -> None:
         self.folder = folder
@@ -42,13 +34,7 @@ class Pages:
     def write(
         self, name: str, template: str, context: dict[str, Any], scripts: Sequence[str] = ()
     ) -> Path:
-        """Render a template to `name`, a path relative to the site's root.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the file cannot be written.
-        """
+        """Render a template to `name`, a path relative to the site's root."""
         path = self.folder / name
         style, theme = _asset("site.css"), _asset("theme.js")
         code = [_asset(script) for script in scripts]
@@ -86,13 +72,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "visible": visible,
-        "percent": percent,
-        "number": number,
-        "kept": kept,
-        "family": family,
-    }
+    filters = (visible, percent, number, kept, family)
+    environment.filters |= {each.__name__: each for each in filters}
     return environment
 
 
@@ -106,16 +87,8 @@ def _asset(name: str) -> Markup:
 @cache
 def _policy(scripts: tuple[str, ...], style: str) -> str:
     """Return a Content-Security-Policy that allows the inlined parts and nothing else."""
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(map(_hash, scripts))}",
-            f"style-src {_hash(style)}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
+    own = f"script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}"
+    return f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 @cache

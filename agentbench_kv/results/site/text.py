@@ -6,6 +6,7 @@ import hashlib
 import re
 
 from agentbench_kv.results.stats import Interval
+from agentbench_kv.results.terminal import share
 
 # Control, bidirectional, zero-width and surrogate characters: they change how others are read.
 _INVISIBLE = re.compile(
@@ -14,17 +15,13 @@ _INVISIBLE = re.compile(
 )
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
 _STEM = 150
+NOTHING = "–"  # noqa: RUF001  an en dash for a missing figure
 
 
 def visible(value: object, limit: int = 500) -> str:
     """Return text that shows what is there: newlines and tabs stay, hidden characters are spelt.
 
-    Parameters
-    ----------
-    value : object
-        Anything that came from a model or a run directory.
-    limit : int
-        Most characters taken; how many are left out is said.
+    Of a longer text, how many characters are left out is said.
     """
     text = str(value)
     shown = _INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text[:limit])
@@ -46,13 +43,11 @@ def file_stem(name: str, taken: set[str]) -> str:
 
 def percent(ends: Interval | None) -> str:
     """Write a share with its interval in percent; a dash for None."""
-    if ends is None:
-        return "–"  # noqa: RUF001  an en dash for a missing figure
-    return f"{100 * ends.point:.1f}% [{100 * ends.low:.1f}, {100 * ends.high:.1f}]"
+    return NOTHING if ends is None else share(ends.point, ends.low, ends.high)
 
 
 def number(value: float | None) -> str:
     """Write a figure with three digits or as a whole number; a dash for None."""
     if value is None:
-        return "–"  # noqa: RUF001  an en dash for a missing figure
+        return NOTHING
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, islice
 from pathlib import Path
 
 from agentbench_kv.results.lines import parse_lines
-from agentbench_kv.results.reader import turns_by_trial
+from agentbench_kv.results.reader import turns_by_index, turns_by_trial
 from agentbench_kv.results.records import TurnRecord
 
 MOST_TURNS = 2000
@@ -60,8 +60,7 @@ def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
 
 def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
     """Return one entry per turn index, sorted."""
-    ordered = sorted((turn for trial in trials for turn in trial), key=lambda turn: turn.turn)
-    return [_figures(index, list(group)) for index, group in groupby(ordered, lambda t: t.turn)]
+    return [_figures(group) for group in turns_by_index(chain.from_iterable(trials))]
 
 
 def timeline(figures: Sequence[TurnFigures], budget: int | None) -> Timeline:
@@ -95,17 +94,11 @@ def _told(turn: TurnFigures | TurnRecord) -> str:
     return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
 
 
-def _figures(index: int, group: Sequence[TurnRecord]) -> TurnFigures:
+def _figures(group: Sequence[TurnRecord]) -> TurnFigures:
     live = [turn.live_after for turn in group]
-    return TurnFigures(
-        turn=index,
-        trials=len(group),
-        low=min(live),
-        median=statistics.median(live),
-        high=max(live),
-        events=sum(turn.events for turn in group),
-        evicted=sum(turn.evicted for turn in group),
-    )
+    middle = statistics.median(live)
+    events, evicted = sum(turn.events for turn in group), sum(turn.evicted for turn in group)
+    return TurnFigures(group[0].turn, len(group), min(live), middle, max(live), events, evicted)
 
 
 def _points(points: Iterable[tuple[float, float]]) -> str:

@@ -11,10 +11,12 @@ from typing import Any
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.site.text import visible
+from agentbench_kv.results.transcripts import Segment, segments
 
 MOST_MESSAGES = 60
 MOST_CHARACTERS = 12_000
 _PER_PART = 1500
+_NAMES = {"think": "thinks", "act": "calls", "tool": "", "others": ""}
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,7 @@ def _within_limits(messages: Sequence[Any]) -> Iterator[Message]:
 
 
 def _message(data: Any) -> Message:
-    if not isinstance(data, dict):
-        return Message("data", [("", _text(data))])
-    named = [
-        ("thinks", data.get("reasoning_content")),
-        ("", data.get("content")),
-        ("calls", data.get("tool_calls")),
-    ]
-    parts = [(name, _text(value)) for name, value in named if value]
-    return Message(visible(data.get("role", "data"), 40), parts or [("", _text(data))])
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return visible(text, _PER_PART)
+    role = data.get("role", "data") if isinstance(data, dict) else "data"
+    found = segments(data) or [Segment("others", json.dumps(data, ensure_ascii=False))]
+    parts = [(_NAMES[phase], visible(text, _PER_PART)) for phase, text in found]
+    return Message(visible(role, 40), parts)

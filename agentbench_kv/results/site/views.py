@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from markupsafe import Markup
+
 from agentbench_kv.results.aa import describe, repeats
 from agentbench_kv.results.groups import RunGroup, asked_once
 from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
@@ -39,26 +41,13 @@ class Row:
 
 @dataclass(frozen=True)
 class View:
-    """A board with what is said of it.
-
-    Attributes
-    ----------
-    board : Board
-    name : str
-        What tells it from the other boards of its task.
-    smaller : bool
-        Whether there is a board of the same setting on more samples.
-    floor : Interval or None
-        What an agent that does nothing scores on the same samples.
-    styles : mapping of str to str
-        Colour class of each method, the same on every page.
-    """
+    """A board with what is said of it."""
 
     board: Board
-    name: str
-    smaller: bool
-    floor: Interval | None
-    styles: Mapping[str, str]
+    name: str  # what tells it from the other boards of its task
+    smaller: bool  # whether there is a board of the same setting on more samples
+    floor: Interval | None  # what an agent that does nothing scores on the same samples
+    styles: Mapping[str, str]  # colour class of each method, the same on every page
 
     @cached_property
     def budgets(self) -> list[Contest]:
@@ -71,9 +60,9 @@ class View:
         return contests.by_tier(self.board)
 
     @property
-    def answers(self) -> list[tuple[str, str]]:
+    def answers(self) -> list[tuple[str, Markup]]:
         """Name and sentence of each budget."""
-        return [*answers.answers(self.board, self.budgets)]
+        return answers.answers(self.board, self.budgets)
 
     @property
     def chart(self) -> charts.Chart | None:
@@ -136,13 +125,10 @@ class View:
 
     def _rows(self, levels: Mapping[int, tuple[Interval, str]]) -> list[Row]:
         """Return those that keep everything, then the others by their mean over all budgets."""
-        cells = {
-            id(entry): (entry, *levels[id(entry)])
-            for entry in self.board.entries
-            if id(entry) in levels
-        }
-        plain = [entry for entry in self.board.entries if not entry.group.compressed]
-        rows = [Row(e.group.label, "full", (cells[id(e)],)) for e in plain if id(e) in cells]
+        entries = self.board.entries
+        cells = {id(e): (e, *levels[id(e)]) for e in entries if id(e) in levels}
+        plain = [cells[id(e)] for e in entries if not e.group.compressed and id(e) in cells]
+        rows = [Row(cell[0].group.label, "full", (cell,)) for cell in plain]
         columns = [{r.entry.group.label: id(r.entry) for r in c.ranks} for c in self.budgets]
         labels = {label for column in columns for label in column}
         found = [
