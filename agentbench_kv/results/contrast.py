@@ -41,38 +41,7 @@ class Pair:
 
 
 class Contrast(BaseModel):
-    """Candidate against base.
-
-    Attributes
-    ----------
-    tasks : list of str
-    model : str
-    base, cand : str
-        Method with its budget.
-    unit : str
-        `points` (scores, shares of 1 here) or `percent` (relative change).
-    base_level, cand_level : float
-        Mean score, mean peak live tokens, or median tokens per second.
-    point : float
-        Candidate minus base, relative to the base for sizes and speed.
-    low, high : float or None
-        Its 95% interval; None with too few repetitions for one.
-    p_value, p_adjusted, test : float, float, str
-        Two-sided; Holm's over the rows of the comparison.
-    n, counted : int, str
-        What the figures rest on: shared `samples`, or `repetitions` of the side with fewer.
-    clusters : int or None
-        Groups of samples, if there are groups: they are what is independent.
-    only_base, only_cand : int
-        Samples that the other side lacks; left out.
-    more, less : int
-        Samples whose figure rose and fell.
-    needed, needed_of : int or None, str
-        How many `samples`, `groups` or `repetitions` would decide; None if decided, or if the
-        change lies on a limit.
-    flips : list of Flip
-        Samples that changed, if they were asked for.
-    """
+    """Candidate against base; sides are named by method and budget."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -81,45 +50,34 @@ class Contrast(BaseModel):
     base: str
     cand: str
     metric: str
-    unit: Literal["points", "percent"]
-    base_level: float
+    unit: Literal["points", "percent"]  # points are shares of 1, percent is relative to the base
+    base_level: float  # mean score, mean peak live tokens, or median tokens per second
     cand_level: float
-    point: float
-    low: float | None
+    point: float  # candidate minus base
+    low: float | None  # ends of its 95% interval; None with too few repetitions for one
     high: float | None
-    p_value: float
-    p_adjusted: float
+    p_value: float  # two-sided
+    p_adjusted: float  # Holm's over the rows of the comparison
     test: str
-    n: int
+    n: int  # shared `samples`, or `repetitions` of the side with fewer
     counted: str
-    clusters: int | None = None
-    only_base: int = 0
+    clusters: int | None = None  # groups of samples, if there are any: what is independent
+    only_base: int = 0  # samples that the other side lacks; left out
     only_cand: int = 0
-    more: int = 0
-    less: int = 0
+    more: int = 0  # samples whose figure rose
+    less: int = 0  # and fell
     verdict: Verdict
-    needed: int | None
-    needed_of: str
+    needed: int | None  # how many would decide; None if decided, or if the change is on a limit
+    needed_of: str  # `samples`, `groups` or `repetitions`
     notes: list[str] = []
-    flips: list[Flip] = []
+    flips: list[Flip] = []  # samples that changed, if they were asked for
 
 
 def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) -> Contrast:
     """Compare the pairs of one method with one base, over the samples of all their tasks.
 
-    Parameters
-    ----------
-    pairs : sequence of Pair
-        One a task; one only for speed.
-    metric : str
-    rule : Rule
-    listed : int
-        How many changed samples to list.
-
-    Raises
-    ------
-    UsageError
-        If the runs do not have the metric or share no sample.
+    A pair is of one task; speed takes one pair only. `listed` is how many changed samples to list.
+    A UsageError if the runs do not have the metric or share no sample.
     """
     if metric == SPEED:
         return _of_speed(pairs[0], rule)
@@ -127,50 +85,57 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
     seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - LEVEL, rule.alarm))
     if seen is None or sure is None:
         raise UsageError(f"{_ids(pairs)} share no sample; run both with the same seed and samples")
-    moved = {
-        name: cand.parts[name][0] / cand.parts[name][1] - right / asked
-        for name, (right, asked) in base.parts.items()
-        if name in cand.parts
-    }
+    was, now = (
+        {name: right / asked for name, (right, asked) in side.parts.items()}
+        for side in (base, cand)
+    )
+    moved = {name: now[name] - was[name] for name in was.keys() & now.keys()}
     verdict, needed = _judged(metric, rule, seen, sure)
     return Contrast(
-        **_names(pairs),
-        metric=metric,
-        unit="percent" if metric == PEAK else "points",
+        **_shared(pairs, metric, seen),
         base_level=seen.base,
         cand_level=seen.cand,
-        point=seen.point,
         low=seen.low,
         high=seen.high,
-        p_value=seen.p_value,
-        p_adjusted=seen.p_value,
         test=seen.test,
         n=seen.n,
         counted="samples",
         clusters=seen.groups,
-        only_base=len(base.parts.keys() - cand.parts.keys()),
-        only_cand=len(cand.parts.keys() - base.parts.keys()),
+        only_base=len(was.keys() - now.keys()),
+        only_cand=len(now.keys() - was.keys()),
         more=sum(move > 0 for move in moved.values()),
         less=sum(move < 0 for move in moved.values()),
         verdict=verdict,
         needed=needed,
         needed_of="samples" if seen.groups is None else "groups",
         notes=_group_notes(rule, seen) if metric != PEAK else [],
-        flips=flips(pairs, base.parts, cand.parts, moved, listed) if listed else [],
+        flips=flips(pairs, was, now, moved, listed) if listed else [],
     )
+
+
+def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> dict[str, Any]:
+    first = pairs[0]
+    return {
+        "tasks": sorted({pair.task for pair in pairs}),
+        "model": first.model,
+        "base": first.base.name,
+        "cand": first.cand.name,
+        "metric": metric,
+        "unit": "percent" if metric in (PEAK, SPEED) else "points",
+        "point": found.point,
+        "p_value": found.p_value,
+        "p_adjusted": found.p_value,
+    }
 
 
 def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     """Return the figures of both sides by `number of the pair/sample`."""
-    found: list[tuple[Scores | None, Scores | None]] = []
+    found: list[list[Scores | None]] = []
     for pair in pairs:
-        asked = asked_once((pair.base, pair.cand), metric)
-        base, cand = (
-            _sizes(group) if metric == PEAK else group.scores(metric, asked)
-            for group in (pair.base, pair.cand)
-        )
-        found.append((base, cand))
-    base, cand = (_pooled([each[i] for each in found]) for i in (0, 1))
+        groups = pair.base, pair.cand
+        asked = asked_once(groups, metric)
+        found.append([_sizes(g) if metric == PEAK else g.scores(metric, asked) for g in groups])
+    base, cand = map(_pooled, zip(*found, strict=True))
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))
     return base, cand
@@ -232,9 +197,7 @@ def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdic
 
 def _group_notes(rule: Rule, seen: Change) -> list[str]:
     """Say what so few groups leave open: one that is lost as a whole need not be among them."""
-    if seen.groups is None:
-        return []
-    hidden = paired_ends(np.zeros(seen.groups))[1]
+    hidden = 0.0 if seen.groups is None else paired_ends(np.zeros(seen.groups))[1]
     if hidden <= rule.catch:
         return []
     return [
@@ -252,16 +215,11 @@ def _of_speed(pair: Pair, rule: Rule) -> Contrast:
     if verdict is Verdict.REGRESSION and not _slower(base, cand, rule):
         verdict = Verdict.INCONCLUSIVE
     return Contrast(
-        **_names([pair]),
-        metric=SPEED,
-        unit="percent",
+        **_shared([pair], SPEED, found),
         base_level=found.base.point,
         cand_level=found.cand.point,
-        point=found.point,
         low=found.low if found.enough else None,
         high=found.high if found.enough else None,
-        p_value=found.p_value,
-        p_adjusted=found.p_value,
         test="mannwhitney",
         n=min(len(base), len(cand)),
         counted="repetitions",
@@ -299,16 +257,6 @@ def _order_notes(pair: Pair) -> list[str]:
     if not apart or len(base) + len(cand) < 3:
         return []
     return ["the repetitions were not interleaved: a machine that changed looks like a difference"]
-
-
-def _names(pairs: Sequence[Pair]) -> dict[str, Any]:
-    first = pairs[0]
-    return {
-        "tasks": sorted({pair.task for pair in pairs}),
-        "model": first.model,
-        "base": first.base.name,
-        "cand": first.cand.name,
-    }
 
 
 def _ids(pairs: Sequence[Pair]) -> str:

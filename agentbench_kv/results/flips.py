@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.records import TrialRecord
@@ -18,20 +17,13 @@ Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
 """Trials of one sample by index and seed, each with its run's folder."""
 
 
-class Flip(BaseModel):
-    """A sample whose figure differs.
+@dataclass(frozen=True)
+class Flip:
+    """A sample whose figure differs: its score (mean of its trials) or size on each side.
 
-    Attributes
-    ----------
-    base, cand : float
-        Its score (mean of its trials) or size on each side.
-    base_status, cand_status : str
-        How the first trial ended that the sides scored differently, else the first.
-    base_transcript, cand_transcript : str or None
-        What that trial said; None if the run does not have it, as in a baseline.
+    Statuses and transcripts are of the first trial that the sides scored differently, else the
+    first; a transcript is None if the run does not have it, as in a baseline.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     task: str
     sample: str
@@ -45,49 +37,31 @@ class Flip(BaseModel):
 
 def flips(
     pairs: Sequence[Pair],
-    base: Mapping[str, tuple[float, float]],
-    cand: Mapping[str, tuple[float, float]],
+    was: Mapping[str, float],
+    now: Mapping[str, float],
     moved: Mapping[str, float],
     most: int,
 ) -> list[Flip]:
     """List the samples that changed: the largest changes first, of equal ones losses first.
 
-    Parameters
-    ----------
-    pairs : sequence of Pair
-    base, cand : mapping of str to (float, float)
-        Right and asked by `number of the pair/sample`.
-    moved : mapping of str to float
-        Change of each.
-    most : int
-        How many to list.
+    Figures and changes are by `number of the pair/sample`.
     """
     changed = [name for name, move in moved.items() if move]
     chosen = sorted(changed, key=lambda name: (-abs(moved[name]), moved[name], name))[:most]
+    places = [(int(number), sample) for number, _, sample in (n.partition("/") for n in chosen)]
     samples: dict[int, set[str]] = {}
-    for number, _, sample in (name.partition("/") for name in chosen):
-        samples.setdefault(int(number), set()).add(sample)
+    for i, sample in places:
+        samples.setdefault(i, set()).add(sample)
     played = {
         i: (_played(pairs[i].base, wanted), _played(pairs[i].cand, wanted))
         for i, wanted in samples.items()
     }
     found = []
-    for name in chosen:
-        number, _, sample = name.partition("/")
-        theirs, mine = (side[sample] for side in played[int(number)])
-        before, after = _telling(theirs, mine)
-        found.append(
-            Flip(
-                task=pairs[int(number)].task,
-                sample=sample,
-                base=base[name][0] / base[name][1],
-                cand=cand[name][0] / cand[name][1],
-                base_status=before[1].status,
-                cand_status=after[1].status,
-                base_transcript=_transcript(*before),
-                cand_transcript=_transcript(*after),
-            )
-        )
+    for name, (i, sample) in zip(chosen, places, strict=True):
+        before, after = _telling(*(side[sample] for side in played[i]))
+        statuses = before[1].status, after[1].status
+        transcripts = _transcript(*before), _transcript(*after)
+        found.append(Flip(pairs[i].task, sample, was[name], now[name], *statuses, *transcripts))
     return found
 
 

@@ -7,6 +7,7 @@ from statistics import fmean, variance
 
 from pydantic import BaseModel, ConfigDict
 
+from agentbench_kv.results.compare import sides
 from agentbench_kv.results.gate import (
     DISCORDANCE,
     LOSSES,
@@ -26,44 +27,23 @@ _LEAST_DISCORDANCE = 0.05
 
 
 class Prospect(BaseModel):
-    """What one row will be able to tell.
-
-    Attributes
-    ----------
-    name : str
-        The base's method and budget.
-    samples, trials, groups : int, int, int or None
-    discordance, source : float, str
-        Share of samples whose outcome differs between the sides, and how that is known.
-    exact : bool
-        Whether the chances are enumerated, not approximated by normal distributions.
-    power : dict of str to float
-        Chance that a loss of so many points is called a regression.
-    caught : float or None
-        Smallest loss in points that is caught in 9 of 10 cases.
-    ok : float
-        Chance of `ok` if nothing changed.
-    alarm : float
-        Chance of `regression` if the loss is the margin.
-    samples_for_power, samples_for_ok : int or None
-        Samples for 9 of 10: regressions of `catch` points caught, `ok` said without a difference.
-    """
+    """What one row will be able to tell."""
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
+    name: str  # the base's method and budget
     samples: int
     trials: int
     groups: int | None
-    discordance: float
-    source: str
-    exact: bool
-    power: dict[str, float]
-    caught: float | None
-    ok: float
-    alarm: float
-    samples_for_power: int | None
-    samples_for_ok: int | None
+    discordance: float  # share of samples whose outcome differs between the sides
+    source: str  # how that is known
+    exact: bool  # whether the chances are enumerated, not approximated by normal distributions
+    power: dict[str, float]  # chance that a loss of so many points is called a regression
+    caught: float | None  # smallest loss in points that is caught in 9 of 10 cases
+    ok: float  # chance of `ok` if nothing changed
+    alarm: float  # chance of `regression` if the loss is the margin
+    samples_for_power: int | None  # to catch regressions of `catch` points in 9 of 10 cases
+    samples_for_ok: int | None  # to say `ok` in 9 of 10 cases without a difference
 
 
 class Plan(BaseModel):
@@ -86,32 +66,19 @@ def plan(
 ) -> Plan:
     """Say what a candidate that plays the same as the base could be caught with.
 
-    Parameters
-    ----------
-    base : sequence of Run
-        What it will be compared with; empty if there is nothing yet.
-    margin, catch : float
-        Points, as `compare` takes them.
-    samples : int, optional
-        Instead of the base's, or of 200.
-    discordance : float, optional
-        A share, instead of what the base's repeats show, or of 15%.
+    Limits are points, as `compare` takes them. `samples` counts instead of the base's (200 without
+    a base), `discordance`, a share, instead of what the base's repeats show (15% without any).
     """
     methods: dict[str, list[RunGroup]] = {}
-    places: dict[tuple[object, ...], list[Run]] = {}
-    for run in base:
-        places.setdefault((run.setting, run.label, run.budget), []).append(run)
-    for (_, label, _), runs in places.items():
-        group = RunGroup(str(label), tuple(sorted(runs, key=lambda run: run.info.created)))
-        methods.setdefault(group.name, []).append(group)
+    for groups in sides(base).values():
+        for name, group in groups.items():
+            methods.setdefault(name, []).append(group)
     rule = Rule.of(margin, catch, max(len(methods), 1))
-    rows = [_prospect(rule, name, groups, samples, discordance) for name, groups in methods.items()]
-    return Plan(
-        margin=margin,
-        catch=100 * rule.catch,
-        alarm=rule.alarm,
-        rows=rows or [_prospect(rule, "any", [], samples, discordance)],
-    )
+    rows = [
+        _prospect(rule, name, known, samples, discordance)
+        for name, known in (methods or {"any": []}).items()
+    ]
+    return Plan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
 
 
 def plan_lines(found: Plan) -> list[str]:
@@ -155,6 +122,7 @@ def _prospect(
     differ, source = _discordance(groups) if discordance is None else (discordance, "as given")
     design = _design(groups, differ)
     design = design if samples is None else design.of(samples)
+    least = smallest_caught(rule, design)
     return Prospect(
         name=name,
         samples=design.samples,
@@ -164,7 +132,7 @@ def _prospect(
         source=source,
         exact=design.exact,
         power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
-        caught=None if (least := smallest_caught(rule, design)) is None else 100 * least,
+        caught=None if least is None else 100 * least,
         ok=chances(rule, design, 0.0)[Verdict.OK],
         alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
         samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
@@ -176,14 +144,9 @@ def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
     trials = [len(scores) for group in groups for scores in group.trials.values()]
     if not trials:
         return Design(_SAMPLES, discordance)
-    named = [group.clusters.get(name, name) for group in groups for name in group.trials]
-    units = len(set(named))
-    return Design(
-        samples=len(trials),
-        discordance=discordance,
-        trials=max(1, round(fmean(trials))),
-        groups=units if units < len(trials) else None,
-    )
+    units = len({group.clusters.get(name, name) for group in groups for name in group.trials})
+    clusters = units if units < len(trials) else None
+    return Design(len(trials), discordance, max(1, round(fmean(trials))), clusters)
 
 
 def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
