@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -145,17 +146,15 @@ def _shared_seeds(base: RunGroup, cand: RunGroup) -> tuple[RunGroup, RunGroup, l
     seeds = {_seed(run) for run in base.runs} & {_seed(run) for run in cand.runs}
     if not seeds:
         return base, cand, []
-    notes = [
-        f"left out: {side} {run.run_id}, as the other side has no run with seed {_seed(run)}"
-        for side, group in (("BASE", base), ("CAND", cand))
-        for run in group.runs
-        if _seed(run) not in seeds
-    ]
-    left, right = (
-        RunGroup(group.label, tuple(run for run in group.runs if _seed(run) in seeds))
-        for group in (base, cand)
-    )
-    return left, right, notes
+    kept, notes = [], []
+    for side, group in (("BASE", base), ("CAND", cand)):
+        kept.append(RunGroup(group.label, tuple(r for r in group.runs if _seed(r) in seeds)))
+        notes += [
+            f"left out: {side} {run.run_id}, as the other side has no run with seed {_seed(run)}"
+            for run in group.runs
+            if _seed(run) not in seeds
+        ]
+    return kept[0], kept[1], notes
 
 
 def _seed(run: Run) -> object:
@@ -185,9 +184,8 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
                 f"{side} {run.run_id} is not valid ({found.state}: {found.reasons[0]}); "
                 "a run whose budget was not applied cannot be compared"
             )
-        notes += [f"{side} {run.run_id}: {reason}" for reason in found.reasons]
-        odd = (note for note in run.summary.notes if note.startswith("samples.jsonl"))
-        notes += [f"{side} {run.run_id}: {note}" for note in odd]
+        odd = [note for note in run.summary.notes if note.startswith("samples.jsonl")]
+        notes += [f"{side} {run.run_id}: {told}" for told in (*found.reasons, *odd)]
     return notes
 
 
@@ -226,20 +224,13 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
     groups: dict[tuple[str, ...], list[Pair]] = {}
     for pair in pairs:
         groups.setdefault((pair.model, pair.base.name, pair.cand.name), []).append(pair)
+    # Nor one verdict over `tau2/...` and `tau2-v1/...`: other texts, other rules.
     for group in groups.values():
-        _refuse_mixed_releases(sorted({pair.task for pair in group}))
+        benchmarks = sorted({pair.task.partition("/")[0] for pair in group})
+        for first, second in combinations(benchmarks, 2):
+            if re.sub(r"-v\d+$", "", first) == re.sub(r"-v\d+$", "", second):
+                raise UsageError(
+                    f"refused, {first} and {second} are two releases of one benchmark, whose "
+                    "scores are not one figure (--by task gives each task its own verdict)"
+                )
     return list(groups.values())
-
-
-def _refuse_mixed_releases(tasks: Sequence[str]) -> None:
-    """Refuse one verdict over `tau2/...` and `tau2-v1/...`: other texts, other rules."""
-    names: dict[str, str] = {}
-    for task in tasks:
-        benchmark = task.partition("/")[0]
-        other = names.setdefault(re.sub(r"-v\d+$", "", benchmark), benchmark)
-        if other != benchmark:
-            both = " and ".join(sorted((other, benchmark)))
-            raise UsageError(
-                f"refused, {both} are two releases of one benchmark, whose scores "
-                "are not one figure (--by task gives each task its own verdict)"
-            )

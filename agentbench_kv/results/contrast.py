@@ -160,19 +160,21 @@ def _pooled(sides: Sequence[Scores | None]) -> Scores:
 
 
 def _lacking(pairs: Sequence[Pair], metric: str) -> str:
-    k = pass_k(metric)
     if metric == "score":
         return f"{_ids(pairs)}: one side has no score"
     if metric == PEAK:
         return f"no trial of one side reached the engine, so there is no {metric}"
-    if k is not None:
+    if (k := pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    known = sorted({name for run in runs for name in run.trials.counts})
-    return (
-        f"the records have no sub-score {metric!r}; "
-        f"known: {', '.join(['score', 'pass^k', PEAK, SPEED, *known])}"
-    )
+    known = [
+        "score",
+        "pass^k",
+        PEAK,
+        SPEED,
+        *sorted({n for run in runs for n in run.trials.counts}),
+    ]
+    return f"the records have no sub-score {metric!r}; known: {', '.join(known)}"
 
 
 def _change(metric: str, cand: Scores, base: Scores, confidence: float) -> Change | None:
@@ -198,12 +200,11 @@ def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdic
 def _group_notes(rule: Rule, seen: Change) -> list[str]:
     """Say what so few groups leave open: one that is lost as a whole need not be among them."""
     hidden = 0.0 if seen.groups is None else paired_ends(np.zeros(seen.groups))[1]
-    if hidden <= rule.catch:
-        return []
-    return [
+    told = (
         f"{seen.groups} groups cannot rule out that {100 * hidden:.0f}% of all groups are lost "
         "whole, if none of these was"
-    ]
+    )
+    return [told] if hidden > rule.catch else []
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
@@ -254,9 +255,8 @@ def _repetitions(found: SpeedChange, rule: Rule) -> int | None:
 def _order_notes(pair: Pair) -> list[str]:
     base, cand = ([run.info.created for run in side.runs] for side in (pair.base, pair.cand))
     apart = max(base) < min(cand) or max(cand) < min(base)
-    if not apart or len(base) + len(cand) < 3:
-        return []
-    return ["the repetitions were not interleaved: a machine that changed looks like a difference"]
+    told = "the repetitions were not interleaved: a machine that changed looks like a difference"
+    return [told] if apart and len(base) + len(cand) > 2 else []
 
 
 def _ids(pairs: Sequence[Pair]) -> str:

@@ -11,11 +11,8 @@ from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import Run
 
-_FREE = {
-    "engine", "engine_args", "allow_untested", "device", "concurrency", "timeout_s", "limit",
-    "model",
-}  # fmt: skip
-"""Parts of a spec that may differ between engines; the model's name is compared by its end."""
+_FREE = {"engine", "engine_args", "allow_untested", "device", "concurrency", "timeout_s", "limit"}
+"""Parts of a spec that may differ between engines."""
 
 Outputs = list[list[int]]
 
@@ -107,19 +104,15 @@ def first_difference(base: Outputs, other: Outputs) -> tuple[int, int] | None:
 
 
 def _check_alike(base: Run, other: Run) -> None:
-    mine, theirs = _fixed(base), _fixed(other)
+    # The model's name is compared by its end: each engine has it in another folder.
+    mine, theirs = ({**run.spec, "model": run.setting.model} for run in (base, other))
     odd = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-    if odd:
-        values = ", ".join(f"{key} {mine.get(key)} and {theirs.get(key)}" for key in odd)
+    values = ", ".join(f"{k} {mine.get(k)} and {theirs.get(k)}" for k in odd if k not in _FREE)
+    if values:
         raise UsageError(
             f"{base.run_id} and {other.run_id} differ in {values}; --engines compares runs that "
             "differ in the engine only"
         )
-
-
-def _fixed(run: Run) -> dict[str, Any]:
-    fixed = {key: value for key, value in run.spec.items() if key not in _FREE}
-    return {**fixed, "model": run.setting.model}
 
 
 def _compare(base: Run, run: Run) -> tuple[EngineRow, list[Difference]]:

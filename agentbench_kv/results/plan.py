@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import fmean, variance
 
 from pydantic import BaseModel, ConfigDict
@@ -74,22 +75,23 @@ def plan(
         for name, group in groups.items():
             methods.setdefault(name, []).append(group)
     rule = Rule.of(margin, catch, max(len(methods), 1))
-    rows = [
-        _prospect(rule, name, known, samples, discordance)
-        for name, known in (methods or {"any": []}).items()
-    ]
+    rows = []
+    for name, known in (methods or {"any": []}).items():
+        share, source = _discordance(known) if discordance is None else (discordance, "as given")
+        design = _design(known, share)
+        design = design if samples is None else design.of(samples)
+        rows.append(_prospect(rule, name, design, source))
     return Plan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
 
 
 def plan_lines(found: Plan) -> list[str]:
     """Return the plan in words, a line each."""
     lines = [line for row in found.rows for line in _told(row, found)]
-    if len(found.rows) > 1:
-        lines.append(
-            f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
-            "more strictly than alone"
-        )
-    return lines
+    shared = (
+        f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
+        "more strictly than alone"
+    )
+    return [*lines, shared] if len(found.rows) > 1 else lines
 
 
 def _told(row: Prospect, found: Plan) -> list[str]:
@@ -112,23 +114,11 @@ def _told(row: Prospect, found: Plan) -> list[str]:
     ]
 
 
-def _prospect(
-    rule: Rule,
-    name: str,
-    groups: Sequence[RunGroup],
-    samples: int | None,
-    discordance: float | None,
-) -> Prospect:
-    differ, source = _discordance(groups) if discordance is None else (discordance, "as given")
-    design = _design(groups, differ)
-    design = design if samples is None else design.of(samples)
+def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
     least = smallest_caught(rule, design)
     return Prospect(
         name=name,
-        samples=design.samples,
-        trials=design.trials,
-        groups=design.groups,
-        discordance=differ,
+        **asdict(design),
         source=source,
         exact=design.exact,
         power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
@@ -165,9 +155,8 @@ def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
 
 def _plays(group: RunGroup) -> list[list[float]]:
     """Return every play of each sample: trials, and repeats of a run that are no copies."""
-    runs = {(run.run_id, run.info.created): run for run in group.runs}
     found: dict[str, list[float]] = {}
-    for run in runs.values():
+    for run in {(run.run_id, run.info.created): run for run in group.runs}.values():
         for sample, scores in run.trials.scores.items():
             found.setdefault(sample, []).extend(scores.values())
     return list(found.values())
