@@ -57,8 +57,7 @@ def _fixed(run: Run) -> dict[str, object]:
 
 def _repeat(a: Run, b: Run, metric: str) -> Repeat | None:
     first, second = (RunGroup(run.label, (run,)).scores(metric) for run in (a, b))
-    gap = change(first, second, tested=False) if first and second else None
-    if gap is None or first is None or second is None:
+    if not first or not second or (gap := change(first, second, tested=False)) is None:
         return None
     shared = first.parts.keys() & second.parts.keys()
     return Repeat(a, b, gap, sum(first.parts[name] != second.parts[name] for name in shared))

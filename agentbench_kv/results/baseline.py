@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, PlainValidator, ValidationError
 
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
@@ -28,13 +28,11 @@ _REQUIRED = {"sample_id", "trial", "seed", "status"}
 _NOT_KEPT = {"transcript", "error", "usage"}
 
 
-class SavedRun(BaseModel):
+class SavedRun(BaseModel, frozen=True):
     """One run: spec and provenance, and the record of every trial without its texts.
 
     Files of kvbench 0.1 hold a summary besides, which nothing reads.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     info: RunInfo
     trials: list[Annotated[TrialRecord, PlainValidator(lambda data: checked(data, TrialRecord))]]
@@ -46,10 +44,8 @@ class SavedRun(BaseModel):
         return Run(path / self.info.run_id, self.info, records, summary, lambda: records)
 
 
-class Baseline(BaseModel):
+class Baseline(BaseModel, frozen=True):
     """The content of the file."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: Literal[1]
     name: str

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import aa
@@ -25,10 +25,8 @@ Sides = dict[tuple[str, str], dict[str, RunGroup]]
 """Task and model to the groups of one side by name."""
 
 
-class Comparison(BaseModel):
+class Comparison(BaseModel, frozen=True):
     """The outcome; limits are points for scores, percent for speed and size."""
-
-    model_config = ConfigDict(frozen=True)
 
     metric: str
     margin: float  # how much worse is harmless
@@ -200,13 +198,8 @@ def _copies(pair: Pair) -> list[str]:
 
 
 def _checked(pairs: Sequence[Pair], speed: bool, allowed: bool) -> list[Drift]:
-    found: list[Drift] = []
-    for pair in pairs:
-        seeds = [sorted({str(_seed(run)) for run in side.runs}) for side in (pair.base, pair.cand)]
-        if not set(seeds[0]) & set(seeds[1]):
-            found.append(Drift("seed", " and ".join(seeds[0]), " and ".join(seeds[1])))
-        found += find_drift(pair.base.runs, pair.cand.runs, speed)
-    drift = list(dict.fromkeys(found))
+    found = [find_drift(pair.base.runs, pair.cand.runs, speed) for pair in pairs]
+    drift = list(dict.fromkeys(chain.from_iterable(found)))
     refusing = [each for each in drift if each.weight == "refuses"]
     if refusing and not allowed:
         shown = "; ".join(map(str, refusing[:6]))

@@ -12,20 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rich.console import Console
-
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.compare import Comparison
 from agentbench_kv.results.contrast import PEAK, SPEED, Contrast
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.gate import Verdict
 from agentbench_kv.results.runs import Problem
-from agentbench_kv.results.terminal import console, new_table, plain
+from agentbench_kv.results.terminal import console, new_table, plain, visible
 
 _COLUMNS = (
-    *("task", "model", "base", "candidate", "metric", "was", "is", "change [95% CI]", "p", "n"),
+    "task", "model", "base", "candidate", "metric", "was", "is", "change [95% CI]", "p", "n",
     "verdict",
-)
+)  # fmt: skip
 _PLAIN_MARKDOWN = frozenset(string.ascii_letters + string.digits + " .,/-:%")
 _WORDS = {PEAK: ("less", "more"), SPEED: ("slower", "faster")}
 """What a size or speed that fell, and one that rose, is called."""
@@ -56,19 +54,19 @@ def show(
     written.
     """
     for problem in problems:
-        sys.stderr.write(_clean(f"kvbench: {problem.path}: {problem.reason}") + "\n")
+        sys.stderr.write(visible(f"kvbench: {problem.path}: {problem.reason}") + "\n")
     for kind, path in files:
         with writing(path):
             path.write_text(TEXT_FORMATS[kind](comparison), encoding="utf-8")
     if form == "terminal":
-        _print(comparison, console())
+        _print(comparison)
     else:
         sys.stdout.write(TEXT_FORMATS[form](comparison))
 
 
-def _print(comparison: Comparison, screen: Console) -> None:
+def _print(comparison: Comparison) -> None:
     """Print the table, then what a reader should know, the overall verdict last."""
-    table = new_table(*_COLUMNS)
+    screen, table = console(), new_table(*_COLUMNS)
     for row in comparison.rows:
         table.add_row(*map(plain, _cells(row)))
     screen.print(table)
@@ -80,12 +78,8 @@ def _print(comparison: Comparison, screen: Console) -> None:
 
 def _markdown(comparison: Comparison) -> str:
     """Return a table for a pull-request comment."""
-    lines = [
-        f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})",
-        "",
-        f"| {' | '.join(_COLUMNS)} |",
-        "|" + "---|" * len(_COLUMNS),
-    ]
+    head = f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})"
+    lines = [head, "", f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
     for row in comparison.rows:
         *cells, verdict = map(_markdown_escaped, _cells(row))
         lines.append(f"| {' | '.join(cells)} | **{verdict}** |")
@@ -101,13 +95,13 @@ def _junit(comparison: Comparison) -> str:
     suite = _suite(tests=len(failed), failures=sum(failed), errors=0, skipped=doubts)
     for row, fails in zip(comparison.rows, failed, strict=True):
         name = f"{row.metric}: {row.cand} against {row.base} with {row.model}"
-        place = {"classname": _clean(", ".join(row.tasks)), "name": _clean(name)}
+        place = {"classname": visible(", ".join(row.tasks)), "name": visible(name)}
         case = ElementTree.SubElement(suite, "testcase", place)
         if row.verdict is not Verdict.OK:
-            kind, told = "failure" if fails else "skipped", _clean(_told(row))
-            ElementTree.SubElement(case, kind, message=told).text = _clean(_decides(row) or told)
+            kind, told = "failure" if fails else "skipped", visible(_told(row))
+            ElementTree.SubElement(case, kind, message=told).text = visible(_decides(row) or told)
     output = ElementTree.SubElement(suite, "system-out")
-    output.text = "\n".join(map(_clean, (_rule(comparison), *_remarks(comparison))))
+    output.text = "\n".join(map(visible, (_rule(comparison), *_remarks(comparison))))
     return _xml(suite)
 
 
@@ -123,23 +117,20 @@ def _xml(suite: ElementTree.Element) -> str:
 
 def _github(comparison: Comparison) -> str:
     """Return workflow commands: an annotation a row, one for each remark that bears on it."""
-    lines, needed = "", set()
+    lines = []
     for row in comparison.rows:
         doubt = "error" if comparison.fails(row.verdict) else "warning"
         severity = "notice" if row.verdict is Verdict.OK else doubt
-        decides = _decides(row)
-        told = f"{_told(row)} {decides}" if decides else _told(row)
-        lines += _annotation(severity, f"kvbench {row.verdict}", told)
-        needed.add(decides)
-    remarks = [line for line in _remarks(comparison) if line not in needed]
-    for line in (_rule(comparison), *remarks):
-        lines += _annotation("notice", "kvbench compare", line)
-    return lines
+        told = " ".join(filter(None, (_told(row), _decides(row))))
+        lines.append(_annotation(severity, f"kvbench {row.verdict}", told))
+    said = set(map(_decides, comparison.rows))
+    remarks = [_rule(comparison), *(line for line in _remarks(comparison) if line not in said)]
+    return "".join(lines + [_annotation("notice", "kvbench compare", line) for line in remarks])
 
 
 def _annotation(severity: str, title: str, text: str) -> str:
     name, message = (
-        _clean(each).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        visible(each).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
         for each in (title, text)
     )
     name = name.replace(":", "%3A").replace(",", "%2C")
@@ -160,7 +151,7 @@ def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = Fal
     word = "refused" if refused else "bootstrapped"
     suite = _suite(tests=1, failures=0, errors=int(refused))
     case = ElementTree.SubElement(suite, "testcase", classname="kvbench", name="compare")
-    ElementTree.SubElement(case, "error" if refused else "system-out").text = _clean(note)
+    ElementTree.SubElement(case, "error" if refused else "system-out").text = visible(note)
     texts = {
         "markdown": f"**kvbench compare: {word}**\n\n{_markdown_escaped(note)}\n",
         "junit": _xml(suite),
@@ -188,13 +179,12 @@ def _level(row: Contrast, value: float) -> str:
 
 def _change(row: Contrast) -> str:
     unit = "" if row.unit == "points" else "%"
-    point, *ends = (
-        None if value is None else f"{100 * value:+.1f}{unit}"
-        for value in (row.point, row.low, row.high)
-    )
-    interval = "" if None in ends else f" [{ends[0]}, {ends[1]}]"
-    word = _WORDS[row.metric][row.point > 0] if row.metric in _WORDS and row.point else ""
-    return f"{point}{interval}" + (f" ({word})" if word else "")
+    text = f"{100 * row.point:+.1f}{unit}"
+    if row.low is not None and row.high is not None:
+        text += f" [{100 * row.low:+.1f}{unit}, {100 * row.high:+.1f}{unit}]"
+    if row.metric in _WORDS and row.point:
+        text += f" ({_WORDS[row.metric][row.point > 0]})"
+    return text
 
 
 def _number(row: Contrast) -> str:
@@ -279,13 +269,8 @@ def _flips(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _clean(text: str) -> str:
-    """Replace control characters, which neither XML nor a log line can hold."""
-    return plain(text).plain
-
-
 def _markdown_escaped(text: str) -> str:
     """Write all punctuation as entities: it can then be no markup, link or mention."""
     return "".join(
-        c if c in _PLAIN_MARKDOWN or ord(c) > 127 else f"&#{ord(c)};" for c in _clean(text)
+        c if c in _PLAIN_MARKDOWN or ord(c) > 127 else f"&#{ord(c)};" for c in visible(text)
     )

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.results import stats
 from agentbench_kv.results.flips import Flip, flips
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.groups import RunGroup, asked_once
-from agentbench_kv.results.stats import (
-    LEVEL,
-    REPETITIONS,
-    Change,
-    Scores,
-    SpeedChange,
-    change,
-    paired_ends,
-    pass_k,
-    size_change,
-    speed_change,
-)
 
 SPEED, PEAK = "output_tok_s", "peak_live"
 
@@ -40,10 +28,8 @@ class Pair:
     cand: RunGroup
 
 
-class Contrast(BaseModel):
+class Contrast(BaseModel, frozen=True):
     """Candidate against base; sides are named by method and budget."""
-
-    model_config = ConfigDict(frozen=True)
 
     tasks: list[str]
     model: str
@@ -82,7 +68,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
     if metric == SPEED:
         return _of_speed(pairs[0], rule)
     base, cand = _sides(pairs, metric)
-    seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - LEVEL, rule.alarm))
+    seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - stats.LEVEL, rule.alarm))
     if seen is None or sure is None:
         raise UsageError(f"{_ids(pairs)} share no sample; run both with the same seed and samples")
     was, now = (
@@ -113,7 +99,9 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
     )
 
 
-def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> dict[str, Any]:
+def _shared(
+    pairs: Sequence[Pair], metric: str, found: stats.Change | stats.SpeedChange
+) -> dict[str, Any]:
     first = pairs[0]
     return {
         "tasks": sorted({pair.task for pair in pairs}),
@@ -128,9 +116,9 @@ def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> 
     }
 
 
-def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
+def _sides(pairs: Sequence[Pair], metric: str) -> tuple[stats.Scores, stats.Scores]:
     """Return the figures of both sides by `number of the pair/sample`."""
-    found: list[list[Scores | None]] = []
+    found: list[list[stats.Scores | None]] = []
     for pair in pairs:
         groups = pair.base, pair.cand
         asked = asked_once(groups, metric)
@@ -141,18 +129,18 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     return base, cand
 
 
-def _sizes(group: RunGroup) -> Scores:
+def _sizes(group: RunGroup) -> stats.Scores:
     """Return each sample's mean peak, over the trials that reached the engine."""
     peaks: dict[str, list[int]] = {}
     for run in group.runs:
         for sample, values in run.trials.peaks.items():
             peaks.setdefault(sample, []).extend(values)
-    return Scores({name: (fmean(each), 1.0) for name, each in peaks.items()}, {}, group.clusters)
+    return stats.Scores.of_trials(peaks, group.clusters)
 
 
-def _pooled(sides: Sequence[Scores | None]) -> Scores:
+def _pooled(sides: Sequence[stats.Scores | None]) -> stats.Scores:
     known = [(i, side) for i, side in enumerate(sides) if side is not None]
-    return Scores(
+    return stats.Scores(
         {f"{i}/{name}": pair for i, side in known for name, pair in side.parts.items()},
         {f"{i}/{name}": items for i, side in known for name, items in side.items.items()},
         {f"{i}/{name}": f"{i}/{group}" for i, side in known for name, group in side.groups.items()},
@@ -164,7 +152,7 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
         return f"{_ids(pairs)}: one side has no score"
     if metric == PEAK:
         return f"no trial of one side reached the engine, so there is no {metric}"
-    if (k := pass_k(metric)) is not None:
+    if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
     known = [
@@ -177,29 +165,33 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     return f"the records have no sub-score {metric!r}; known: {', '.join(known)}"
 
 
-def _change(metric: str, cand: Scores, base: Scores, confidence: float) -> Change | None:
+def _change(
+    metric: str, cand: stats.Scores, base: stats.Scores, confidence: float
+) -> stats.Change | None:
     if metric != PEAK:
-        return change(cand, base, confidence)
+        return stats.change(cand, base, confidence)
     mine, theirs = ({name: size for name, (size, _) in side.parts.items()} for side in (cand, base))
-    return size_change(mine, theirs, {**base.groups, **cand.groups}, confidence)
+    return stats.size_change(mine, theirs, {**base.groups, **cand.groups}, confidence)
 
 
-def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdict, int | None]:
+def _judged(
+    metric: str, rule: Rule, seen: stats.Change, sure: stats.Change
+) -> tuple[Verdict, int | None]:
     """Return the verdict, and how many units would decide if it is open."""
     point, low, high = seen.point, seen.low, sure.high
     if metric == PEAK:  # less is better
         point, low, high = -point, -seen.high, -sure.low
-        if seen.units < REPETITIONS:  # sizes have no bound that would widen so few equal ones
-            return Verdict.INCONCLUSIVE, REPETITIONS
+        if seen.units < stats.REPETITIONS:  # sizes have no bound that would widen so few equal ones
+            return Verdict.INCONCLUSIVE, stats.REPETITIONS
     verdict = rule.judge(low, high)
     if verdict is not Verdict.INCONCLUSIVE:
         return verdict, None
     return verdict, units_to_decide(rule, point, seen.spread, seen.units)
 
 
-def _group_notes(rule: Rule, seen: Change) -> list[str]:
+def _group_notes(rule: Rule, seen: stats.Change) -> list[str]:
     """Say what so few groups leave open: one that is lost as a whole need not be among them."""
-    hidden = 0.0 if seen.groups is None else paired_ends(np.zeros(seen.groups))[1]
+    hidden = 0.0 if seen.groups is None else stats.paired_ends(np.zeros(seen.groups))[1]
     told = (
         f"{seen.groups} groups cannot rule out that {100 * hidden:.0f}% of all groups are lost "
         "whole, if none of these was"
@@ -211,7 +203,7 @@ def _of_speed(pair: Pair, rule: Rule) -> Contrast:
     base, cand = (_rates(group) for group in (pair.base, pair.cand))
     if not base or not cand:
         raise UsageError(f"{_ids([pair])}: no run of one side generated anything in measured time")
-    found = speed_change(base, cand)
+    found = stats.speed_change(base, cand)
     verdict = rule.judge(found.low, found.high) if found.enough else Verdict.INCONCLUSIVE
     if verdict is Verdict.REGRESSION and not _slower(base, cand, rule):
         verdict = Verdict.INCONCLUSIVE
@@ -233,7 +225,7 @@ def _of_speed(pair: Pair, rule: Rule) -> Contrast:
 
 def _slower(base: Sequence[float], cand: Sequence[float], rule: Rule) -> bool:
     """Tell whether Mann-Whitney finds the candidate slower than the base less the margin."""
-    allowed = speed_change([(1 - rule.margin) * rate for rate in base], cand)
+    allowed = stats.speed_change([(1 - rule.margin) * rate for rate in base], cand)
     return allowed.point < 0 and allowed.p_value <= rule.alarm
 
 
@@ -243,13 +235,11 @@ def _rates(group: RunGroup) -> list[float]:
     return [rate for rate in runs.values() if rate]
 
 
-def _repetitions(found: SpeedChange, rule: Rule) -> int | None:
-    if not found.enough:
-        return REPETITIONS
+def _repetitions(found: stats.SpeedChange, rule: Rule) -> int | None:
     number = min(found.base.n, found.cand.n)
     # The interval is nearly normal: its half width is 1.96 errors of the point.
     spread = (found.high - found.low) / (2 * 1.96) * number**0.5
-    return units_to_decide(rule, found.point, spread, number)
+    return units_to_decide(rule, found.point, spread, number) if found.enough else stats.REPETITIONS
 
 
 def _order_notes(pair: Pair) -> list[str]:

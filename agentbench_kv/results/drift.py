@@ -58,19 +58,22 @@ def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) ->
 
     For speed, machine and concurrency must be the same too.
     """
-    found = _differing(_facts(base), _facts(cand), speed)
+    seeds, others = ({str(run.spec.get("seed")) for run in side} for side in (base, cand))
+    found = [] if seeds & others else [Drift("seed", _spell(seeds), _spell(others))]
+    found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)
     found += [*_mixed("BASE", base), *_mixed("CAND", cand)]
     return [*found, *_resumed([*base, *cand], speed), *_prompts(base, cand)]
 
 
-def _facts(runs: Iterable[Run]) -> Facts:
-    """Collect every checked fact of a side."""
+def _known(run: Run) -> dict[str, Any]:
+    provenance = {name: run.info.provenance.get(name) for name in _ROOTS}
+    return provenance | {name: run.spec.get(name) for name in CONDITIONS}
+
+
+def _facts(documents: Iterable[Mapping[str, Any]]) -> Facts:
     facts: Facts = {}
-    for run in runs:
-        known = {name: run.info.provenance.get(name) for name in _ROOTS}
-        known |= {name: run.spec.get(name) for name in CONDITIONS}
-        for name, value in _flat(known):
-            facts.setdefault(name, set()).add(value)
+    for name, value in (fact for document in documents for fact in _flat(document)):
+        facts.setdefault(name, set()).add(value)
     return facts
 
 
@@ -107,18 +110,14 @@ def _within(name: str, names: Iterable[str]) -> bool:
 
 
 def _release(version: str) -> str:
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else version
+    return re.sub(r"^(\d+\.\d+).*", r"\1", version)
 
 
 def _mixed(side: str, runs: Sequence[Run]) -> list[Drift]:
     """List what the runs of one side, which count as repetitions, have not in common."""
-    spelled: Facts = {}
-    for name, value in (fact for run in runs for fact in _flat(run.spec)):
-        spelled.setdefault(name, set()).add(value)
     return [
         Drift(f"{name} within {side}", first, " and ".join(rest))
-        for name, values in sorted(spelled.items())
+        for name, values in sorted(_facts(run.spec for run in runs).items())
         if len(values) > 1 and not _within(name, _FREE)
         for first, *rest in [sorted(map(_short, values))]
     ]
@@ -130,10 +129,7 @@ def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
     for run in runs:
         for resume in run.info.resumes:
             known = {k: v for k, v in resume.changed.items() if k.partition(".")[0] in _ROOTS}
-            was, now = (
-                {name: {value} for name, value in _flat({k: pair[i] for k, pair in known.items()})}
-                for i in (0, 1)
-            )
+            was, now = (_facts([{k: pair[i] for k, pair in known.items()}]) for i in (0, 1))
             found += _differing(was, now, speed, f" within run {run.run_id}")
     return found
 
@@ -147,8 +143,8 @@ def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
             if other.spec.get("seed") == run.spec.get("seed")
             for key, prompt in other.trials.prompts.items()
         }
-        shared = {key: run.trials.prompts[key] for key in run.trials.prompts if key in theirs}
-        odd = sorted(key for key, prompt in shared.items() if prompt != theirs[key])
+        shared = run.trials.prompts.keys() & theirs.keys()
+        odd = sorted(key for key in shared if run.trials.prompts[key] != theirs[key])
         if odd:
             reason = (
                 f"prompts differ from the other side's in {len(odd)} of {len(shared)} trials, "

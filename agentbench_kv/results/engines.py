@@ -122,15 +122,22 @@ def _compare(base: Run, run: Run) -> tuple[EngineRow, list[Difference]]:
         raise UsageError(f"{base.run_id} and {run.run_id} have no trial in common")
     found, unknown, engine = [], False, run.setting.engine
     for key in shared:
-        outputs = _outputs(base, mine[key]), _outputs(run, theirs[key])
-        unknown |= None in outputs
-        difference = _difference(engine, mine[key], theirs[key], *outputs)
-        found += [difference] if difference else []
+        one, other = mine[key], theirs[key]
+        recorded = [_outputs(base, one), _outputs(run, other)]
+        known = [outputs for outputs in recorded if outputs is not None]
+        unknown |= len(known) < 2
+        scores = one.headline, other.headline
+        place = first_difference(*known) if len(known) == 2 else None
+        if place is not None:
+            tokens = _at(known[0], *place), _at(known[1], *place)
+            found.append(Difference(*key, engine, scores, *place, tokens))
+        elif scores[0] != scores[1]:
+            found.append(Difference(*key, engine, scores))
     number = len(shared)
-    scores = number - sum(each.scores[0] != each.scores[1] for each in found)
-    tokens = None if unknown else number - sum(each.turn is not None for each in found)
+    alike = number - sum(each.scores[0] != each.scores[1] for each in found)
+    equal = None if unknown else number - sum(each.turn is not None for each in found)
     mean = sum(theirs[key].headline for key in shared) / number
-    return EngineRow(engine, run.run_id, number, scores, tokens, mean), found
+    return EngineRow(engine, run.run_id, number, alike, equal, mean), found
 
 
 def _outputs(run: Run, record: TrialRecord) -> Outputs | None:
@@ -141,22 +148,6 @@ def _outputs(run: Run, record: TrialRecord) -> Outputs | None:
     return [[int(token) for token in turn.split()] for turn in document["generated"]]
 
 
-def _difference(
-    engine: str,
-    base: TrialRecord,
-    other: TrialRecord,
-    mine: Outputs | None,
-    theirs: Outputs | None,
-) -> Difference | None:
-    scores = base.headline, other.headline
-    one = Difference(base.sample_id, base.trial, engine, scores)
-    place = None if mine is None or theirs is None else first_difference(mine, theirs)
-    if place is None:
-        return one if scores[0] != scores[1] else None
-    turn, index = place
-    return replace(one, turn=turn, index=index, tokens=(_at(mine, *place), _at(theirs, *place)))
-
-
-def _at(outputs: Outputs | None, turn: int, index: int) -> int | None:
-    generation = outputs[turn] if outputs and turn < len(outputs) else []
+def _at(outputs: Outputs, turn: int, index: int) -> int | None:
+    generation = outputs[turn] if turn < len(outputs) else []
     return generation[index] if index < len(generation) else None

@@ -18,7 +18,7 @@ from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.stats import LEVEL, SEED, Floats, paired_ends
+from agentbench_kv.results.stats import LEVEL, SEED, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
 DISCORDANCE = 0.15
@@ -203,21 +203,16 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
     Both grow with the wins; -1 if no number of losses is ok.
     """
 
-    def changes(wins: int, losses: int) -> Floats:
-        return np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
-
-    def regression(wins: int, losses: int) -> bool:
-        return paired_ends(changes(wins, losses), 1 - rule.alarm)[1] < -rule.margin
-
-    def ok(wins: int, losses: int) -> bool:
-        return paired_ends(changes(wins, losses))[0] > -rule.catch
+    def ends(wins: int, losses: int, confidence: float) -> tuple[float, float]:
+        changes = np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
+        return paired_ends(changes, confidence)
 
     proof, fine = np.zeros(most + 1, np.intp), np.zeros(most + 1, np.intp)
     fewest, above = 0, 0
     for wins in range(most + 1):
-        while fewest <= n - wins and not regression(wins, fewest):
+        while fewest <= n - wins and ends(wins, fewest, 1 - rule.alarm)[1] >= -rule.margin:
             fewest += 1
-        while above <= n - wins and ok(wins, above):
+        while above <= n - wins and ends(wins, above, LEVEL)[0] > -rule.catch:
             above += 1
         proof[wins], fine[wins] = fewest, above - 1
     return proof, fine

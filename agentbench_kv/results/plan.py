@@ -6,19 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean, variance
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
+from agentbench_kv.results import gate
 from agentbench_kv.results.compare import sides
-from agentbench_kv.results.gate import (
-    DISCORDANCE,
-    LOSSES,
-    Design,
-    Rule,
-    Verdict,
-    chances,
-    samples_for,
-    smallest_caught,
-)
 from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.runs import Run
 
@@ -27,10 +18,8 @@ _LEAST_DISCORDANCE = 0.05
 """A changed method flips samples that a mere repeat does not; fewer are never planned with."""
 
 
-class Prospect(BaseModel):
+class Prospect(BaseModel, frozen=True):
     """What one row will be able to tell."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str  # the base's method and budget
     samples: int
@@ -47,10 +36,8 @@ class Prospect(BaseModel):
     samples_for_ok: int | None  # to say `ok` in 9 of 10 cases without a difference
 
 
-class Plan(BaseModel):
+class Plan(BaseModel, frozen=True):
     """The rows of a comparison to come, by the rule it will be judged by."""
-
-    model_config = ConfigDict(frozen=True)
 
     margin: float
     catch: float
@@ -74,7 +61,7 @@ def plan(
     for groups in sides(base).values():
         for name, group in groups.items():
             methods.setdefault(name, []).append(group)
-    rule = Rule.of(margin, catch, max(len(methods), 1))
+    rule = gate.Rule.of(margin, catch, max(len(methods), 1))
     rows = []
     for name, known in (methods or {"any": []}).items():
         share, source = _discordance(known) if discordance is None else (discordance, "as given")
@@ -114,29 +101,32 @@ def _told(row: Prospect, found: Plan) -> list[str]:
     ]
 
 
-def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
-    least = smallest_caught(rule, design)
+def _prospect(rule: gate.Rule, name: str, design: gate.Design, source: str) -> Prospect:
+    least = gate.smallest_caught(rule, design)
     return Prospect(
         name=name,
         **asdict(design),
         source=source,
         exact=design.exact,
-        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        power={
+            f"{100 * x:g}": gate.chances(rule, design, x)[gate.Verdict.REGRESSION]
+            for x in gate.LOSSES
+        },
         caught=None if least is None else 100 * least,
-        ok=chances(rule, design, 0.0)[Verdict.OK],
-        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
-        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
-        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
+        ok=gate.chances(rule, design, 0.0)[gate.Verdict.OK],
+        alarm=gate.chances(rule, design, rule.margin)[gate.Verdict.REGRESSION],
+        samples_for_power=gate.samples_for(rule, design, gate.Verdict.REGRESSION, rule.catch),
+        samples_for_ok=gate.samples_for(rule, design, gate.Verdict.OK, 0.0),
     )
 
 
-def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
+def _design(groups: Sequence[RunGroup], discordance: float) -> gate.Design:
     trials = [len(scores) for group in groups for scores in group.trials.values()]
     if not trials:
-        return Design(_SAMPLES, discordance)
+        return gate.Design(_SAMPLES, discordance)
     units = len({group.clusters.get(name, name) for group in groups for name in group.trials})
     clusters = units if units < len(trials) else None
-    return Design(len(trials), discordance, max(1, round(fmean(trials))), clusters)
+    return gate.Design(len(trials), discordance, max(1, round(fmean(trials))), clusters)
 
 
 def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
@@ -146,7 +136,7 @@ def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
     """
     plays = [scores for group in groups for scores in _plays(group) if len(scores) > 1]
     if not plays:
-        return DISCORDANCE, "assumed"
+        return gate.DISCORDANCE, "assumed"
     found = fmean(2 * variance(scores) for scores in plays)
     if found < _LEAST_DISCORDANCE:
         return _LEAST_DISCORDANCE, f"assumed; repeats of BASE differ in {100 * found:.1f}%"
