@@ -41,9 +41,8 @@ class Comparison(BaseModel, frozen=True):
 
     def fails(self, verdict: Verdict) -> bool:
         """Tell whether a verdict fails the job."""
-        return verdict is Verdict.REGRESSION or (
-            verdict is Verdict.INCONCLUSIVE and self.inconclusive == "fail"
-        )
+        doubtful = verdict is Verdict.INCONCLUSIVE
+        return self.inconclusive == "fail" if doubtful else verdict is Verdict.REGRESSION
 
     @property
     def exit_code(self) -> int:

@@ -14,6 +14,7 @@ from agentbench_kv.results import stats
 from agentbench_kv.results.flips import Flip, flips
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.groups import RunGroup, asked_once
+from agentbench_kv.results.stats import Change, Scores, SpeedChange
 
 SPEED, PEAK = "output_tok_s", "peak_live"
 
@@ -99,9 +100,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
     )
 
 
-def _shared(
-    pairs: Sequence[Pair], metric: str, found: stats.Change | stats.SpeedChange
-) -> dict[str, Any]:
+def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> dict[str, Any]:
     first = pairs[0]
     return {
         "tasks": sorted({pair.task for pair in pairs}),
@@ -116,9 +115,9 @@ def _shared(
     }
 
 
-def _sides(pairs: Sequence[Pair], metric: str) -> tuple[stats.Scores, stats.Scores]:
+def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     """Return the figures of both sides by `number of the pair/sample`."""
-    found: list[list[stats.Scores | None]] = []
+    found: list[list[Scores | None]] = []
     for pair in pairs:
         groups = pair.base, pair.cand
         asked = asked_once(groups, metric)
@@ -129,18 +128,18 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[stats.Scores, stats.Scor
     return base, cand
 
 
-def _sizes(group: RunGroup) -> stats.Scores:
+def _sizes(group: RunGroup) -> Scores:
     """Return each sample's mean peak, over the trials that reached the engine."""
     peaks: dict[str, list[int]] = {}
     for run in group.runs:
         for sample, values in run.trials.peaks.items():
             peaks.setdefault(sample, []).extend(values)
-    return stats.Scores.of_trials(peaks, group.clusters)
+    return Scores.of_trials(peaks, group.clusters)
 
 
-def _pooled(sides: Sequence[stats.Scores | None]) -> stats.Scores:
+def _pooled(sides: Sequence[Scores | None]) -> Scores:
     known = [(i, side) for i, side in enumerate(sides) if side is not None]
-    return stats.Scores(
+    return Scores(
         {f"{i}/{name}": pair for i, side in known for name, pair in side.parts.items()},
         {f"{i}/{name}": items for i, side in known for name, items in side.items.items()},
         {f"{i}/{name}": f"{i}/{group}" for i, side in known for name, group in side.groups.items()},
@@ -155,28 +154,19 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    known = [
-        "score",
-        "pass^k",
-        PEAK,
-        SPEED,
-        *sorted({n for run in runs for n in run.trials.counts}),
-    ]
-    return f"the records have no sub-score {metric!r}; known: {', '.join(known)}"
+    counted = sorted({name for run in runs for name in run.trials.counts})
+    known = ", ".join(["score", "pass^k", PEAK, SPEED, *counted])
+    return f"the records have no sub-score {metric!r}; known: {known}"
 
 
-def _change(
-    metric: str, cand: stats.Scores, base: stats.Scores, confidence: float
-) -> stats.Change | None:
+def _change(metric: str, cand: Scores, base: Scores, confidence: float) -> Change | None:
     if metric != PEAK:
         return stats.change(cand, base, confidence)
     mine, theirs = ({name: size for name, (size, _) in side.parts.items()} for side in (cand, base))
     return stats.size_change(mine, theirs, {**base.groups, **cand.groups}, confidence)
 
 
-def _judged(
-    metric: str, rule: Rule, seen: stats.Change, sure: stats.Change
-) -> tuple[Verdict, int | None]:
+def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdict, int | None]:
     """Return the verdict, and how many units would decide if it is open."""
     point, low, high = seen.point, seen.low, sure.high
     if metric == PEAK:  # less is better
@@ -189,7 +179,7 @@ def _judged(
     return verdict, units_to_decide(rule, point, seen.spread, seen.units)
 
 
-def _group_notes(rule: Rule, seen: stats.Change) -> list[str]:
+def _group_notes(rule: Rule, seen: Change) -> list[str]:
     """Say what so few groups leave open: one that is lost as a whole need not be among them."""
     hidden = 0.0 if seen.groups is None else stats.paired_ends(np.zeros(seen.groups))[1]
     told = (
@@ -235,7 +225,7 @@ def _rates(group: RunGroup) -> list[float]:
     return [rate for rate in runs.values() if rate]
 
 
-def _repetitions(found: stats.SpeedChange, rule: Rule) -> int | None:
+def _repetitions(found: SpeedChange, rule: Rule) -> int | None:
     number = min(found.base.n, found.cand.n)
     # The interval is nearly normal: its half width is 1.96 errors of the point.
     spread = (found.high - found.low) / (2 * 1.96) * number**0.5

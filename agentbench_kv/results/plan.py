@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from agentbench_kv.results import gate
 from agentbench_kv.results.compare import sides
+from agentbench_kv.results.gate import DISCORDANCE, LOSSES, Design, Rule, Verdict
 from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.runs import Run
 
@@ -61,7 +62,7 @@ def plan(
     for groups in sides(base).values():
         for name, group in groups.items():
             methods.setdefault(name, []).append(group)
-    rule = gate.Rule.of(margin, catch, max(len(methods), 1))
+    rule = Rule.of(margin, catch, max(len(methods), 1))
     rows = []
     for name, known in (methods or {"any": []}).items():
         share, source = _discordance(known) if discordance is None else (discordance, "as given")
@@ -101,32 +102,29 @@ def _told(row: Prospect, found: Plan) -> list[str]:
     ]
 
 
-def _prospect(rule: gate.Rule, name: str, design: gate.Design, source: str) -> Prospect:
+def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
     least = gate.smallest_caught(rule, design)
     return Prospect(
         name=name,
         **asdict(design),
         source=source,
         exact=design.exact,
-        power={
-            f"{100 * x:g}": gate.chances(rule, design, x)[gate.Verdict.REGRESSION]
-            for x in gate.LOSSES
-        },
+        power={f"{100 * x:g}": gate.chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
         caught=None if least is None else 100 * least,
-        ok=gate.chances(rule, design, 0.0)[gate.Verdict.OK],
-        alarm=gate.chances(rule, design, rule.margin)[gate.Verdict.REGRESSION],
-        samples_for_power=gate.samples_for(rule, design, gate.Verdict.REGRESSION, rule.catch),
-        samples_for_ok=gate.samples_for(rule, design, gate.Verdict.OK, 0.0),
+        ok=gate.chances(rule, design, 0.0)[Verdict.OK],
+        alarm=gate.chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=gate.samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=gate.samples_for(rule, design, Verdict.OK, 0.0),
     )
 
 
-def _design(groups: Sequence[RunGroup], discordance: float) -> gate.Design:
+def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
     trials = [len(scores) for group in groups for scores in group.trials.values()]
     if not trials:
-        return gate.Design(_SAMPLES, discordance)
+        return Design(_SAMPLES, discordance)
     units = len({group.clusters.get(name, name) for group in groups for name in group.trials})
     clusters = units if units < len(trials) else None
-    return gate.Design(len(trials), discordance, max(1, round(fmean(trials))), clusters)
+    return Design(len(trials), discordance, max(1, round(fmean(trials))), clusters)
 
 
 def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
@@ -136,7 +134,7 @@ def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
     """
     plays = [scores for group in groups for scores in _plays(group) if len(scores) > 1]
     if not plays:
-        return gate.DISCORDANCE, "assumed"
+        return DISCORDANCE, "assumed"
     found = fmean(2 * variance(scores) for scores in plays)
     if found < _LEAST_DISCORDANCE:
         return _LEAST_DISCORDANCE, f"assumed; repeats of BASE differ in {100 * found:.1f}%"

@@ -65,10 +65,9 @@ def how_to_make(baseline: Path, runs: Sequence[Run], out: Path) -> str:
         made, kept = ["kvbench run ..."], ["RUN"]
     folder = "" if baseline.parent == BASELINES else f" --to {shlex.quote(str(baseline.parent))}"
     save = f"kvbench baseline save {shlex.quote(baseline.stem)} {' '.join(kept)}{folder}"
-    commands = " && ".join([*made, save])
     return (
         f"no baseline {baseline}, nor a run of that name; on the version to compare with: "
-        f"{commands} (kvbench compare --bootstrap takes CAND itself)"
+        f"{' && '.join([*made, save])} (kvbench compare --bootstrap takes CAND itself)"
     )
 
 
