@@ -72,10 +72,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
     seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - stats.LEVEL, rule.alarm))
     if seen is None or sure is None:
         raise UsageError(f"{_ids(pairs)} share no sample; run both with the same seed and samples")
-    was, now = (
-        {name: right / asked for name, (right, asked) in side.parts.items()}
-        for side in (base, cand)
-    )
+    was, now = ({k: right / asked for k, (right, asked) in s.parts.items()} for s in (base, cand))
     moved = {name: now[name] - was[name] for name in was.keys() & now.keys()}
     verdict, needed = _judged(metric, rule, seen, sure)
     return Contrast(

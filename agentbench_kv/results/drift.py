@@ -99,7 +99,8 @@ def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[D
 def _weigh(name: str, base: set[str], cand: set[str], speed: bool) -> Weight:
     """Say what a difference in a fact means."""
     if name in RELEASES and base and cand:
-        return "warns" if set(map(_release, base)) == set(map(_release, cand)) else "refuses"
+        was, now = ({re.sub(r"^(\d+\.\d+).*", r"\1", each) for each in s} for s in (base, cand))
+        return "warns" if was == now else "refuses"
     if _within(name, MACHINE):
         return "refuses" if speed else "warns"
     return "refuses" if _within(name, (*REFUSES, *RELEASES, *CONDITIONS)) else "warns"
@@ -107,10 +108,6 @@ def _weigh(name: str, base: set[str], cand: set[str], speed: bool) -> Weight:
 
 def _within(name: str, names: Iterable[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in names)
-
-
-def _release(version: str) -> str:
-    return re.sub(r"^(\d+\.\d+).*", r"\1", version)
 
 
 def _mixed(side: str, runs: Sequence[Run]) -> list[Drift]:

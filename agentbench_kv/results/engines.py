@@ -84,7 +84,15 @@ def consistency(runs: Sequence[Run]) -> Consistency:
         raise UsageError(f"{len(runs)} run; --engines compares two or more")
     base, *others = sorted(runs, key=lambda run: run.setting.engine != "embedded")
     for other in others:
-        _check_alike(base, other)
+        # The model's name is compared by its end: each engine has it in another folder.
+        mine, theirs = ({**run.spec, "model": run.setting.model} for run in (base, other))
+        odd = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        values = ", ".join(f"{k} {mine.get(k)} and {theirs.get(k)}" for k in odd if k not in _FREE)
+        if values:
+            raise UsageError(
+                f"{base.run_id} and {other.run_id} differ in {values}; --engines compares runs "
+                "that differ in the engine only"
+            )
     compared = [_compare(base, run) for run in (base, *others)]
     rows = tuple(row for row, _ in compared)
     differences = tuple(each for _, found in compared for each in found)
@@ -101,18 +109,6 @@ def first_difference(base: Outputs, other: Outputs) -> tuple[int, int] | None:
             pairs = enumerate(zip(mine, theirs, strict=False))
             return turn, next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
     return None
-
-
-def _check_alike(base: Run, other: Run) -> None:
-    # The model's name is compared by its end: each engine has it in another folder.
-    mine, theirs = ({**run.spec, "model": run.setting.model} for run in (base, other))
-    odd = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-    values = ", ".join(f"{k} {mine.get(k)} and {theirs.get(k)}" for k in odd if k not in _FREE)
-    if values:
-        raise UsageError(
-            f"{base.run_id} and {other.run_id} differ in {values}; --engines compares runs that "
-            "differ in the engine only"
-        )
 
 
 def _compare(base: Run, run: Run) -> tuple[EngineRow, list[Difference]]:

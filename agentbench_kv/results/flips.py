@@ -48,30 +48,24 @@ def flips(
     """
     changed = [name for name, move in moved.items() if move]
     chosen = sorted(changed, key=lambda name: (-abs(moved[name]), moved[name], name))[:most]
-    places = [(int(number), sample) for number, _, sample in (n.partition("/") for n in chosen)]
-    samples: dict[int, set[str]] = {}
-    for i, sample in places:
-        samples.setdefault(i, set()).add(sample)
-    played = {
-        i: (_played(pairs[i].base, wanted), _played(pairs[i].cand, wanted))
-        for i, wanted in samples.items()
-    }
+    before = _played([pair.base for pair in pairs], chosen)
+    after = _played([pair.cand for pair in pairs], chosen)
     found = []
-    for name, (i, sample) in zip(chosen, places, strict=True):
-        before, after = _telling(*(side[sample] for side in played[i]))
-        statuses = before[1].status, after[1].status
-        transcripts = _transcript(*before), _transcript(*after)
-        found.append(Flip(pairs[i].task, sample, was[name], now[name], *statuses, *transcripts))
+    for name in chosen:
+        number, _, sample = name.partition("/")
+        old, new = _telling(before[name], after[name])
+        ends = old[1].status, new[1].status, _transcript(*old), _transcript(*new)
+        found.append(Flip(pairs[int(number)].task, sample, was[name], now[name], *ends))
     return found
 
 
-def _played(group: RunGroup, wanted: set[str]) -> dict[str, Played]:
+def _played(groups: Sequence[RunGroup], chosen: Sequence[str]) -> dict[str, Played]:
     """Read the trials of some samples again; of a trial played twice the earliest counts."""
-    found: dict[str, Played] = {}
-    for run in group.runs:
-        for record in run.records():
-            if record.sample_id in wanted:
-                trials = found.setdefault(record.sample_id, {})
+    found: dict[str, Played] = {name: {} for name in chosen}
+    for i, group in enumerate(groups):
+        for run in group.runs:
+            for record in run.records():
+                trials = found.get(f"{i}/{record.sample_id}", {})
                 trials.setdefault((record.trial, record.seed), (run.path, record))
     return found
 
