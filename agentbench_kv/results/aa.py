@@ -48,17 +48,13 @@ def describe(found: Sequence[Repeat]) -> str:
 def _twice(a: Run, b: Run) -> bool:
     """Tell a second run from a copy of the first, such as the one in a baseline."""
     copied = a.run_id == b.run_id and a.info.created == b.info.created
-    return not copied and a.setting == b.setting and _fixed(a) == _fixed(b)
-
-
-def _fixed(run: Run) -> dict[str, object]:
-    return {name: value for name, value in run.spec.items() if name not in _FREE}
+    one, other = ({k: v for k, v in run.spec.items() if k not in _FREE} for run in (a, b))
+    return not copied and a.setting == b.setting and one == other
 
 
 def _repeat(a: Run, b: Run, metric: str) -> Repeat | None:
     first, second = (RunGroup(run.label, (run,)).scores(metric) for run in (a, b))
-    gap = change(first, second, tested=False) if first and second else None
-    if gap is None or first is None or second is None:
+    if not first or not second or (gap := change(first, second, tested=False)) is None:
         return None
     shared = first.parts.keys() & second.parts.keys()
     return Repeat(a, b, gap, sum(first.parts[name] != second.parts[name] for name in shared))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, PlainValidator, ValidationError
 
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
@@ -28,20 +28,14 @@ _REQUIRED = {"sample_id", "trial", "seed", "status"}
 _NOT_KEPT = {"transcript", "error", "usage"}
 
 
-def _record(data: Any) -> TrialRecord:
-    return checked(data, TrialRecord)
-
-
-class SavedRun(BaseModel):
+class SavedRun(BaseModel, frozen=True):
     """One run: spec and provenance, and the record of every trial without its texts.
 
     Files of kvbench 0.1 hold a summary besides, which nothing reads.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     info: RunInfo
-    trials: list[Annotated[TrialRecord, PlainValidator(_record)]]
+    trials: list[Annotated[TrialRecord, PlainValidator(lambda data: checked(data, TrialRecord))]]
 
     def loaded(self, path: Path) -> Run:
         """Return it as a run; its figures are derived from the records here."""
@@ -50,10 +44,8 @@ class SavedRun(BaseModel):
         return Run(path / self.info.run_id, self.info, records, summary, lambda: records)
 
 
-class Baseline(BaseModel):
+class Baseline(BaseModel, frozen=True):
     """The content of the file."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: Literal[1]
     name: str
@@ -66,25 +58,11 @@ class Baseline(BaseModel):
 
 
 def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = False) -> Path:
-    """Write runs to `folder/name.json`.
+    """Write finished, valid runs to `folder/name.json`; `force` replaces an older file.
 
-    Parameters
-    ----------
-    name : str
-        Letters, digits and `._@+-`.
-    runs : sequence of Run
-        Finished and valid; several of one method and task are its repetitions.
-    folder : Path
-        Made if it is not there.
-    force : bool
-        Whether to replace an older baseline of that name.
-
-    Raises
-    ------
-    UsageError
-        If the name is no file name or taken, or a run is not fit to be compared with.
-    PrerequisiteError
-        If the file cannot be written.
+    Several runs of one method and task are its repetitions. A UsageError if the name is no file
+    name or taken, or a run is not fit to be compared with; a PrerequisiteError if the file cannot
+    be written.
     """
     if not NAME.fullmatch(name):
         raise UsageError(f"baseline name {name!r}: use letters, digits and . _ @ + - only")
@@ -107,20 +85,7 @@ def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = Fa
 
 
 def read_baseline(raw: bytes, source: str) -> Baseline:
-    """Check and return a baseline.
-
-    Parameters
-    ----------
-    raw : bytes
-        The file.
-    source : str
-        Where it came from, for the message.
-
-    Raises
-    ------
-    UsageError
-        If it is not a baseline, or one of another version.
-    """
+    """Return a baseline; a UsageError naming `source` if it is none, or of another version."""
     try:
         document = msgspec.json.decode(raw)
     except REFUSED as error:
@@ -157,8 +122,8 @@ def _run(run: Run) -> bytes:
 
 
 def _trial(record: TrialRecord) -> bytes:
-    fields = msgspec.to_builtins(record)
-    kept = {name: value for name, value in fields.items() if name not in _NOT_KEPT}
+    fields = msgspec.to_builtins(record).items()
+    kept = {name: value for name, value in fields if name not in _NOT_KEPT}
     return encode(_changed(kept, msgspec.to_builtins(_ANY)))
 
 

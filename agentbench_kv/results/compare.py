@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, combinations
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import aa
@@ -24,50 +25,24 @@ Sides = dict[tuple[str, str], dict[str, RunGroup]]
 """Task and model to the groups of one side by name."""
 
 
-class Comparison(BaseModel):
-    """The outcome.
-
-    Attributes
-    ----------
-    metric : str
-    margin, catch : float
-        How much worse is harmless, and the loss that must not slip through: points for scores,
-        percent for speed and size.
-    alarm : float
-        Two-sided level of the interval that a regression rests on; half of it is the most often
-        that a row whose loss is harmless is called one.
-    rows : list of Contrast
-        One per pair, or per pair of methods over all tasks.
-    verdict : Verdict
-        The gravest of the rows'.
-    inconclusive : str
-        Whether an undecided verdict is a failure.
-    drift : list of Drift
-        What differs and was allowed to, or only warns.
-    notes : list of str
-        What a reader should know besides.
-    noise : str
-        The A/A floor.
-    """
-
-    model_config = ConfigDict(frozen=True)
+class Comparison(BaseModel, frozen=True):
+    """The outcome; limits are points for scores, percent for speed and size."""
 
     metric: str
-    margin: float
-    catch: float
-    alarm: float
-    rows: list[Contrast]
-    verdict: Verdict
-    inconclusive: Literal["fail", "ok"]
-    drift: list[Drift]
+    margin: float  # how much worse is harmless
+    catch: float  # the loss that must not slip through
+    alarm: float  # two-sided level of the interval that a regression rests on
+    rows: list[Contrast]  # one per pair, or per pair of methods over all tasks
+    verdict: Verdict  # the gravest of the rows'
+    inconclusive: Literal["fail", "ok"]  # whether an undecided verdict is a failure
+    drift: list[Drift]  # what differs and was allowed to, or only warns
     notes: list[str]
-    noise: str
+    noise: str  # the A/A floor
 
     def fails(self, verdict: Verdict) -> bool:
         """Tell whether a verdict fails the job."""
-        return verdict is Verdict.REGRESSION or (
-            verdict is Verdict.INCONCLUSIVE and self.inconclusive == "fail"
-        )
+        doubtful = verdict is Verdict.INCONCLUSIVE
+        return self.inconclusive == "fail" if doubtful else verdict is Verdict.REGRESSION
 
     @property
     def exit_code(self) -> int:
@@ -88,33 +63,13 @@ def compare(
     listed: int = 0,
     noise: Sequence[Run] = (),
 ) -> Comparison:
-    """Compare a candidate with a base.
+    """Compare a candidate with a base; limits as in `Comparison`.
 
-    Parameters
-    ----------
-    base, cand : sequence of Run
-        As `load_runs` or a baseline gives them.
-    metric : str
-        `score`, `pass^k`, a sub-score, `peak_live` or `output_tok_s`.
-    margin, catch : float
-        How much worse is harmless, and the loss that must not slip through: points for scores,
-        percent otherwise. `catch` is 10, or the margin if that is more, unless given.
-    by_task : bool
-        A verdict for each task instead of one over the samples of all; speed always has its own.
-    allow_drift : bool
-        Compare although something differs that can change the figure.
-    inconclusive : str
-        Whether an undecided verdict is a failure.
-    listed : int
-        How many changed samples of each row to list.
-    noise : sequence of Run
-        Further runs of full, for the A/A floor.
-
-    Raises
-    ------
-    UsageError
-        If a run cannot be compared, nothing matches, something differs that must not, or tasks of
-        two releases of a benchmark would get one verdict.
+    `catch` is 10, or the margin if that is more, unless given. `by_task` gives each task its own
+    verdict, which speed always has; `listed` is how many changed samples of each row to list;
+    `noise` are further runs of full for the A/A floor. A UsageError if a run cannot be compared,
+    nothing matches, something differs that must not (unless `allow_drift`), or tasks of two
+    releases of a benchmark would get one verdict.
     """
     Rule.of(margin, catch)
     pairs, notes = _match(base, cand)
@@ -141,19 +96,13 @@ def compare(
 
 
 def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str]]:
-    """Find for every method of the candidate side what it is to be compared with.
+    """Find for every method of the candidate side what it is to be compared with, at least one.
 
     The same method at the same budget if the base has it for that task and model; else the only
-    method the base has there. Runs with a seed that the other side lacks are left out.
-
-    Returns
-    -------
-    pairs : list of Pair
-        At least one.
-    notes : list of str
-        What had no partner.
+    method the base has there. Runs with a seed that the other side lacks are left out. The second
+    part says what had no partner.
     """
-    theirs, mine = _sides(base), _sides(cand)
+    theirs, mine = sides(base), sides(cand)
     pairs, notes = [], []
     for place, groups in mine.items():
         others = theirs.get(place, {})
@@ -176,19 +125,17 @@ def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[s
     return pairs, notes
 
 
-def _sides(runs: Sequence[Run]) -> Sides:
-    sides: dict[tuple[str, str], dict[tuple[str, str], list[Run]]] = {}
+def sides(runs: Iterable[Run]) -> Sides:
+    """Group the runs of one side that count together."""
+    same: dict[tuple[str, str, str, str], list[Run]] = {}
     for run in runs:
-        place = sides.setdefault((run.setting.task, run.setting.model), {})
-        place.setdefault((run.label, str(run.budget)), []).append(run)
-    return {
-        place: {
-            group.name: group
-            for (label, _), same in names.items()
-            for group in [RunGroup(label, tuple(sorted(same, key=lambda run: run.info.created)))]
-        }
-        for place, names in sides.items()
-    }
+        setting = run.setting
+        same.setdefault((setting.task, setting.model, run.label, str(run.budget)), []).append(run)
+    found: Sides = {}
+    for (task, model, label, _), members in same.items():
+        group = RunGroup(label, tuple(sorted(members, key=lambda run: run.info.created)))
+        found.setdefault((task, model), {})[group.name] = group
+    return found
 
 
 def _shared_seeds(base: RunGroup, cand: RunGroup) -> tuple[RunGroup, RunGroup, list[str]]:
@@ -196,17 +143,15 @@ def _shared_seeds(base: RunGroup, cand: RunGroup) -> tuple[RunGroup, RunGroup, l
     seeds = {_seed(run) for run in base.runs} & {_seed(run) for run in cand.runs}
     if not seeds:
         return base, cand, []
-    notes = [
-        f"left out: {side} {run.run_id}, as the other side has no run with seed {_seed(run)}"
-        for side, group in (("BASE", base), ("CAND", cand))
-        for run in group.runs
-        if _seed(run) not in seeds
-    ]
-    left, right = (
-        RunGroup(group.label, tuple(run for run in group.runs if _seed(run) in seeds))
-        for group in (base, cand)
-    )
-    return left, right, notes
+    kept, notes = [], []
+    for side, group in (("BASE", base), ("CAND", cand)):
+        kept.append(RunGroup(group.label, tuple(r for r in group.runs if _seed(r) in seeds)))
+        notes += [
+            f"left out: {side} {run.run_id}, as the other side has no run with seed {_seed(run)}"
+            for run in group.runs
+            if _seed(run) not in seeds
+        ]
+    return kept[0], kept[1], notes
 
 
 def _seed(run: Run) -> object:
@@ -214,8 +159,7 @@ def _seed(run: Run) -> object:
 
 
 def _called(group: RunGroup) -> str:
-    setting = group.first.setting
-    return f"{group.name} on {setting.task} with {setting.model}"
+    return f"{group.name} on {group.first.setting.task} with {group.first.setting.model}"
 
 
 def _listed(sides: Sides) -> str:
@@ -237,9 +181,8 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
                 f"{side} {run.run_id} is not valid ({found.state}: {found.reasons[0]}); "
                 "a run whose budget was not applied cannot be compared"
             )
-        notes += [f"{side} {run.run_id}: {reason}" for reason in found.reasons]
-        odd = (note for note in run.summary.notes if note.startswith("samples.jsonl"))
-        notes += [f"{side} {run.run_id}: {note}" for note in odd]
+        odd = [note for note in run.summary.notes if note.startswith("samples.jsonl")]
+        notes += [f"{side} {run.run_id}: {told}" for told in (*found.reasons, *odd)]
     return notes
 
 
@@ -254,15 +197,8 @@ def _copies(pair: Pair) -> list[str]:
 
 
 def _checked(pairs: Sequence[Pair], speed: bool, allowed: bool) -> list[Drift]:
-    found: list[Drift] = []
-    for pair in pairs:
-        seeds = [sorted({str(_seed(run)) for run in side.runs}) for side in (pair.base, pair.cand)]
-        if not set(seeds[0]) & set(seeds[1]):
-            found.append(
-                Drift(name="seed", base=" and ".join(seeds[0]), cand=" and ".join(seeds[1]))
-            )
-        found += find_drift(pair.base.runs, pair.cand.runs, speed)
-    drift = list(dict.fromkeys(found))
+    found = [find_drift(pair.base.runs, pair.cand.runs, speed) for pair in pairs]
+    drift = list(dict.fromkeys(chain.from_iterable(found)))
     refusing = [each for each in drift if each.weight == "refuses"]
     if refusing and not allowed:
         shown = "; ".join(map(str, refusing[:6]))
@@ -280,20 +216,13 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
     groups: dict[tuple[str, ...], list[Pair]] = {}
     for pair in pairs:
         groups.setdefault((pair.model, pair.base.name, pair.cand.name), []).append(pair)
+    # Nor one verdict over `tau2/...` and `tau2-v1/...`: other texts, other rules.
     for group in groups.values():
-        _refuse_mixed_releases(sorted({pair.task for pair in group}))
+        benchmarks = sorted({pair.task.partition("/")[0] for pair in group})
+        for first, second in combinations(benchmarks, 2):
+            if re.sub(r"-v\d+$", "", first) == re.sub(r"-v\d+$", "", second):
+                raise UsageError(
+                    f"refused, {first} and {second} are two releases of one benchmark, whose "
+                    "scores are not one figure (--by task gives each task its own verdict)"
+                )
     return list(groups.values())
-
-
-def _refuse_mixed_releases(tasks: Sequence[str]) -> None:
-    """Refuse one verdict over `tau2/...` and `tau2-v1/...`: other texts, other rules."""
-    names: dict[str, str] = {}
-    for task in tasks:
-        benchmark = task.partition("/")[0]
-        other = names.setdefault(re.sub(r"-v\d+$", "", benchmark), benchmark)
-        if other != benchmark:
-            both = " and ".join(sorted((other, benchmark)))
-            raise UsageError(
-                f"refused, {both} are two releases of one benchmark, whose scores "
-                "are not one figure (--by task gives each task its own verdict)"
-            )

@@ -12,34 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rich.console import Console
-
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.compare import Comparison
 from agentbench_kv.results.contrast import PEAK, SPEED, Contrast
 from agentbench_kv.results.files import writing
-from agentbench_kv.results.flips import Flip
 from agentbench_kv.results.gate import Verdict
 from agentbench_kv.results.runs import Problem
-from agentbench_kv.results.terminal import console, new_table, plain
+from agentbench_kv.results.terminal import console, new_table, plain, visible
 
 _COLUMNS = (
-    *("task", "model", "base", "candidate", "metric", "was", "is", "change [95% CI]", "p", "n"),
+    "task", "model", "base", "candidate", "metric", "was", "is", "change [95% CI]", "p", "n",
     "verdict",
-)
+)  # fmt: skip
 _PLAIN_MARKDOWN = frozenset(string.ascii_letters + string.digits + " .,/-:%")
 _WORDS = {PEAK: ("less", "more"), SPEED: ("slower", "faster")}
 """What a size or speed that fell, and one that rose, is called."""
 
 
 def targets(writes: Sequence[str]) -> list[tuple[str, Path]]:
-    """Read `FORMAT=FILE` texts.
-
-    Raises
-    ------
-    UsageError
-        If one is not of that shape or names no format.
-    """
+    """Read `FORMAT=FILE` texts; a UsageError if one is not of that shape or names no format."""
     found = []
     for text in writes:
         form, separator, file = text.partition("=")
@@ -57,53 +48,38 @@ def show(
     files: Sequence[tuple[str, Path]] = (),
     problems: Sequence[Problem] = (),
 ) -> None:
-    """Print a comparison, and write it to files.
+    """Print a comparison as `terminal` or a key of `TEXT_FORMATS`, and write it to files.
 
-    Parameters
-    ----------
-    comparison : Comparison
-    form : str
-        `terminal`, or a key of `TEXT_FORMATS`.
-    files : sequence of (str, Path)
-        As `targets` returns them.
-    problems : sequence of Problem
-        What could not be read; a line each on stderr.
-
-    Raises
-    ------
-    PrerequisiteError
-        If a file cannot be written.
+    What could not be read is a line each on stderr. A PrerequisiteError if a file cannot be
+    written.
     """
     for problem in problems:
-        sys.stderr.write(_clean(f"kvbench: {problem.path}: {problem.reason}") + "\n")
+        sys.stderr.write(visible(f"kvbench: {problem.path}: {problem.reason}") + "\n")
     for kind, path in files:
         with writing(path):
             path.write_text(TEXT_FORMATS[kind](comparison), encoding="utf-8")
     if form == "terminal":
-        _print(comparison, console())
+        _print(comparison)
     else:
         sys.stdout.write(TEXT_FORMATS[form](comparison))
 
 
-def _print(comparison: Comparison, screen: Console) -> None:
+def _print(comparison: Comparison) -> None:
     """Print the table, then what a reader should know, the overall verdict last."""
-    table = new_table(*_COLUMNS)
+    screen, table = console(), new_table(*_COLUMNS)
     for row in comparison.rows:
         table.add_row(*map(plain, _cells(row)))
     screen.print(table)
-    lines = (*_flips(comparison), _rule(comparison), *_remarks(comparison), _headline(comparison))
-    for line in lines:
+    limits = f"{_limits(comparison)}, exit code {comparison.exit_code}"
+    lines = (*_flips(comparison), _rule(comparison), *_remarks(comparison))
+    for line in (*lines, f"verdict: {comparison.verdict} ({limits})"):
         screen.print(plain(line), soft_wrap=True)
 
 
 def _markdown(comparison: Comparison) -> str:
     """Return a table for a pull-request comment."""
-    lines = [
-        f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})",
-        "",
-        f"| {' | '.join(_COLUMNS)} |",
-        "|" + "---|" * len(_COLUMNS),
-    ]
+    head = f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})"
+    lines = [head, "", f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
     for row in comparison.rows:
         *cells, verdict = map(_markdown_escaped, _cells(row))
         lines.append(f"| {' | '.join(cells)} | **{verdict}** |")
@@ -114,29 +90,24 @@ def _markdown(comparison: Comparison) -> str:
 
 def _junit(comparison: Comparison) -> str:
     """Return one test case a row: what fails the job is a failure, an allowed doubt skipped."""
-    rows = comparison.rows
-    failed = [comparison.fails(row.verdict) for row in rows]
-    suite = ElementTree.Element(
-        "testsuite",
-        name="kvbench compare",
-        tests=str(len(rows)),
-        failures=str(sum(failed)),
-        errors="0",
-        skipped=str(sum(r.verdict is not Verdict.OK for r in rows) - sum(failed)),
-    )
-    for row, fails in zip(rows, failed, strict=True):
-        case = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=_clean(", ".join(row.tasks)),
-            name=_clean(f"{row.metric}: {row.cand} against {row.base} with {row.model}"),
-        )
+    failed = [comparison.fails(row.verdict) for row in comparison.rows]
+    doubts = sum(row.verdict is not Verdict.OK for row in comparison.rows) - sum(failed)
+    suite = _suite(tests=len(failed), failures=sum(failed), errors=0, skipped=doubts)
+    for row, fails in zip(comparison.rows, failed, strict=True):
+        name = f"{row.metric}: {row.cand} against {row.base} with {row.model}"
+        place = {"classname": visible(", ".join(row.tasks)), "name": visible(name)}
+        case = ElementTree.SubElement(suite, "testcase", place)
         if row.verdict is not Verdict.OK:
-            kind, told = "failure" if fails else "skipped", _clean(_told(row))
-            ElementTree.SubElement(case, kind, message=told).text = _clean(_decides(row) or told)
+            kind, told = "failure" if fails else "skipped", visible(_told(row))
+            ElementTree.SubElement(case, kind, message=told).text = visible(_decides(row) or told)
     output = ElementTree.SubElement(suite, "system-out")
-    output.text = "\n".join(map(_clean, (_rule(comparison), *_remarks(comparison))))
+    output.text = "\n".join(map(visible, (_rule(comparison), *_remarks(comparison))))
     return _xml(suite)
+
+
+def _suite(**counts: int) -> ElementTree.Element:
+    texts = {name: str(count) for name, count in counts.items()}
+    return ElementTree.Element("testsuite", {"name": "kvbench compare", **texts})
 
 
 def _xml(suite: ElementTree.Element) -> str:
@@ -146,33 +117,31 @@ def _xml(suite: ElementTree.Element) -> str:
 
 def _github(comparison: Comparison) -> str:
     """Return workflow commands: an annotation a row, one for each remark that bears on it."""
-    lines = [
-        f"::{_severity(comparison, row)} title={_property(f'kvbench {row.verdict}')}::"
-        + _message(" ".join(filter(None, (_told(row), _decides(row)))))
-        for row in comparison.rows
-    ]
-    needed = {_decides(row) for row in comparison.rows}
-    remarks = [line for line in _remarks(comparison) if line not in needed]
-    remarks = [_rule(comparison), *remarks]
-    lines += [f"::notice title=kvbench compare::{_message(line)}" for line in remarks]
-    return "\n".join(lines) + "\n"
+    lines = []
+    for row in comparison.rows:
+        doubt = "error" if comparison.fails(row.verdict) else "warning"
+        severity = "notice" if row.verdict is Verdict.OK else doubt
+        told = " ".join(filter(None, (_told(row), _decides(row))))
+        lines.append(_annotation(severity, f"kvbench {row.verdict}", told))
+    said = set(map(_decides, comparison.rows))
+    remarks = [_rule(comparison), *(line for line in _remarks(comparison) if line not in said)]
+    return "".join(lines + [_annotation("notice", "kvbench compare", line) for line in remarks])
 
 
-def _severity(comparison: Comparison, row: Contrast) -> str:
-    if row.verdict is Verdict.OK:
-        return "notice"
-    return "error" if comparison.fails(row.verdict) else "warning"
-
-
-def _json(comparison: Comparison) -> str:
-    return comparison.model_dump_json(indent=2) + "\n"
+def _annotation(severity: str, title: str, text: str) -> str:
+    name, message = (
+        visible(each).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        for each in (title, text)
+    )
+    name = name.replace(":", "%3A").replace(",", "%2C")
+    return f"::{severity} title={name}::{message}\n"
 
 
 TEXT_FORMATS: Mapping[str, Callable[[Comparison], str]] = {
     "markdown": _markdown,
     "junit": _junit,
     "github": _github,
-    "json": _json,
+    "json": lambda comparison: comparison.model_dump_json(indent=2) + "\n",
 }
 """Every format but the terminal's: its name and what writes it."""
 
@@ -180,15 +149,13 @@ TEXT_FORMATS: Mapping[str, Callable[[Comparison], str]] = {
 def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = False) -> None:
     """Write files that say in one line why there is no comparison."""
     word = "refused" if refused else "bootstrapped"
-    suite = ElementTree.Element(
-        "testsuite", name="kvbench compare", tests="1", failures="0", errors=str(int(refused))
-    )
+    suite = _suite(tests=1, failures=0, errors=int(refused))
     case = ElementTree.SubElement(suite, "testcase", classname="kvbench", name="compare")
-    ElementTree.SubElement(case, "error" if refused else "system-out").text = _clean(note)
+    ElementTree.SubElement(case, "error" if refused else "system-out").text = visible(note)
     texts = {
         "markdown": f"**kvbench compare: {word}**\n\n{_markdown_escaped(note)}\n",
         "junit": _xml(suite),
-        "github": f"::{'error' if refused else 'notice'} title=kvbench {word}::{_message(note)}\n",
+        "github": _annotation("error" if refused else "notice", f"kvbench {word}", note),
         "json": json.dumps({"verdict": word, "reason": note}, indent=2) + "\n",
     }
     for kind, path in files:
@@ -198,18 +165,11 @@ def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = Fal
 
 def _cells(row: Contrast) -> tuple[str, ...]:
     groups = "" if row.clusters is None else f" in {row.clusters} groups"
+    p_value = f"{row.p_adjusted:.3f}" if row.p_adjusted >= 0.0005 else "<0.001"
     return (
-        ", ".join(row.tasks),
-        row.model,
-        row.base,
-        row.cand,
-        row.metric,
-        _level(row, row.base_level),
-        _level(row, row.cand_level),
-        _change(row),
-        f"{row.p_adjusted:.3f}" if row.p_adjusted >= 0.0005 else "<0.001",
-        f"{row.n} {_counted(row)}{groups}",
-        str(row.verdict),
+        *(", ".join(row.tasks), row.model, row.base, row.cand, row.metric),
+        *(_level(row, row.base_level), _level(row, row.cand_level), _change(row), p_value),
+        *(f"{_number(row)}{groups}", str(row.verdict)),
     )
 
 
@@ -219,24 +179,23 @@ def _level(row: Contrast, value: float) -> str:
 
 def _change(row: Contrast) -> str:
     unit = "" if row.unit == "points" else "%"
-    point, *ends = (
-        None if value is None else f"{100 * value:+.1f}{unit}"
-        for value in (row.point, row.low, row.high)
-    )
-    interval = "" if None in ends else f" [{ends[0]}, {ends[1]}]"
-    word = _WORDS[row.metric][row.point > 0] if row.metric in _WORDS and row.point else ""
-    return f"{point}{interval}" + (f" ({word})" if word else "")
+    text = f"{100 * row.point:+.1f}{unit}"
+    if row.low is not None and row.high is not None:
+        text += f" [{100 * row.low:+.1f}{unit}, {100 * row.high:+.1f}{unit}]"
+    if row.metric in _WORDS and row.point:
+        text += f" ({_WORDS[row.metric][row.point > 0]})"
+    return text
 
 
-def _counted(row: Contrast) -> str:
-    return row.counted if row.n != 1 else row.counted.removesuffix("s")
+def _number(row: Contrast) -> str:
+    return f"{row.n} {row.counted if row.n != 1 else row.counted.removesuffix('s')}"
 
 
 def _told(row: Contrast) -> str:
     return (
         f"{row.metric} of {row.cand} against {row.base} on {', '.join(row.tasks)}: "
         f"{_level(row, row.base_level)} to {_level(row, row.cand_level)}, change {_change(row)} "
-        f"over {row.n} {_counted(row)}: {row.verdict}"
+        f"over {_number(row)}: {row.verdict}"
     )
 
 
@@ -272,11 +231,8 @@ def _decides(row: Contrast) -> str | None:
     where = f"{row.cand} on {', '.join(row.tasks)}"
     if row.needed is None:
         return f"{where}: no number of {row.needed_of} would decide, the change lies on the limit"
-    return f"{where}: about {row.needed:,} {row.needed_of} would decide; there are {_units(row):,}"
-
-
-def _units(row: Contrast) -> int:
-    return row.n if row.clusters is None else row.clusters
+    units = row.n if row.clusters is None else row.clusters
+    return f"{where}: about {row.needed:,} {row.needed_of} would decide; there are {units:,}"
 
 
 def _remarks(comparison: Comparison) -> list[str]:
@@ -304,39 +260,17 @@ def _flips(comparison: Comparison) -> list[str]:
             f"{row.cand} against {row.base}: {changed} of {row.n} samples changed, {row.more} up "
             f"and {row.less} down{some}"
         )
-        lines += [_flip(each) for each in row.flips]
+        lines += [
+            f"{flip.task} {flip.sample}: {flip.base:.4g} ({flip.base_status}) > {flip.cand:.4g} "
+            f"({flip.cand_status}): {flip.base_transcript or 'no transcript'} | "
+            f"{flip.cand_transcript or 'no transcript'}"
+            for flip in row.flips
+        ]
     return lines
-
-
-def _flip(flip: Flip) -> str:
-    read = (flip.base_transcript or "no transcript", flip.cand_transcript or "no transcript")
-    return (
-        f"{flip.task} {flip.sample}: {flip.base:.4g} ({flip.base_status}) > {flip.cand:.4g} "
-        f"({flip.cand_status}): {' | '.join(read)}"
-    )
-
-
-def _headline(comparison: Comparison) -> str:
-    return (
-        f"verdict: {comparison.verdict} ({_limits(comparison)}, exit code {comparison.exit_code})"
-    )
-
-
-def _clean(text: str) -> str:
-    """Replace control characters, which neither XML nor a log line can hold."""
-    return plain(text).plain
 
 
 def _markdown_escaped(text: str) -> str:
     """Write all punctuation as entities: it can then be no markup, link or mention."""
     return "".join(
-        c if c in _PLAIN_MARKDOWN or ord(c) > 127 else f"&#{ord(c)};" for c in _clean(text)
+        c if c in _PLAIN_MARKDOWN or ord(c) > 127 else f"&#{ord(c)};" for c in visible(text)
     )
-
-
-def _message(text: str) -> str:
-    return _clean(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")

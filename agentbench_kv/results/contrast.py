@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.results import stats
 from agentbench_kv.results.flips import Flip, flips
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.groups import RunGroup, asked_once
-from agentbench_kv.results.stats import (
-    LEVEL,
-    REPETITIONS,
-    Change,
-    Scores,
-    SpeedChange,
-    change,
-    paired_ends,
-    pass_k,
-    size_change,
-    speed_change,
-)
+from agentbench_kv.results.stats import Change, Scores, SpeedChange
 
 SPEED, PEAK = "output_tok_s", "peak_live"
 
@@ -40,137 +29,97 @@ class Pair:
     cand: RunGroup
 
 
-class Contrast(BaseModel):
-    """Candidate against base.
-
-    Attributes
-    ----------
-    tasks : list of str
-    model : str
-    base, cand : str
-        Method with its budget.
-    unit : str
-        `points` (scores, shares of 1 here) or `percent` (relative change).
-    base_level, cand_level : float
-        Mean score, mean peak live tokens, or median tokens per second.
-    point : float
-        Candidate minus base, relative to the base for sizes and speed.
-    low, high : float or None
-        Its 95% interval; None with too few repetitions for one.
-    p_value, p_adjusted, test : float, float, str
-        Two-sided; Holm's over the rows of the comparison.
-    n, counted : int, str
-        What the figures rest on: shared `samples`, or `repetitions` of the side with fewer.
-    clusters : int or None
-        Groups of samples, if there are groups: they are what is independent.
-    only_base, only_cand : int
-        Samples that the other side lacks; left out.
-    more, less : int
-        Samples whose figure rose and fell.
-    needed, needed_of : int or None, str
-        How many `samples`, `groups` or `repetitions` would decide; None if decided, or if the
-        change lies on a limit.
-    flips : list of Flip
-        Samples that changed, if they were asked for.
-    """
-
-    model_config = ConfigDict(frozen=True)
+class Contrast(BaseModel, frozen=True):
+    """Candidate against base; sides are named by method and budget."""
 
     tasks: list[str]
     model: str
     base: str
     cand: str
     metric: str
-    unit: Literal["points", "percent"]
-    base_level: float
+    unit: Literal["points", "percent"]  # points are shares of 1, percent is relative to the base
+    base_level: float  # mean score, mean peak live tokens, or median tokens per second
     cand_level: float
-    point: float
-    low: float | None
+    point: float  # candidate minus base
+    low: float | None  # ends of its 95% interval; None with too few repetitions for one
     high: float | None
-    p_value: float
-    p_adjusted: float
+    p_value: float  # two-sided
+    p_adjusted: float  # Holm's over the rows of the comparison
     test: str
-    n: int
+    n: int  # shared `samples`, or `repetitions` of the side with fewer
     counted: str
-    clusters: int | None = None
-    only_base: int = 0
+    clusters: int | None = None  # groups of samples, if there are any: what is independent
+    only_base: int = 0  # samples that the other side lacks; left out
     only_cand: int = 0
-    more: int = 0
-    less: int = 0
+    more: int = 0  # samples whose figure rose
+    less: int = 0  # and fell
     verdict: Verdict
-    needed: int | None
-    needed_of: str
+    needed: int | None  # how many would decide; None if decided, or if the change is on a limit
+    needed_of: str  # `samples`, `groups` or `repetitions`
     notes: list[str] = []
-    flips: list[Flip] = []
+    flips: list[Flip] = []  # samples that changed, if they were asked for
 
 
 def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) -> Contrast:
     """Compare the pairs of one method with one base, over the samples of all their tasks.
 
-    Parameters
-    ----------
-    pairs : sequence of Pair
-        One a task; one only for speed.
-    metric : str
-    rule : Rule
-    listed : int
-        How many changed samples to list.
-
-    Raises
-    ------
-    UsageError
-        If the runs do not have the metric or share no sample.
+    A pair is of one task; speed takes one pair only. `listed` is how many changed samples to list.
+    A UsageError if the runs do not have the metric or share no sample.
     """
     if metric == SPEED:
         return _of_speed(pairs[0], rule)
     base, cand = _sides(pairs, metric)
-    seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - LEVEL, rule.alarm))
+    seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - stats.LEVEL, rule.alarm))
     if seen is None or sure is None:
         raise UsageError(f"{_ids(pairs)} share no sample; run both with the same seed and samples")
-    moved = {
-        name: cand.parts[name][0] / cand.parts[name][1] - right / asked
-        for name, (right, asked) in base.parts.items()
-        if name in cand.parts
-    }
+    was, now = ({k: right / asked for k, (right, asked) in s.parts.items()} for s in (base, cand))
+    moved = {name: now[name] - was[name] for name in was.keys() & now.keys()}
     verdict, needed = _judged(metric, rule, seen, sure)
     return Contrast(
-        **_names(pairs),
-        metric=metric,
-        unit="percent" if metric == PEAK else "points",
+        **_shared(pairs, metric, seen),
         base_level=seen.base,
         cand_level=seen.cand,
-        point=seen.point,
         low=seen.low,
         high=seen.high,
-        p_value=seen.p_value,
-        p_adjusted=seen.p_value,
         test=seen.test,
         n=seen.n,
         counted="samples",
         clusters=seen.groups,
-        only_base=len(base.parts.keys() - cand.parts.keys()),
-        only_cand=len(cand.parts.keys() - base.parts.keys()),
+        only_base=len(was.keys() - now.keys()),
+        only_cand=len(now.keys() - was.keys()),
         more=sum(move > 0 for move in moved.values()),
         less=sum(move < 0 for move in moved.values()),
         verdict=verdict,
         needed=needed,
         needed_of="samples" if seen.groups is None else "groups",
         notes=_group_notes(rule, seen) if metric != PEAK else [],
-        flips=flips(pairs, base.parts, cand.parts, moved, listed) if listed else [],
+        flips=flips(pairs, was, now, moved, listed) if listed else [],
     )
+
+
+def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> dict[str, Any]:
+    first = pairs[0]
+    return {
+        "tasks": sorted({pair.task for pair in pairs}),
+        "model": first.model,
+        "base": first.base.name,
+        "cand": first.cand.name,
+        "metric": metric,
+        "unit": "percent" if metric in (PEAK, SPEED) else "points",
+        "point": found.point,
+        "p_value": found.p_value,
+        "p_adjusted": found.p_value,
+    }
 
 
 def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     """Return the figures of both sides by `number of the pair/sample`."""
-    found: list[tuple[Scores | None, Scores | None]] = []
+    found: list[list[Scores | None]] = []
     for pair in pairs:
-        asked = asked_once((pair.base, pair.cand), metric)
-        base, cand = (
-            _sizes(group) if metric == PEAK else group.scores(metric, asked)
-            for group in (pair.base, pair.cand)
-        )
-        found.append((base, cand))
-    base, cand = (_pooled([each[i] for each in found]) for i in (0, 1))
+        groups = pair.base, pair.cand
+        asked = asked_once(groups, metric)
+        found.append([_sizes(g) if metric == PEAK else g.scores(metric, asked) for g in groups])
+    base, cand = map(_pooled, zip(*found, strict=True))
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))
     return base, cand
@@ -182,7 +131,7 @@ def _sizes(group: RunGroup) -> Scores:
     for run in group.runs:
         for sample, values in run.trials.peaks.items():
             peaks.setdefault(sample, []).extend(values)
-    return Scores({name: (fmean(each), 1.0) for name, each in peaks.items()}, {}, group.clusters)
+    return Scores.of_trials(peaks, group.clusters)
 
 
 def _pooled(sides: Sequence[Scores | None]) -> Scores:
@@ -195,26 +144,23 @@ def _pooled(sides: Sequence[Scores | None]) -> Scores:
 
 
 def _lacking(pairs: Sequence[Pair], metric: str) -> str:
-    k = pass_k(metric)
     if metric == "score":
         return f"{_ids(pairs)}: one side has no score"
     if metric == PEAK:
         return f"no trial of one side reached the engine, so there is no {metric}"
-    if k is not None:
+    if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    known = sorted({name for run in runs for name in run.trials.counts})
-    return (
-        f"the records have no sub-score {metric!r}; "
-        f"known: {', '.join(['score', 'pass^k', PEAK, SPEED, *known])}"
-    )
+    counted = sorted({name for run in runs for name in run.trials.counts})
+    known = ", ".join(["score", "pass^k", PEAK, SPEED, *counted])
+    return f"the records have no sub-score {metric!r}; known: {known}"
 
 
 def _change(metric: str, cand: Scores, base: Scores, confidence: float) -> Change | None:
     if metric != PEAK:
-        return change(cand, base, confidence)
+        return stats.change(cand, base, confidence)
     mine, theirs = ({name: size for name, (size, _) in side.parts.items()} for side in (cand, base))
-    return size_change(mine, theirs, {**base.groups, **cand.groups}, confidence)
+    return stats.size_change(mine, theirs, {**base.groups, **cand.groups}, confidence)
 
 
 def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdict, int | None]:
@@ -222,8 +168,8 @@ def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdic
     point, low, high = seen.point, seen.low, sure.high
     if metric == PEAK:  # less is better
         point, low, high = -point, -seen.high, -sure.low
-        if seen.units < REPETITIONS:  # sizes have no bound that would widen so few equal ones
-            return Verdict.INCONCLUSIVE, REPETITIONS
+        if seen.units < stats.REPETITIONS:  # sizes have no bound that would widen so few equal ones
+            return Verdict.INCONCLUSIVE, stats.REPETITIONS
     verdict = rule.judge(low, high)
     if verdict is not Verdict.INCONCLUSIVE:
         return verdict, None
@@ -232,36 +178,28 @@ def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdic
 
 def _group_notes(rule: Rule, seen: Change) -> list[str]:
     """Say what so few groups leave open: one that is lost as a whole need not be among them."""
-    if seen.groups is None:
-        return []
-    hidden = paired_ends(np.zeros(seen.groups))[1]
-    if hidden <= rule.catch:
-        return []
-    return [
+    hidden = 0.0 if seen.groups is None else stats.paired_ends(np.zeros(seen.groups))[1]
+    told = (
         f"{seen.groups} groups cannot rule out that {100 * hidden:.0f}% of all groups are lost "
         "whole, if none of these was"
-    ]
+    )
+    return [told] if hidden > rule.catch else []
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
     base, cand = (_rates(group) for group in (pair.base, pair.cand))
     if not base or not cand:
         raise UsageError(f"{_ids([pair])}: no run of one side generated anything in measured time")
-    found = speed_change(base, cand)
+    found = stats.speed_change(base, cand)
     verdict = rule.judge(found.low, found.high) if found.enough else Verdict.INCONCLUSIVE
     if verdict is Verdict.REGRESSION and not _slower(base, cand, rule):
         verdict = Verdict.INCONCLUSIVE
     return Contrast(
-        **_names([pair]),
-        metric=SPEED,
-        unit="percent",
+        **_shared([pair], SPEED, found),
         base_level=found.base.point,
         cand_level=found.cand.point,
-        point=found.point,
         low=found.low if found.enough else None,
         high=found.high if found.enough else None,
-        p_value=found.p_value,
-        p_adjusted=found.p_value,
         test="mannwhitney",
         n=min(len(base), len(cand)),
         counted="repetitions",
@@ -274,7 +212,7 @@ def _of_speed(pair: Pair, rule: Rule) -> Contrast:
 
 def _slower(base: Sequence[float], cand: Sequence[float], rule: Rule) -> bool:
     """Tell whether Mann-Whitney finds the candidate slower than the base less the margin."""
-    allowed = speed_change([(1 - rule.margin) * rate for rate in base], cand)
+    allowed = stats.speed_change([(1 - rule.margin) * rate for rate in base], cand)
     return allowed.point < 0 and allowed.p_value <= rule.alarm
 
 
@@ -285,30 +223,17 @@ def _rates(group: RunGroup) -> list[float]:
 
 
 def _repetitions(found: SpeedChange, rule: Rule) -> int | None:
-    if not found.enough:
-        return REPETITIONS
     number = min(found.base.n, found.cand.n)
     # The interval is nearly normal: its half width is 1.96 errors of the point.
     spread = (found.high - found.low) / (2 * 1.96) * number**0.5
-    return units_to_decide(rule, found.point, spread, number)
+    return units_to_decide(rule, found.point, spread, number) if found.enough else stats.REPETITIONS
 
 
 def _order_notes(pair: Pair) -> list[str]:
     base, cand = ([run.info.created for run in side.runs] for side in (pair.base, pair.cand))
     apart = max(base) < min(cand) or max(cand) < min(base)
-    if not apart or len(base) + len(cand) < 3:
-        return []
-    return ["the repetitions were not interleaved: a machine that changed looks like a difference"]
-
-
-def _names(pairs: Sequence[Pair]) -> dict[str, Any]:
-    first = pairs[0]
-    return {
-        "tasks": sorted({pair.task for pair in pairs}),
-        "model": first.model,
-        "base": first.base.name,
-        "cand": first.cand.name,
-    }
+    told = "the repetitions were not interleaved: a machine that changed looks like a difference"
+    return [told] if apart and len(base) + len(cand) > 2 else []
 
 
 def _ids(pairs: Sequence[Pair]) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.runs import CONDITIONS, Run
 
 Weight = Literal["refuses", "warns"]
+Facts = dict[str, set[str]]
+"""Name to the values that runs have."""
 
 REFUSES = (
     "model_sha", "task", "chat_template_sha", "tool_parser", "phase_family",
@@ -36,13 +37,11 @@ WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
 _LONGEST = 16
-_ABSENT = "not recorded"
 
 
-class Drift(BaseModel):
+@dataclass(frozen=True)
+class Drift:
     """One thing that differs: its name, the value on each side, and what that means."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     base: str
@@ -55,76 +54,67 @@ class Drift(BaseModel):
 
 
 def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) -> list[Drift]:
-    """List what differs between two sides beyond method, budget and number of samples.
+    """List what differs between two sides of one task and model beyond method, budget and amount.
 
-    Parameters
-    ----------
-    base, cand : sequence of Run
-        Runs of one task and model on each side.
-    speed : bool
-        Whether machine and concurrency must be the same too.
+    For speed, machine and concurrency must be the same too.
     """
-    mine, theirs = _facts(cand), _facts(base)
-    found = [
-        Drift(name=name, base=_spell(theirs.get(name)), cand=_spell(mine.get(name)), weight=weight)
-        for name in sorted(mine.keys() | theirs.keys())
-        if (weight := _weigh(name, theirs.get(name), mine.get(name), speed))
-    ]
+    seeds, others = ({str(run.spec.get("seed")) for run in side} for side in (base, cand))
+    found = [] if seeds & others else [Drift("seed", _spell(seeds), _spell(others))]
+    found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)
     found += [*_mixed("BASE", base), *_mixed("CAND", cand)]
     return [*found, *_resumed([*base, *cand], speed), *_prompts(base, cand)]
 
 
-def _facts(runs: Iterable[Run]) -> dict[str, set[str]]:
-    """Collect every checked fact of a side: name to the values its runs have."""
-    facts: dict[str, set[str]] = {}
-    for run in runs:
-        known = {name: run.info.provenance.get(name) for name in _ROOTS}
-        known |= {name: run.spec.get(name) for name in CONDITIONS}
-        for name, value in _flat(known):
-            facts.setdefault(name, set()).add(str(value))
+def _known(run: Run) -> dict[str, Any]:
+    provenance = {name: run.info.provenance.get(name) for name in _ROOTS}
+    return provenance | {name: run.spec.get(name) for name in CONDITIONS}
+
+
+def _facts(documents: Iterable[Mapping[str, Any]]) -> Facts:
+    facts: Facts = {}
+    for name, value in (fact for document in documents for fact in _flat(document)):
+        facts.setdefault(name, set()).add(value)
     return facts
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    flat: list[tuple[str, str]] = []
     for name, value in facts.items():
         if isinstance(value, Mapping):
             flat += _flat(value, f"{prefix}{name}.")
         elif value is not None:
-            flat.append((f"{prefix}{name}", value))
+            flat.append((f"{prefix}{name}", str(value)))
     return flat
 
 
-def _weigh(name: str, base: set[str] | None, cand: set[str] | None, speed: bool) -> Weight | None:
-    """Say what a difference in a fact means; None if there is none."""
-    if base == cand:
-        return None
+def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[Drift]:
+    return [
+        Drift(f"{name}{where}", _spell(was), _spell(now), _weigh(name, was, now, speed))
+        for name in sorted(base.keys() | cand.keys())
+        for was, now in [(base.get(name, set()), cand.get(name, set()))]
+        if was != now
+    ]
+
+
+def _weigh(name: str, base: set[str], cand: set[str], speed: bool) -> Weight:
+    """Say what a difference in a fact means."""
     if name in RELEASES and base and cand:
-        return "warns" if set(map(_release, base)) == set(map(_release, cand)) else "refuses"
+        was, now = ({re.sub(r"^(\d+\.\d+).*", r"\1", each) for each in s} for s in (base, cand))
+        return "warns" if was == now else "refuses"
     if _within(name, MACHINE):
         return "refuses" if speed else "warns"
-    known = _within(name, (*REFUSES, *RELEASES, *CONDITIONS))
-    return "refuses" if known else "warns"
+    return "refuses" if _within(name, (*REFUSES, *RELEASES, *CONDITIONS)) else "warns"
 
 
 def _within(name: str, names: Iterable[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
-def _release(version: str) -> str:
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else version
-
-
 def _mixed(side: str, runs: Sequence[Run]) -> list[Drift]:
     """List what the runs of one side, which count as repetitions, have not in common."""
-    spelled: dict[str, set[str]] = {}
-    for run in runs:
-        for name, value in _flat(run.spec):
-            spelled.setdefault(name, set()).add(str(value))
     return [
-        Drift(name=f"{name} within {side}", base=first, cand=" and ".join(rest))
-        for name, values in sorted(spelled.items())
+        Drift(f"{name} within {side}", first, " and ".join(rest))
+        for name, values in sorted(_facts(run.spec for run in runs).items())
         if len(values) > 1 and not _within(name, _FREE)
         for first, *rest in [sorted(map(_short, values))]
     ]
@@ -135,18 +125,9 @@ def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
     found = []
     for run in runs:
         for resume in run.info.resumes:
-            old, new = (
-                dict(_flat({name: pair[i] for name, pair in resume.changed.items()}))
-                for i in (0, 1)
-            )
-            for name in sorted(old.keys() | new.keys()):
-                was, now = ({str(side[name])} if name in side else None for side in (old, new))
-                known = name.partition(".")[0] in _ROOTS
-                if known and (weight := _weigh(name, was, now, speed)):
-                    where = f"{name} within run {run.run_id}"
-                    found.append(
-                        Drift(name=where, base=_spell(was), cand=_spell(now), weight=weight)
-                    )
+            known = {k: v for k, v in resume.changed.items() if k.partition(".")[0] in _ROOTS}
+            was, now = (_facts([{k: pair[i] for k, pair in known.items()}]) for i in (0, 1))
+            found += _differing(was, now, speed, f" within run {run.run_id}")
     return found
 
 
@@ -159,21 +140,20 @@ def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
             if other.spec.get("seed") == run.spec.get("seed")
             for key, prompt in other.trials.prompts.items()
         }
-        shared = {key: run.trials.prompts[key] for key in run.trials.prompts if key in theirs}
-        odd = sorted(key for key, prompt in shared.items() if prompt != theirs[key])
+        shared = run.trials.prompts.keys() & theirs.keys()
+        odd = sorted(key for key in shared if run.trials.prompts[key] != theirs[key])
         if odd:
             reason = (
                 f"prompts differ from the other side's in {len(odd)} of {len(shared)} trials, "
                 f"first in sample {odd[0][0]} trial {odd[0][1]}"
             )
-            found.append(Drift(name="prompts", base="base", cand=reason))
+            found.append(Drift("prompts", "base", reason))
     return found
 
 
-def _spell(values: set[str] | None) -> str:
-    return " and ".join(sorted(map(_short, values))) if values else _ABSENT
+def _spell(values: set[str]) -> str:
+    return " and ".join(sorted(map(_short, values))) if values else "not recorded"
 
 
-def _short(value: object) -> str:
-    text = str(value)
+def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

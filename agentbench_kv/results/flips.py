@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pydantic import BaseModel, ConfigDict
 
 from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.records import TrialRecord
@@ -18,20 +17,13 @@ Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
 """Trials of one sample by index and seed, each with its run's folder."""
 
 
-class Flip(BaseModel):
-    """A sample whose figure differs.
+@dataclass(frozen=True)
+class Flip:
+    """A sample whose figure differs: its score (mean of its trials) or size on each side.
 
-    Attributes
-    ----------
-    base, cand : float
-        Its score (mean of its trials) or size on each side.
-    base_status, cand_status : str
-        How the first trial ended that the sides scored differently, else the first.
-    base_transcript, cand_transcript : str or None
-        What that trial said; None if the run does not have it, as in a baseline.
+    Statuses and transcripts are of the first trial that the sides scored differently, else the
+    first; a transcript is None if the run does not have it, as in a baseline.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     task: str
     sample: str
@@ -45,59 +37,35 @@ class Flip(BaseModel):
 
 def flips(
     pairs: Sequence[Pair],
-    base: Mapping[str, tuple[float, float]],
-    cand: Mapping[str, tuple[float, float]],
+    was: Mapping[str, float],
+    now: Mapping[str, float],
     moved: Mapping[str, float],
     most: int,
 ) -> list[Flip]:
     """List the samples that changed: the largest changes first, of equal ones losses first.
 
-    Parameters
-    ----------
-    pairs : sequence of Pair
-    base, cand : mapping of str to (float, float)
-        Right and asked by `number of the pair/sample`.
-    moved : mapping of str to float
-        Change of each.
-    most : int
-        How many to list.
+    Figures and changes are by `number of the pair/sample`.
     """
     changed = [name for name, move in moved.items() if move]
     chosen = sorted(changed, key=lambda name: (-abs(moved[name]), moved[name], name))[:most]
-    samples: dict[int, set[str]] = {}
-    for number, _, sample in (name.partition("/") for name in chosen):
-        samples.setdefault(int(number), set()).add(sample)
-    played = {
-        i: (_played(pairs[i].base, wanted), _played(pairs[i].cand, wanted))
-        for i, wanted in samples.items()
-    }
+    before = _played([pair.base for pair in pairs], chosen)
+    after = _played([pair.cand for pair in pairs], chosen)
     found = []
     for name in chosen:
         number, _, sample = name.partition("/")
-        theirs, mine = (side[sample] for side in played[int(number)])
-        before, after = _telling(theirs, mine)
-        found.append(
-            Flip(
-                task=pairs[int(number)].task,
-                sample=sample,
-                base=base[name][0] / base[name][1],
-                cand=cand[name][0] / cand[name][1],
-                base_status=before[1].status,
-                cand_status=after[1].status,
-                base_transcript=_transcript(*before),
-                cand_transcript=_transcript(*after),
-            )
-        )
+        old, new = _telling(before[name], after[name])
+        ends = old[1].status, new[1].status, _transcript(*old), _transcript(*new)
+        found.append(Flip(pairs[int(number)].task, sample, was[name], now[name], *ends))
     return found
 
 
-def _played(group: RunGroup, wanted: set[str]) -> dict[str, Played]:
+def _played(groups: Sequence[RunGroup], chosen: Sequence[str]) -> dict[str, Played]:
     """Read the trials of some samples again; of a trial played twice the earliest counts."""
-    found: dict[str, Played] = {}
-    for run in group.runs:
-        for record in run.records():
-            if record.sample_id in wanted:
-                trials = found.setdefault(record.sample_id, {})
+    found: dict[str, Played] = {name: {} for name in chosen}
+    for i, group in enumerate(groups):
+        for run in group.runs:
+            for record in run.records():
+                trials = found.get(f"{i}/{record.sample_id}", {})
                 trials.setdefault((record.trial, record.seed), (run.path, record))
     return found
 

@@ -6,7 +6,7 @@ through. docs/decisions/0030 has the error rates behind the levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -18,7 +18,7 @@ from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.stats import LEVEL, SEED, Floats, paired_ends
+from agentbench_kv.results.stats import LEVEL, SEED, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
 DISCORDANCE = 0.15
@@ -61,13 +61,7 @@ class Rule:
 
     @classmethod
     def of(cls, margin: float, catch: float | None, rows: int = 1) -> Rule:
-        """Take points or percent, as the options do.
-
-        Raises
-        ------
-        UsageError
-            If one is out of range, or the loss to catch is below the harmless one.
-        """
+        """Take points or percent, as the options do; a UsageError if they make no sense."""
         if not 0 <= margin < 100:
             raise UsageError(f"margin {margin:g}: expected 0 or more and below 100")
         wanted = max(CATCH, margin) if catch is None else catch
@@ -84,14 +78,9 @@ class Rule:
         return _ALARM / self.rows
 
     def judge(self, low: float, sure_high: float) -> Verdict:
-        """Place a change; negative is worse.
+        """Place a change, negative is worse.
 
-        Parameters
-        ----------
-        low : float
-            Lower end of the 95% interval.
-        sure_high : float
-            Upper end of the interval that leaves out `alarm`.
+        By the lower end of its 95% interval and the upper end of the one that leaves out `alarm`.
         """
         if sure_high < -self.margin:
             return Verdict.REGRESSION
@@ -109,40 +98,24 @@ def units_to_decide(rule: Rule, point: float, spread: float, units: int) -> int 
     Normal approximation, if the true change is `point`; None if that lies on both limits.
     """
     sure, seen, often = (float(norm.ppf(1 - p)) for p in (rule.alarm / 2, (1 - LEVEL) / 2, 0.2))
-    needed = [
-        _units(quantile, often, spread, distance, point)
-        for quantile, distance in ((sure, -rule.margin - point), (seen, point + rule.catch))
-        if distance > _SAME
-    ]
+    needed = []
+    for quantile, distance in ((sure, -rule.margin - point), (seen, point + rule.catch)):
+        if distance > _SAME and spread > 0:
+            needed.append(ceil(((quantile + often) * spread / distance) ** 2))
+        elif distance > _SAME:
+            unseen = distance / (1 + abs(point))  # Wilson's bound on what equal units may hide
+            needed.append(int(quantile**2 * (1 - unseen) / unseen) + 1)
     return max(min(needed), units + 1) if needed else None
-
-
-def _units(quantile: float, often: float, spread: float, distance: float, point: float) -> int:
-    if spread > 0:
-        return ceil(((quantile + often) * spread / distance) ** 2)
-    unseen = distance / (1 + abs(point))  # Wilson's bound on what so many equal units may hide
-    return int(quantile**2 * (1 - unseen) / unseen) + 1
 
 
 @dataclass(frozen=True)
 class Design:
-    """What a comparison will rest on.
-
-    Attributes
-    ----------
-    samples : int
-    discordance : float
-        Share of samples whose outcome differs between the sides.
-    trials : int
-        Of each sample, on each side.
-    groups : int or None
-        Groups that the samples come in; answers within one are taken to be independent.
-    """
+    """What a comparison will rest on."""
 
     samples: int
-    discordance: float = DISCORDANCE
-    trials: int = 1
-    groups: int | None = None
+    discordance: float = DISCORDANCE  # share of samples whose outcome differs between the sides
+    trials: int = 1  # of each sample, on each side
+    groups: int | None = None  # that samples come in; independent answers within one
 
     @property
     def exact(self) -> bool:
@@ -170,7 +143,8 @@ def chances(rule: Rule, design: Design, loss: float) -> dict[Verdict, float]:
 def smallest_caught(rule: Rule, design: Design) -> float | None:
     """Return the smallest loss, in half points, that is called a regression in 9 of 10 cases."""
     losses = (step / 200 for step in range(1, 200))
-    return next((loss for loss in losses if _caught(rule, design, loss) >= POWER), None)
+    regression = Verdict.REGRESSION
+    return next((x for x in losses if chances(rule, design, x)[regression] >= POWER), None)
 
 
 def samples_for(rule: Rule, design: Design, verdict: Verdict, loss: float) -> int | None:
@@ -179,24 +153,15 @@ def samples_for(rule: Rule, design: Design, verdict: Verdict, loss: float) -> in
     def often(samples: int) -> bool:
         return chances(rule, design.of(samples), loss)[verdict] >= POWER
 
-    return _least(often)
-
-
-def _caught(rule: Rule, design: Design, loss: float) -> float:
-    return chances(rule, design, loss)[Verdict.REGRESSION]
-
-
-def _least(holds: Callable[[int], bool]) -> int | None:
-    """Return where something that comes true as n grows does so, in steps of 5."""
     high = 5
-    while not holds(high):
+    while not often(high):
         high *= 2
         if high > _MOST:
             return None
     low = high // 2
     while high - low > 5:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
+        low, high = (low, middle) if often(middle) else (middle, high)
     return 5 * ceil(high / 5)
 
 
@@ -238,21 +203,16 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
     Both grow with the wins; -1 if no number of losses is ok.
     """
 
-    def changes(wins: int, losses: int) -> Floats:
-        return np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
-
-    def regression(wins: int, losses: int) -> bool:
-        return paired_ends(changes(wins, losses), 1 - rule.alarm)[1] < -rule.margin
-
-    def ok(wins: int, losses: int) -> bool:
-        return paired_ends(changes(wins, losses))[0] > -rule.catch
+    def ends(wins: int, losses: int, confidence: float) -> tuple[float, float]:
+        changes = np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
+        return paired_ends(changes, confidence)
 
     proof, fine = np.zeros(most + 1, np.intp), np.zeros(most + 1, np.intp)
     fewest, above = 0, 0
     for wins in range(most + 1):
-        while fewest <= n - wins and not regression(wins, fewest):
+        while fewest <= n - wins and ends(wins, fewest, 1 - rule.alarm)[1] >= -rule.margin:
             fewest += 1
-        while above <= n - wins and ok(wins, above):
+        while above <= n - wins and ends(wins, above, LEVEL)[0] > -rule.catch:
             above += 1
         proof[wins], fine[wins] = fewest, above - 1
     return proof, fine

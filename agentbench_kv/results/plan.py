@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import fmean, variance
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
-from agentbench_kv.results.gate import (
-    DISCORDANCE,
-    LOSSES,
-    Design,
-    Rule,
-    Verdict,
-    chances,
-    samples_for,
-    smallest_caught,
-)
+from agentbench_kv.results import gate
+from agentbench_kv.results.compare import sides
+from agentbench_kv.results.gate import DISCORDANCE, LOSSES, Design, Rule, Verdict
 from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.runs import Run
 
@@ -25,51 +19,26 @@ _LEAST_DISCORDANCE = 0.05
 """A changed method flips samples that a mere repeat does not; fewer are never planned with."""
 
 
-class Prospect(BaseModel):
-    """What one row will be able to tell.
+class Prospect(BaseModel, frozen=True):
+    """What one row will be able to tell."""
 
-    Attributes
-    ----------
-    name : str
-        The base's method and budget.
-    samples, trials, groups : int, int, int or None
-    discordance, source : float, str
-        Share of samples whose outcome differs between the sides, and how that is known.
-    exact : bool
-        Whether the chances are enumerated, not approximated by normal distributions.
-    power : dict of str to float
-        Chance that a loss of so many points is called a regression.
-    caught : float or None
-        Smallest loss in points that is caught in 9 of 10 cases.
-    ok : float
-        Chance of `ok` if nothing changed.
-    alarm : float
-        Chance of `regression` if the loss is the margin.
-    samples_for_power, samples_for_ok : int or None
-        Samples for 9 of 10: regressions of `catch` points caught, `ok` said without a difference.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
+    name: str  # the base's method and budget
     samples: int
     trials: int
     groups: int | None
-    discordance: float
-    source: str
-    exact: bool
-    power: dict[str, float]
-    caught: float | None
-    ok: float
-    alarm: float
-    samples_for_power: int | None
-    samples_for_ok: int | None
+    discordance: float  # share of samples whose outcome differs between the sides
+    source: str  # how that is known
+    exact: bool  # whether the chances are enumerated, not approximated by normal distributions
+    power: dict[str, float]  # chance that a loss of so many points is called a regression
+    caught: float | None  # smallest loss in points that is caught in 9 of 10 cases
+    ok: float  # chance of `ok` if nothing changed
+    alarm: float  # chance of `regression` if the loss is the margin
+    samples_for_power: int | None  # to catch regressions of `catch` points in 9 of 10 cases
+    samples_for_ok: int | None  # to say `ok` in 9 of 10 cases without a difference
 
 
-class Plan(BaseModel):
+class Plan(BaseModel, frozen=True):
     """The rows of a comparison to come, by the rule it will be judged by."""
-
-    model_config = ConfigDict(frozen=True)
 
     margin: float
     catch: float
@@ -86,43 +55,31 @@ def plan(
 ) -> Plan:
     """Say what a candidate that plays the same as the base could be caught with.
 
-    Parameters
-    ----------
-    base : sequence of Run
-        What it will be compared with; empty if there is nothing yet.
-    margin, catch : float
-        Points, as `compare` takes them.
-    samples : int, optional
-        Instead of the base's, or of 200.
-    discordance : float, optional
-        A share, instead of what the base's repeats show, or of 15%.
+    Limits are points, as `compare` takes them. `samples` counts instead of the base's (200 without
+    a base), `discordance`, a share, instead of what the base's repeats show (15% without any).
     """
     methods: dict[str, list[RunGroup]] = {}
-    places: dict[tuple[object, ...], list[Run]] = {}
-    for run in base:
-        places.setdefault((run.setting, run.label, run.budget), []).append(run)
-    for (_, label, _), runs in places.items():
-        group = RunGroup(str(label), tuple(sorted(runs, key=lambda run: run.info.created)))
-        methods.setdefault(group.name, []).append(group)
+    for groups in sides(base).values():
+        for name, group in groups.items():
+            methods.setdefault(name, []).append(group)
     rule = Rule.of(margin, catch, max(len(methods), 1))
-    rows = [_prospect(rule, name, groups, samples, discordance) for name, groups in methods.items()]
-    return Plan(
-        margin=margin,
-        catch=100 * rule.catch,
-        alarm=rule.alarm,
-        rows=rows or [_prospect(rule, "any", [], samples, discordance)],
-    )
+    rows = []
+    for name, known in (methods or {"any": []}).items():
+        share, source = _discordance(known) if discordance is None else (discordance, "as given")
+        design = _design(known, share)
+        design = design if samples is None else design.of(samples)
+        rows.append(_prospect(rule, name, design, source))
+    return Plan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
 
 
 def plan_lines(found: Plan) -> list[str]:
     """Return the plan in words, a line each."""
     lines = [line for row in found.rows for line in _told(row, found)]
-    if len(found.rows) > 1:
-        lines.append(
-            f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
-            "more strictly than alone"
-        )
-    return lines
+    shared = (
+        f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
+        "more strictly than alone"
+    )
+    return [*lines, shared] if len(found.rows) > 1 else lines
 
 
 def _told(row: Prospect, found: Plan) -> list[str]:
@@ -145,30 +102,19 @@ def _told(row: Prospect, found: Plan) -> list[str]:
     ]
 
 
-def _prospect(
-    rule: Rule,
-    name: str,
-    groups: Sequence[RunGroup],
-    samples: int | None,
-    discordance: float | None,
-) -> Prospect:
-    differ, source = _discordance(groups) if discordance is None else (discordance, "as given")
-    design = _design(groups, differ)
-    design = design if samples is None else design.of(samples)
+def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
+    least = gate.smallest_caught(rule, design)
     return Prospect(
         name=name,
-        samples=design.samples,
-        trials=design.trials,
-        groups=design.groups,
-        discordance=differ,
+        **asdict(design),
         source=source,
         exact=design.exact,
-        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
-        caught=None if (least := smallest_caught(rule, design)) is None else 100 * least,
-        ok=chances(rule, design, 0.0)[Verdict.OK],
-        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
-        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
-        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
+        power={f"{100 * x:g}": gate.chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        caught=None if least is None else 100 * least,
+        ok=gate.chances(rule, design, 0.0)[Verdict.OK],
+        alarm=gate.chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=gate.samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=gate.samples_for(rule, design, Verdict.OK, 0.0),
     )
 
 
@@ -176,14 +122,9 @@ def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
     trials = [len(scores) for group in groups for scores in group.trials.values()]
     if not trials:
         return Design(_SAMPLES, discordance)
-    named = [group.clusters.get(name, name) for group in groups for name in group.trials]
-    units = len(set(named))
-    return Design(
-        samples=len(trials),
-        discordance=discordance,
-        trials=max(1, round(fmean(trials))),
-        groups=units if units < len(trials) else None,
-    )
+    units = len({group.clusters.get(name, name) for group in groups for name in group.trials})
+    clusters = units if units < len(trials) else None
+    return Design(len(trials), discordance, max(1, round(fmean(trials))), clusters)
 
 
 def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
@@ -202,9 +143,8 @@ def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
 
 def _plays(group: RunGroup) -> list[list[float]]:
     """Return every play of each sample: trials, and repeats of a run that are no copies."""
-    runs = {(run.run_id, run.info.created): run for run in group.runs}
     found: dict[str, list[float]] = {}
-    for run in runs.values():
+    for run in {(run.run_id, run.info.created): run for run in group.runs}.values():
         for sample, scores in run.trials.scores.items():
             found.setdefault(sample, []).extend(scores.values())
     return list(found.values())

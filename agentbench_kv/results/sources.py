@@ -34,25 +34,10 @@ def open_sides(
 ) -> Iterator[tuple[list[list[Run]], list[Problem]]]:
     """Load the sides of a comparison; their records may be read inside the context only.
 
-    Parameters
-    ----------
-    sources : sequence of str
-        Each a run directory, a folder of runs (or of folders of runs), a baseline file, the name
-        of one in `baselines/`, a run id in `out`, or a URL of any of these that fsspec reaches.
-    out : Path
-        Folder of runs, for one named by id.
-
-    Yields
-    ------
-    sides : list of list of Run
-        The runs of each source.
-    problems : list of Problem
-        What could not be read.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If there is no such thing, it is none of these, or it cannot be reached.
+    A source is a run directory, a folder of runs (or of folders of runs), a baseline file, the name
+    of one in `baselines/`, the id of a run in `out`, or a URL of any of these that fsspec reaches.
+    Yields the runs of each source, and what could not be read. A UsageError or PrerequisiteError if
+    a source is none of these or cannot be reached.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-") as scratch:
         found = [
@@ -79,12 +64,10 @@ def how_to_make(baseline: Path, runs: Sequence[Run], out: Path) -> str:
     if not 1 <= len(runs) <= _MOST_COMMANDS:
         made, kept = ["kvbench run ..."], ["RUN"]
     folder = "" if baseline.parent == BASELINES else f" --to {shlex.quote(str(baseline.parent))}"
-    name = shlex.quote(baseline.stem)
-    save = f"kvbench baseline save {name} {' '.join(kept)}{folder}"
-    commands = " && ".join([*made, save])
+    save = f"kvbench baseline save {shlex.quote(baseline.stem)} {' '.join(kept)}{folder}"
     return (
         f"no baseline {baseline}, nor a run of that name; on the version to compare with: "
-        f"{commands} (kvbench compare --bootstrap takes CAND itself)"
+        f"{' && '.join([*made, save])} (kvbench compare --bootstrap takes CAND itself)"
     )
 
 
@@ -104,8 +87,7 @@ def run_options(run: Run) -> str:
 
 
 def _local(source: str, out: Path) -> tuple[list[Run], list[Problem]]:
-    path = Path(source)
-    saved = BASELINES / f"{source}.json"
+    path, saved = Path(source), BASELINES / f"{source}.json"
     if path.is_dir():
         return load_runs([path] if run_folders([path]) else [path, *sorted(path.glob("*/"))])
     if not path.is_file() and saved.is_file() and not (out / source).exists():
@@ -120,8 +102,7 @@ def _remote(url: str, scratch: Path) -> tuple[list[Run], list[Problem]]:
     with reaching(url):
         if fs.isfile(root):
             return read_baseline(fs.cat_file(root), url).loaded(Path(root)), []
-        folders = [root, *children(fs, root)]
-        copied = [_copy(fs, folder, scratch) for folder in folders]
+        copied = [_copy(fs, folder, scratch) for folder in (root, *children(fs, root))]
     if not any(copied):
         raise UsageError(f"no run in {url}; name a run, a folder of runs or a baseline file")
     return load_runs([scratch])
