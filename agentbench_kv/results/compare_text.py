@@ -200,21 +200,27 @@ def _told(row: Contrast) -> str:
 
 
 def _limits(comparison: Comparison) -> str:
-    unit = _unit(comparison)
-    return f"margin {comparison.margin:g}{unit}, catch {comparison.catch:g}{unit}"
+    margin, catch = _amounts(comparison)
+    return f"margin {margin}, catch {catch}"
 
 
-def _unit(comparison: Comparison) -> str:
-    return " points" if comparison.rows[0].unit == "points" else "%"
+def _amounts(comparison: Comparison) -> tuple[str, str]:
+    """Write margin and catch with their unit."""
+    points = comparison.rows[0].unit == "points"
+    margin, catch = (
+        f"{limit:g}{' point' + 's' * (limit != 1) if points else '%'}"
+        for limit in (comparison.margin, comparison.catch)
+    )
+    return margin, catch
 
 
 def _rule(comparison: Comparison) -> str:
     """Say once what the words mean, and what several rows do to them."""
-    number, unit = len(comparison.rows), _unit(comparison)
+    number, (margin, catch) = len(comparison.rows), _amounts(comparison)
     sure = f"{100 * (1 - comparison.alarm):.4g}% interval"
     said = (
-        f"regression: the {sure} of the change shows a loss of more than {comparison.margin:g}"
-        f"{unit}; ok: the 95% interval rules out a loss of {comparison.catch:g}{unit}"
+        f"regression: the {sure} of the change shows a loss of more than {margin}; "
+        f"ok: the 95% interval rules out a loss of {catch}"
     )
     if number == 1:
         return said

@@ -96,8 +96,8 @@ def _told(row: Prospect, found: Plan) -> list[str]:
         f"{row.name}: {amount}{grouped}, of which {100 * row.discordance:.3g}% differ between the "
         f"sides ({row.source}); {how}",
         f"  a loss is called a regression: {power}; the smallest caught in 9 of 10: {least}",
-        f"  no difference is called ok: {100 * row.ok:.0f}%; a loss of {found.margin:g} points, "
-        f"which is harmless, a regression: {100 * row.alarm:.1f}%",
+        f"  no difference is called ok: {100 * row.ok:.0f}%; a loss of the "
+        f"margin ({found.margin:g}), which is harmless, a regression: {100 * row.alarm:.1f}%",
         f"  samples for 9 of 10: {needs[0]} to catch {found.catch:g} points, {needs[1]} to say ok",
     ]
 

@@ -31,7 +31,7 @@ def runs(tmp_path_factory):
 def test_a_harsh_budget_is_a_regression(kvbench, runs):
     result = kvbench("compare", str(runs / "full"), str(runs / "harsh"), "--flips")
     assert result.returncode == 3
-    assert "verdict: regression (margin 1 points, catch 10 points, exit code 3)" in result.stdout
+    assert "verdict: regression (margin 1 point, catch 10 points, exit code 3)" in result.stdout
     assert "regression: the 97% interval of the change" in result.stdout
     assert "no A/A arm" in result.stdout
     flips = re.findall(r"\(scored\): (\S+) \| (\S+)", result.stdout)

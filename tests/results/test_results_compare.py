@@ -377,7 +377,7 @@ def test_several_rows_are_judged_together(write_run):
     assert together.rows[0].p_adjusted == pytest.approx(20 * together.rows[0].p_value)
     text = TEXT_FORMATS["github"](together)
     assert text.count("p-values are Holm's for 20 rows") == 1
-    assert text.count("the 99.85%25 interval of the change shows a loss of more than 1 points") == 1
+    assert text.count("the 99.85%25 interval of the change shows a loss of more than 1 point") == 1
 
 
 def test_pass_k_pairs_by_sample(write_run, make_trial):
