@@ -214,8 +214,8 @@ def test_settings_that_lead_elsewhere_are_not_followed(forger: Any) -> None:
         ("frames/synthetic", {"judge": "http://127.0.0.1:9/v1|x"}),
         ("frames/synthetic", {"corpus": "../../etc"}),
         ("tau2/airline", {"user": "http://127.0.0.1:9/v1"}),
-        ("locomo/qa", {"similarity_model": "/tmp/model"}),
-        ("bfcl/web_search_base", {"web": "record", "recording": "/tmp/web.jsonl"}),
+        ("locomo/qa", {"similarity_model": "/elsewhere/model"}),
+        ("bfcl/web_search_base", {"web": "record", "recording": "/elsewhere/web.jsonl"}),
     ):
         changed = RunSpec(**{**vars(spec), "task": task, "task_params": params})
         assert next(iter(params)) in unfit(changed)
