@@ -78,7 +78,7 @@ def compare(
     drift = _checked(pairs, metric == SPEED, allow_drift)
     groups = _grouped(pairs, apart=by_task or metric == SPEED)
     rule = Rule.of(margin, catch, len(groups))
-    rows = [contrast(group, metric, rule, listed) for group in groups]
+    rows = [_doubted(contrast(group, metric, rule, listed), group) for group in groups]
     adjusted = holm([row.p_value for row in rows])
     rows = [row.model_copy(update={"p_adjusted": p}) for row, p in zip(rows, adjusted, strict=True)]
     return Comparison(
@@ -115,6 +115,9 @@ def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[s
             left, right, more = _shared_seeds(partner, group)
             pairs.append(Pair(*place, left, right))
             notes += more
+        compared = {pair.base.name for pair in pairs if (pair.task, pair.model) == place}
+        missing = [other for name, other in others.items() if name not in compared]
+        notes += [f"left out: CAND has no {_called(other)}" for other in missing]
     lonely = sorted(theirs.keys() - mine.keys())
     notes += [f"left out: CAND has nothing on {task} with {model}" for task, model in lonely]
     if not pairs:
@@ -184,6 +187,16 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
         odd = [note for note in run.summary.notes if note.startswith("samples.jsonl")]
         notes += [f"{side} {run.run_id}: {told}" for told in (*found.reasons, *odd)]
     return notes
+
+
+def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
+    """Never say ok of an unfinished candidate: what is missing may be just what failed."""
+    runs = (run for pair in pairs for run in pair.cand.runs)
+    cut = [run.run_id for run in runs if run.summary.validity.state is RunState.INCOMPLETE]
+    if row.verdict is not Verdict.OK or not cut:
+        return row
+    why = f"{cut[0]} is not finished, and what is missing may be what failed; run it again"
+    return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
 
 
 def _copies(pair: Pair) -> list[str]:

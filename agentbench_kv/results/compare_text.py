@@ -235,6 +235,8 @@ def _decides(row: Contrast) -> str | None:
     if row.verdict is not Verdict.INCONCLUSIVE:
         return None
     where = f"{row.cand} on {', '.join(row.tasks)}"
+    if row.unfinished:
+        return f"{where}: {row.unfinished}"
     if row.needed is None:
         return f"{where}: no number of {row.needed_of} would decide, the change lies on the limit"
     units = row.n if row.clusters is None else row.clusters

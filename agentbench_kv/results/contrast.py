@@ -56,6 +56,7 @@ class Contrast(BaseModel, frozen=True):
     verdict: Verdict
     needed: int | None  # how many would decide; None if decided, or if the change is on a limit
     needed_of: str  # `samples`, `groups` or `repetitions`
+    unfinished: str | None = None  # why an unfinished candidate is not ok, though its part would be
     notes: list[str] = []
     flips: list[Flip] = []  # samples that changed, if they were asked for
 

@@ -19,6 +19,7 @@ from agentbench_kv.results import aa, drift
 from agentbench_kv.results.baseline import read_baseline, save_baseline
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
+from agentbench_kv.results.gate import Verdict
 from agentbench_kv.results.runinfo import read_info, write_info
 from agentbench_kv.results.runs import CONDITIONS, load_runs
 from agentbench_kv.results.sources import open_sides
@@ -588,3 +589,25 @@ def test_sides_come_from_ids_folders_names_and_urls(write_run, tmp_path, monkeyp
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no run in"), open_sides(["empty"], tmp_path):
         pass
+
+
+def test_a_candidate_that_was_cut_off_is_never_ok(write_run):
+    """Its engine died on the samples that it would have lost."""
+    base = load_runs([write_run("base", [1.0] * 200)])[0]
+    whole = load_runs([write_run("whole", [1.0] * 200, folder="whole")])[0]
+    cut = load_runs([write_run("cut", [1.0] * 180, expected=200, folder="cut")])[0]
+    assert compare(base, whole).verdict is Verdict.OK
+    found = compare(base, cut)
+    assert (found.verdict, found.exit_code) == (Verdict.INCONCLUSIVE, 4)
+    assert "cut is not finished" in (found.rows[0].unfinished or "")
+    assert "run it again" in TEXT_FORMATS["junit"](found)
+
+
+def test_a_method_that_the_candidate_lacks_is_named(write_run):
+    for name, method in (("a", "rkv"), ("b", "h2o")):
+        path = write_run(name, [1.0] * 50, method=method, budget=256, peak=400)
+    base = load_runs([path.parent])[0]
+    cand = load_runs(
+        [write_run("c", [1.0] * 50, method="rkv", budget=256, peak=400, folder="cand")]
+    )[0]
+    assert any("CAND has no h2o at 256" in note for note in compare(base, cand).notes)
