@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from agentbench_kv.results.groups import RunGroup, asked_once, by_conditions, by_setting, grouped
 from agentbench_kv.results.runs import SCORE, Run, Setting
 from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change, level
+from agentbench_kv.results.validity import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
 LEAST_GROUPS = 5
@@ -57,8 +58,8 @@ class Board:
 
     @property
     def full(self) -> Entry | None:
-        """The uncompressed entry that others are measured by; `full` itself where it has run."""
-        alike = [entry for entry in self.entries if not entry.group.compressed]
+        """What others are measured by: `full`, or `full-constrained` where only that has run."""
+        alike = [entry for entry in self.entries if entry.group.method in UNCOMPRESSED]
         return min(alike, key=lambda entry: entry.group.method != "full", default=None)
 
     @property

@@ -168,6 +168,17 @@ def test_a_limit_that_was_declared_is_compared_on_a_board_below(make: Make) -> N
     assert (len(part.samples), part.full is not None) == (25, True)
 
 
+def test_a_plug_in_without_a_budget_is_no_full(make: Make) -> None:
+    make("memory", NAMES[:10], method="memory", budget=None)
+    folder = make("a", NAMES[:50], method="rkv")
+    (board,) = boards(loaded(folder))
+    assert board.full is None
+    make("full", NAMES, method="full-constrained", budget=None)
+    (board,) = boards(loaded(folder))
+    assert board.full is not None
+    assert board.full.group.method == "full-constrained"
+
+
 def test_a_repeated_run_is_one_run(make: Make) -> None:
     make("a", NAMES[:30], method="rkv", trials=3)
     folder = make("again", NAMES[:30], method="rkv", trials=3, concurrency=1)
