@@ -190,12 +190,17 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
 
 
 def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
-    """Never say ok of an unfinished candidate: what is missing may be just what failed."""
-    runs = (run for pair in pairs for run in pair.cand.runs)
-    cut = [run.run_id for run in runs if run.summary.validity.state is RunState.INCOMPLETE]
+    """Never say ok of a candidate that lacks samples: what is missing may be just what failed.
+
+    One that declared its limit beforehand, and has all of that, lacks nothing.
+    """
+    runs = [run for pair in pairs for run in pair.cand.runs]
+    cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
+    if row.only_base:
+        cut += [r for r in runs if r.spec.get("limit") != len(r.trials.scores)]
     if row.verdict is not Verdict.OK or not cut:
         return row
-    why = f"{cut[0]} is not finished, and what is missing may be what failed; run it again"
+    why = f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
     return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
 
 

@@ -603,6 +603,16 @@ def test_a_candidate_that_was_cut_off_is_never_ok(write_run):
     assert "run it again" in TEXT_FORMATS["junit"](found)
 
 
+def test_a_candidate_whose_failures_were_dropped_is_never_ok(write_run):
+    """Whole by its own count, which somebody lowered; a declared limit is no such thing."""
+    base = load_runs([write_run("base", [1.0] * 200)])[0]
+    kept = load_runs([write_run("kept", [1.0] * 180, expected=180, folder="kept")])[0]
+    assert compare(base, kept).verdict is Verdict.INCONCLUSIVE
+    first = {"spec": {"limit": 180}}
+    declared = load_runs([write_run("few", [1.0] * 180, expected=180, folder="few", **first)])[0]
+    assert compare(base, declared).verdict is Verdict.OK
+
+
 def test_a_method_that_the_candidate_lacks_is_named(write_run):
     for name, method in (("a", "rkv"), ("b", "h2o")):
         path = write_run(name, [1.0] * 50, method=method, budget=256, peak=400)
