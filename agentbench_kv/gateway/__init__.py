@@ -8,9 +8,7 @@ from typing import Any
 
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.engines.text import TextEngine
-from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
 from agentbench_kv.gateway.base import AnyGateway
-from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.gateway import Gateway
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.text import TextGateway
@@ -21,22 +19,16 @@ from agentbench_kv.gateway.types import (
     SessionLimitError,
     UnknownSessionError,
 )
-from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 
 __all__ = [
     "AnyGateway",
-    "Cancellation",
     "ChatResult",
     "Delta",
     "Gateway",
     "Options",
-    "PhaseMachine",
-    "PhaseTable",
     "SessionBusyError",
     "SessionLimitError",
-    "SessionReport",
     "TextGateway",
-    "TurnInfo",
     "UnknownSessionError",
     "open_gateway",
 ]
@@ -45,14 +37,7 @@ __all__ = [
 def open_gateway(engine: Engine, *, parser: str = "auto", **limits: Any) -> AnyGateway:
     """Return the gateway that fits an engine: over tokens, or over text.
 
-    Parameters
-    ----------
-    engine : Engine
-        Who answers.
-    parser : str
-        Tool-call syntax; an engine at text level reads its calls itself.
-    **limits
-        See `gateway.base.BaseGateway`.
+    An engine at text level reads its calls itself and needs no `parser`.
     """
     if isinstance(engine, TextEngine):
         return TextGateway(engine, **limits)

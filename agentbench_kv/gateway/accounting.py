@@ -4,45 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from agentbench_kv.engines.accounting import merge_stats, stats_dict
+from agentbench_kv.engines.accounting import stats_dict
 from agentbench_kv.engines.base import FinishReason, KVStats, Phase
-
-__all__ = ["SessionReport", "TurnInfo", "count_phases", "kvbench_usage", "merge_stats"]
 
 _NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset", "cost"})
 
 
 @dataclass(frozen=True)
 class TurnInfo:
-    """Figures of one turn. Token counts are per (layer, KV head), bytes are totals.
+    """Figures of one turn. Token counts are per (layer, KV head), bytes are totals."""
 
-    Attributes
-    ----------
-    turn : int
-        Index of the request in its session, from 0.
-    prompt_tokens, output_tokens, cached_tokens : int
-        Logical tokens before the generation, generated, and those of the prompt that were in the
-        session before the request.
-    phases : dict
-        Tokens this turn added, prompt and output, by phase name.
-    live_before, live_after : int
-        Live tokens before the prompt was added and after the last token.
-    reset : bool
-        The request did not extend the token log, so the session started over.
-    cost : float or None
-        What the turn was billed, at the prices the user gave; None without prices.
-    """
-
-    turn: int
-    prompt_tokens: int
+    turn: int  # index of the request in its session, from 0
+    prompt_tokens: int  # logical, before the generation
     output_tokens: int
-    cached_tokens: int
-    phases: dict[str, int]
-    live_before: int
-    live_after: int
+    cached_tokens: int  # of the prompt, in the session before the request
+    phases: dict[str, int]  # tokens this turn added, prompt and output, by phase name
+    live_before: int  # before the prompt was added
+    live_after: int  # after the last token
     events: int
     evicted: int
     restored: int
@@ -51,35 +32,24 @@ class TurnInfo:
     ttft_ms: float | None
     tpot_ms: float | None
     finish_reason: str
-    reset: bool
-    cost: float | None = None
+    reset: bool  # the request did not extend the token log, so the session started over
+    cost: float | None = None  # at the prices the user gave; None without prices
 
     def record(self) -> dict[str, Any]:
-        """Return the fields of `results.records.TurnRecord`, sample and trial aside."""
-        names = (field.name for field in fields(self) if field.name not in _NOT_RECORDED)
-        return {name: getattr(self, name) for name in names}
+        """Return the fields of `results.records.TurnRecord`, without sample and trial."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_RECORDED}
 
 
 @dataclass(frozen=True)
 class SessionReport:
-    """A session's accounting so far, carried over resets.
-
-    Attributes
-    ----------
-    stats : KVStats
-        Sums over the whole session; `logical` and `live` are those of now.
-    prompt_sha : str or None
-        sha256 of the ids of the first rendered prompt.
-    outputs : tuple of tuple of int
-        The ids that every generation gave.
-    """
+    """A session's accounting so far, carried over resets."""
 
     session: str
     turns: tuple[TurnInfo, ...]
     resets: int
-    prompt_sha: str | None
-    stats: KVStats
-    outputs: tuple[tuple[int, ...], ...] = ()
+    prompt_sha: str | None  # sha256 of the ids of the first rendered prompt
+    stats: KVStats  # sums over the whole session; `logical` and `live` are the current ones
+    outputs: tuple[tuple[int, ...], ...] = ()  # the ids of every generation
 
     @property
     def usage(self) -> dict[str, int]:
@@ -99,19 +69,25 @@ class SessionReport:
     @property
     def endpoint_failed(self) -> bool:
         """Whether the last request got no usable answer, through no fault of the agent."""
-        return bool(self.turns) and self.turns[-1].finish_reason == FinishReason.ENDPOINT_ERROR
+        return self._ended_by(FinishReason.ENDPOINT_ERROR)
 
     @property
     def at_context_limit(self) -> bool:
         """Whether the last request ended at the model's last position, or would have passed it."""
-        return bool(self.turns) and self.turns[-1].finish_reason == FinishReason.CONTEXT_LIMIT
+        return self._ended_by(FinishReason.CONTEXT_LIMIT)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON object: the last turn's accounting, usage and prompt hash."""
-        totals = stats_dict(self.stats)
-        head = {"session": self.session, "turns": len(self.turns)}
-        tail = {"session_resets": self.resets, "prompt_sha": self.prompt_sha, "usage": self.usage}
-        return {**head, **totals, **tail}
+        return {
+            "session": self.session,
+            "turns": len(self.turns),
+            **stats_dict(self.stats),
+            "session_resets": self.resets,
+            "prompt_sha": self.prompt_sha,
+            "usage": self.usage,
+        }
+
+    def _ended_by(self, reason: FinishReason) -> bool:
+        return bool(self.turns) and self.turns[-1].finish_reason == reason
 
 
 def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
@@ -121,7 +97,7 @@ def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
 
 
 def _spans(stats: KVStats, turn: TurnInfo) -> dict[str, Any]:
-    """Return what a span-level method did, under the words of its kind; nothing for others."""
+    """Return what a span-level method did, in the terms of such methods; empty for others."""
     if not stats.figures:
         return {}
     totals = {"resident": stats.live, "recovered": stats.restored}

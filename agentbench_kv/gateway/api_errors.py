@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from agentbench_kv.errors import CapacityError, EndpointError, KVBenchError
 from agentbench_kv.gateway.types import SessionBusyError, SessionLimitError, UnknownSessionError
 
-__all__ = ["ApiError", "as_api_error"]
-
 _log = logging.getLogger(__name__)
 _RETRY = {"Retry-After": "1"}
+# First match wins: status, code and headers of a foreseen error.
+_KNOWN: list[tuple[type[KVBenchError], int, str | None, dict[str, str]]] = [
+    (SessionBusyError, 409, "session_busy", _RETRY),
+    (SessionLimitError, 429, "session_limit", _RETRY),
+    (UnknownSessionError, 404, "session_not_found", {}),
+    (CapacityError, 400, "kv_capacity_exceeded", {}),
+    (EndpointError, 502, "endpoint_failed", {}),
+    (KVBenchError, 400, None, {}),
+]
 
 
 class ApiError(Exception):
-    """An error response.
-
-    Attributes
-    ----------
-    status : int
-        HTTP status.
-    code, param : str or None
-        Machine-readable reason, and the request field it is about.
-    headers : mapping
-        Extra response headers.
-    """
+    """An error response: HTTP status, machine-readable `code`, and the request field at fault."""
 
     def __init__(
         self,
@@ -35,21 +31,23 @@ class ApiError(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message.encode("utf-8", "replace").decode("utf-8")
         self.code = code
         self.param = param
-        self.headers = dict(headers or {})
+        self.headers = headers or {}
 
     @property
     def body(self) -> dict[str, Any]:
         """The response's JSON."""
+        types = {401: "authentication_error", 429: "rate_limit_error"}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
         error = {
             "message": self.message,
-            "type": _type_of(self.status),
+            "type": types.get(self.status, default),
             "param": self.param,
             "code": self.code,
         }
@@ -57,25 +55,11 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the response an exception stands for; what is not foreseen is logged and hidden."""
+    """Return the response an exception stands for; an unforeseen one is logged and hidden."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, SessionBusyError):
-        return ApiError(409, str(error), code="session_busy", headers=_RETRY)
-    if isinstance(error, SessionLimitError):
-        return ApiError(429, str(error), code="session_limit", headers=_RETRY)
-    if isinstance(error, UnknownSessionError):
-        return ApiError(404, str(error), code="session_not_found")
-    if isinstance(error, CapacityError):
-        return ApiError(400, str(error), code="kv_capacity_exceeded")
-    if isinstance(error, EndpointError):
-        return ApiError(502, str(error), code="endpoint_failed")
-    if isinstance(error, KVBenchError):
-        return ApiError(400, str(error))
+    for kind, status, code, headers in _KNOWN:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code, headers=headers)
     _log.error("request failed", exc_info=error)
     return ApiError(500, "the engine failed; the server's log says how", code="internal_error")
-
-
-def _type_of(status: int) -> str:
-    known = {401: "authentication_error", 429: "rate_limit_error"}
-    return known.get(status, "invalid_request_error" if status < 500 else "server_error")

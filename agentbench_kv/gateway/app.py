@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,42 +19,33 @@ from starlette.types import Receive, Scope, Send
 
 from agentbench_kv.gateway.api_errors import ApiError, as_api_error
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.jobs import Item, Job, JobPool, Work
 from agentbench_kv.gateway.metrics import Metrics
-from agentbench_kv.gateway.responses import DONE, ChatFormat, CompletionFormat, sse
-from agentbench_kv.gateway.schemas import ChatRequest, CompletionRequest, parse_request
+from agentbench_kv.gateway.responses import DONE, ChatFormat, CompletionFormat, Format, sse
+from agentbench_kv.gateway.schemas import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    parse_request,
+)
 from agentbench_kv.gateway.types import ChatResult
-
-__all__ = ["SESSION_HEADER", "ServerSettings", "create_app"]
 
 SESSION_HEADER = "X-KVBench-Session"
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
 
 Handler = Callable[[Request], Awaitable[Response]]
-Format = ChatFormat | CompletionFormat
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits and access of a server.
+    """Limits and access of a server."""
 
-    Attributes
-    ----------
-    api_key : str or None
-        What clients must send as a bearer token.
-    threads, queue : int
-        Requests answered at once, and requests that may wait.
-    max_body : int
-        Largest request body in bytes.
-    body_timeout_s : float
-        Longest time a client may take to send its body.
-    """
-
-    api_key: str | None = None
-    threads: int = 16
-    queue: int = 512
-    max_body: int = 32 * 2**20
-    body_timeout_s: float = 60.0
+    api_key: str | None = None  # the bearer token that clients must send
+    threads: int = 16  # requests answered at once
+    queue: int = 512  # requests that may wait
+    max_body: int = 32 * 2**20  # largest request body in bytes
+    body_timeout_s: float = 60.0  # longest time a client may take to send its body
 
 
 def create_app(gateway: AnyGateway, settings: ServerSettings | None = None) -> Starlette:
@@ -104,33 +95,21 @@ class _Server:
 
     async def _chat(self, request: Request) -> Response:
         body = parse_request(ChatRequest, await self._json(request))
-        session = self._admit(request, body.model, body.session)
-        options = body.options()
-        form = ChatFormat(
-            self._model, include_usage=body.include_usage, token_ids=body.return_token_ids
-        )
-        return await self._respond(
-            request,
-            lambda cancel: self._gateway.stream(
-                session, body.messages, body.tools, options, cancel
-            ),
-            form,
-            stream=bool(body.stream),
-        )
+        session, options = self._admit(request, body), body.options()
+
+        def work(cancel: Cancellation) -> Iterator[Item]:
+            return self._gateway.stream(session, body.messages, body.tools, options, cancel)
+
+        return await self._respond(request, body, work, ChatFormat)
 
     async def _complete(self, request: Request) -> Response:
         body = parse_request(CompletionRequest, await self._json(request))
-        session = self._admit(request, body.model, body.session)
-        prompt, options = body.one_prompt(), body.options()
-        form = CompletionFormat(
-            self._model, include_usage=body.include_usage, token_ids=body.return_token_ids
-        )
-        return await self._respond(
-            request,
-            lambda cancel: self._gateway.stream_complete(session, prompt, options, cancel),
-            form,
-            stream=bool(body.stream),
-        )
+        session, prompt, options = self._admit(request, body), body.one_prompt(), body.options()
+
+        def work(cancel: Cancellation) -> Iterator[Item]:
+            return self._gateway.stream_complete(session, prompt, options, cancel)
+
+        return await self._respond(request, body, work, CompletionFormat)
 
     async def _models(self, _: Request) -> Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "kvbench"}
@@ -157,14 +136,15 @@ class _Server:
         return JSONResponse({"id": session, "deleted": True, "kvbench": report.as_dict()})
 
     async def _respond(
-        self, request: Request, work: Work, form: Format, *, stream: bool
+        self, request: Request, body: CommonRequest, work: Work, kind: type[Format]
     ) -> Response:
+        form = kind(self._model, include_usage=body.include_usage, token_ids=body.return_token_ids)
         job = self._pool.submit(work)
         items = job.items()
         watch = asyncio.create_task(_cancel_on_disconnect(request, job))
         try:
             first = await anext(items, None)
-            if stream and not (isinstance(first, ChatResult) and _over_limit(first)):
+            if body.stream and not (isinstance(first, ChatResult) and _over_limit(first)):
                 return _JobStream(job, self._events(first, items, form))
             result = await _last_result(first, items)
         except BaseException:
@@ -173,7 +153,9 @@ class _Server:
         finally:
             watch.cancel()
         self._metrics.turn(result.turn)
-        _refuse_over_limit(result)
+        if _over_limit(result):
+            message = f"{result.turn.prompt_tokens} prompt tokens are more than the context holds"
+            raise ApiError(400, message, code="context_length_exceeded", param="messages")
         return JSONResponse(form.body(result))
 
     async def _events(
@@ -192,11 +174,12 @@ class _Server:
             yield sse(as_api_error(error).body)
         yield DONE
 
-    def _admit(self, request: Request, model: str, named: str | None) -> str | None:
-        if model != self._model:
-            message = f"no model {model!r} here; this server runs {self._model!r}"
+    def _admit(self, request: Request, body: CommonRequest) -> str | None:
+        """Return the session a request names; refuse another model and unusable ids."""
+        if body.model != self._model:
+            message = f"no model {body.model!r} here; this server runs {self._model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        session = request.headers.get(SESSION_HEADER) or named
+        session = request.headers.get(SESSION_HEADER) or body.session
         if session is not None and not _SESSION_ID.fullmatch(session):
             message = "a session id is 1 to 256 printable ASCII characters without spaces"
             raise ApiError(400, message, param="session_id")
@@ -245,7 +228,6 @@ class _JobStream(StreamingResponse):
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -277,12 +259,6 @@ async def _last_result(first: Item | None, items: AsyncIterator[Item]) -> ChatRe
 
 def _over_limit(result: ChatResult) -> bool:
     return result.finish_reason == "context_limit" and not result.token_ids
-
-
-def _refuse_over_limit(result: ChatResult) -> None:
-    if _over_limit(result):
-        message = f"{result.turn.prompt_tokens} prompt tokens are more than the context holds"
-        raise ApiError(400, message, code="context_length_exceeded", param="messages")
 
 
 def _error_response(error: ApiError) -> JSONResponse:

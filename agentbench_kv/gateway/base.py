@@ -6,8 +6,8 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Engine, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
@@ -15,6 +15,7 @@ from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.parsing import Delta
+from agentbench_kv.gateway.session import BaseSession
 from agentbench_kv.gateway.types import (
     ChatResult,
     Options,
@@ -23,39 +24,12 @@ from agentbench_kv.gateway.types import (
     UnknownSessionError,
 )
 
-__all__ = ["AnyGateway", "BaseGateway", "HeldSession"]
-
-TurnHook = Callable[[str, TurnInfo], None]
-CloseHook = Callable[[SessionReport], None]
 # Not a name the HTTP surface lets through.
 _ONE_SHOT = "one shot "
 _CLOSE_WAIT_S = 60.0
 
-
-class HeldSession(Protocol):
-    """What a gateway needs to know of a session, whatever its engine works with."""
-
-    id: str
-    turns: list[TurnInfo]
-    lock: threading.Lock
-    opened: bool
-    gone: bool
-    running: Cancellation | None
-
-    def stats(self) -> KVStats:
-        """Return the accounting over all resets."""
-        ...
-
-    def report(self) -> SessionReport:
-        """Return the accounting with the turns it is made of."""
-        ...
-
-    def close(self) -> SessionReport:
-        """Free the session and return the final accounting."""
-        ...
-
-
-S = TypeVar("S", bound=HeldSession)
+Answer = Iterator[Delta | ChatResult]
+S = TypeVar("S", bound=BaseSession)
 
 
 class BaseGateway(ABC, Generic[S]):
@@ -65,18 +39,8 @@ class BaseGateway(ABC, Generic[S]):
     `SessionBusyError`, not queued, because it cannot extend a log that is still being written.
     Requests without a session get one of their own, closed when they are answered.
 
-    Parameters
-    ----------
-    engine : Engine
-        Who answers.
-    max_sessions : int
-        Most sessions open at once.
-    default_max_tokens : int
-        For requests that do not say.
-    on_turn : callable, optional
-        Called after every answered turn with session id and figures, in the request's thread.
-    on_close : callable, optional
-        Called with the final accounting of every session.
+    `on_turn` is called after every answered turn, in the request's thread, with session id and
+    figures; `on_close` with the final accounting of every session.
     """
 
     def __init__(
@@ -85,8 +49,8 @@ class BaseGateway(ABC, Generic[S]):
         *,
         max_sessions: int = 1024,
         default_max_tokens: int = 1024,
-        on_turn: TurnHook | None = None,
-        on_close: CloseHook | None = None,
+        on_turn: Callable[[str, TurnInfo], None] | None = None,
+        on_close: Callable[[SessionReport], None] | None = None,
     ) -> None:
         self.engine = engine
         self.max_sessions = max_sessions
@@ -101,27 +65,6 @@ class BaseGateway(ABC, Generic[S]):
         self._fatal: KVBenchError | None = None
 
     @abstractmethod
-    def stream(
-        self,
-        session: str | None,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Options | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Iterator[Delta | ChatResult]:
-        """Yield the answer's deltas, then the `ChatResult`. Closing it early cancels."""
-
-    @abstractmethod
-    def stream_complete(
-        self,
-        session: str | None,
-        prompt: str | Sequence[int],
-        options: Options | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Iterator[Delta | ChatResult]:
-        """Yield the text's deltas, then the `ChatResult`. Closing it early cancels."""
-
-    @abstractmethod
     def provenance(self) -> dict[str, Any]:
         """Return what the text side contributes to a run's record."""
 
@@ -129,14 +72,52 @@ class BaseGateway(ABC, Generic[S]):
     def _new_session(self, name: str) -> S:
         """Return a session that is not open yet."""
 
-    def check(self) -> None:
-        """Raise what ends a whole run, if it has come to that.
+    @abstractmethod
+    def _chat(
+        self,
+        state: S,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+        cancellation: Cancellation,
+    ) -> Answer:
+        """Answer in a session that the request owns; see `stream`."""
 
-        Raises
-        ------
-        KVBenchError
-            If the engine can answer nobody any more (a dead endpoint, money spent).
-        """
+    @abstractmethod
+    def _complete(
+        self,
+        state: S,
+        prompt: str | Sequence[int],
+        options: Options,
+        cancellation: Cancellation,
+    ) -> Answer:
+        """Answer in a session that the request owns; see `stream_complete`."""
+
+    def stream(
+        self,
+        session: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Options | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> Answer:
+        """Yield the answer's deltas, then the `ChatResult`. Closing it early cancels."""
+        with self._request(session, cancellation) as (state, cancel):
+            yield from self._chat(state, messages, tools, options or Options(), cancel)
+
+    def stream_complete(
+        self,
+        session: str | None,
+        prompt: str | Sequence[int],
+        options: Options | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> Answer:
+        """Yield the text's deltas, then the `ChatResult`. Closing it early cancels."""
+        with self._request(session, cancellation) as (state, cancel):
+            yield from self._complete(state, prompt, options or Options(), cancel)
+
+    def check(self) -> None:
+        """Raise what ends a whole run: a dead endpoint, money spent."""
         if self._fatal is not None:
             raise self._fatal
 
@@ -193,7 +174,6 @@ class BaseGateway(ABC, Generic[S]):
             running.cancel()
 
     def stats(self, session: str) -> KVStats:
-        """Return a session's accounting so far, resets included."""
         return self._find(session).stats()
 
     def report(self, session: str) -> SessionReport:
@@ -208,47 +188,39 @@ class BaseGateway(ABC, Generic[S]):
         return self._find(session).report()
 
     def sessions(self) -> list[str]:
-        """Return the ids of the open sessions."""
+        """Return the ids of the open ones."""
         with self._lock:
             return sorted(self._sessions)
 
     def close_all(self) -> None:
         """Close every session that is not answering a request."""
         for session in self.sessions():
-            try:
+            with suppress(SessionBusyError, UnknownSessionError):
                 self.close(session)
-            except (SessionBusyError, UnknownSessionError):
-                continue
-
-    def _register(self, state: S, cancellation: Cancellation) -> Cancellation:
-        """Make a request the one that `cancel` ends; it may be so already."""
-        with self._lock:
-            state.running = cancellation
-            cancelled = state.id in self._cancelled
-        if cancelled:
-            cancellation.cancel()
-        return cancellation
 
     @contextmanager
-    def _using(self, session: str | None) -> Iterator[S]:
+    def _request(
+        self, session: str | None, cancellation: Cancellation | None
+    ) -> Iterator[tuple[S, Cancellation]]:
         """Give a session to one request; one without a name lives as long as its request."""
         name = session or f"{_ONE_SHOT}{next(self._one_shots)}"
+        cancellation = cancellation or Cancellation()
         with self._owned(name) as state:
             try:
-                yield state
+                with self._lock:
+                    state.running = cancellation
+                    cancelled = name in self._cancelled
+                if cancelled:
+                    cancellation.cancel()
+                yield state, cancellation
             finally:
+                state.running = None
                 if session is None or not state.opened:
                     self._drop(state)
 
     @contextmanager
     def _owned(self, name: str, wait_s: float = 0.0) -> Iterator[S]:
-        state = self._acquire(name, wait_s)
-        try:
-            yield state
-        finally:
-            state.lock.release()
-
-    def _acquire(self, name: str, wait_s: float) -> S:
+        """Hold a session's lock; a session that was closed meanwhile is replaced by a new one."""
         while True:
             state = self._find_or_add(name)
             if not state.lock.acquire(timeout=wait_s):
@@ -256,7 +228,11 @@ class BaseGateway(ABC, Generic[S]):
                     f"session {name!r} is answering another request; wait for it to end"
                 )
             if not state.gone:
-                return state
+                break
+            state.lock.release()
+        try:
+            yield state
+        finally:
             state.lock.release()
 
     def _find_or_add(self, name: str) -> S:
@@ -286,8 +262,8 @@ class BaseGateway(ABC, Generic[S]):
                 self._sessions.pop(state.id, None)
         if used:
             self._remember(report)
-        if self.on_close and used:
-            self.on_close(report)
+            if self.on_close:
+                self.on_close(report)
         return report
 
     def _remember(self, report: SessionReport) -> None:
@@ -303,11 +279,8 @@ class BaseGateway(ABC, Generic[S]):
 AnyGateway = BaseGateway[Any]
 
 
-def _last(items: Iterator[Delta | ChatResult]) -> ChatResult:
-    result: ChatResult | None = None
-    for item in items:
-        if isinstance(item, ChatResult):
-            result = item
-    if result is None:
+def _last(items: Answer) -> ChatResult:
+    results = [item for item in items if isinstance(item, ChatResult)]
+    if not results:
         raise UsageError("the request ended without an answer")
-    return result
+    return results[-1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-__all__ = ["Cancellation"]
-
 
 class Cancellable(Protocol):
     """What can be ended: a generation of tokens, a request to an endpoint."""
@@ -33,7 +31,7 @@ class Cancellation:
             generation.cancel()
 
     def attach(self, generation: Cancellable) -> None:
-        """Name the generation that `cancel` is for."""
+        """Name the generation that `cancel` ends."""
         with self._lock:
             self._generation = generation
             asked = self._asked

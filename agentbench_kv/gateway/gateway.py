@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.gateway.base import BaseGateway
+from agentbench_kv.gateway.base import Answer, BaseGateway
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message
-from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, choose_parser
+from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.reminders import reminder
 from agentbench_kv.gateway.session import Plan, Session
-from agentbench_kv.gateway.turn import PlainReader, Reader, Turn, TurnSetup
-from agentbench_kv.gateway.types import ChatResult, Options
+from agentbench_kv.gateway.turn import Turn
+from agentbench_kv.gateway.types import Options
 from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.phases.machine import PhaseTable
 
-__all__ = ["Gateway"]
-
 
 class Gateway(BaseGateway[Session]):
-    """Chat and completions over an engine of tokens. Thread-safe; see `BaseGateway`.
+    """Chat and completions over an engine of tokens.
 
-    Parameters
-    ----------
-    engine : Engine
-        Who holds the KV cache.
-    tokenizer : transformers.PreTrainedTokenizerBase, optional
-        By default the one in the engine's model folder.
-    parser : str
-        Tool-call syntax: `hermes`, `llama3_json`, `none`, or `auto` from the vocabulary.
-    **limits
-        `max_sessions`, `default_max_tokens`, `on_turn` and `on_close` of `BaseGateway`.
+    `tokenizer` is by default the one in the engine's model folder; `parser` is the tool-call syntax
+    (`hermes`, `llama3_json`, `none`, or `auto` from the vocabulary); `limits` are those of
+    `BaseGateway`.
     """
 
     def __init__(
@@ -45,43 +36,13 @@ class Gateway(BaseGateway[Session]):
         self.table = PhaseTable.for_tokenizer(self.codec)
         self.syntax = choose_parser(parser, self.codec.added)
         engine.decode_with(self.codec.decode)
-        self._planner = Planner(self.codec, self._message_ends())
+        self._planner = Planner(self.codec, self._ids_of(self.table.family.message_close))
         self._eos = frozenset(engine.info.eos_token_ids)
-
-    def stream(
-        self,
-        session: str | None,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Options | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Iterator[Delta | ChatResult]:
-        """Yield the answer's deltas, then the `ChatResult`. Closing it early cancels."""
-        options = options or Options()
-        with self._using(session) as state:
-            plan = self._planner.chat(state, messages, tools)
-            words = self._reminder(state, plan, options)
-            if words:
-                plan = self._planner.chat(state, messages, tools, words)
-            syntax = self.syntax if options.parse_tools else PARSERS["none"]
-            reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
-            yield from self._answer(state, plan, reader, options, cancellation)
-
-    def stream_complete(
-        self,
-        session: str | None,
-        prompt: str | Sequence[int],
-        options: Options | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Iterator[Delta | ChatResult]:
-        """Yield the text's deltas, then the `ChatResult`. Closing it early cancels."""
-        with self._using(session) as state:
-            plan = self._planner.raw(state, prompt)
-            options = options or Options()
-            yield from self._answer(state, plan, PlainReader(), options, cancellation)
+        # Ids without text: turn ends, and the special tokens that the parser does not read.
+        shown = self._ids_of((self.syntax.open, self.syntax.close, "<think>", "</think>"))
+        self._hidden = (self.codec.special - shown) | self._eos
 
     def provenance(self) -> dict[str, Any]:
-        """Return what the text side contributes to a run's record."""
         template = str(getattr(self.codec.tokenizer, "chat_template", None) or "")
         return {
             "tool_parser": self.syntax.name,
@@ -97,6 +58,31 @@ class Gateway(BaseGateway[Session]):
     def _new_session(self, name: str) -> Session:
         return Session(name, self.engine, self.table)
 
+    def _chat(
+        self,
+        state: Session,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+        cancellation: Cancellation,
+    ) -> Answer:
+        plan = self._planner.chat(state, messages, tools)
+        if words := self._reminder(state, plan, options):
+            plan = self._planner.chat(state, messages, tools, words)
+        syntax = self.syntax if options.parse_tools else PARSERS["none"]
+        reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
+        return self._answer(state, plan, reader, options, cancellation)
+
+    def _complete(
+        self,
+        state: Session,
+        prompt: str | Sequence[int],
+        options: Options,
+        cancellation: Cancellation,
+    ) -> Answer:
+        plan = self._planner.raw(state, prompt)
+        return self._answer(state, plan, Reader(), options, cancellation)
+
     def _reminder(self, state: Session, plan: Plan, options: Options) -> str:
         """Return a line for every evicted span that the method wants mentioned."""
         if not self.engine.wants_notes or plan.reset or not state.opened:
@@ -110,34 +96,27 @@ class Gateway(BaseGateway[Session]):
         plan: Plan,
         reader: Reader,
         options: Options,
-        cancellation: Cancellation | None,
-    ) -> Iterator[Delta | ChatResult]:
-        cancellation = self._register(state, cancellation or Cancellation())
-        setup = TurnSetup(
-            codec=self.codec,
-            reader=reader,
-            options=options,
-            max_tokens=options.max_tokens or self.default_max_tokens,
-            hidden=self._hidden(),
-            eos=self._eos,
-            cancellation=cancellation,
+        cancellation: Cancellation,
+    ) -> Answer:
+        turn = Turn(
+            state,
+            plan,
+            self.codec,
+            reader,
+            options,
+            options.max_tokens or self.default_max_tokens,
+            self._hidden,
+            self._eos,
+            cancellation,
         )
-        turn = Turn(state, plan, setup)
         turns = len(state.turns)
         try:
             yield from turn.deltas()
         finally:
-            state.running = None
             if self.on_turn and len(state.turns) > turns:
                 self.on_turn(state.id, state.turns[-1])
         yield turn.result()
 
-    def _hidden(self) -> frozenset[int]:
-        """Return the ids without text: turn ends, special tokens the parser does not read."""
-        markers = (self.syntax.open, self.syntax.close, "<think>", "</think>")
-        shown = {self.codec.added.get(text) for text in markers if text}
-        return (self.codec.special - shown) | self._eos
-
-    def _message_ends(self) -> frozenset[int]:
-        ends = (self.codec.added.get(text) for text in self.table.family.message_close)
-        return frozenset(index for index in ends if index is not None)
+    def _ids_of(self, texts: Sequence[str | None]) -> frozenset[int]:
+        """Return the ids of those texts that are tokens of their own."""
+        return frozenset(self.codec.added[text] for text in texts if text in self.codec.added)

@@ -13,8 +13,6 @@ from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.types import ChatResult
 
-__all__ = ["Job", "JobPool"]
-
 Item = Delta | ChatResult
 Work = Callable[[Cancellation], Iterator[Item]]
 
@@ -45,7 +43,8 @@ class Job:
     def run(self) -> None:
         """Do the work; called in a pool thread."""
         try:
-            self._pull()
+            if not self._cancelled.is_set():
+                self._pull()
         except BaseException as error:  # noqa: BLE001 - handed to the reader, who raises it
             self._put(error)
         finally:
@@ -53,8 +52,6 @@ class Job:
             self._put(None)
 
     def _pull(self) -> None:
-        if self._cancelled.is_set():
-            return
         iterator = self._work(self._cancellation)
         try:
             for item in iterator:
@@ -72,32 +69,21 @@ class Job:
 
 
 class JobPool:
-    """Runs jobs in a fixed number of threads and refuses what would wait too long.
-
-    Parameters
-    ----------
-    threads, queue : int
-        Requests answered at once, and requests that may wait for a thread.
-    """
+    """Runs `threads` jobs at once, lets `queue` wait and refuses more."""
 
     def __init__(self, threads: int, queue: int) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvbench-gateway")
         self._most = threads + queue
-        self._admitted = 0
         self._lock = threading.Lock()
-
-    @property
-    def admitted(self) -> int:
-        """Requests running or waiting."""
-        return self._admitted
+        self.admitted = 0  # requests running or waiting
 
     def submit(self, work: Work) -> Job:
         """Start or queue a job; 429 when the queue is full."""
         with self._lock:
-            if self._admitted >= self._most:
-                message = f"{self._admitted} requests are running or waiting; try again later"
+            if self.admitted >= self._most:
+                message = f"{self.admitted} requests are running or waiting; try again later"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-            self._admitted += 1
+            self.admitted += 1
         job = Job(work, self._release)
         self._executor.submit(job.run)
         return job
@@ -108,4 +94,4 @@ class JobPool:
 
     def _release(self) -> None:
         with self._lock:
-            self._admitted -= 1
+            self.admitted -= 1

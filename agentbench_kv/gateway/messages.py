@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from agentbench_kv.errors import UsageError
 
-__all__ = ["canonical", "for_template", "text_of", "tools_key"]
-
 Message = Mapping[str, Any]
+Canonical = tuple[str, str, str]  # role, content, calls as JSON
 
 
 def text_of(content: object) -> str:
@@ -24,7 +24,7 @@ def text_of(content: object) -> str:
     raise UsageError(f"message content must be text, not {type(content).__name__}")
 
 
-def canonical(message: Message) -> tuple[str, str, str]:
+def canonical(message: Message) -> Canonical:
     """Return what makes a message the same message: role, content, calls.
 
     Reasoning, ids, white space around an assistant's content and the spelling of JSON arguments
@@ -32,7 +32,7 @@ def canonical(message: Message) -> tuple[str, str, str]:
     """
     role = _role(message)
     content = text_of(message.get("content"))
-    calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
+    calls = [_name_and_arguments(call) for call in message.get("tool_calls") or ()]
     if role == "assistant":
         content = content.strip()
     return role, content, json.dumps(calls, sort_keys=True) if calls else ""
@@ -44,7 +44,11 @@ def for_template(message: Message) -> dict[str, Any]:
     plain["role"] = _role(message)
     plain["content"] = text_of(message.get("content"))
     plain.pop("tool_calls", None)
-    calls = [_template_call(call) for call in message.get("tool_calls") or ()]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = _name_and_arguments(call)
+        function = {"name": name, "arguments": {} if arguments is None else arguments}
+        calls.append({"id": call.get("id", ""), "type": "function", "function": function})
     return {**plain, "tool_calls": calls} if calls else plain
 
 
@@ -67,29 +71,13 @@ def _part_text(part: object) -> str:
     raise UsageError(f"message content part {kind!r} is not text; this server takes text only")
 
 
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, object]:
+    """Return a call's function name and its arguments, parsed where they are JSON text."""
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError("every tool call needs a function with a name")
-    return function
-
-
-def _parsed(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except json.JSONDecodeError:
-        return arguments
-
-
-def _canonical_call(call: Mapping[str, Any]) -> list[object]:
-    function = _function(call)
-    return [function["name"], _parsed(function.get("arguments"))]
-
-
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = _function(call)
-    arguments = _parsed(function.get("arguments"))
-    inner = {"name": function["name"], "arguments": {} if arguments is None else arguments}
-    return {"id": call.get("id", ""), "type": "function", "function": inner}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(json.JSONDecodeError):
+            arguments = json.loads(arguments)
+    return function["name"], arguments

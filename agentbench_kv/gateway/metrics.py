@@ -7,16 +7,22 @@ from collections import Counter
 
 from agentbench_kv.gateway.accounting import TurnInfo
 
-__all__ = ["Metrics"]
-
+_REQUESTS = "kvbench_requests_total"
+# Each with its help text and the field of `TurnInfo` that it adds up.
+_TURN_COUNTERS = {
+    "kvbench_prompt_tokens_total": (
+        "Logical prompt tokens of answered requests.",
+        "prompt_tokens",
+    ),
+    "kvbench_prefill_tokens_total": ("Tokens prefilled.", "prefill_tokens"),
+    "kvbench_generated_tokens_total": ("Tokens generated.", "output_tokens"),
+    "kvbench_evicted_tokens_total": ("Tokens evicted per (layer, KV head).", "evicted"),
+    "kvbench_kv_bytes_read_total": ("Bytes of K and V read while decoding.", "kv_bytes_read"),
+    "kvbench_session_resets_total": ("Requests that did not extend their session.", "reset"),
+}
 _HELP = {
-    "kvbench_requests_total": "HTTP requests by route and status.",
-    "kvbench_prompt_tokens_total": "Logical prompt tokens of answered requests.",
-    "kvbench_prefill_tokens_total": "Tokens prefilled.",
-    "kvbench_generated_tokens_total": "Tokens generated.",
-    "kvbench_evicted_tokens_total": "Tokens evicted per (layer, KV head).",
-    "kvbench_kv_bytes_read_total": "Bytes of K and V read while decoding.",
-    "kvbench_session_resets_total": "Requests that did not extend their session.",
+    _REQUESTS: "HTTP requests by route and status.",
+    **{name: text for name, (text, _) in _TURN_COUNTERS.items()},
 }
 
 
@@ -25,20 +31,18 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()  # by name and labels
 
     def request(self, route: str, status: int) -> None:
         """Count one response."""
-        self._add("kvbench_requests_total", 1, f'{{route="{route}",status="{status}"}}')
+        with self._lock:
+            self._counts[_REQUESTS, f'{{route="{route}",status="{status}"}}'] += 1
 
     def turn(self, turn: TurnInfo) -> None:
         """Count one answered turn."""
-        self._add("kvbench_prompt_tokens_total", turn.prompt_tokens)
-        self._add("kvbench_prefill_tokens_total", turn.prefill_tokens)
-        self._add("kvbench_generated_tokens_total", turn.output_tokens)
-        self._add("kvbench_evicted_tokens_total", turn.evicted)
-        self._add("kvbench_kv_bytes_read_total", turn.kv_bytes_read)
-        self._add("kvbench_session_resets_total", int(turn.reset))
+        with self._lock:
+            for name, (_, field) in _TURN_COUNTERS.items():
+                self._counts[name, ""] += int(getattr(turn, field))
 
     def text(self, gauges: dict[str, int]) -> str:
         """Return all counters and the given gauges."""
@@ -51,7 +55,3 @@ class Metrics:
         for name, value in gauges.items():
             lines += [f"# TYPE {name} gauge", f"{name} {value}"]
         return "\n".join(lines) + "\n"
-
-    def _add(self, name: str, value: int, labels: str = "") -> None:
-        with self._lock:
-            self._counts[name, labels] += value

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentbench_kv.errors import UsageError, unknown_name
 
-__all__ = ["PARSERS", "Delta", "OutputParser", "ToolSyntax", "choose_parser", "parse_calls"]
-
+_Mode = Literal["content", "reasoning", "call"]
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+_MODES: dict[str, _Mode] = {_THINK_OPEN: "reasoning", _THINK_CLOSE: "content"}
 
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """How a model writes calls.
+    """How a model writes calls: the markers around the JSON payload."""
 
-    Attributes
-    ----------
-    name : str
-        Name for `--parser`.
-    open, close : str or None
-        Markers around the JSON payload; no `open`: the text has no calls.
-    bare : bool
-        A text that starts with `{` is a call without markers.
-    """
-
-    name: str
-    open: str | None
+    name: str  # for `--parser`
+    open: str | None  # None: the text has no calls
     close: str | None
-    bare: bool = False
+    bare: bool = False  # a text that starts with `{` is a call without markers
 
 
 PARSERS: Mapping[str, ToolSyntax] = {
@@ -54,13 +44,7 @@ class Delta:
 
 
 def choose_parser(name: str, vocabulary: Container[str]) -> ToolSyntax:
-    """Return the syntax called `name`; `auto` picks it from the model's added tokens.
-
-    Raises
-    ------
-    UsageError
-        If the name is unknown, or `auto` meets a format that is not in the table.
-    """
+    """Return the syntax called `name`; `auto` picks it from the model's added tokens."""
     if name == "auto":
         if "<|channel|>" in vocabulary:
             raise UsageError(
@@ -73,37 +57,44 @@ def choose_parser(name: str, vocabulary: Container[str]) -> ToolSyntax:
     return PARSERS[name]
 
 
-class OutputParser:
+class Reader:
+    """Makes a message of generated text while it arrives. This one takes it for plain content."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
+        self.unparsable = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text, return what is certain now."""
+        self.content += text
+        return [Delta("content", text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        """Take the end of the text, return the rest of the message."""
+        return []
+
+
+class OutputParser(Reader):
     """Splits generated text into reasoning, content and tool calls while it arrives.
 
     Text that may still turn out to be the beginning of a marker, and white space that may turn out
     to be trailing, is held back, so the pieces joined are the final message whatever the chunks.
-
-    Parameters
-    ----------
-    syntax : ToolSyntax
-        How calls are written.
-    next_id : callable
-        Gives the id of each new call.
-    thinking : bool
-        The prompt already opened the think block.
+    `next_id` names each new call; with `thinking` the prompt already opened the think block.
     """
 
     def __init__(
         self, syntax: ToolSyntax, next_id: Callable[[], str], *, thinking: bool = False
     ) -> None:
-        self.content = ""
-        self.reasoning = ""
-        self.tool_calls: list[dict[str, Any]] = []
-        self.unparsable = False
+        super().__init__()
         self._syntax = syntax
         self._next_id = next_id
-        self._mode: Literal["content", "reasoning", "call"] = "reasoning" if thinking else "content"
+        self._mode: _Mode = "reasoning" if thinking else "content"
         self._buffer = ""
         self._spaces = {"content": "", "reasoning": ""}
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text, return what is certain now."""
         self._buffer += text
         deltas: list[Delta] = []
         while self._step(deltas):
@@ -111,7 +102,6 @@ class OutputParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Take the end of the text, return the rest of the message."""
         deltas: list[Delta] = []
         if self._mode == "call":
             self._close_call(self._buffer, deltas, closed=False)
@@ -133,11 +123,11 @@ class OutputParser:
             at, mark = min(found)
             self._emit(self._buffer[:at], deltas)
             self._buffer = self._buffer[at + len(mark) :]
-            self._switch(mark)
+            self._mode = _MODES.get(mark, "call")
             return True
-        keep = _held_back(self._buffer, markers)
-        self._emit(self._buffer[: len(self._buffer) - keep], deltas)
-        self._buffer = self._buffer[len(self._buffer) - keep :]
+        certain = len(self._buffer) - beginning_of(markers, self._buffer)
+        self._emit(self._buffer[:certain], deltas)
+        self._buffer = self._buffer[certain:]
         return False
 
     def _step_call(self, deltas: list[Delta]) -> bool:
@@ -154,21 +144,13 @@ class OutputParser:
             return (_THINK_CLOSE,)
         return (_THINK_OPEN, *((self._syntax.open,) if self._syntax.open else ()))
 
-    def _switch(self, mark: str) -> None:
-        modes: dict[str, Literal["content", "reasoning", "call"]] = {
-            _THINK_OPEN: "reasoning",
-            _THINK_CLOSE: "content",
-        }
-        self._mode = modes.get(mark, "call")
-
     def _starts_bare(self) -> bool:
         bare = self._syntax.bare and self._mode == "content" and not self.content
         return bare and self._buffer.lstrip().startswith("{")
 
     def _emit(self, text: str, deltas: list[Delta]) -> None:
-        kind: Literal["content", "reasoning"] = (
-            "reasoning" if self._mode == "reasoning" else "content"
-        )
+        kind: Literal["content", "reasoning"]
+        kind = "reasoning" if self._mode == "reasoning" else "content"
         so_far: str = getattr(self, kind)
         text = self._spaces[kind] + text if so_far else text.lstrip()
         body = text.rstrip()
@@ -252,8 +234,8 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _held_back(text: str, markers: tuple[str, ...]) -> int:
-    """Return how many characters at the end may be the beginning of a marker."""
+def beginning_of(markers: Iterable[str], text: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of a marker."""
     longest = 0
     for marker in markers:
         sizes = range(min(len(marker) - 1, len(text)), 0, -1)

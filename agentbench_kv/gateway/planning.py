@@ -6,25 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.gateway.messages import Message, canonical, tools_key
+from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.reminders import remind
 from agentbench_kv.gateway.session import Known, Plan, Session
 from agentbench_kv.gateway.templates import ChatTemplate
 from agentbench_kv.phases.codec import TokenCodec
 
-__all__ = ["Planner", "extends"]
-
 
 class Planner:
-    """Turns requests into plans.
-
-    Parameters
-    ----------
-    codec : TokenCodec
-        The model's tokenizer.
-    message_ends : frozenset of int
-        Ids that end a message; two in a row are one too many.
-    """
+    """Turns requests into plans. Of `message_ends` (ids), two in a row are one too many."""
 
     def __init__(self, codec: TokenCodec, message_ends: frozenset[int]) -> None:
         self._codec = codec
@@ -42,15 +32,15 @@ class Planner:
 
         A reminder is put before the user's new message; the client never learns of it.
         """
-        asked = Known(tuple(canonical(message) for message in messages), tools_key(tools))
-        old = _chat_history(session)
-        if old is not None and extends(asked, old):
+        asked, old = Known.of_chat(messages, tools), session.known
+        if old is not None and not session.broken and asked.extends(old):
             new = remind(messages[len(old.messages) :], reminder)
-            text = self._template.render_delta(new, tools)
+            text, reset = self._template.render_delta(new, tools), False
             ids = self._without_second_end(session, self._codec.encode(text))
-            return Plan(ids, False, asked, _opens_think(text))
-        text = self._template.render_first(messages, tools)
-        return Plan(self._codec.encode(text), not session.fresh, asked, _opens_think(text))
+        else:
+            text, reset = self._template.render_first(messages, tools), not session.fresh
+            ids = self._codec.encode(text)
+        return Plan(ids, reset, asked, thinking=text.rstrip().endswith("<think>"))
 
     def raw(self, session: Session, prompt: str | Sequence[int]) -> Plan:
         """Plan a completion: a prompt of text, or of ids that extend the token log."""
@@ -71,25 +61,11 @@ class Planner:
         return Plan(ids[size:] if extends else ids, not (extends or session.fresh), asked)
 
     def _without_second_end(self, session: Session, ids: list[int]) -> list[int]:
+        if not ids:
+            return ids
         last = session.tokens[-1]
-        same = ids[:1] == [last]
-        both_ends = last in self._message_ends and ids[0] in self._message_ends if ids else False
-        return ids[1:] if same or both_ends else ids
-
-
-def _chat_history(session: Session) -> Known | None:
-    known = session.known
-    usable = known is not None and known.text is None and not session.broken
-    return known if usable else None
-
-
-def extends(asked: Known, old: Known) -> bool:
-    """Return whether a request goes on from what is known: same tools, a longer history."""
-    return old.tools == asked.tools and asked.messages[: len(old.messages)] == old.messages
-
-
-def _opens_think(text: str) -> bool:
-    return text.rstrip().endswith("<think>")
+        both_ends = last in self._message_ends and ids[0] in self._message_ends
+        return ids[1:] if ids[0] == last or both_ends else ids
 
 
 def _rest_of(prompt: str, known: Known | None) -> str | None:

@@ -12,8 +12,6 @@ from agentbench_kv.engines.base import SpanRange
 from agentbench_kv.gateway.messages import Message, text_of
 from agentbench_kv.phases.codec import TokenCodec
 
-__all__ = ["remind", "reminder"]
-
 
 def reminder(codec: TokenCodec, tokens: Sequence[int], spans: Sequence[SpanRange]) -> str:
     """Return one line per span of a session's tokens, special tokens left out."""

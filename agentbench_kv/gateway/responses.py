@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.types import ChatResult
-
-__all__ = ["ChatFormat", "CompletionFormat", "sse"]
 
 _numbers = itertools.count(1)
 DONE = b"data: [DONE]\n\n"
@@ -22,12 +21,13 @@ def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=True).encode() + b"\n\n"
 
 
-class _Format:
+class Format(ABC):
     """What chat and completion responses share."""
 
-    prefix = ""
-    whole = ""
-    chunk = ""
+    prefix: ClassVar[str]  # of the id
+    whole: ClassVar[str]  # the object's type
+    chunk: ClassVar[str]
+    empty: ClassVar[dict[str, Any]]  # the answer in a chunk that only ends the stream
 
     def __init__(self, model: str, *, include_usage: bool, token_ids: bool) -> None:
         self._head = {"id": f"{self.prefix}-{next(_numbers)}", "created": int(time.time())}
@@ -35,64 +35,63 @@ class _Format:
         self._include_usage = include_usage
         self._token_ids = token_ids
 
+    @abstractmethod
+    def answer(self, result: ChatResult) -> dict[str, Any]:
+        """Return the answer of a whole response."""
+
+    @abstractmethod
+    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of one delta."""
+
     def body(self, result: ChatResult) -> dict[str, Any]:
         """Return the whole response."""
-        choice = {**self.choice(result), "index": 0, "finish_reason": api_reason(result)}
-        if self._token_ids:
-            choice["token_ids"] = result.token_ids
+        choice = self._last_choice(self.answer(result), result)
         return {**self._envelope(self.whole), "choices": [choice], "usage": result.usage}
 
     def first(self) -> Iterator[dict[str, Any]]:
         """Yield what a stream begins with."""
         yield from ()
 
-    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of one delta."""
-        raise NotImplementedError
-
     def last(self, result: ChatResult) -> Iterator[dict[str, Any]]:
         """Yield what a stream ends with."""
-        choice = {**self.empty(), "index": 0, "finish_reason": api_reason(result)}
-        if self._token_ids:
-            choice["token_ids"] = result.token_ids
-        yield {**self._envelope(self.chunk), "choices": [choice]}
+        envelope = self._envelope(self.chunk)
+        yield {**envelope, "choices": [self._last_choice(self.empty, result)]}
         if self._include_usage:
-            yield {**self._envelope(self.chunk), "choices": [], "usage": result.usage}
+            yield {**envelope, "choices": [], "usage": result.usage}
 
-    def choice(self, result: ChatResult) -> dict[str, Any]:
-        """Return the answer of a whole response."""
-        raise NotImplementedError
+    def _piece(self, answer: dict[str, Any]) -> dict[str, Any]:
+        choice = {**answer, "index": 0, "finish_reason": None}
+        return {**self._envelope(self.chunk), "choices": [choice]}
 
-    def empty(self) -> dict[str, Any]:
-        """Return the answer of a chunk that only ends the stream."""
-        raise NotImplementedError
+    def _last_choice(self, answer: dict[str, Any], result: ChatResult) -> dict[str, Any]:
+        # Finish reasons that OpenAI clients know; `usage.kvbench` has the exact one.
+        known = {"context_limit": "length", "cancelled": "stop"}
+        reason = known.get(result.finish_reason, result.finish_reason)
+        ids = {"token_ids": result.token_ids} if self._token_ids else {}
+        return {**answer, "index": 0, "finish_reason": reason, **ids}
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {**self._head, "object": kind, "model": self._model}
 
-    def _piece(self, choice: dict[str, Any]) -> dict[str, Any]:
-        choice = {**choice, "index": 0, "finish_reason": None}
-        return {**self._envelope(self.chunk), "choices": [choice]}
 
-
-class ChatFormat(_Format):
+class ChatFormat(Format):
     """Responses of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+    empty: ClassVar[dict[str, Any]] = {"delta": {}}
 
     def __init__(self, model: str, *, include_usage: bool, token_ids: bool) -> None:
         super().__init__(model, include_usage=include_usage, token_ids=token_ids)
         self._calls = 0
 
-    def choice(self, result: ChatResult) -> dict[str, Any]:
+    def answer(self, result: ChatResult) -> dict[str, Any]:
         """Return the message; content is null when there are only calls."""
         empty = not result.content and result.tool_calls
         return {"message": {**result.message, "content": None if empty else result.content}}
 
     def first(self) -> Iterator[dict[str, Any]]:
-        """Yield the role."""
         yield self._piece({"delta": {"role": "assistant", "content": ""}})
 
     def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -108,32 +107,16 @@ class ChatFormat(_Format):
         yield self._piece({"delta": {"tool_calls": [head]}})
         yield self._piece({"delta": {"tool_calls": [tail]}})
 
-    def empty(self) -> dict[str, Any]:
-        """Return an empty delta."""
-        return {"delta": {}}
 
-
-class CompletionFormat(_Format):
+class CompletionFormat(Format):
     """Responses of `/v1/completions`."""
 
     prefix = "cmpl"
-    whole = "text_completion"
-    chunk = "text_completion"
+    whole = chunk = "text_completion"
+    empty: ClassVar[dict[str, Any]] = {"text": "", "logprobs": None}
 
-    def choice(self, result: ChatResult) -> dict[str, Any]:
-        """Return the text."""
+    def answer(self, result: ChatResult) -> dict[str, Any]:
         return {"text": result.content, "logprobs": None}
 
     def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the text."""
         yield self._piece({"text": delta.text, "logprobs": None})
-
-    def empty(self) -> dict[str, Any]:
-        """Return no text."""
-        return {"text": "", "logprobs": None}
-
-
-def api_reason(result: ChatResult) -> str:
-    """Return a finish reason OpenAI clients know; `usage.kvbench` has the exact one."""
-    known = {"context_limit": "length", "cancelled": "stop"}
-    return known.get(result.finish_reason, result.finish_reason)

@@ -11,8 +11,6 @@ from agentbench_kv.engines.base import Hints
 from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.types import Options
 
-__all__ = ["ChatRequest", "CompletionRequest", "parse_request"]
-
 Body = TypeVar("Body", bound=BaseModel)
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
@@ -42,7 +40,9 @@ class _KVBench(BaseModel):
     session: str | None = None
 
 
-class _Request(BaseModel):
+class CommonRequest(BaseModel):
+    """The fields that both kinds of request have."""
+
     model_config = ConfigDict(extra="ignore")
 
     model: str
@@ -77,12 +77,10 @@ class _Request(BaseModel):
 
     @property
     def session(self) -> str | None:
-        """The session named in the body."""
         return self.session_id or (self.kvbench.session if self.kvbench else None)
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def options(self) -> Options:
@@ -106,11 +104,10 @@ class _Request(BaseModel):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to generate."""
         return self.max_tokens
 
 
-class ChatRequest(_Request):
+class ChatRequest(CommonRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -123,7 +120,7 @@ class ChatRequest(_Request):
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(CommonRequest):
     """Body of `POST /v1/completions`; a prompt is text or token ids, one of them."""
 
     prompt: Prompt

@@ -18,7 +18,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway.app import ServerSettings, create_app
 from agentbench_kv.gateway.base import AnyGateway
 
-__all__ = ["BackgroundServer", "ServerSettings", "check_exposure", "create_app", "run_server"]
+__all__ = ["BackgroundServer", "ServerSettings", "check_exposure", "run_server"]
 
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5
@@ -26,7 +26,11 @@ _STOP_TIMEOUT_S = 5
 
 def check_exposure(host: str, api_key: str | None) -> None:
     """Refuse to be reachable from other machines without a key."""
-    if not api_key and not _is_loopback(host):
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        loopback = False
+    if not api_key and not loopback:
         raise UsageError(
             f"{host!r} can be reached from other machines and no API key is set; "
             "set KVBENCH_API_KEY, or bind 127.0.0.1"
@@ -36,15 +40,7 @@ def check_exposure(host: str, api_key: str | None) -> None:
 def run_server(
     gateway: AnyGateway, host: str, port: int, settings: ServerSettings | None = None
 ) -> None:
-    """Serve a gateway until interrupted.
-
-    Raises
-    ------
-    UsageError
-        If other machines could reach the server and no key is set.
-    PrerequisiteError
-        If the port is taken.
-    """
+    """Serve a gateway until interrupted; PrerequisiteError if the port is taken."""
     settings = settings or ServerSettings()
     check_exposure(host, settings.api_key)
     # uvicorn has shut down in good order when it passes a signal on; backends must end too.
@@ -58,14 +54,7 @@ def run_server(
 class BackgroundServer:
     """Serves a gateway on a free loopback port from a thread; use it in a `with`.
 
-    Parameters
-    ----------
-    gateway : BaseGateway
-        Who answers.
-    concurrency : int
-        Requests answered at once; many more may wait.
-    settings : ServerSettings, optional
-        Everything else; by default no key, because only this machine can ask.
+    By default it needs no key, because only this machine can ask.
     """
 
     def __init__(
@@ -76,7 +65,9 @@ class BackgroundServer:
         self._socket = _listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]
         self._server = uvicorn.Server(_config(app, "127.0.0.1", self.port, log_level="warning"))
-        self._thread = threading.Thread(target=self._run, name="kvbench-server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="kvbench-server", daemon=True
+        )
 
     @property
     def url(self) -> str:
@@ -101,28 +92,20 @@ class BackgroundServer:
         self._socket.close()
 
     def __enter__(self) -> Self:
-        """Start."""
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
         self.stop()
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=_address_family(host), backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise PrerequisiteError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
         ) from error
-
-
-def _address_family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _config(app: Starlette, host: str, port: int, log_level: str) -> uvicorn.Config:
@@ -137,12 +120,3 @@ def _config(app: Starlette, host: str, port: int, log_level: str) -> uvicorn.Con
         server_header=False,
         timeout_graceful_shutdown=_STOP_TIMEOUT_S,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Self
 
+from agentbench_kv.engines.accounting import merge_stats
 from agentbench_kv.engines.base import Engine, Hints, KVStats, Phase, TurnNotes
-from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, merge_stats
+from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
 from agentbench_kv.gateway.cancellation import Cancellation
+from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_key
 from agentbench_kv.gateway.sources import notes_for
 from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
-
-__all__ = ["Known", "Plan", "Session"]
-
-Canonical = tuple[str, str, str]
-NO_HINTS = Hints()
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the client has seen of a session: messages, or a text, never both.
+    """What the client has seen of a session: messages, or a text, never both."""
 
-    Attributes
-    ----------
-    messages : tuple
-        Canonical messages, the generated ones included.
-    tools : str
-        Canonical tool list.
-    text : str or None
-        Prompt and generated text of a raw session.
-    tail : str
-        Text of the stop that ended the last generation: in the log, for the client to add.
-    """
-
-    messages: tuple[Canonical, ...] = ()
+    messages: tuple[Canonical, ...] = ()  # the generated ones included
     tools: str = ""
-    text: str | None = None
-    tail: str = ""
+    text: str | None = None  # prompt and generated text of a raw session
+    tail: str = ""  # the stop that ended the last generation: in the log, for the client to add
+
+    @classmethod
+    def of_chat(
+        cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Self:
+        return cls(tuple(canonical(message) for message in messages), tools_key(tools))
+
+    def extends(self, old: Known) -> bool:
+        """Return whether a chat request goes on from `old`: same tools, a longer history."""
+        same = old.text is None and old.tools == self.tools
+        return same and self.messages[: len(old.messages)] == old.messages
 
 
 @dataclass(frozen=True)
@@ -52,30 +50,54 @@ class Plan:
 
 
 @dataclass
-class Session:
-    """One engine session and everything the gateway knows about it.
+class BaseSession(ABC):
+    """What a gateway knows of a session, whatever its engine works with.
 
-    `tokens` and `phases` hold every id the engine session was given or generated, in order. Whoever
-    holds `lock` owns the session; one that is `gone` was closed while its owner-to-be waited.
+    Whoever holds `lock` owns the session; one that is `gone` was closed while its owner-to-be
+    waited.
     """
 
     id: str
-    engine: Engine
-    table: PhaseTable
-    tokens: list[int] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    _: KW_ONLY
     known: Known | None = None
     turns: list[TurnInfo] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
     resets: int = 0
-    calls: int = 0
     prompt_sha: str | None = None
-    broken: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-    carried: KVStats = field(default_factory=KVStats)
     opened: bool = False
     gone: bool = False
     running: Cancellation | None = None
+
+    @abstractmethod
+    def stats(self) -> KVStats:
+        """Return the accounting over all resets."""
+
+    @abstractmethod
+    def close(self) -> SessionReport:
+        """Free the session and return the final accounting."""
+
+    def report(self, final: KVStats | None = None) -> SessionReport:
+        """Return the accounting, so far or `final`, with the turns it is made of."""
+        stats = self.stats() if final is None else final
+        turns, outputs = tuple(self.turns), tuple(self.outputs)
+        return SessionReport(self.id, turns, self.resets, self.prompt_sha, stats, outputs)
+
+
+@dataclass
+class Session(BaseSession):
+    """One engine session and everything the gateway knows about it.
+
+    `tokens` and `phases` hold every id the engine session was given or generated, in order.
+    """
+
+    engine: Engine
+    table: PhaseTable
+    tokens: list[int] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    calls: int = 0
+    broken: bool = False
+    carried: KVStats = field(default_factory=KVStats)
 
     def __post_init__(self) -> None:
         """Make the two machines: the log's own, and the one the engine asks."""
@@ -90,7 +112,12 @@ class Session:
     def prepare(self, *, reset: bool) -> None:
         """Have an open engine session, an empty one after a reset."""
         if reset:
-            self._reset()
+            self.close()
+            self.resets += 1
+            self.broken = False
+            self.tokens, self.phases, self.known = [], [], None
+            self.machine = PhaseMachine(self.table)
+            self.engine_machine = PhaseMachine(self.table)
         if not self.opened:
             self.engine.open(self.id, self.engine_machine)
             self.opened = True
@@ -99,14 +126,15 @@ class Session:
         """Return what is known of prompt ids that are about to be appended."""
         return notes_for(self.machine, ids, hints)
 
-    def extend(self, ids: Sequence[int], hints: Hints = NO_HINTS) -> None:
+    def extend(self, ids: Sequence[int], hints: Hints) -> None:
         """Append prompt ids to the engine session and to the log."""
         if self.prompt_sha is None:
-            self.prompt_sha = _sha(ids)
+            self.prompt_sha = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
         if not ids:
             return
         if hints or self.engine.wants_notes:
             self.engine.note(self.id, ids, self.notes(ids, hints))
+        # The log changes only when the engine has taken the ids.
         machine = self.machine.copy()
         phases = machine.label_many(ids)
         self.engine.extend(self.id, ids, phases)
@@ -123,38 +151,15 @@ class Session:
         self.engine_machine.state = self.machine.state
 
     def next_call_id(self) -> str:
-        """Return the id of the session's next tool call."""
         self.calls += 1
         return f"call_{self.calls}"
 
     def stats(self) -> KVStats:
-        """Return the accounting over all resets."""
         now = self.engine.stats(self.id) if self.opened else KVStats()
         return merge_stats(self.carried, now)
 
-    def report(self) -> SessionReport:
-        """Return the accounting with the turns it is made of."""
-        return self._report(self.stats())
-
     def close(self) -> SessionReport:
-        """Free the engine session and return the final accounting."""
         if self.opened:
             self.opened = False
             self.carried = merge_stats(self.carried, self.engine.close(self.id))
-        return self._report(self.carried)
-
-    def _report(self, stats: KVStats) -> SessionReport:
-        turns, outputs = tuple(self.turns), tuple(self.outputs)
-        return SessionReport(self.id, turns, self.resets, self.prompt_sha, stats, outputs)
-
-    def _reset(self) -> None:
-        self.close()
-        self.resets += 1
-        self.broken = False
-        self.tokens, self.phases, self.known = [], [], None
-        self.machine = PhaseMachine(self.table)
-        self.engine_machine = PhaseMachine(self.table)
-
-
-def _sha(ids: Sequence[int]) -> str:
-    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+        return self.report(self.carried)

@@ -7,21 +7,13 @@ from collections.abc import Sequence
 from agentbench_kv.engines.base import Hints, Phase, Source, TurnNotes
 from agentbench_kv.phases.machine import PhaseMachine
 
-__all__ = ["notes_for"]
-
 _ROLES = {"user": Source.USER, "assistant": Source.ASSISTANT}
 
 
 def notes_for(machine: PhaseMachine, ids: Sequence[int], hints: Hints) -> TurnNotes:
-    """Return the messages that prompt ids consist of.
+    """Return the messages that prompt ids consist of, and the client's hints about them.
 
-    Parameters
-    ----------
-    machine : PhaseMachine
-        The session's, before these ids; it is left where it is.
-    ids : sequence of int
-    hints : Hints
-        What the client says about them.
+    `machine` is the session's, before these ids; it is not advanced.
     """
     machine = machine.copy()
     messages: list[_Message] = []
@@ -50,6 +42,6 @@ class _Message:
 
     @property
     def source(self) -> Source:
-        """Tool results are documents, whoever sends them."""
+        # Tool results are documents, whoever sends them.
         role = self.header.strip().partition("<")[0].split()
         return _ROLES.get(role[0] if role and not self._tool else "", Source.DOCUMENT)

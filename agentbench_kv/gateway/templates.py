@@ -8,22 +8,15 @@ from typing import Any
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.messages import Message, for_template
 
-__all__ = ["ChatTemplate"]
-
 # Text that no template rewrites and no message holds.
 _SENTINEL = "kvbench\u2063sentinel\u2063kvbench"
+_STAND_IN = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
 
 Tools = Sequence[Mapping[str, Any]] | None
 
 
 class ChatTemplate:
-    """Renders whole prompts, and what a later turn adds to a prompt.
-
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Carries the template.
-    """
+    """Renders whole prompts, and what a later turn adds to a prompt."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +25,7 @@ class ChatTemplate:
         """Return the whole prompt, generation prompt included."""
         if not messages:
             raise UsageError("a chat request needs at least one message")
-        return self._render([for_template(message) for message in messages], tools)
+        return self._render(messages, tools)
 
     def render_delta(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """Return the text between an assistant's last content and its next turn.
@@ -41,20 +34,15 @@ class ChatTemplate:
         message, so that a template which drops the thoughts of earlier turns (Qwen3) still gives
         text that extends what the session holds.
         """
-        stand_in = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": _SENTINEL},
-        ]
-        text = self._render([*stand_in, *(for_template(message) for message in messages)], tools)
-        _, found, delta = text.rpartition(_SENTINEL)
+        _, found, delta = self._render([*_STAND_IN, *messages], tools).rpartition(_SENTINEL)
         if not found:
             raise UsageError("the model's chat template does not show the assistant's content")
         return delta
 
-    def _render(self, messages: list[dict[str, Any]], tools: Tools) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                messages,
+                [for_template(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=True,
                 tokenize=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,60 +18,39 @@ from agentbench_kv.errors import (
     UsageError,
 )
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
-from agentbench_kv.gateway.base import BaseGateway
+from agentbench_kv.gateway.base import Answer, BaseGateway
 from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.messages import Message, canonical, tools_key
+from agentbench_kv.gateway.messages import Message, canonical
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
-from agentbench_kv.gateway.planning import extends
-from agentbench_kv.gateway.session import Known
+from agentbench_kv.gateway.session import BaseSession, Known
 from agentbench_kv.gateway.types import ChatResult, Options
-
-__all__ = ["TextGateway", "TextSession"]
-
-_CHAT_ONLY = (
-    "the engine {name!r} takes chat messages only, and this task sends raw completions; "
-    "choose the task's chat route (kvbench ls tasks) or another engine"
-)
 
 
 @dataclass
-class TextSession:
+class TextSession(BaseSession):
     """A conversation with an endpoint: what was said, and what that was billed.
 
     `account` takes the endpoint's word for its tokens. Nothing is ever removed from the text, so
     every token of the last request counts as live.
     """
 
-    id: str
-    known: Known | None = None
-    turns: list[TurnInfo] = field(default_factory=list)
-    resets: int = 0
-    prompt_sha: str | None = None
     account: KVStats = field(default_factory=KVStats)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    opened: bool = False
-    gone: bool = False
-    running: Cancellation | None = None
 
     def stats(self) -> KVStats:
-        """Return the accounting over all resets."""
         return replace(self.account, events=[])
 
-    def report(self) -> SessionReport:
-        """Return the accounting with the turns it is made of."""
-        return SessionReport(self.id, tuple(self.turns), self.resets, self.prompt_sha, self.stats())
-
     def close(self) -> SessionReport:
-        """Return the final accounting."""
         self.opened = False
         return self.report()
 
     def begin(self, asked: Known) -> bool:
         """Take a request; return whether it broke with what was said before."""
         self.opened = True
-        reset = self.known is not None and not extends(asked, self.known)
+        reset = self.known is not None and not asked.extends(self.known)
         self.resets += reset
-        self.prompt_sha = self.prompt_sha or _sha(asked)
+        if self.prompt_sha is None:
+            text = json.dumps([asked.messages, asked.tools], ensure_ascii=True)
+            self.prompt_sha = hashlib.sha256(text.encode()).hexdigest()
         return reset
 
     def add(self, reply: TextReply, reason: str, *, reset: bool) -> TurnInfo:
@@ -105,69 +83,84 @@ class TextSession:
 
 
 class TextGateway(BaseGateway[TextSession]):
-    """Chat over an engine at text level. Thread-safe; see `BaseGateway` for the parameters."""
+    """Chat over an engine at text level; see `BaseGateway` for the parameters."""
 
     engine: TextEngine
 
     def __init__(self, engine: TextEngine, **limits: Any) -> None:
         super().__init__(engine, **limits)
 
-    def stream(
-        self,
-        session: str | None,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Options | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Iterator[Delta | ChatResult]:
-        """Yield the answer, in one piece of each kind, then the `ChatResult`."""
-        options = options or Options()
-        if options.hints:
-            raise UsageError(f"engine {self.engine.info.name!r} runs no method that takes hints")
-        asked = Known(tuple(canonical(message) for message in messages), tools_key(tools))
-        with self._using(session) as state:
-            reset = state.begin(asked)
-            try:
-                reply = self._ask(state, messages, tools, options, cancellation)
-            except EndpointError:
-                state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, reset=reset)
-                raise
-            result = self._result(state, reply, reset=reset)
-            state.known = replace(asked, messages=(*asked.messages, canonical(result.message)))
-            if self.on_turn:
-                self.on_turn(state.id, result.turn)
-            yield from _deltas(result)
-            yield result
-
-    def stream_complete(
-        self,
-        session: str | None,  # noqa: ARG002
-        prompt: str | Sequence[int],  # noqa: ARG002
-        options: Options | None = None,  # noqa: ARG002
-        cancellation: Cancellation | None = None,  # noqa: ARG002
-    ) -> Iterator[Delta | ChatResult]:
-        """Refuse: there are no tokens to go on from."""
-        raise self._end(UsageError(_CHAT_ONLY.format(name=self.engine.info.name)))
-
     def provenance(self) -> dict[str, Any]:
         """Return what is known of the endpoint, and that it renders and parses itself."""
-        own = {"tool_parser": "endpoint", "phase_family": None, "chat_template_sha": None}
-        unknown = {"context_limit": None, "determinism": "not promised by the endpoint"}
-        return {**own, **unknown, **self.engine.provenance()}
+        return {
+            "tool_parser": "endpoint",
+            "phase_family": None,
+            "chat_template_sha": None,
+            "context_limit": None,
+            "determinism": "not promised by the endpoint",
+            **self.engine.provenance(),
+        }
 
     def _new_session(self, name: str) -> TextSession:
         return TextSession(name)
 
-    def _ask(
+    def _chat(
         self,
         state: TextSession,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         options: Options,
-        cancellation: Cancellation | None,
+        cancellation: Cancellation,
+    ) -> Answer:
+        """Yield the answer, in one piece of each kind, then the `ChatResult`."""
+        if options.hints:
+            raise UsageError(f"engine {self.engine.info.name!r} runs no method that takes hints")
+        asked = Known.of_chat(messages, tools)
+        reset = state.begin(asked)
+        try:
+            reply = self._ask(messages, tools, options, cancellation)
+        except EndpointError:
+            state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, reset=reset)
+            raise
+        result = _result(state, reply, reset=reset)
+        state.known = replace(asked, messages=(*asked.messages, canonical(result.message)))
+        if self.on_turn:
+            self.on_turn(state.id, result.turn)
+        yield from _deltas(result)
+        yield result
+
+    def _complete(
+        self,
+        state: TextSession,  # noqa: ARG002
+        prompt: str | Sequence[int],  # noqa: ARG002
+        options: Options,  # noqa: ARG002
+        cancellation: Cancellation,  # noqa: ARG002
+    ) -> Answer:
+        """Refuse: there are no tokens to go on from."""
+        raise self._end(
+            UsageError(
+                f"the engine {self.engine.info.name!r} takes chat messages only, and this task "
+                "sends raw completions; choose the task's chat route (kvbench ls tasks) or "
+                "another engine"
+            )
+        )
+
+    def _ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+        cancellation: Cancellation,
     ) -> TextReply:
-        cancellation = self._register(state, cancellation or Cancellation())
-        request = self.engine.ask(messages, tools, self._sampling(options))
+        sampling = TextSampling(
+            options.max_tokens or self.default_max_tokens,
+            options.temperature,
+            options.top_p,
+            options.top_k,
+            options.seed,
+            options.stop,
+        )
+        request = self.engine.ask(messages, tools, sampling)
         cancellation.attach(request)
         try:
             return request.result()
@@ -175,37 +168,6 @@ class TextGateway(BaseGateway[TextSession]):
             return TextReply(finish_reason=FinishReason.CONTEXT_LIMIT.value)
         except PrerequisiteError as error:
             raise self._end(error) from None
-        finally:
-            state.running = None
-
-    def _sampling(self, options: Options) -> TextSampling:
-        return TextSampling(
-            max_tokens=options.max_tokens or self.default_max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed,
-            stop=options.stop,
-        )
-
-    def _result(self, state: TextSession, reply: TextReply, *, reset: bool) -> ChatResult:
-        content, reasoning = _thoughts(reply)
-        calls, unparsable = _calls(reply.tool_calls)
-        if unparsable:
-            content = f"{content}\n{json.dumps(reply.tool_calls, ensure_ascii=False)}".strip()
-        reason = "tool_calls" if calls and reply.finish_reason == "stop" else reply.finish_reason
-        turn = state.add(reply, reason, reset=reset)
-        return ChatResult(
-            content=content,
-            reasoning=reasoning,
-            tool_calls=calls,
-            finish_reason=reason,
-            unparsable=unparsable,
-            raw=reply.content,
-            token_ids=[],
-            turn=turn,
-            report=state.report(),
-        )
 
     def _end(self, error: KVBenchError) -> KVBenchError:
         """Remember what ends the run; the first reason counts."""
@@ -223,6 +185,19 @@ def _charge(account: KVStats, prompt: int, output: int, fresh: int) -> None:
     account.decode_kv_sum += output * prompt + output * (output + 1) // 2
 
 
+def _result(state: TextSession, reply: TextReply, *, reset: bool) -> ChatResult:
+    """Put the reply to the session's account; return it as the gateway's own result."""
+    content, reasoning = _thoughts(reply)
+    calls, unparsable = _calls(reply.tool_calls)
+    if unparsable:
+        content = f"{content}\n{json.dumps(reply.tool_calls, ensure_ascii=False)}".strip()
+    reason = "tool_calls" if calls and reply.finish_reason == "stop" else reply.finish_reason
+    turn = state.add(reply, reason, reset=reset)
+    return ChatResult(
+        content, reasoning, calls, reason, unparsable, reply.content, [], turn, state.report()
+    )
+
+
 def _thoughts(reply: TextReply) -> tuple[str, str]:
     """Return content and reasoning; an endpoint without a reasoning parser leaves the markers."""
     if reply.reasoning or not reply.content.lstrip().startswith("<think>"):
@@ -234,7 +209,7 @@ def _thoughts(reply: TextReply) -> tuple[str, str]:
 
 
 def _calls(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Return the calls with their arguments as JSON text, or none and that they are no calls."""
+    """Return the calls with their arguments as JSON text, and whether they could not be read."""
     calls: list[dict[str, Any]] = []
     for number, call in enumerate(raw, start=1):
         function = call.get("function")
@@ -261,8 +236,3 @@ def _deltas(result: ChatResult) -> Iterator[Delta]:
         yield Delta("content", result.content)
     for call in result.tool_calls:
         yield Delta("tool_call", call=call)
-
-
-def _sha(asked: Known) -> str:
-    text = json.dumps([asked.messages, asked.tools], ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -9,14 +9,6 @@ from agentbench_kv.engines.base import Hints
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, kvbench_usage
 
-__all__ = [
-    "ChatResult",
-    "Options",
-    "SessionBusyError",
-    "SessionLimitError",
-    "UnknownSessionError",
-]
-
 
 class SessionBusyError(KVBenchError):
     """A session answers one request at a time; a second one at the same moment is refused."""
@@ -32,33 +24,17 @@ class UnknownSessionError(KVBenchError):
 
 @dataclass(frozen=True)
 class Options:
-    """How one request wants its tokens picked.
+    """How one request wants its tokens picked."""
 
-    Attributes
-    ----------
-    max_tokens : int or None
-        Most tokens to generate; None takes the gateway's default.
-    seed : int
-        Seed of the session; every turn draws from a stream of its own.
-    stop : tuple of str
-        Strings that end the text; they are cut off.
-    parse_tools : bool
-        False leaves tool calls in the content.
-    hints : Hints
-        For methods that manage whole spans of a session.
-    ignore_eos : bool
-        The model's own turn end does not end the generation, so that its length is fixed.
-    """
-
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None takes the gateway's default
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    parse_tools: bool = True
-    hints: Hints = field(default_factory=Hints)
-    ignore_eos: bool = False
+    seed: int = 0  # of the session; every turn draws from a stream of its own
+    stop: tuple[str, ...] = ()  # strings that end the text; they are cut off
+    parse_tools: bool = True  # False leaves tool calls in the content
+    hints: Hints = field(default_factory=Hints)  # for methods that manage whole spans
+    ignore_eos: bool = False  # the model's turn end does not end the generation: fixed length
 
     def __post_init__(self) -> None:
         """Refuse what no engine can do."""
@@ -78,33 +54,15 @@ class Options:
 
 @dataclass(frozen=True)
 class ChatResult:
-    """One answered request.
+    """One answered request; `turn` and `report` are the figures of the turn and of its session."""
 
-    Attributes
-    ----------
-    content, reasoning : str
-        Visible text and think block, markers removed.
-    tool_calls : list of dict
-        Calls in OpenAI form, arguments as JSON text.
-    finish_reason : str
-        `stop`, `tool_calls`, `length`, `context_limit` or `cancelled`.
-    unparsable : bool
-        A tool-call marker was followed by something else than a call; the text is in `content`.
-    raw : str
-        The text as generated, markers included, turn end and stop string removed.
-    token_ids : list of int
-        The generated ids, all of them.
-    turn, report : TurnInfo, SessionReport
-        Figures of this turn and of the session after it.
-    """
-
-    content: str
-    reasoning: str
-    tool_calls: list[dict[str, Any]]
-    finish_reason: str
-    unparsable: bool
-    raw: str
-    token_ids: list[int]
+    content: str  # visible text, markers removed
+    reasoning: str  # think block, markers removed
+    tool_calls: list[dict[str, Any]]  # OpenAI form, arguments as JSON text
+    finish_reason: str  # stop, tool_calls, length, context_limit or cancelled
+    unparsable: bool  # a tool-call marker was not followed by a call; the text is in `content`
+    raw: str  # as generated, markers included, turn end and stop string removed
+    token_ids: list[int]  # all generated ids
     turn: TurnInfo
     report: SessionReport
 

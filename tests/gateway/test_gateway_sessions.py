@@ -64,17 +64,17 @@ def test_a_session_extends_and_keeps_its_thoughts(gateway_of: GatewayOf) -> None
         assert CALL + "<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny" in text
         assert "<|im_end|><|im_end|>" not in text
         assert_log_exact(gateway, "s")
-        assert client.resets == 0
-    turns = client.turns
+        assert client.report.resets == 0
+    turns = client.report.turns
     assert [turn.turn for turn in turns] == [0, 1, 2]
     assert turns[1].cached_tokens == turns[0].prompt_tokens + turns[0].output_tokens
     assert turns[1].phases["tool"] > 0 < turns[0].phases["act"]
     assert turns[0].phases["think"] > 0
-    assert sum(sum(turn.phases.values()) for turn in turns) == client.stats.logical
-    assert sum(turn.prefill_tokens for turn in turns) == client.stats.prefill_tokens
-    assert client.usage["requests"] == 3
-    assert client.prompt_sha is not None
-    assert len(client.prompt_sha) == 64
+    assert sum(sum(turn.phases.values()) for turn in turns) == client.report.stats.logical
+    assert sum(turn.prefill_tokens for turn in turns) == client.report.stats.prefill_tokens
+    assert client.report.usage["requests"] == 3
+    assert client.report.prompt_sha is not None
+    assert len(client.report.prompt_sha) == 64
 
 
 def test_echoes_are_compared_by_meaning(gateway_of: GatewayOf) -> None:
@@ -287,7 +287,7 @@ def test_sessions_end(gateway_of: GatewayOf) -> None:
 def test_a_client_keeps_its_report_whoever_closes(gateway_of: GatewayOf) -> None:
     gateway = gateway_of("x")
     client = InProcessClient(gateway, "s")
-    assert client.turns == ()
+    assert client.report.turns == ()
     client.chat(USER)
     gateway.close("s")
     assert len(client.close().turns) == 1
