@@ -19,7 +19,8 @@ from agentbench_kv.environments.source import export
 from agentbench_kv.environments.wheels import wheel_of
 from agentbench_kv.errors import PrerequisiteError
 
-_PIP = ("-m", "pip", "install", "--no-deps", "--no-input", "--disable-pip-version-check")
+_PIP = ("-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
+_NO_DEPS = ("--no-deps",)
 _WHEELS_ONLY = ("--only-binary", ":all:")
 # The build backend is in the lock.
 _FROM_FOLDER = ("--no-build-isolation", "--no-index")
@@ -36,56 +37,37 @@ _TAIL_LINES = 8
 
 
 def build(profile: Profile, folder: Path, python: Path, report: Report, exported: str = "") -> None:
-    """Build `profile` in `folder`, picking up what an interrupted build left.
+    """Build `profile` in `folder` from `python`, picking up what an interrupted build left.
 
-    Parameters
-    ----------
-    profile : Profile
-        What to build.
-    folder : Path
-        Where; without a marker it counts as unfinished.
-    python : Path
-        Interpreter the environment is made from.
-    report : callable
-        Gets one line at a time for the person who waits.
-    exported : str
-        What `fetch` returned.
+    `exported` is what `fetch` returned.
     """
     version = supported_version(profile, python)
-    _require_space(profile, folder)
+    free_mb = shutil.disk_usage(folder.parent).free >> 20
+    if free_mb < profile.disk_mb:
+        raise _disk_full(profile, folder, f"{free_mb} MB free")
     log = folder.with_name(f"{folder.name}.log")
     log.unlink(missing_ok=True)
-    if not _runs(interpreter(folder), version):
+    own = interpreter(folder)
+
+    def run(command: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
+        _step(profile, log, command, report, settings or {})
+
+    if not own.exists() or version_of(own) != version:
         shutil.rmtree(folder, ignore_errors=True)
         report(f"creating {folder}")
-        _step(profile, log, (str(python), "-m", "venv", str(folder)), report)
+        run((str(python), "-m", "venv", str(folder)))
     report(f"installing {profile.lock.name} (log: {log})")
-    pip = [word for word in _PIP if not (profile.resolves and word == "--no-deps")]
-    install = (str(interpreter(folder)), "-I", *pip, *_WHEELS_ONLY, "-r", str(profile.lock))
-    _step(profile, log, install, report)
+    no_deps = () if profile.resolves else _NO_DEPS
+    run((str(own), *_PIP, *no_deps, *_WHEELS_ONLY, "-r", str(profile.lock)))
     if exported:
         report(f"installing {profile.name} from {exported}")
-        local = (str(interpreter(folder)), "-I", *_PIP, *_FROM_FOLDER, str(_exported(folder)))
-        _step(profile, log, local, report)
+        run((str(own), *_PIP, *_NO_DEPS, *_FROM_FOLDER, str(_exported(folder))))
     if profile.built is not None:
-        _install_built(profile, folder, log, report)
+        wheel = wheel_of(profile.built, own, run, report)
+        run((str(own), *_PIP, *_NO_DEPS, "--no-index", str(wheel)))
     report("checking that it works")
-    _step(profile, log, (str(interpreter(folder)), "-I", "-c", profile.probe), report)
+    run((str(own), "-I", "-c", profile.probe))
     _write_marker(profile, folder, version, exported)
-
-
-def _install_built(profile: Profile, folder: Path, log: Path, report: Report) -> None:
-    """Install what is built from its source distribution."""
-    if profile.built is None:
-        return
-    python = interpreter(folder)
-    wheel = wheel_of(
-        profile.built,
-        python,
-        lambda command, settings: _step(profile, log, command, report, settings),
-        report,
-    )
-    _step(profile, log, (str(python), "-I", *_PIP, "--no-index", str(wheel)), report)
 
 
 def probe(profile: Profile, python: Path) -> str | None:
@@ -108,17 +90,8 @@ def _exported(folder: Path) -> Path:
 def fetch(profile: Profile, folder: Path, source: str | None) -> str:
     """Get the profile's own package, if it has one; return what was got.
 
-    Parameters
-    ----------
-    profile, folder
-        As for `build`.
-    source : str or None
-        Where the package is: a git URL, a git directory or a directory.
-
-    Raises
-    ------
-    PrerequisiteError
-        It is not there, or the profile has no package of its own.
+    `source` is a git URL, a git directory or a directory; PrerequisiteError if it is not there, or
+    the profile has no package of its own.
     """
     if profile.source is None:
         if source:
@@ -131,18 +104,8 @@ def _clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _MISLEADING}
 
 
-def _runs(python: Path, version: tuple[int, int]) -> bool:
-    return python.exists() and version_of(python) == version
-
-
 def supported_version(profile: Profile, python: Path) -> tuple[int, int]:
-    """Return the version of an interpreter that the profile can be built from.
-
-    Raises
-    ------
-    PrerequisiteError
-        It does not run, or its version has no wheels for the pins.
-    """
+    """Return the version of an interpreter; PrerequisiteError if the pins have no wheels for it."""
     version = version_of(python)
     if version is None:
         raise PrerequisiteError(
@@ -150,22 +113,13 @@ def supported_version(profile: Profile, python: Path) -> tuple[int, int]:
             f"{profile.create_command()} --python /path/to/python"
         )
     if not profile.oldest <= version <= profile.newest:
-        wanted = " to ".join(f"{major}.{minor}" for major, minor in _span(profile))
+        ends = sorted({profile.oldest, profile.newest})
+        wanted = " to ".join(f"{major}.{minor}" for major, minor in ends)
         raise PrerequisiteError(
             f"{python} is Python {version[0]}.{version[1]}, but the pins of {profile.name} have "
             f"wheels for {wanted}: {profile.create_command()} --python /path/to/python"
         )
     return version
-
-
-def _span(profile: Profile) -> list[tuple[int, int]]:
-    return sorted({profile.oldest, profile.newest})
-
-
-def _require_space(profile: Profile, folder: Path) -> None:
-    free_mb = shutil.disk_usage(folder.parent).free >> 20
-    if free_mb < profile.disk_mb:
-        raise _disk_full(profile, folder, f"{free_mb} MB free")
 
 
 def _disk_full(profile: Profile, folder: Path, found: str) -> PrerequisiteError:
@@ -180,10 +134,11 @@ def _step(
     log: Path,
     command: Sequence[str],
     report: Report,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str],
 ) -> None:
+    """Run one command of a build; PrerequisiteError with the last lines of the log if it fails."""
     try:
-        code, tail = _run_logged(command, log, report, settings or {})
+        code, tail = _run_logged(command, log, report, settings)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _disk_full(profile, log, "none left") from error
@@ -226,17 +181,8 @@ def _run_logged(
 def _write_marker(
     profile: Profile, folder: Path, version: tuple[int, int], source: str = ""
 ) -> None:
-    listing = subprocess.run(
-        (str(interpreter(folder)), "-I", "-c", _LIST_PACKAGES),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    packages: dict[str, str] = json.loads(listing.stdout)
-    Marker(
-        name=profile.name,
-        lock_sha256=profile.lock_sha256(),
-        python=f"{version[0]}.{version[1]}",
-        packages=packages,
-        source=source,
-    ).write(folder)
+    command = (str(interpreter(folder)), "-I", "-c", _LIST_PACKAGES)
+    listing = subprocess.run(command, capture_output=True, text=True, check=True)
+    packages = json.loads(listing.stdout)
+    python = f"{version[0]}.{version[1]}"
+    Marker(profile.name, profile.lock_sha256(), python, packages, source).write(folder)

@@ -24,7 +24,6 @@ def home() -> Path:
 
 
 def folder_of(profile: Profile) -> Path:
-    """Return the folder in which this profile's current lock is built."""
     return home() / "envs" / profile.folder_name()
 
 
@@ -36,7 +35,6 @@ def folders_of_name(name: str) -> list[Path]:
 
 
 def interpreter(folder: Path) -> Path:
-    """Return the Python of a virtual environment."""
     return folder / "bin" / "python"
 
 
@@ -46,13 +44,7 @@ def override_variable(name: str) -> str:
 
 
 def overridden(name: str) -> Path | None:
-    """Return the user's own Python for `name`, if one is named.
-
-    Raises
-    ------
-    PrerequisiteError
-        The variable names something that is not an executable file.
-    """
+    """Return the user's own Python for `name`, if one is named; it must be an executable file."""
     variable = override_variable(name)
     if not (value := os.environ.get(variable)):
         return None

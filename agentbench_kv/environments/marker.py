@@ -11,25 +11,13 @@ MARKER_FILE = "kvbench-environment.json"
 
 @dataclass(frozen=True)
 class Marker:
-    """What a finished environment holds.
-
-    Attributes
-    ----------
-    name, lock_sha256 : str
-        Profile, and hash of the lock it was built from.
-    python : str
-        Version, `major.minor`.
-    packages : dict
-        Distribution name to version.
-    source : str
-        What was installed from a repository.
-    """
+    """What a finished environment holds."""
 
     name: str
-    lock_sha256: str
-    python: str
-    packages: dict[str, str]
-    source: str = ""
+    lock_sha256: str  # of the lock it was built from
+    python: str  # `major.minor`
+    packages: dict[str, str]  # distribution name to version
+    source: str = ""  # what was installed from a repository
 
     def write(self, folder: Path) -> None:
         """Put the marker in place in one step."""

@@ -40,7 +40,6 @@ def complete(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the embeddings of the texts in a request."""
     texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
     rows = [{"object": "embedding", "index": i, "embedding": embed(t)} for i, t in enumerate(texts)]
     return {"object": "list", "model": body["model"], "data": rows,
@@ -51,10 +50,9 @@ class Handler(BaseHTTPRequestHandler):
     """The two routes that Mem0 asks."""
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        pass
 
     def do_POST(self) -> None:
-        """Answer."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer = (encode if self.path.endswith("/embeddings") else complete)(body)
         raw = json.dumps(answer).encode()
@@ -119,7 +117,6 @@ def probe(url: str, folder: str) -> None:
 
 
 def main() -> None:
-    """Serve, look, stop."""
     tried = stay_here()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentbench_kv.environments.sdist import BuiltWheel
 from agentbench_kv.environments.source import Source
@@ -64,9 +65,7 @@ LLAMACPP = BuiltWheel(
     distribution="llama-cpp-python",
     version="0.3.36",
     settings={
-        "CMAKE_ARGS": (
-            "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF"
-        ),
+        "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF",
         "CMAKE_BUILD_PARALLEL_LEVEL": "2",
     },
     tools=("cmake", "c++"),
@@ -106,38 +105,18 @@ TAU2_V1 = replace(
 
 @dataclass(frozen=True)
 class Profile:
-    """A pinned environment.
-
-    Attributes
-    ----------
-    name, summary : str
-        Name on the command line, and what the environment is for.
-    lock : Path
-        Requirements file with exact pins of everything, installed without dependency resolution.
-    oldest, newest : (int, int)
-        Python versions for which every pin has a wheel.
-    disk_mb : int
-        Free space needed to build it.
-    probe : str
-        Python source that fails unless the environment does its job.
-    source : Source or None
-        What is installed besides the lock, from a repository that the user names.
-    built : BuiltWheel or None
-        What is installed besides the lock, built from its source distribution.
-    resolves : bool
-        The lock names the top only, and pip resolves what that needs.
-    """
+    """A pinned environment."""
 
     name: str
     summary: str
-    lock: Path
-    oldest: tuple[int, int]
+    lock: Path  # requirements file: exact pins of everything, installed without resolution
+    oldest: tuple[int, int]  # Python versions for which every pin has a wheel
     newest: tuple[int, int]
-    disk_mb: int
-    probe: str
-    source: Source | None = None
-    built: BuiltWheel | None = None
-    resolves: bool = False
+    disk_mb: int  # free space needed to build it
+    probe: str  # Python source that fails unless the environment does its job
+    source: Source | None = None  # installed besides the lock, from a repository the user names
+    built: BuiltWheel | None = None  # installed besides the lock, built from its source
+    resolves: bool = False  # the lock names the top only, and pip resolves what that needs
 
     def lock_sha256(self) -> str:
         """Hash the pins, so that a changed lock gets a new folder."""
@@ -149,93 +128,80 @@ class Profile:
         return hashlib.sha256(pinned).hexdigest()
 
     def create_command(self) -> str:
-        """Return the command that builds it."""
         return self.source.create_command() if self.source else f"kvbench env create {self.name}"
 
     def folder_name(self) -> str:
-        """Return the name of the folder that this lock is built in."""
         return f"{self.name}-{self.lock_sha256()[:12]}"
 
 
-PROFILES: dict[str, Profile] = {
-    "bfcl": Profile(
-        name="bfcl",
-        summary="Berkeley Function-Calling Leaderboard v4: multi-turn loop, simulators, checker",
-        lock=LOCKS / "bfcl.txt",
-        oldest=(3, 11),
-        newest=(3, 12),
-        disk_mb=500,
-        probe=BFCL_PROBE,
+def _profile(
+    name: str, summary: str, pythons: tuple[int, int], disk_mb: int, probe: str, **more: Any
+) -> Profile:
+    """Return a profile whose lock has its name; `pythons` are the minor versions of Python 3."""
+    oldest, newest = pythons
+    return Profile(
+        name, summary, LOCKS / f"{name}.txt", (3, oldest), (3, newest), disk_mb, probe, **more
+    )
+
+
+_ALL = (
+    _profile(
+        "bfcl",
+        "Berkeley Function-Calling Leaderboard v4: multi-turn loop, simulators, checker",
+        (11, 12),
+        500,
+        BFCL_PROBE,
     ),
-    "llamacpp": Profile(
-        name="llamacpp",
-        summary="llama.cpp through llama-cpp-python 0.3.36, built here for this processor",
-        lock=LOCKS / "llamacpp.txt",
-        oldest=(3, 11),
-        newest=(3, 12),
-        disk_mb=2500,
-        probe=LLAMACPP_PROBE,
+    _profile(
+        "llamacpp",
+        "llama.cpp through llama-cpp-python 0.3.36, built here for this processor",
+        (11, 12),
+        2500,
+        LLAMACPP_PROBE,
         built=LLAMACPP,
     ),
-    "vllm": Profile(
-        name="vllm",
-        summary="vLLM 0.32.0 on the CPU: the engine vllm",
-        lock=LOCKS / "vllm.txt",
-        oldest=(3, 11),
-        newest=(3, 11),
-        disk_mb=3500,
-        probe=VLLM_PROBE,
-    ),
-    "vllm-cuda": Profile(
-        name="vllm-cuda",
-        summary="vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
-        lock=LOCKS / "vllm-cuda.txt",
-        oldest=(3, 11),
-        newest=(3, 13),
-        disk_mb=15000,
-        probe=VLLM_PROBE,
+    _profile("vllm", "vLLM 0.32.0 on the CPU: the engine vllm", (11, 11), 3500, VLLM_PROBE),
+    _profile(
+        "vllm-cuda",
+        "vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
+        (11, 13),
+        15000,
+        VLLM_PROBE,
         resolves=True,
     ),
-    "sglang": Profile(
-        name="sglang",
-        summary="SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
-        lock=LOCKS / "sglang.txt",
-        oldest=(3, 11),
-        newest=(3, 11),
-        disk_mb=3500,
-        probe=SGLANG_PROBE,
+    _profile(
+        "sglang",
+        "SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
+        (11, 11),
+        3500,
+        SGLANG_PROBE,
     ),
-    "tau2": Profile(
-        name="tau2",
-        summary="tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
-        lock=LOCKS / "tau2.txt",
-        oldest=(3, 11),
-        newest=(3, 12),
-        disk_mb=1200,
+    _profile(
+        "tau2",
+        "tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
+        (11, 12),
+        1200,
         # As pip normalises the version.
-        probe=TAU2_PROBE.format(description=TAU2.description, installed="0.2.1.dev0"),
+        TAU2_PROBE.format(description=TAU2.description, installed="0.2.1.dev0"),
         source=TAU2,
     ),
-    "tau2-v1": Profile(
-        name="tau2-v1",
-        summary="tau2-bench v1.0.1: the same domains with other tasks; retail needs a judge",
-        lock=LOCKS / "tau2-v1.txt",
-        oldest=(3, 12),
-        newest=(3, 13),
-        disk_mb=1000,
-        probe=TAU2_PROBE.format(description=TAU2_V1.description, installed=TAU2_V1.version),
+    _profile(
+        "tau2-v1",
+        "tau2-bench v1.0.1: the same domains with other tasks; retail needs a judge",
+        (12, 13),
+        1000,
+        TAU2_PROBE.format(description=TAU2_V1.description, installed=TAU2_V1.version),
         source=TAU2_V1,
     ),
-    "mem0": Profile(
-        name="mem0",
-        summary="Mem0 2.2.1 (open source): memories in a local vector store, no telemetry",
-        lock=LOCKS / "mem0.txt",
-        oldest=(3, 11),
-        newest=(3, 12),
-        disk_mb=600,
-        probe=MEM0_PROBE,
+    _profile(
+        "mem0",
+        "Mem0 2.2.1 (open source): memories in a local vector store, no telemetry",
+        (11, 12),
+        600,
+        MEM0_PROBE,
     ),
-}
+)
+PROFILES: dict[str, Profile] = {each.name: each for each in _ALL}
 
 
 def profile(name: str) -> Profile:

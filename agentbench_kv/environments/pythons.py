@@ -9,20 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Version", "find_python", "version_of"]
-
 Version = tuple[int, int]
 
 
 def find_python(oldest: Version, newest: Version) -> Path:
     """Return a Python of a version from `oldest` to `newest`: kvbench's own if it is one.
 
-    Else the first that runs of `python3.N` on the PATH and of pyenv's versions, older ones first.
-
-    Returns
-    -------
-    Path
-        kvbench's own interpreter if there is none at all.
+    Else the first that runs of `python3.N` on the PATH and of pyenv's versions, older ones first;
+    kvbench's own interpreter if there is none at all.
     """
     own = Path(sys.executable)
     if oldest <= sys.version_info[:2] <= newest:

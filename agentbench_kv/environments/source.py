@@ -22,29 +22,18 @@ _GIT_S = 600
 class Source:
     """One version of a package that pip cannot find by name.
 
-    Attributes
-    ----------
-    distribution, version, description : str
-        As its `pyproject.toml` says.
-    url, tag, commit : str
-        Public repository, and the pinned version in it.
-    namesake : str
-        What an index holds under the same name.
-    environment : str
-        Profile that installs it; named as the distribution if not given.
-    files, folder : tuple of str, str
-        What is exported: files at the root, and the folder with the code. Nothing else is read,
-        so a partial clone will do.
+    Of the repository only `files` (at the root) and `folder` (the code) are exported. Nothing else
+    is read, so a partial clone will do.
     """
 
-    distribution: str
+    distribution: str  # name, version and description as its `pyproject.toml` says
     version: str
     description: str
-    url: str
+    url: str  # public repository, and the pinned version in it
     tag: str
     commit: str
-    namesake: str
-    environment: str = ""
+    namesake: str  # what an index holds under the same name
+    environment: str = ""  # profile that installs it; named as the distribution if not given
     files: tuple[str, ...] = ("pyproject.toml", "README.md", "LICENSE")
     folder: str = "src"
 
@@ -54,35 +43,19 @@ class Source:
 
 
 def export(source: Source, given: str | None, target: Path) -> str:
-    """Put the pinned version's files into `target`.
+    """Empty `target` and put the pinned version's files there; return what was exported.
 
-    Parameters
-    ----------
-    source : Source
-        What is wanted.
-    given : str or None
-        Where it is: a git URL, a git directory (bare or not), or an unpacked directory.
-    target : Path
-        Folder to fill; what it held is deleted.
-
-    Returns
-    -------
-    str
-        What was exported, for the record.
-
-    Raises
-    ------
-    PrerequisiteError
-        Nothing was given, an index was asked for, or what is there is something else.
+    `given` is a git URL, a git directory (bare or not), or an unpacked directory; PrerequisiteError
+    if nothing was given, an index was asked for, or what is there is something else.
     """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     place = _place(source, given)
     if isinstance(place, str):
         with tempfile.TemporaryDirectory(prefix="kvbench-clone-") as folder:
-            clone = Path(folder) / "clone"
-            _clone(source, place, clone)
-            about = _from_git(source, clone, target)
+            clone = ("clone", "--quiet", "--bare", "--depth", "1", "--branch", source.tag)
+            _git(source, (*clone, place, f"{folder}/clone"))
+            about = _from_git(source, Path(folder) / "clone", target)
     elif _is_git(place):
         about = _from_git(source, place, target)
     else:
@@ -113,13 +86,6 @@ def _place(source: Source, given: str | None) -> Path | str:
 def _is_git(path: Path) -> bool:
     bare = (path / "HEAD").is_file() and (path / "objects").is_dir()
     return bare or (path / ".git").exists()
-
-
-def _clone(source: Source, url: str, folder: Path) -> None:
-    _git(
-        source,
-        ("clone", "--quiet", "--bare", "--depth", "1", "--branch", source.tag, url, str(folder)),
-    )
 
 
 def _from_git(source: Source, repository: Path, target: Path) -> str:

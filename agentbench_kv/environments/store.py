@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,51 +23,32 @@ from agentbench_kv.environments.profiles import PROFILES, Profile, profile
 from agentbench_kv.environments.pythons import find_python
 from agentbench_kv.errors import PrerequisiteError
 
-State = Literal["ready", "missing", "unfinished", "outdated", "broken"]
-
 
 @dataclass(frozen=True)
 class EnvironmentStatus:
-    """What is known of one environment.
-
-    Attributes
-    ----------
-    name, summary : str
-        The profile.
-    state : str
-        `ready`, `missing`, `unfinished` (a build was interrupted), `outdated` (built from an
-        earlier lock) or `broken` (the probe failed).
-    source : str
-        `managed`, or the environment variable that names the user's own Python.
-    python : Path or None
-        Interpreter, when there is one.
-    detail : str
-        What was found.
-    mend : str or None
-        The command that makes it ready.
-    packages : dict
-        Versions installed, for managed environments.
-    folder : Path or None
-        Where a managed environment lies.
-    """
+    """What is known of one environment."""
 
     name: str
     summary: str
-    state: State
-    source: str
+    # unfinished: a build was interrupted; outdated: built from an earlier lock; broken: the probe
+    # failed.
+    state: Literal["ready", "missing", "unfinished", "outdated", "broken"]
+    source: str  # `managed`, or the environment variable that names the user's own Python
     python: Path | None
-    detail: str
-    mend: str | None = None
-    packages: dict[str, str] = field(default_factory=dict)
-    folder: Path | None = None
+    detail: str  # what was found
+    mend: str | None = None  # the command that makes it ready
+    packages: dict[str, str] = field(default_factory=dict)  # versions, for managed environments
+    folder: Path | None = None  # of a managed environment
 
     @cached_property
     def size_mb(self) -> int | None:
         """Disk space of a managed environment: every file is looked at, for seconds at worst."""
-        return None if self.folder is None else _size_mb(self.folder)
+        if self.folder is None:
+            return None
+        files = (p for p in self.folder.rglob("*") if p.is_file() and not p.is_symlink())
+        return sum(p.stat().st_size for p in files) >> 20
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is known in JSON types."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         del plain["folder"]
         plain["python"] = None if self.python is None else str(self.python)
@@ -84,19 +65,9 @@ def create(
 ) -> EnvironmentStatus:
     """Build the environment `name`, or finish an interrupted build; do nothing if it is ready.
 
-    Parameters
-    ----------
-    name : str
-        A profile's name.
-    python : path, optional
-        Interpreter to build from; by default the one that runs kvbench, or one of the versions
-        that the profile needs.
-    source : str, optional
-        For a package that is on no index: a git URL, a git directory or a directory.
-    recreate : bool
-        Build from nothing even if the environment is ready.
-    report : callable, optional
-        Gets one line of progress at a time.
+    Without `python` it is built from the interpreter that runs kvbench, or one of the versions that
+    the profile needs. `source` is for a package that is on no index: a git URL, a git directory or
+    a directory.
     """
     wanted = profile(name)
     tell = report or (lambda _line: None)
@@ -124,12 +95,10 @@ def check(name: str) -> EnvironmentStatus:
     problem = builder.probe(wanted, found.python)
     if problem is None:
         return found
-    mend = f"{wanted.create_command()} --recreate"
-    if found.source != "managed":
-        mend = f"unset {found.source}; {wanted.create_command()}"
-    return EnvironmentStatus(
-        name, wanted.summary, "broken", found.source, found.python, problem, mend
-    )
+    create, managed = wanted.create_command(), found.source == "managed"
+    mend = f"{create} --recreate" if managed else f"unset {found.source}; {create}"
+    plain = replace(found, packages={}, folder=None)
+    return replace(plain, state="broken", detail=problem, mend=mend)
 
 
 def list_environments() -> list[EnvironmentStatus]:
@@ -138,13 +107,7 @@ def list_environments() -> list[EnvironmentStatus]:
 
 
 def remove(name: str, *, report: Report | None = None) -> list[Path]:
-    """Delete every managed environment of `name`, of this lock and earlier ones.
-
-    Returns
-    -------
-    list of Path
-        The folders that were deleted.
-    """
+    """Delete every managed environment of `name`, of this lock and earlier ones; return which."""
     profile(name)
     with building(name, report or (lambda _line: None)):
         folders = folders_of_name(name)
@@ -156,13 +119,7 @@ def remove(name: str, *, report: Report | None = None) -> list[Path]:
 
 
 def python_of(name: str) -> Path:
-    """Return the interpreter of `name`.
-
-    Raises
-    ------
-    PrerequisiteError
-        The environment is not there; the message holds the command that creates it.
-    """
+    """Return the interpreter of `name`; PrerequisiteError says how to create it if need be."""
     found = _status(profile(name))
     if found.state != "ready" or found.python is None:
         what = "not found" if found.state == "missing" else found.state
@@ -179,33 +136,17 @@ def _status(wanted: Profile) -> EnvironmentStatus:
 
 
 def _managed(wanted: Profile) -> EnvironmentStatus:
-    folder = folder_of(wanted)
-    marker = read_marker(folder)
-    if marker is None or not interpreter(folder).exists():
-        return _not_ready(wanted, folder)
-    return EnvironmentStatus(
-        name=wanted.name,
-        summary=wanted.summary,
-        state="ready",
-        source="managed",
-        python=interpreter(folder),
-        detail=str(folder),
-        packages=marker.packages,
-        folder=folder,
+    name, summary, folder = wanted.name, wanted.summary, folder_of(wanted)
+    marker, python = read_marker(folder), interpreter(folder)
+    if marker is not None and python.exists():
+        return EnvironmentStatus(
+            name, summary, "ready", "managed", python, str(folder), None, marker.packages, folder
+        )
+    missing = EnvironmentStatus(
+        name, summary, "missing", "managed", None, f"nothing at {folder}", wanted.create_command()
     )
-
-
-def _not_ready(wanted: Profile, folder: Path) -> EnvironmentStatus:
-    mend = wanted.create_command()
-    state: State = "missing"
-    detail = f"nothing at {folder}"
     if folder.exists():
-        state, detail = "unfinished", f"an interrupted build at {folder}"
-    elif older := folders_of_name(wanted.name):
-        state, detail = "outdated", f"built from an earlier lock: {older[-1]}"
-    return EnvironmentStatus(wanted.name, wanted.summary, state, "managed", None, detail, mend)
-
-
-def _size_mb(folder: Path) -> int:
-    files = (p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
-    return sum(p.stat().st_size for p in files) >> 20
+        return replace(missing, state="unfinished", detail=f"an interrupted build at {folder}")
+    if older := folders_of_name(name):
+        return replace(missing, state="outdated", detail=f"built from an earlier lock: {older[-1]}")
+    return missing

@@ -14,10 +14,8 @@ from agentbench_kv.environments.locations import Report, home
 from agentbench_kv.environments.sdist import BuiltWheel
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["cached_wheel", "wheel_of"]
-
+# Runs a command with additions to the environment; raises if it fails.
 Run = Callable[[Sequence[str], Mapping[str, str]], None]
-"""Runs a command with additions to the environment; raises if it fails."""
 
 
 def cached_wheel(wanted: BuiltWheel) -> Path | None:
@@ -26,22 +24,7 @@ def cached_wheel(wanted: BuiltWheel) -> Path | None:
 
 
 def wheel_of(wanted: BuiltWheel, python: Path, run: Run, report: Report) -> Path:
-    """Return the wheel, building it if this machine has not yet.
-
-    Parameters
-    ----------
-    wanted : BuiltWheel
-    python : Path
-        Interpreter whose pip builds.
-    run : callable
-    report : callable
-        Gets one line at a time.
-
-    Raises
-    ------
-    PrerequisiteError
-        If a tool is missing, or the build fails.
-    """
+    """Return the wheel, building it with the pip of `python` if this machine has not yet."""
     folder = _folder(wanted)
     if (found := cached_wheel(wanted)) is not None:
         report(f"using {found}")
@@ -54,16 +37,12 @@ def wheel_of(wanted: BuiltWheel, python: Path, run: Run, report: Report) -> Path
         )
     report(f"building {wanted.requirement}, once: about {wanted.minutes} minutes on two cores")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
-        run(_command(wanted, python, place), wanted.settings)
-        (made,) = Path(place).glob("*.whl")
-        return made.rename(folder / made.name)
-
-
-def _command(wanted: BuiltWheel, python: Path, place: str) -> list[str]:
     pip = [str(python), "-I", "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check"]
     source = ["--no-deps", "--no-binary", wanted.distribution]
-    return [*pip, *source, "--wheel-dir", place, wanted.requirement]
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
+        run([*pip, *source, "--wheel-dir", place, wanted.requirement], wanted.settings)
+        (made,) = Path(place).glob("*.whl")
+        return made.rename(folder / made.name)
 
 
 def _folder(wanted: BuiltWheel) -> Path:

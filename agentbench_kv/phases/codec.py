@@ -9,8 +9,6 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["TokenCodec", "load_tokenizer"]
-
 
 def load_tokenizer(path: Path) -> Any:
     """Return the Hugging Face tokenizer of a local model folder; the network is never asked."""
@@ -19,22 +17,19 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise PrerequisiteError(f"no usable tokenizer in {path}: {_first_line(error)}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PrerequisiteError(f"no usable tokenizer in {path}: {reason}") from error
 
 
 class TokenCodec:
-    """Encodes and decodes for many threads.
-
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-        The model's tokenizer.
-    """
+    """Encodes and decodes for many threads, with a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
-        self.special: frozenset[int] = _special_ids(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        special = {index for index, token in added if getattr(token, "special", False)}
+        self.special: frozenset[int] = frozenset(special | set(tokenizer.all_special_ids))
         # A fast tokenizer changes its truncation state inside `encode`.
         self._lock = threading.Lock()
         self._pieces: dict[int, str] = {}
@@ -57,17 +52,6 @@ class TokenCodec:
 
     def piece(self, token: int) -> str:
         """Return the text of one id; bytes of an unfinished character become U+FFFD."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self.decode([token])
-        return piece
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    added = tokenizer.added_tokens_decoder.items()
-    special = {index for index, token in added if getattr(token, "special", False)}
-    return frozenset(special | set(tokenizer.all_special_ids))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if token not in self._pieces:
+            self._pieces[token] = self.decode([token])
+        return self._pieces[token]

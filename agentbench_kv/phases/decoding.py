@@ -7,8 +7,6 @@ from typing import Any, Self
 
 from agentbench_kv.phases.codec import TokenCodec
 
-__all__ = ["IncrementalDecoder", "StopMatcher"]
-
 _REPLACEMENT = "\ufffd"
 # UTF-8 characters have at most four bytes, so a longer undecodable run is not an unfinished one.
 _MOST_PENDING = 4
@@ -17,12 +15,7 @@ _MOST_PENDING = 4
 class IncrementalDecoder:
     """Turns a stream of ids into a stream of text that never splits a character.
 
-    Parameters
-    ----------
-    codec : TokenCodec
-        Where the ids come from.
-    hidden : iterable of int
-        Ids that have no text (turn ends and other special tokens).
+    `hidden` are ids that have no text (turn ends and other special tokens).
     """
 
     def __init__(self, codec: TokenCodec, hidden: Iterable[int] = ()) -> None:
@@ -58,12 +51,7 @@ class IncrementalDecoder:
 class StopMatcher:
     """Says at which token a stop string is complete; for `Sampling.stop`.
 
-    Parameters
-    ----------
-    decoder : IncrementalDecoder
-        A decoder of its own: the engine calls from another thread than the reader's.
-    stops : sequence of str
-        Strings that end the text.
+    It needs a decoder of its own: the engine calls from another thread than the reader's.
     """
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str]) -> None:
@@ -73,7 +61,7 @@ class StopMatcher:
         self._tail = ""
 
     def document(self) -> dict[str, list[Any]]:
-        """Return what `from_document` needs to make another one that starts anew."""
+        """Return what `from_document` needs to make a fresh copy."""
         return {"strings": list(self._stops), "hidden": sorted(self._decoder.hidden)}
 
     @classmethod

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from agentbench_kv.methods.phases import Phase
 
-__all__ = ["CHATML", "FAMILIES", "HARMONY", "LLAMA3", "PLAIN", "Family", "HeaderRule", "SpanRule"]
-
 
 @dataclass(frozen=True)
 class HeaderRule:
@@ -32,30 +30,14 @@ class SpanRule:
 
 @dataclass(frozen=True)
 class Family:
-    """The markers of one chat format.
-
-    Attributes
-    ----------
-    name : str
-        Name for records.
-    detect : str
-        An added token only this family has; empty for the family without markers.
-    message_open, header_close : str
-        What stands before and behind a message's header (role, channel, recipient).
-    message_close : tuple of str
-        What ends a message.
-    headers : tuple of HeaderRule
-        First match wins; a message without a match is `others`.
-    spans : tuple of SpanRule
-        Spans with a phase of their own.
-    """
+    """The markers of one chat format. A message's header holds role, channel and recipient."""
 
     name: str
-    detect: str
+    detect: str  # an added token only this family has; empty for the family without markers
     message_open: str
     header_close: str
-    message_close: tuple[str, ...]
-    headers: tuple[HeaderRule, ...]
+    message_close: tuple[str, ...]  # any of them ends a message
+    headers: tuple[HeaderRule, ...]  # first match wins; a message without a match is `others`
     spans: tuple[SpanRule, ...]
 
 
@@ -70,11 +52,7 @@ CHATML = Family(
     header_close="\n",
     message_close=("<|im_end|>",),
     headers=(HeaderRule(r"tool\Z", Phase.TOOL),),
-    spans=(
-        _THINK,
-        _CALL,
-        SpanRule("<tool_response>", "</tool_response>", Phase.TOOL, r"user\Z"),
-    ),
+    spans=(_THINK, _CALL, SpanRule("<tool_response>", "</tool_response>", Phase.TOOL, r"user\Z")),
 )
 
 LLAMA3 = Family(
@@ -84,11 +62,7 @@ LLAMA3 = Family(
     header_close="<|end_header_id|>",
     message_close=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     headers=(HeaderRule(r"(ipython|tool)\Z", Phase.TOOL),),
-    spans=(
-        _THINK,
-        _CALL,
-        SpanRule("<|python_tag|>", None, Phase.ACT, _ASSISTANT),
-    ),
+    spans=(_THINK, _CALL, SpanRule("<|python_tag|>", None, Phase.ACT, _ASSISTANT)),
 )
 
 HARMONY = Family(

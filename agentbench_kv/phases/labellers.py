@@ -11,10 +11,7 @@ from agentbench_kv.methods.phases import Phase
 from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 
-__all__ = ["MARKERS", "Labeller", "TokenPhases", "make_labeller", "recipe_of"]
-
-MARKERS = "markers"
-"""The recipe of `PhaseMachine` over the model's own tokenizer."""
+MARKERS = "markers"  # the recipe of `PhaseMachine` over the model's own tokenizer
 
 
 class Labeller(Protocol):
@@ -31,27 +28,21 @@ class TokenPhases:
     recipe = "token-id"
 
     def label(self, token: int) -> Phase:
-        """Return the phase of `token`."""
         return Phase(token % len(Phase))
 
 
 def recipe_of(labeller: Any) -> str:
     """Return the name under which `make_labeller` makes another one of the kind.
 
-    Raises
-    ------
-    UsageError
-        For a labeller that only exists in this process.
+    UsageError for a labeller that only exists in this process.
     """
     if isinstance(labeller, PhaseMachine):
         return MARKERS
-    recipe = getattr(labeller, "recipe", None)
-    if recipe != TokenPhases.recipe:
-        raise UsageError(
-            f"{type(labeller).__name__} cannot label tokens in another process; "
-            "use --engine embedded"
-        )
-    return str(recipe)
+    if getattr(labeller, "recipe", None) == TokenPhases.recipe:
+        return TokenPhases.recipe
+    raise UsageError(
+        f"{type(labeller).__name__} cannot label tokens in another process; use --engine embedded"
+    )
 
 
 def make_labeller(recipe: str, model_path: Path) -> Callable[[], Labeller]:

@@ -25,27 +25,19 @@ from agentbench_kv.methods.phases import Phase
 from agentbench_kv.phases.codec import TokenCodec
 from agentbench_kv.phases.families import FAMILIES, PLAIN, Family, SpanRule
 
-__all__ = ["PhaseMachine", "PhaseState", "PhaseTable"]
-
 
 class PhaseTable:
-    """A family's markers, resolved against a vocabulary. Immutable; shared by all sessions.
-
-    Parameters
-    ----------
-    family : Family
-        The marker table.
-    codec : TokenCodec
-        Vocabulary of the model.
-    """
+    """A family's markers, resolved against a vocabulary. Immutable; shared by all sessions."""
 
     def __init__(self, family: Family, codec: TokenCodec) -> None:
         self.family = family
         self.codec = codec
-        markers = _markers(family)
+        spans = [text for span in family.spans for text in (span.open, span.close) if text]
+        # Channel and constrain markers of harmony are part of the header's text: no entry.
+        markers = (family.message_open, family.header_close, *family.message_close, *spans)
         # An added token is matched by id only: the same text in ordinary tokens is no marker.
         self.atomic = {codec.added[text]: text for text in markers if text in codec.added}
-        self.textual = tuple(text for text in _span_markers(family) if text not in codec.added)
+        self.textual = tuple(text for text in spans if text not in codec.added)
         self.reach = max((len(text) for text in self.textual), default=1) - 1
 
     @classmethod
@@ -85,15 +77,7 @@ class PhaseState:
 
 
 class PhaseMachine:
-    """Labels one session's tokens in order. Satisfies `engines.base.PhaseLabeller`.
-
-    Parameters
-    ----------
-    table : PhaseTable
-        The model's markers.
-    state : PhaseState, optional
-        Where to start; by default before the first token.
-    """
+    """Labels one session's tokens in order. Satisfies `engines.base.PhaseLabeller`."""
 
     def __init__(self, table: PhaseTable, state: PhaseState | None = None) -> None:
         self.table = table
@@ -104,7 +88,6 @@ class PhaseMachine:
         return PhaseMachine(self.table, self.state)
 
     def label(self, token: int) -> Phase:
-        """Return the phase of the next token."""
         marker = self.table.atomic.get(token)
         if marker is not None:
             return self._marker(marker)
@@ -114,7 +97,6 @@ class PhaseMachine:
         return self._header(piece) if self.state.place == "header" else self._text(piece)
 
     def label_many(self, tokens: Iterable[int]) -> list[Phase]:
-        """Return the phases of the next tokens."""
         return [self.label(token) for token in tokens]
 
     def _marker(self, marker: str) -> Phase:
@@ -158,22 +140,10 @@ class PhaseMachine:
                     self.state = replace(self.state, open=(*self.state.open, span))
                 return span.phase
             if marker == span.close and span in self.state.open:
-                self.state = replace(
-                    self.state, open=self.state.open[: self.state.open.index(span)]
-                )
+                outer = self.state.open[: self.state.open.index(span)]
+                self.state = replace(self.state, open=outer)
                 return span.phase
         return self.state.phase
-
-
-def _markers(family: Family) -> tuple[str, ...]:
-    # Channel and constrain markers of harmony are part of the header's text and need no entry.
-    outer = (family.message_open, family.header_close, *family.message_close)
-    return tuple(text for text in (*outer, *_span_markers(family)) if text)
-
-
-def _span_markers(family: Family) -> tuple[str, ...]:
-    pairs = ((span.open, span.close) for span in family.spans)
-    return tuple(text for pair in pairs for text in pair if text)
 
 
 def _completed(markers: tuple[str, ...], window: str, start: int) -> list[str]:
