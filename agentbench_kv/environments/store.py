@@ -119,7 +119,7 @@ def remove(name: str, *, report: Report | None = None) -> list[Path]:
 
 
 def python_of(name: str) -> Path:
-    """Return the interpreter of `name`; PrerequisiteError says how to create it if need be."""
+    """Return the interpreter of `name`; PrerequisiteError with the command that creates it."""
     found = _status(profile(name))
     if found.state != "ready" or found.python is None:
         what = "not found" if found.state == "missing" else found.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.accounting import stats_dict
@@ -13,7 +13,7 @@ from agentbench_kv.engines.base import FinishReason, KVStats, Phase
 _NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset", "cost"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TurnInfo:
     """Figures of one turn. Token counts are per (layer, KV head), bytes are totals."""
 
@@ -21,16 +21,16 @@ class TurnInfo:
     prompt_tokens: int  # logical, before the generation
     output_tokens: int
     cached_tokens: int  # of the prompt, in the session before the request
-    phases: dict[str, int]  # tokens this turn added, prompt and output, by phase name
+    phases: dict[str, int] = field(default_factory=dict)  # tokens this turn added, by phase name
     live_before: int  # before the prompt was added
     live_after: int  # after the last token
-    events: int
-    evicted: int
-    restored: int
+    events: int = 0
+    evicted: int = 0
+    restored: int = 0
     prefill_tokens: int
-    kv_bytes_read: int
-    ttft_ms: float | None
-    tpot_ms: float | None
+    kv_bytes_read: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
     finish_reason: str
     reset: bool  # the request did not extend the token log, so the session started over
     cost: float | None = None  # at the prices the user gave; None without prices

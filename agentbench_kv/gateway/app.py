@@ -131,8 +131,7 @@ class _Server:
 
     async def _close_session(self, request: Request) -> Response:
         session = str(request.path_params["session"])
-        loop = asyncio.get_running_loop()
-        report = await loop.run_in_executor(None, self._gateway.close_report, session)
+        report = await asyncio.to_thread(self._gateway.close_report, session)
         return JSONResponse({"id": session, "deleted": True, "kvbench": report.as_dict()})
 
     async def _respond(

@@ -6,7 +6,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Engine, KVStats
@@ -146,10 +146,6 @@ class BaseGateway(ABC, Generic[S]):
         """
         return _last(self.stream_complete(session, prompt, options, cancellation))
 
-    def close(self, session: str) -> KVStats:
-        """Free a session and return its final accounting, resets included."""
-        return self.close_report(session).stats
-
     def close_report(self, session: str) -> SessionReport:
         """Free a session and return its final report; a request it is answering is cancelled."""
         try:
@@ -191,12 +187,6 @@ class BaseGateway(ABC, Generic[S]):
         """Return the ids of the open ones."""
         with self._lock:
             return sorted(self._sessions)
-
-    def close_all(self) -> None:
-        """Close every session that is not answering a request."""
-        for session in self.sessions():
-            with suppress(SessionBusyError, UnknownSessionError):
-                self.close(session)
 
     @contextmanager
     def _request(
@@ -260,20 +250,15 @@ class BaseGateway(ABC, Generic[S]):
             state.gone = True
             with self._lock:
                 self._sessions.pop(state.id, None)
-        if used:
-            self._remember(report)
-            if self.on_close:
-                self.on_close(report)
+        if used and not state.id.startswith(_ONE_SHOT):
+            with self._lock:
+                self._closed.pop(state.id, None)
+                self._closed[state.id] = report
+                while len(self._closed) > self.max_sessions:
+                    self._closed.pop(next(iter(self._closed)))
+        if used and self.on_close:
+            self.on_close(report)
         return report
-
-    def _remember(self, report: SessionReport) -> None:
-        if report.session.startswith(_ONE_SHOT):
-            return
-        with self._lock:
-            self._closed.pop(report.session, None)
-            self._closed[report.session] = report
-            while len(self._closed) > self.max_sessions:
-                self._closed.pop(next(iter(self._closed)))
 
 
 AnyGateway = BaseGateway[Any]

@@ -47,9 +47,13 @@ def for_template(message: Message) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = _name_and_arguments(call)
-        function = {"name": name, "arguments": {} if arguments is None else arguments}
-        calls.append({"id": call.get("id", ""), "type": "function", "function": function})
+        calls.append(tool_call(call.get("id", ""), name, {} if arguments is None else arguments))
     return {**plain, "tool_calls": calls} if calls else plain
+
+
+def tool_call(call_id: str, name: str, arguments: object) -> dict[str, Any]:
+    """Return a call in OpenAI form."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:

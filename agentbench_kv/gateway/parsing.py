@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentbench_kv.errors import UsageError, unknown_name
+from agentbench_kv.gateway.messages import tool_call
 
 _Mode = Literal["content", "reasoning", "call"]
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -165,8 +166,7 @@ class OutputParser(Reader):
             self._keep_text(payload, deltas, closed=closed)
             return
         for name, arguments in calls:
-            function = {"name": name, "arguments": arguments}
-            call = {"id": self._next_id(), "type": "function", "function": function}
+            call = tool_call(self._next_id(), name, arguments)
             self.tool_calls.append(call)
             deltas.append(Delta("tool_call", call=call))
 

@@ -48,11 +48,9 @@ class Planner:
             raise UsageError("the prompt is empty")
         if not isinstance(prompt, str):
             return self._raw_ids(session, list(prompt))
-        asked = Known(text=prompt)
         rest = None if session.broken else _rest_of(prompt, session.known)
-        if rest is not None:
-            return Plan(self._codec.encode(rest), False, asked)
-        return Plan(self._codec.encode(prompt), not session.fresh, asked)
+        ids = self._codec.encode(prompt if rest is None else rest)
+        return Plan(ids, rest is None and not session.fresh, Known(text=prompt))
 
     def _raw_ids(self, session: Session, ids: list[int]) -> Plan:
         size = len(session.tokens)

@@ -87,7 +87,7 @@ class CommonRequest(BaseModel):
         """Return the sampling; greedy unless a temperature is given."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Options(
-            max_tokens=self.limit,
+            max_tokens=self.max_tokens,
             temperature=self.temperature or 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             # -1 is how vLLM clients switch it off.
@@ -102,10 +102,6 @@ class CommonRequest(BaseModel):
             ),
         )
 
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens
-
 
 class ChatRequest(CommonRequest):
     """Body of `POST /v1/chat/completions`."""
@@ -114,10 +110,10 @@ class ChatRequest(CommonRequest):
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
-    @property
-    def limit(self) -> int | None:
-        """Most tokens to generate, by either of its names."""
-        return self.max_completion_tokens or self.max_tokens
+    def options(self) -> Options:
+        """Return the sampling; the limit has two names."""
+        limit = self.max_completion_tokens or self.max_tokens
+        return replace(super().options(), max_tokens=limit)
 
 
 class CompletionRequest(CommonRequest):

@@ -74,7 +74,7 @@ class BackgroundServer:
         """Base URL for OpenAI clients."""
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def start(self) -> Self:
+    def __enter__(self) -> Self:
         """Start and wait until requests are answered."""
         self._thread.start()
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -84,18 +84,12 @@ class BackgroundServer:
             time.sleep(0.005)
         return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop and wait for the thread; requests in flight get a few seconds."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(2 * _STOP_TIMEOUT_S)
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def _listen(host: str, port: int) -> socket.socket:

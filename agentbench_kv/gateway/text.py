@@ -20,7 +20,7 @@ from agentbench_kv.errors import (
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
 from agentbench_kv.gateway.base import Answer, BaseGateway
 from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.messages import Message, canonical
+from agentbench_kv.gateway.messages import Message, canonical, tool_call
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
 from agentbench_kv.gateway.session import BaseSession, Known
 from agentbench_kv.gateway.types import ChatResult, Options
@@ -64,16 +64,9 @@ class TextSession(BaseSession):
             prompt_tokens=prompt,
             output_tokens=output,
             cached_tokens=reply.cached_tokens,
-            phases={},
             live_before=before,
             live_after=self.account.live,
-            events=0,
-            evicted=0,
-            restored=0,
             prefill_tokens=fresh,
-            kv_bytes_read=0,
-            ttft_ms=None,
-            tpot_ms=None,
             finish_reason=reason,
             reset=reset,
             cost=reply.cost,
@@ -213,20 +206,15 @@ def _calls(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool
     calls: list[dict[str, Any]] = []
     for number, call in enumerate(raw, start=1):
         function = call.get("function")
-        parsed = _parsed(function) if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping):
+            return [], True
+        # Some endpoints leave the arguments of a call without any empty.
+        function = {**function, "arguments": function.get("arguments") or {}}
+        parsed = parse_calls(json.dumps(function))
         if not parsed:
             return [], True
-        name, arguments = parsed[0]
-        own = {"name": name, "arguments": arguments}
-        calls.append(
-            {"id": str(call.get("id") or f"call_{number}"), "type": "function", "function": own}
-        )
+        calls.append(tool_call(str(call.get("id") or f"call_{number}"), *parsed[0]))
     return calls, False
-
-
-def _parsed(function: Mapping[str, Any]) -> list[tuple[str, str]] | None:
-    # Some endpoints leave the arguments of a call without any empty.
-    return parse_calls(json.dumps({**function, "arguments": function.get("arguments") or {}}))
 
 
 def _deltas(result: ChatResult) -> Iterator[Delta]:

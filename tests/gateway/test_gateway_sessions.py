@@ -273,13 +273,14 @@ def test_sessions_end(gateway_of: GatewayOf) -> None:
         gateway.chat(name, USER)
     with pytest.raises(SessionLimitError, match="2 sessions"):
         gateway.chat("c", USER)
-    stats = gateway.close("a")
+    stats = gateway.close_report("a").stats
     assert stats.logical == stats.live > 0
     gateway.chat("c", USER)
     with pytest.raises(UnknownSessionError):
-        gateway.close("a")
+        gateway.close_report("a")
     assert gateway.report("a").stats == stats
-    gateway.close_all()
+    for name in gateway.sessions():
+        gateway.close_report(name)
     assert gateway.sessions() == []
     assert [report.session for report in closed][1:] == ["a", "b", "c"]
 
@@ -289,7 +290,7 @@ def test_a_client_keeps_its_report_whoever_closes(gateway_of: GatewayOf) -> None
     client = InProcessClient(gateway, "s")
     assert client.report.turns == ()
     client.chat(USER)
-    gateway.close("s")
+    gateway.close_report("s")
     assert len(client.close().turns) == 1
     assert len(client.close().turns) == 1
 
@@ -408,7 +409,7 @@ def test_closing_a_session_ends_its_request(gateway_of: GatewayOf) -> None:
     thread = threading.Thread(target=drive)
     thread.start()
     started.wait(30)
-    gateway.close("s")
+    gateway.close_report("s")
     thread.join(30)
     assert not thread.is_alive()
     assert isinstance(results[-1], ChatResult)
@@ -438,10 +439,10 @@ def test_a_session_can_be_cancelled_before_it_is_opened(gateway_of: GatewayOf) -
     assert gateway.sessions() == []
     assert gateway.chat("other", USER).finish_reason == "stop"
     assert gateway.chat("s", USER).finish_reason == "cancelled"
-    gateway.close("s")
+    gateway.close_report("s")
     gateway.cancel("t")
     with pytest.raises(UnknownSessionError):
-        gateway.close("t")
+        gateway.close_report("t")
     assert gateway.chat("t", USER).finish_reason == "stop"
 
 
@@ -451,7 +452,7 @@ def test_closing_and_asking_at_once_leaks_nothing(gateway_of: GatewayOf) -> None
 
     def hammer() -> None:
         for _ in range(150):
-            for act in (lambda: gateway.chat("s", USER), lambda: gateway.close("s")):
+            for act in (lambda: gateway.chat("s", USER), lambda: gateway.close_report("s")):
                 try:
                     act()
                 except (SessionBusyError, UnknownSessionError):
@@ -464,7 +465,8 @@ def test_closing_and_asking_at_once_leaks_nothing(gateway_of: GatewayOf) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    gateway.close_all()
+    for name in gateway.sessions():
+        gateway.close_report(name)
     assert not failures
     assert gateway.sessions() == []
     assert isinstance(gateway.engine, ScriptedEngine)
