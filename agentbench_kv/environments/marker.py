@@ -20,7 +20,6 @@ class Marker:
     source: str = ""  # what was installed from a repository
 
     def write(self, folder: Path) -> None:
-        """Put the marker in place in one step."""
         draft = folder / f"{MARKER_FILE}.part"
         draft.write_text(json.dumps(asdict(self), indent=1, sort_keys=True), encoding="utf-8")
         draft.replace(folder / MARKER_FILE)
@@ -33,8 +32,3 @@ def read_marker(folder: Path) -> Marker | None:
         return Marker(**fields)
     except (OSError, ValueError, TypeError):
         return None
-
-
-def discard_marker(folder: Path) -> None:
-    """Make `folder` count as unfinished."""
-    (folder / MARKER_FILE).unlink(missing_ok=True)

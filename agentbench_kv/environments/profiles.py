@@ -205,7 +205,6 @@ PROFILES: dict[str, Profile] = {each.name: each for each in _ALL}
 
 
 def profile(name: str) -> Profile:
-    """Look a profile up, or say which ones there are."""
     if name not in PROFILES:
         known = ", ".join(sorted(PROFILES))
         raise UsageError(f"no environment is called {name!r}; there is: {known} (kvbench env list)")

@@ -38,7 +38,6 @@ class Source:
     folder: str = "src"
 
     def create_command(self) -> str:
-        """Return the command that installs it."""
         return f"kvbench env create {self.environment or self.distribution} --from {self.url}"
 
 

@@ -18,7 +18,7 @@ from agentbench_kv.environments.locations import (
     overridden,
     override_variable,
 )
-from agentbench_kv.environments.marker import discard_marker, read_marker
+from agentbench_kv.environments.marker import MARKER_FILE, read_marker
 from agentbench_kv.environments.profiles import PROFILES, Profile, profile
 from agentbench_kv.environments.pythons import find_python
 from agentbench_kv.errors import PrerequisiteError
@@ -81,7 +81,7 @@ def create(
             fetched = builder.fetch(wanted, folder, source)
             if recreate:
                 shutil.rmtree(folder, ignore_errors=True)
-            discard_marker(folder)
+            (folder / MARKER_FILE).unlink(missing_ok=True)
             builder.build(wanted, folder, chosen, tell, fetched)
     return _managed(wanted)
 

@@ -96,21 +96,18 @@ def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
     return {phase.name.lower(): counts[phase] for phase in Phase}
 
 
-def _spans(stats: KVStats, turn: TurnInfo) -> dict[str, Any]:
-    """Return what a span-level method did, in the terms of such methods; empty for others."""
-    if not stats.figures:
-        return {}
-    totals = {"resident": stats.live, "recovered": stats.restored}
-    return {**totals, "turn_recovered": turn.restored, "spans": stats.figures}
-
-
 def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
     """Return `usage.kvbench`: the session's totals, then this turn's own figures."""
+    stats = report.stats
+    spans: dict[str, Any] = {}
+    if stats.figures:  # a span-level method ran
+        spans = {"resident": stats.live, "recovered": stats.restored}
+        spans |= {"turn_recovered": turn.restored, "spans": stats.figures}
     return {
         "session": report.session,
         "turn": turn.turn,
-        **stats_dict(report.stats),
-        **_spans(report.stats, turn),
+        **stats_dict(stats),
+        **spans,
         "session_resets": report.resets,
         "phases": turn.phases,
         "live_before": turn.live_before,

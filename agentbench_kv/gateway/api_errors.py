@@ -7,6 +7,7 @@ from typing import Any
 
 from agentbench_kv.errors import CapacityError, EndpointError, KVBenchError
 from agentbench_kv.gateway.types import SessionBusyError, SessionLimitError, UnknownSessionError
+from agentbench_kv.phases.codec import encodable
 
 _log = logging.getLogger(__name__)
 _RETRY = {"Retry-After": "1"}
@@ -35,14 +36,13 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message.encode("utf-8", "replace").decode("utf-8")
+        self.message = encodable(message)
         self.code = code
         self.param = param
         self.headers = headers or {}
 
     @property
     def body(self) -> dict[str, Any]:
-        """The response's JSON."""
         types = {401: "authentication_error", 429: "rate_limit_error"}
         default = "invalid_request_error" if self.status < 500 else "server_error"
         error = {

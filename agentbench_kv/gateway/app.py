@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from agentbench_kv.gateway.api_errors import ApiError, as_api_error
 from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.jobs import Item, Job, JobPool, Work
+from agentbench_kv.gateway.jobs import Job, JobPool, Work
 from agentbench_kv.gateway.metrics import Metrics
 from agentbench_kv.gateway.responses import DONE, ChatFormat, CompletionFormat, Format, sse
 from agentbench_kv.gateway.schemas import (
@@ -29,7 +29,7 @@ from agentbench_kv.gateway.schemas import (
     CompletionRequest,
     parse_request,
 )
-from agentbench_kv.gateway.types import ChatResult
+from agentbench_kv.gateway.types import Answer, ChatResult, Item
 
 SESSION_HEADER = "X-KVBench-Session"
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
@@ -48,12 +48,9 @@ class ServerSettings:
     body_timeout_s: float = 60.0  # longest time a client may take to send its body
 
 
-def create_app(gateway: AnyGateway, settings: ServerSettings | None = None) -> Starlette:
-    """Return the ASGI application."""
-    return _Server(gateway, settings or ServerSettings()).app()
+class HttpApi:
+    """The routes of the server; `app` is the ASGI application."""
 
-
-class _Server:
     def __init__(self, gateway: AnyGateway, settings: ServerSettings) -> None:
         self._gateway = gateway
         self._settings = settings
@@ -97,7 +94,7 @@ class _Server:
         body = parse_request(ChatRequest, await self._json(request))
         session, options = self._admit(request, body), body.options()
 
-        def work(cancel: Cancellation) -> Iterator[Item]:
+        def work(cancel: Cancellation) -> Answer:
             return self._gateway.stream(session, body.messages, body.tools, options, cancel)
 
         return await self._respond(request, body, work, ChatFormat)
@@ -106,7 +103,7 @@ class _Server:
         body = parse_request(CompletionRequest, await self._json(request))
         session, prompt, options = self._admit(request, body), body.one_prompt(), body.options()
 
-        def work(cancel: Cancellation) -> Iterator[Item]:
+        def work(cancel: Cancellation) -> Answer:
             return self._gateway.stream_complete(session, prompt, options, cancel)
 
         return await self._respond(request, body, work, CompletionFormat)

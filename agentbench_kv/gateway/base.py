@@ -14,9 +14,9 @@ from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message
-from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.session import BaseSession
 from agentbench_kv.gateway.types import (
+    Answer,
     ChatResult,
     Options,
     SessionBusyError,
@@ -28,7 +28,6 @@ from agentbench_kv.gateway.types import (
 _ONE_SHOT = "one shot "
 _CLOSE_WAIT_S = 60.0
 
-Answer = Iterator[Delta | ChatResult]
 S = TypeVar("S", bound=BaseSession)
 
 
@@ -184,7 +183,6 @@ class BaseGateway(ABC, Generic[S]):
         return self._find(session).report()
 
     def sessions(self) -> list[str]:
-        """Return the ids of the open ones."""
         with self._lock:
             return sorted(self._sessions)
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
-
-class Cancellable(Protocol):
-    """What can be ended: a generation of tokens, a request to an endpoint."""
-
-    def cancel(self) -> None:
-        """End it; harmless when it has ended."""
-        ...
+from agentbench_kv.engines.base import Generation
+from agentbench_kv.engines.text import TextRequest
 
 
 class Cancellation:
@@ -19,21 +13,21 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._generation: Cancellable | None = None
-        self._asked = False
+        self._generation: Generation | TextRequest | None = None
+        self.asked = False
 
     def cancel(self) -> None:
         """End the generation after the token in flight."""
         with self._lock:
-            self._asked = True
+            self.asked = True
             generation = self._generation
         if generation is not None:
             generation.cancel()
 
-    def attach(self, generation: Cancellable) -> None:
+    def attach(self, generation: Generation | TextRequest) -> None:
         """Name the generation that `cancel` ends."""
         with self._lock:
             self._generation = generation
-            asked = self._asked
+            asked = self.asked
         if asked:
             generation.cancel()

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.gateway.base import Answer, BaseGateway
+from agentbench_kv.gateway.base import BaseGateway
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.reminders import reminder
 from agentbench_kv.gateway.session import Plan, Session
+from agentbench_kv.gateway.sources import notes_for
 from agentbench_kv.gateway.turn import Turn
-from agentbench_kv.gateway.types import Options
+from agentbench_kv.gateway.types import Answer, Options
 from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.phases.machine import PhaseTable
 
@@ -87,7 +88,7 @@ class Gateway(BaseGateway[Session]):
         """Return a line for every evicted span that the method wants mentioned."""
         if not self.engine.wants_notes or plan.reset or not state.opened:
             return ""
-        notes = state.notes(plan.ids, options.hints)
+        notes = notes_for(state.machine, plan.ids, options.hints)
         return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
 
     def _answer(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.parsing import Delta
-from agentbench_kv.gateway.types import ChatResult
+from agentbench_kv.gateway.types import Answer, Item
 
-Item = Delta | ChatResult
-Work = Callable[[Cancellation], Iterator[Item]]
+Work = Callable[[Cancellation], Answer]
 
 
 class Job:
@@ -26,11 +24,9 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
         self._cancellation = Cancellation()
-        self._cancelled = threading.Event()
 
     def cancel(self) -> None:
         """Stop the generation; harmless when it has ended."""
-        self._cancelled.set()
         self._cancellation.cancel()
 
     async def items(self) -> AsyncIterator[Item]:
@@ -41,9 +37,8 @@ class Job:
             yield item
 
     def run(self) -> None:
-        """Do the work; called in a pool thread."""
         try:
-            if not self._cancelled.is_set():
+            if not self._cancellation.asked:
                 self._pull()
         except BaseException as error:  # noqa: BLE001 - handed to the reader, who raises it
             self._put(error)
@@ -56,7 +51,7 @@ class Job:
         try:
             for item in iterator:
                 self._put(item)
-                if self._cancelled.is_set():
+                if self._cancellation.asked:
                     return
         finally:
             if isinstance(iterator, Generator):

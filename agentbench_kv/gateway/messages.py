@@ -52,7 +52,6 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def tool_call(call_id: str, name: str, arguments: object) -> dict[str, Any]:
-    """Return a call in OpenAI form."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -34,18 +34,15 @@ class Metrics:
         self._counts: Counter[tuple[str, str]] = Counter()  # by name and labels
 
     def request(self, route: str, status: int) -> None:
-        """Count one response."""
         with self._lock:
             self._counts[_REQUESTS, f'{{route="{route}",status="{status}"}}'] += 1
 
     def turn(self, turn: TurnInfo) -> None:
-        """Count one answered turn."""
         with self._lock:
             for name, (_, field) in _TURN_COUNTERS.items():
                 self._counts[name, ""] += int(getattr(turn, field))
 
     def text(self, gauges: dict[str, int]) -> str:
-        """Return all counters and the given gauges."""
         lines: list[str] = []
         with self._lock:
             counts = sorted(self._counts.items())

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.gateway.messages import tool_call
+from agentbench_kv.phases.codec import encodable
 
 _Mode = Literal["content", "reasoning", "call"]
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -93,28 +94,31 @@ class OutputParser(Reader):
         self._next_id = next_id
         self._mode: _Mode = "reasoning" if thinking else "content"
         self._buffer = ""
+        self._deltas: list[Delta] = []  # not returned yet
         self._spaces = {"content": "", "reasoning": ""}
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
-        deltas: list[Delta] = []
-        while self._step(deltas):
+        while self._step():
             pass
-        return deltas
+        return self._take_deltas()
 
     def finish(self) -> list[Delta]:
-        deltas: list[Delta] = []
         if self._mode == "call":
-            self._close_call(self._buffer, deltas, closed=False)
+            self._end_call(self._buffer, closed=False)
         else:
-            self._emit(self._buffer, deltas)
+            self._emit(self._buffer)
         self._buffer = ""
+        return self._take_deltas()
+
+    def _take_deltas(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _step(self, deltas: list[Delta]) -> bool:
+    def _step(self) -> bool:
         """Advance over the next marker; False when more text is needed."""
         if self._mode == "call":
-            return self._step_call(deltas)
+            return self._step_call()
         if self._starts_bare():
             self._mode = "call"
             return False
@@ -122,34 +126,34 @@ class OutputParser(Reader):
         found = [(at, mark) for mark in markers if (at := self._buffer.find(mark)) >= 0]
         if found:
             at, mark = min(found)
-            self._emit(self._buffer[:at], deltas)
+            self._emit(self._buffer[:at])
             self._buffer = self._buffer[at + len(mark) :]
             self._mode = _MODES.get(mark, "call")
             return True
         certain = len(self._buffer) - beginning_of(markers, self._buffer)
-        self._emit(self._buffer[:certain], deltas)
+        self._emit(self._buffer[:certain])
         self._buffer = self._buffer[certain:]
         return False
 
-    def _step_call(self, deltas: list[Delta]) -> bool:
+    def _step_call(self) -> bool:
         close = self._syntax.close
         if close is None or close not in self._buffer:
             return False
         payload, _, self._buffer = self._buffer.partition(close)
         self._mode = "content"
-        self._close_call(payload, deltas, closed=True)
+        self._end_call(payload, closed=True)
         return True
 
     def _markers(self) -> tuple[str, ...]:
         if self._mode == "reasoning":
             return (_THINK_CLOSE,)
-        return (_THINK_OPEN, *((self._syntax.open,) if self._syntax.open else ()))
+        return (_THINK_OPEN, self._syntax.open) if self._syntax.open else (_THINK_OPEN,)
 
     def _starts_bare(self) -> bool:
         bare = self._syntax.bare and self._mode == "content" and not self.content
         return bare and self._buffer.lstrip().startswith("{")
 
-    def _emit(self, text: str, deltas: list[Delta]) -> None:
+    def _emit(self, text: str) -> None:
         kind: Literal["content", "reasoning"]
         kind = "reasoning" if self._mode == "reasoning" else "content"
         so_far: str = getattr(self, kind)
@@ -158,26 +162,23 @@ class OutputParser(Reader):
         self._spaces[kind] = text[len(body) :]
         if body:
             setattr(self, kind, so_far + body)
-            deltas.append(Delta(kind, body))
+            self._deltas.append(Delta(kind, body))
 
-    def _close_call(self, payload: str, deltas: list[Delta], *, closed: bool) -> None:
+    def _end_call(self, payload: str, *, closed: bool) -> None:
+        """Take a payload as calls; what is none stays in the content as it was written."""
         calls = parse_calls(payload)
-        if calls is None:
-            self._keep_text(payload, deltas, closed=closed)
+        if calls is not None:
+            made = [tool_call(self._next_id(), *call) for call in calls]
+            self.tool_calls += made
+            self._deltas += [Delta("tool_call", call=call) for call in made]
             return
-        for name, arguments in calls:
-            call = tool_call(self._next_id(), name, arguments)
-            self.tool_calls.append(call)
-            deltas.append(Delta("tool_call", call=call))
-
-    def _keep_text(self, payload: str, deltas: list[Delta], *, closed: bool) -> None:
         bare = payload.lstrip().startswith("{") and self._syntax.bare
         looks_like_call = not bare or payload.lstrip()[1:].lstrip().startswith('"name"')
         self.unparsable = self.unparsable or looks_like_call
         self._mode = "content"
-        marked = "" if bare else self._syntax.open or ""
+        opened = "" if bare else self._syntax.open or ""
         close = (self._syntax.close or "") if closed else ""
-        self._emit(marked + payload + close, deltas)
+        self._emit(opened + payload + close)
 
 
 def parse_calls(payload: str) -> list[tuple[str, str]] | None:
@@ -217,17 +218,8 @@ def _call_of(value: object) -> tuple[str, str] | None:
         arguments = inner[0] if inner and len(inner) == 1 else None
     if not isinstance(arguments, dict):
         return None
-    return _encodable(value["name"]), _json_text(arguments)
-
-
-def _json_text(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text == _encodable(text) else json.dumps(value)
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a JSON escape can smuggle in and no response can carry."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    text = json.dumps(arguments, ensure_ascii=False)
+    return encodable(value["name"]), text if text == encodable(text) else json.dumps(arguments)
 
 
 def _refuse_constant(name: str) -> object:

@@ -17,7 +17,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sse(data: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=True).encode() + b"\n\n"
 
 
@@ -44,16 +43,13 @@ class Format(ABC):
         """Yield the chunks of one delta."""
 
     def body(self, result: ChatResult) -> dict[str, Any]:
-        """Return the whole response."""
         choice = self._last_choice(self.answer(result), result)
         return {**self._envelope(self.whole), "choices": [choice], "usage": result.usage}
 
     def first(self) -> Iterator[dict[str, Any]]:
-        """Yield what a stream begins with."""
         yield from ()
 
     def last(self, result: ChatResult) -> Iterator[dict[str, Any]]:
-        """Yield what a stream ends with."""
         envelope = self._envelope(self.chunk)
         yield {**envelope, "choices": [self._last_choice(self.empty, result)]}
         if self._include_usage:

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.gateway.app import ServerSettings, create_app
+from agentbench_kv.gateway.app import HttpApi, ServerSettings
 from agentbench_kv.gateway.base import AnyGateway
 
 __all__ = ["BackgroundServer", "ServerSettings", "check_exposure", "run_server"]
@@ -47,7 +47,7 @@ def run_server(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _listen(host, port) as listener, suppress(KeyboardInterrupt):
-        config = _config(create_app(gateway, settings), host, port, log_level="info")
+        config = _config(HttpApi(gateway, settings).app(), host, port, log_level="info")
         uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -61,7 +61,7 @@ class BackgroundServer:
         self, gateway: AnyGateway, *, concurrency: int = 16, settings: ServerSettings | None = None
     ) -> None:
         settings = replace(settings or ServerSettings(), threads=concurrency)
-        app = create_app(gateway, settings)
+        app = HttpApi(gateway, settings).app()
         self._socket = _listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]
         self._server = uvicorn.Server(_config(app, "127.0.0.1", self.port, log_level="warning"))
@@ -71,7 +71,6 @@ class BackgroundServer:
 
     @property
     def url(self) -> str:
-        """Base URL for OpenAI clients."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> Self:

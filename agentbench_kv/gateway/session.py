@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from agentbench_kv.engines.accounting import merge_stats
-from agentbench_kv.engines.base import Engine, Hints, KVStats, Phase, TurnNotes
+from agentbench_kv.engines.base import Engine, Hints, KVStats, Phase
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_key
@@ -106,7 +106,6 @@ class Session(BaseSession):
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing is in the log."""
         return not self.tokens
 
     def prepare(self, *, reset: bool) -> None:
@@ -122,10 +121,6 @@ class Session(BaseSession):
             self.engine.open(self.id, self.engine_machine)
             self.opened = True
 
-    def notes(self, ids: Sequence[int], hints: Hints) -> TurnNotes:
-        """Return what is known of prompt ids that are about to be appended."""
-        return notes_for(self.machine, ids, hints)
-
     def extend(self, ids: Sequence[int], hints: Hints) -> None:
         """Append prompt ids to the engine session and to the log."""
         if self.prompt_sha is None:
@@ -133,7 +128,7 @@ class Session(BaseSession):
         if not ids:
             return
         if hints or self.engine.wants_notes:
-            self.engine.note(self.id, ids, self.notes(ids, hints))
+            self.engine.note(self.id, ids, notes_for(self.machine, ids, hints))
         # The log changes only when the engine has taken the ids.
         machine = self.machine.copy()
         phases = machine.label_many(ids)
@@ -144,7 +139,6 @@ class Session(BaseSession):
         self.phases.extend(phases)
 
     def record_output(self, ids: Sequence[int]) -> None:
-        """Append generated ids to the log."""
         self.phases.extend(self.machine.label_many(ids))
         self.tokens.extend(ids)
         self.outputs.append(tuple(ids))

@@ -18,12 +18,12 @@ from agentbench_kv.errors import (
     UsageError,
 )
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
-from agentbench_kv.gateway.base import Answer, BaseGateway
+from agentbench_kv.gateway.base import BaseGateway
 from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import Message, canonical, tool_call
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
 from agentbench_kv.gateway.session import BaseSession, Known
-from agentbench_kv.gateway.types import ChatResult, Options
+from agentbench_kv.gateway.types import Answer, ChatResult, Options
 
 
 @dataclass

@@ -41,7 +41,6 @@ class StopCutter:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return what was held back."""
         held, self._held = self._held, ""
         return held
 

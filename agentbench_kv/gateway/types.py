@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.base import Hints
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo, kvbench_usage
+from agentbench_kv.gateway.parsing import Delta
 
 
 class SessionBusyError(KVBenchError):
@@ -87,3 +89,7 @@ class ChatResult:
             "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
             "kvbench": kvbench_usage(self.report, turn),
         }
+
+
+Item = Delta | ChatResult
+Answer = Iterator[Item]

@@ -21,6 +21,11 @@ def load_tokenizer(path: Path) -> Any:
         raise PrerequisiteError(f"no usable tokenizer in {path}: {reason}") from error
 
 
+def encodable(text: str) -> str:
+    """Replace lone surrogates: JSON escapes smuggle them in; tokenizers and UTF-8 refuse them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 class TokenCodec:
     """Encodes and decodes for many threads, with a Hugging Face tokenizer."""
 
@@ -38,10 +43,8 @@ class TokenCodec:
         """Return the ids of `text`; nothing is added in front or behind."""
         if not text:
             return []
-        # A JSON escape can smuggle in half a character, which no tokenizer takes.
-        text = text.encode("utf-8", "replace").decode("utf-8")
         with self._lock:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return list(self.tokenizer.encode(encodable(text), add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens included."""

@@ -55,7 +55,6 @@ class PhaseTable:
         return Phase.OTHERS
 
     def spans_in(self, header: str) -> tuple[SpanRule, ...]:
-        """Return the spans that count in a message with this header."""
         return tuple(span for span in self.family.spans if re.match(span.header, header))
 
 
@@ -72,7 +71,6 @@ class PhaseState:
 
     @property
     def phase(self) -> Phase:
-        """Phase of an ordinary token here."""
         return self.open[-1].phase if self.open else self.base
 
 
