@@ -130,11 +130,7 @@ def _disk_full(profile: Profile, folder: Path, found: str) -> PrerequisiteError:
 
 
 def _step(
-    profile: Profile,
-    log: Path,
-    command: Sequence[str],
-    report: Report,
-    settings: Mapping[str, str],
+    profile: Profile, log: Path, command: Sequence[str], report: Report, settings: Mapping[str, str]
 ) -> None:
     """Run one command of a build; PrerequisiteError with the last lines of the log if it fails."""
     try:

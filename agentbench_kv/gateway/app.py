@@ -139,10 +139,12 @@ class HttpApi:
         items = job.items()
         watch = asyncio.create_task(_cancel_on_disconnect(request, job))
         try:
+            # The status line depends on the first item: a failure, or a prompt too long.
             first = await anext(items, None)
-            if body.stream and not (isinstance(first, ChatResult) and _over_limit(first)):
-                return _JobStream(job, self._events(first, items, form))
-            result = await _last_result(first, items)
+            items = _chain(first, items)
+            if body.stream and not _over_limit(first):
+                return _JobStream(job, self._events(items, form))
+            result = await _last_result(items)
         except BaseException:
             job.cancel()
             raise
@@ -154,13 +156,11 @@ class HttpApi:
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
         return JSONResponse(form.body(result))
 
-    async def _events(
-        self, first: Item | None, items: AsyncIterator[Item], form: Format
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, items: AsyncIterator[Item], form: Format) -> AsyncIterator[bytes]:
         for chunk in form.first():
             yield sse(chunk)
         try:
-            async for item in _chain(first, items):
+            async for item in items:
                 chunks = form.last(item) if isinstance(item, ChatResult) else form.pieces(item)
                 for chunk in chunks:
                     yield sse(chunk)
@@ -243,18 +243,17 @@ async def _chain(first: Item | None, items: AsyncIterator[Item]) -> AsyncIterato
             yield item
 
 
-async def _last_result(first: Item | None, items: AsyncIterator[Item]) -> ChatResult:
-    result: ChatResult | None = None
-    async for item in _chain(first, items):
-        if isinstance(item, ChatResult):
-            result = item
-    if result is None:
+async def _last_result(items: AsyncIterator[Item]) -> ChatResult:
+    results = [item async for item in items if isinstance(item, ChatResult)]
+    if not results:
         raise ApiError(499, "the client went away", code="cancelled")
-    return result
+    return results[-1]
 
 
-def _over_limit(result: ChatResult) -> bool:
-    return result.finish_reason == "context_limit" and not result.token_ids
+def _over_limit(item: Item | None) -> bool:
+    if not isinstance(item, ChatResult):
+        return False
+    return item.finish_reason == "context_limit" and not item.token_ids
 
 
 def _error_response(error: ApiError) -> JSONResponse:

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Engine, KVStats
@@ -27,6 +28,18 @@ from agentbench_kv.gateway.types import (
 # Not a name the HTTP surface lets through.
 _ONE_SHOT = "one shot "
 _CLOSE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks: `messages` with `tools`, or a raw `prompt` of text or ids."""
+
+    options: Options
+    cancellation: Cancellation
+    messages: Sequence[Message] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | Sequence[int] | None = None
+
 
 S = TypeVar("S", bound=BaseSession)
 
@@ -72,25 +85,8 @@ class BaseGateway(ABC, Generic[S]):
         """Return a session that is not open yet."""
 
     @abstractmethod
-    def _chat(
-        self,
-        state: S,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Options,
-        cancellation: Cancellation,
-    ) -> Answer:
-        """Answer in a session that the request owns; see `stream`."""
-
-    @abstractmethod
-    def _complete(
-        self,
-        state: S,
-        prompt: str | Sequence[int],
-        options: Options,
-        cancellation: Cancellation,
-    ) -> Answer:
-        """Answer in a session that the request owns; see `stream_complete`."""
+    def _answer(self, state: S, request: Request) -> Answer:
+        """Answer in a session that the request owns; see `stream` and `stream_complete`."""
 
     def stream(
         self,
@@ -101,8 +97,8 @@ class BaseGateway(ABC, Generic[S]):
         cancellation: Cancellation | None = None,
     ) -> Answer:
         """Yield the answer's deltas, then the `ChatResult`. Closing it early cancels."""
-        with self._request(session, cancellation) as (state, cancel):
-            yield from self._chat(state, messages, tools, options or Options(), cancel)
+        asked = Request(options or Options(), cancellation or Cancellation(), messages, tools)
+        return self._stream(session, asked)
 
     def stream_complete(
         self,
@@ -112,8 +108,8 @@ class BaseGateway(ABC, Generic[S]):
         cancellation: Cancellation | None = None,
     ) -> Answer:
         """Yield the text's deltas, then the `ChatResult`. Closing it early cancels."""
-        with self._request(session, cancellation) as (state, cancel):
-            yield from self._complete(state, prompt, options or Options(), cancel)
+        asked = Request(options or Options(), cancellation or Cancellation(), prompt=prompt)
+        return self._stream(session, asked)
 
     def check(self) -> None:
         """Raise what ends a whole run: a dead endpoint, money spent."""
@@ -186,21 +182,17 @@ class BaseGateway(ABC, Generic[S]):
         with self._lock:
             return sorted(self._sessions)
 
-    @contextmanager
-    def _request(
-        self, session: str | None, cancellation: Cancellation | None
-    ) -> Iterator[tuple[S, Cancellation]]:
-        """Give a session to one request; one without a name lives as long as its request."""
+    def _stream(self, session: str | None, request: Request) -> Answer:
+        """Answer in a session; one without a name lives as long as its request."""
         name = session or f"{_ONE_SHOT}{next(self._one_shots)}"
-        cancellation = cancellation or Cancellation()
         with self._owned(name) as state:
             try:
                 with self._lock:
-                    state.running = cancellation
+                    state.running = request.cancellation
                     cancelled = name in self._cancelled
                 if cancelled:
-                    cancellation.cancel()
-                yield state, cancellation
+                    request.cancellation.cancel()
+                yield from self._answer(state, request)
             finally:
                 state.running = None
                 if session is None or not state.opened:

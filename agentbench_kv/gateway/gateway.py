@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.gateway.base import BaseGateway
-from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.messages import Message
+from agentbench_kv.gateway.base import BaseGateway, Request
 from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.reminders import reminder
@@ -59,46 +57,17 @@ class Gateway(BaseGateway[Session]):
     def _new_session(self, name: str) -> Session:
         return Session(name, self.engine, self.table)
 
-    def _chat(
-        self,
-        state: Session,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Options,
-        cancellation: Cancellation,
-    ) -> Answer:
-        plan = self._planner.chat(state, messages, tools)
-        if words := self._reminder(state, plan, options):
-            plan = self._planner.chat(state, messages, tools, words)
-        syntax = self.syntax if options.parse_tools else PARSERS["none"]
-        reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
-        return self._answer(state, plan, reader, options, cancellation)
-
-    def _complete(
-        self,
-        state: Session,
-        prompt: str | Sequence[int],
-        options: Options,
-        cancellation: Cancellation,
-    ) -> Answer:
-        plan = self._planner.raw(state, prompt)
-        return self._answer(state, plan, Reader(), options, cancellation)
-
-    def _reminder(self, state: Session, plan: Plan, options: Options) -> str:
-        """Return a line for every evicted span that the method wants mentioned."""
-        if not self.engine.wants_notes or plan.reset or not state.opened:
-            return ""
-        notes = notes_for(state.machine, plan.ids, options.hints)
-        return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
-
-    def _answer(
-        self,
-        state: Session,
-        plan: Plan,
-        reader: Reader,
-        options: Options,
-        cancellation: Cancellation,
-    ) -> Answer:
+    def _answer(self, state: Session, request: Request) -> Answer:
+        options = request.options
+        reader = Reader()
+        if request.prompt is not None:
+            plan = self._planner.raw(state, request.prompt)
+        else:
+            plan = self._planner.chat(state, request.messages, request.tools)
+            if words := self._reminder(state, plan, options):
+                plan = self._planner.chat(state, request.messages, request.tools, words)
+            syntax = self.syntax if options.parse_tools else PARSERS["none"]
+            reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
         turn = Turn(
             state,
             plan,
@@ -108,7 +77,7 @@ class Gateway(BaseGateway[Session]):
             options.max_tokens or self.default_max_tokens,
             self._hidden,
             self._eos,
-            cancellation,
+            request.cancellation,
         )
         turns = len(state.turns)
         try:
@@ -117,6 +86,13 @@ class Gateway(BaseGateway[Session]):
             if self.on_turn and len(state.turns) > turns:
                 self.on_turn(state.id, state.turns[-1])
         yield turn.result()
+
+    def _reminder(self, state: Session, plan: Plan, options: Options) -> str:
+        """Return a line for every evicted span that the method wants mentioned."""
+        if not self.engine.wants_notes or plan.reset or not state.opened:
+            return ""
+        notes = notes_for(state.machine, plan.ids, options.hints)
+        return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
 
     def _ids_of(self, texts: Sequence[str | None]) -> frozenset[int]:
         """Return the ids of those texts that are tokens of their own."""

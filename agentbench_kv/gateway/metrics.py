@@ -10,10 +10,7 @@ from agentbench_kv.gateway.accounting import TurnInfo
 _REQUESTS = "kvbench_requests_total"
 # Each with its help text and the field of `TurnInfo` that it adds up.
 _TURN_COUNTERS = {
-    "kvbench_prompt_tokens_total": (
-        "Logical prompt tokens of answered requests.",
-        "prompt_tokens",
-    ),
+    "kvbench_prompt_tokens_total": ("Logical prompt tokens of answered requests.", "prompt_tokens"),
     "kvbench_prefill_tokens_total": ("Tokens prefilled.", "prefill_tokens"),
     "kvbench_generated_tokens_total": ("Tokens generated.", "output_tokens"),
     "kvbench_evicted_tokens_total": ("Tokens evicted per (layer, KV head).", "evicted"),

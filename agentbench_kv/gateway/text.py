@@ -18,12 +18,11 @@ from agentbench_kv.errors import (
     UsageError,
 )
 from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
-from agentbench_kv.gateway.base import BaseGateway
-from agentbench_kv.gateway.cancellation import Cancellation
-from agentbench_kv.gateway.messages import Message, canonical, tool_call
+from agentbench_kv.gateway.base import BaseGateway, Request
+from agentbench_kv.gateway.messages import canonical, tool_call
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
 from agentbench_kv.gateway.session import BaseSession, Known
-from agentbench_kv.gateway.types import Answer, ChatResult, Options
+from agentbench_kv.gateway.types import Answer, ChatResult
 
 
 @dataclass
@@ -97,21 +96,22 @@ class TextGateway(BaseGateway[TextSession]):
     def _new_session(self, name: str) -> TextSession:
         return TextSession(name)
 
-    def _chat(
-        self,
-        state: TextSession,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Options,
-        cancellation: Cancellation,
-    ) -> Answer:
+    def _answer(self, state: TextSession, request: Request) -> Answer:
         """Yield the answer, in one piece of each kind, then the `ChatResult`."""
-        if options.hints:
-            raise UsageError(f"engine {self.engine.info.name!r} runs no method that takes hints")
-        asked = Known.of_chat(messages, tools)
+        name = self.engine.info.name
+        if request.prompt is not None:
+            raise self._end(
+                UsageError(
+                    f"the engine {name!r} takes chat messages only, and this task sends raw "
+                    "completions; choose the task's chat route (kvbench ls tasks) or another engine"
+                )
+            )
+        if request.options.hints:
+            raise UsageError(f"engine {name!r} runs no method that takes hints")
+        asked = Known.of_chat(request.messages, request.tools)
         reset = state.begin(asked)
         try:
-            reply = self._ask(messages, tools, options, cancellation)
+            reply = self._ask(request)
         except EndpointError:
             state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, reset=reset)
             raise
@@ -122,29 +122,8 @@ class TextGateway(BaseGateway[TextSession]):
         yield from _deltas(result)
         yield result
 
-    def _complete(
-        self,
-        state: TextSession,  # noqa: ARG002
-        prompt: str | Sequence[int],  # noqa: ARG002
-        options: Options,  # noqa: ARG002
-        cancellation: Cancellation,  # noqa: ARG002
-    ) -> Answer:
-        """Refuse: there are no tokens to go on from."""
-        raise self._end(
-            UsageError(
-                f"the engine {self.engine.info.name!r} takes chat messages only, and this task "
-                "sends raw completions; choose the task's chat route (kvbench ls tasks) or "
-                "another engine"
-            )
-        )
-
-    def _ask(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Options,
-        cancellation: Cancellation,
-    ) -> TextReply:
+    def _ask(self, request: Request) -> TextReply:
+        options = request.options
         sampling = TextSampling(
             options.max_tokens or self.default_max_tokens,
             options.temperature,
@@ -153,10 +132,10 @@ class TextGateway(BaseGateway[TextSession]):
             options.seed,
             options.stop,
         )
-        request = self.engine.ask(messages, tools, sampling)
-        cancellation.attach(request)
+        asked = self.engine.ask(request.messages, request.tools, sampling)
+        request.cancellation.attach(asked)
         try:
-            return request.result()
+            return asked.result()
         except ContextLimitError:
             return TextReply(finish_reason=FinishReason.CONTEXT_LIMIT.value)
         except PrerequisiteError as error:
