@@ -14,12 +14,12 @@ class Cancellation:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generation: Generation | TextRequest | None = None
-        self.asked = False
+        self._asked = False
 
     def cancel(self) -> None:
         """End the generation after the token in flight."""
         with self._lock:
-            self.asked = True
+            self._asked = True
             generation = self._generation
         if generation is not None:
             generation.cancel()
@@ -28,6 +28,6 @@ class Cancellation:
         """Name the generation that `cancel` ends."""
         with self._lock:
             self._generation = generation
-            asked = self.asked
+            asked = self._asked
         if asked:
             generation.cancel()

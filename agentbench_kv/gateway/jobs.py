@@ -24,9 +24,12 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
         self._cancellation = Cancellation()
+        # Nobody reads on. The gateway may also end the generation alone: its result is still due.
+        self._cancelled = threading.Event()
 
     def cancel(self) -> None:
         """Stop the generation; harmless when it has ended."""
+        self._cancelled.set()
         self._cancellation.cancel()
 
     async def items(self) -> AsyncIterator[Item]:
@@ -38,7 +41,7 @@ class Job:
 
     def run(self) -> None:
         try:
-            if not self._cancellation.asked:
+            if not self._cancelled.is_set():
                 self._pull()
         except BaseException as error:  # noqa: BLE001 - handed to the reader, who raises it
             self._put(error)
@@ -51,7 +54,7 @@ class Job:
         try:
             for item in iterator:
                 self._put(item)
-                if self._cancellation.asked:
+                if self._cancelled.is_set():
                     return
         finally:
             if isinstance(iterator, Generator):
