@@ -373,6 +373,24 @@ def test_leaving_in_the_middle_of_a_stream(slow: Slow) -> None:
         assert gateway.token_log("s")[0] == slow.token_log("s")
 
 
+def test_a_request_of_a_deleted_session_is_answered(slow: Slow) -> None:
+    slow.free = 12
+    answers: list[httpx.Response] = []
+
+    def ask(url: str) -> None:
+        body = chat(session_id="s")
+        answers.append(httpx.post(f"{url}/chat/completions", json=body, timeout=20))
+
+    with served(slow) as (_, url):
+        thread = threading.Thread(target=ask, args=(url,))
+        thread.start()
+        slow.running.acquire()
+        assert httpx.delete(f"{url}/sessions/s", timeout=20).status_code == 200
+        thread.join()
+    assert answers[0].status_code == 200
+    assert answers[0].json()["usage"]["kvbench"]["finish_reason"] == "cancelled"
+
+
 def test_busy_sessions_and_full_queues(slow: Slow) -> None:
     def post(url: str, **fields: Any) -> httpx.Response:
         return httpx.post(f"{url}/chat/completions", json=chat(**fields), timeout=20)
