@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bfcl_eval.constants import eval_config
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
@@ -23,6 +23,7 @@ from bfcl_eval.utils import is_memory_prereq, load_dataset_entry, load_ground_tr
 
 from . import memory_worker, web_worker
 from .agentic_scripts import conversation_script, question_script, search_script
+from .calls import all_tools
 from .completions import Completions, ContextLimitError, Endpoint
 from .entries import Category, backend_of
 from .handler import ChatHandler, RawSessionHandler, SessionHandler, TruncatedError
@@ -30,46 +31,26 @@ from .scoring import SimulatorNames, answer_verdict, simulators, verdict
 from .scripts import script
 from .transcript import END, INSTRUCTIONS
 
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import Guard, Request
+
 ROUTES: dict[str, type[SessionHandler]] = {"raw": RawSessionHandler, "chat": ChatHandler}
 
 
-class Guard(Protocol):
-    """The part of the worker's guard that is used here."""
-
-    def allow(self, host: str, port: int) -> None:
-        """Let sockets connect to `host:port`."""
-
-    def install(self) -> None:
-        """Start refusing everything else."""
-
-
-class Request(Protocol):
-    """The part of the worker's request that is used here."""
-
-    args: dict[str, Any]
-    cancelled: Any
-    guard: Guard
-
-    def on_cancel(self, action: Callable[[], None] | None) -> None:
-        """Register what breaks off a blocking read."""
-
-
 class Benchmark:
-    """The loaded categories and their commands.
-
-    Parameters
-    ----------
-    categories : list of str
-        Official names, such as `multi_turn_base`.
-    """
+    """The loaded categories, by official name, and their commands."""
 
     def __init__(self, categories: list[str]) -> None:
-        self._categories = {name: _load(name) for name in categories}
+        self._categories = {
+            name: Category.of(name, load_dataset_entry(name), load_ground_truth_entry(name))
+            for name in categories
+        }
         self._names = SimulatorNames()
 
     def import_simulators(self) -> None:
         """Import what the executor would import on first use, while files may still be written."""
-        used = {name for each in self._categories.values() for name in each.classes()}
+        entries = [entry for each in self._categories.values() for entry in each.entries.values()]
+        used = {name for entry in entries for name in entry["involved_classes"]}
         for module in sorted({CLASS_FILE_PATH_MAPPING[name] for name in used}):
             importlib.import_module(module)
 
@@ -88,20 +69,13 @@ class Benchmark:
 
     def samples(self, _: Request) -> list[dict[str, Any]]:
         """Return ids and scenarios in the official order, category after category."""
-        return [
-            _described(category, name)
-            for category in self._categories.values()
-            for name in category.truth
-        ]
+        return [_described(each, name) for each in self._categories.values() for name in each.truth]
 
     def conversations(self, _: Request) -> list[dict[str, Any]]:
         """Return the prerequisite conversations of memory, in the order in which they depend."""
-        return [
-            _described(category, name)
-            for category in self._categories.values()
-            for name in category.entries
-            if is_memory_prereq(name)
-        ]
+        categories = self._categories.values()
+        named = [(each, name) for each in categories for name in each.entries]
+        return [_described(each, name) for each, name in named if is_memory_prereq(name)]
 
     def script(self, request: Request) -> list[str]:
         """Return the raw texts of a scripted agent in one session."""
@@ -115,8 +89,7 @@ class Benchmark:
         if category.kind == "memory":
             question = entry["question"][0][-1]["content"]
             return question_script(agent, backend_of(sample), question, truth["ground_truth"])
-        later = [tool for tools in entry.get("missed_function", {}).values() for tool in tools]
-        return script(agent, truth["ground_truth"], [*entry["function"], *later])
+        return script(agent, truth["ground_truth"], all_tools(entry))
 
     def run(self, request: Request) -> dict[str, Any]:
         """Play one episode against the endpoint and check it."""
@@ -130,7 +103,7 @@ class Benchmark:
             except (TruncatedError, ContextLimitError) as error:
                 return _report(handler, "context_limit", {"error_message": str(error)})
             if is_memory_prereq(sample):
-                (store,) = simulators(name, sample)
+                (store,) = simulators(name, sample).values()
                 whole = len(texts) == len(entry["question"])
                 told = _report(handler, "scored" if whole else "turn_limit", {"valid": whole})
                 return {**told, "snapshot": memory_worker.contents(store)}
@@ -150,10 +123,6 @@ class Benchmark:
 def _described(category: Category, name: str) -> dict[str, Any]:
     scenario = category.entries[name].get("scenario")
     return {"id": name, "category": category.name, "scenario": scenario}
-
-
-def _load(name: str) -> Category:
-    return Category.of(name, load_dataset_entry(name), load_ground_truth_entry(name))
 
 
 def _checked(
@@ -182,12 +151,12 @@ def _line(request: Request) -> Completions:
     stop = {"stop": [END]} if args["route"] == "raw" else {}
     return Completions(
         endpoint,
-        session=args["session"],
-        body={**stop, **args["sampling"]},
-        key=args["key"],
-        timeout_s=args["timeout_s"],
-        cancelled=request.cancelled,
-        on_cancel=request.on_cancel,
+        args["session"],
+        {**stop, **args["sampling"]},
+        args["key"],
+        args["timeout_s"],
+        request.cancelled,
+        request.on_cancel,
     )
 
 
@@ -213,12 +182,11 @@ def _data_sha256(categories: list[Category]) -> str:
 
 def _choose_web(wanted: dict[str, Any], benchmark: Benchmark, guard: Guard) -> None:
     """Put our web in the place of the official one."""
-    kind = wanted["kind"]
     web: web_worker.Web
-    if kind == "service":
+    if wanted["kind"] == "service":
         guard.allow("127.0.0.1", wanted["port"])
         web = web_worker.ServiceWeb(wanted["port"], wanted["token"])
-    elif kind == "recording":
+    elif wanted["kind"] == "recording":
         web = web_worker.RecordedWeb(Path(wanted["path"]))
     elif wanted["path"] == web_worker.SYNTHETIC:
         web = web_worker.CorpusWeb(web_worker.synthetic_corpus(benchmark.truths()))
