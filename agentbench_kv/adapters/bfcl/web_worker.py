@@ -124,8 +124,9 @@ class WebSearchAPI:
         found = self.web.search(str(keywords), str(region or "wt-wt"))
         if not isinstance(found, list):
             return found
-        shown = ("title", "href", "body") if self._snippets else ("title", "href")
-        return [{name: each[name] for name in shown} for each in found[:limit]]
+        if self._snippets:
+            return found[:limit]
+        return [{"title": each["title"], "href": each["href"]} for each in found[:limit]]
 
     def fetch_url_content(self, url: str, mode: str = "raw") -> dict[str, str]:
         if not url.startswith(("http://", "https://")):

@@ -53,7 +53,7 @@ def line(url, canceller=None, key=None, timeout_s=5.0):
 def test_base_url_with_and_without_version(endpoint, suffix):
     endpoint.scripts["s1"] = ["Grüße"]
     answer = line(endpoint.url + suffix).complete("prompt")
-    assert (answer.text, answer.finish_reason) == ("Grüße", "stop")
+    assert (answer.said, answer.finish_reason) == ("Grüße", "stop")
     assert answer.usage["prompt_tokens"] == 1
 
 

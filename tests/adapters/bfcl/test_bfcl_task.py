@@ -225,7 +225,7 @@ SIMULATOR_STATE = """
                 total += score(s, name, answers)
                 with bench._names.take(s) as other:
                     assert other != name
-            counts["kept"] += len(scoring.kept(name, s))
+            counts["kept"] += len(scoring.simulators(name, s, *scoring._OF_THE_CHECKER))
         counts["taken"].append(total)
     print(json.dumps(counts))
 """
