@@ -22,13 +22,6 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
 
     The next golden user action is done when the agent's message names it; any other message ends
     the simulation. So it fits agents that are scripted, too.
-
-    Parameters
-    ----------
-    scenario : str
-        The task's scenario.
-    actions : sequence
-        The user's golden actions.
     """
 
     def __init__(self, scenario: str, actions: Sequence[Any]) -> None:
@@ -38,12 +31,10 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
         self._greeted = False
 
     def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
-        """Begin."""
         return UserState(system_messages=[], messages=message_history or [])
 
     @classmethod
     def is_stop(cls, message: UserMessage) -> bool:
-        """Tell whether the message ends the simulation."""
         return not message.is_tool_call() and STOP in (message.content or "")
 
     def set_seed(self, seed: int) -> None:
@@ -60,27 +51,18 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
             return _says("Done."), state
         if self._pending and self._pending[0].name in (message.content or ""):
             action = self._pending.pop(0)
-            call = ToolCall(
-                id=f"user_{len(self._pending)}",
-                name=action.name,
-                arguments=action.arguments,
-                requestor="user",
-            )
+            asked = {"name": action.name, "arguments": action.arguments, "requestor": "user"}
+            call = ToolCall(id=f"user_{len(self._pending)}", **asked)
             return UserMessage(role="user", tool_calls=[call], cost=0.0), state
         return _says(STOP), state
 
 
 class SimulatedUser(UserSimulator):  # type: ignore[misc]  # tau2 has no types
-    """The benchmark's own simulator, with its failures marked and its tokens counted.
-
-    Attributes
-    ----------
-    usage : dict
-        `requests`, `prompt_tokens` and `completion_tokens` of the user alone.
-    """
+    """The benchmark's own simulator, with its failures marked and its tokens counted."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        # Of the user alone.
         self.usage = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
 
     def generate_next_message(
@@ -101,18 +83,9 @@ class SimulatedUser(UserSimulator):  # type: ignore[misc]  # tau2 has no types
 def simulated(
     scenario: str, tools: Sequence[Any] | None, settings: dict[str, Any], timeout_s: float
 ) -> SimulatedUser:
-    """Return the LLM user that the settings name.
+    """Return the LLM user that the settings name: `url`, `model`, `key`, with its own tools.
 
-    Parameters
-    ----------
-    scenario : str
-        The task's scenario.
-    tools : sequence or None
-        The user's own tools.
-    settings : dict
-        `url` (None for a model that litellm finds by name), `model`, `key`.
-    timeout_s : float
-        Longest wait for one answer.
+    Without a `url` litellm finds the model by its name. `timeout_s` bounds one answer.
     """
     options: dict[str, Any] = {"temperature": 0.0, "timeout": timeout_s, "num_retries": _RETRIES}
     model = settings["model"]
