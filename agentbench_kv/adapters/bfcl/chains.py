@@ -10,21 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentbench_kv.adapters.base import Outcome, TrialContext
-from agentbench_kv.adapters.bfcl.task import Played, status_of
+from agentbench_kv.adapters.base import TrialContext
+from agentbench_kv.adapters.bfcl.task import Played
 from agentbench_kv.adapters.worker import WorkerError
 from agentbench_kv.results.records import Metric, TrialStatus
 
 # Plays the conversation of an id in the context's session, from a snapshot of the memory.
 Talk = Callable[[str, TrialContext, Any], Played]
-
-
-class ChainError(Exception):
-    """A conversation broke for a reason that is not the agent's."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.error)
-        self.outcome = outcome  # of the trial that played it; the next one goes on from there
 
 
 @dataclass
@@ -41,8 +33,8 @@ class Chain:
     def play(self, context: TrialContext, talk: Talk) -> list[dict[str, Any]]:
         """Play what is still missing; return records of what was played here.
 
-        ChainError if a conversation failed through no fault of the agent, TimeoutError if another
-        trial was busy with it until this one's time was up.
+        WorkerError if a conversation failed through no fault of the agent; the next trial goes on
+        from there. TimeoutError if another trial was busy with it until this one's time was up.
         """
         deadline = time.monotonic() + context.timeout_s
         if not self._lock.acquire(timeout=context.timeout_s):
@@ -73,8 +65,8 @@ class Chain:
         try:
             told = talk(conversation, asked, self.snapshot)
         except WorkerError as error:
-            message = f"{conversation}: {error}"
-            raise ChainError(Outcome(status_of(error), error=message)) from error
+            error.args = (f"{conversation}: {error}",)
+            raise
         # As in the official loop: a conversation that broke off in an error saves nothing.
         self.snapshot = told.get("snapshot", self.snapshot)
         self.incomplete += told["status"] != TrialStatus.SCORED

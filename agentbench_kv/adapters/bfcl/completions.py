@@ -6,12 +6,13 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
+
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import Request
 
 SESSION_HEADER = "X-KVBench-Session"
 _BUSY = frozenset({409, 429, 503})
@@ -37,26 +38,6 @@ class CancelledError(Exception):
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """A base URL in its parts."""
-
-    secure: bool
-    host: str
-    port: int
-    path: str  # ends in /v1
-
-    @classmethod
-    def of(cls, url: str) -> Endpoint:
-        """Take a base URL apart; `/v1` at its end is optional."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EndpointError(f"not an http(s) URL: {url!r}")
-        secure = parts.scheme == "https"
-        base = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(secure, parts.hostname, parts.port or (443 if secure else 80), f"{base}/v1")
-
-
-@dataclass(frozen=True)
 class Completion:
     """One answer of either route."""
 
@@ -69,37 +50,39 @@ class Completion:
 class Completions:
     """A trial's line to the server: one session, named in every request.
 
-    `body` is sent with every request (max_tokens, temperature, seed, stop). `timeout_s` bounds one
-    completion, pauses on a busy server included. `on_cancel` registers what breaks off a blocking
-    read once `cancelled` is set.
+    `/v1` at the end of `url` is optional. `body` is sent with every request (max_tokens,
+    temperature, seed, stop). `timeout_s` bounds one completion, pauses on a busy server included.
+    Cancelling the worker's `request` breaks off a blocking read.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        url: str,
         session: str,
         body: dict[str, Any],
         key: str | None,
         timeout_s: float,
-        cancelled: threading.Event,
-        on_cancel: Callable[[Callable[[], None] | None], None],
+        request: Request,
     ) -> None:
-        self._endpoint = endpoint
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise EndpointError(f"not an http(s) URL: {url!r}")
+        self._secure = parts.scheme == "https"
+        self.host = parts.hostname
+        self.port = parts.port or (443 if self._secure else 80)
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._session = session
         self._body = body
         self._timeout_s = timeout_s
-        self._cancelled = cancelled
-        self._on_cancel = on_cancel
+        self._request = request
         self._headers = {"Content-Type": "application/json", SESSION_HEADER: session}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def complete(self, prompt: str) -> Completion:
-        """Send the whole prompt and wait for the text."""
         return self._ask("completions", {"prompt": prompt}, "text", str)
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Completion:
-        """Send the whole history and wait for the next message."""
         fields: dict[str, Any] = {"messages": messages}
         if tools:
             fields["tools"] = tools
@@ -128,7 +111,7 @@ class Completions:
                 return _completion(answer, key, kind, time.monotonic() - started)
             if status not in _BUSY or time.monotonic() + pause >= deadline:
                 raise _error(status, answer)
-            if self._cancelled.wait(pause):
+            if self._request.cancelled.wait(pause):
                 raise CancelledError("cancelled while the server was busy")
 
     def _served_model(self) -> str:
@@ -144,24 +127,23 @@ class Completions:
         self, method: str, route: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, float, bytes]:
         """Return the status, the seconds to wait if the server is busy, and the body."""
-        if self._cancelled.is_set():
+        if self._request.cancelled.is_set():
             raise CancelledError("cancelled")
-        to = self._endpoint
-        kind = http.client.HTTPSConnection if to.secure else http.client.HTTPConnection
-        connection = kind(to.host, to.port, timeout=max(timeout_s, 0.001))
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=max(timeout_s, 0.001))
         try:
             connection.connect()
-            self._on_cancel(lambda: _break_off(connection))
-            connection.request(method, f"{to.path}/{route}", body, self._headers)
+            self._request.on_cancel(lambda: _break_off(connection))
+            connection.request(method, f"{self._path}/{route}", body, self._headers)
             response = connection.getresponse()
             return response.status, _pause(response.headers.get("Retry-After")), response.read()
         except (OSError, http.client.HTTPException) as error:
-            if self._cancelled.is_set():
+            if self._request.cancelled.is_set():
                 raise CancelledError("cancelled during a request") from error
             what = f"{type(error).__name__}: {error}"
-            raise UnreachableError(f"{to.host}:{to.port}: {what}") from error
+            raise UnreachableError(f"{self.host}:{self.port}: {what}") from error
         finally:
-            self._on_cancel(None)
+            self._request.on_cancel(None)
             connection.close()
 
 

@@ -51,7 +51,6 @@ class Category:
 
 
 def kind_of(category: str) -> str:
-    """Return the family of a category."""
     return next(kind for kind in ("multi_turn", "web_search", "memory") if kind in category)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
-from agentbench_kv.adapters.bfcl.chains import Chain, ChainError
+from agentbench_kv.adapters.bfcl.chains import Chain
 from agentbench_kv.adapters.bfcl.entries import backend_of
 from agentbench_kv.adapters.bfcl.memory_worker import HASH_ENCODER
 from agentbench_kv.adapters.bfcl.task import BfclTask, Played
@@ -65,8 +65,6 @@ class MemoryTask(BfclTask):
             raise TimeoutError(f"{sample.id}: another trial of it took more than {wait:g} s")
         try:
             return super().run_trial(sample, context)
-        except ChainError as error:
-            return error.outcome
         finally:
             lock.release()
 
@@ -76,22 +74,15 @@ class MemoryTask(BfclTask):
         def talk(conversation: str, asked: TrialContext, snapshot: Any) -> Played:
             self._speaking[sample.id] = conversation
             try:
-                return self._talk(conversation, asked, snapshot)
+                told = self._run(conversation, asked, snapshot=snapshot)
             finally:
                 del self._speaking[sample.id]
+                account = self._call("close_session", self._line(asked))
+            return {**told, "account": account}
 
         played_here = chain.play(context, talk)
         played = self._run(sample.id, context, snapshot=chain.snapshot)
         return {**played, "chain": chain, "conversations": played_here}
-
-    def _talk(self, conversation: str, asked: TrialContext, snapshot: Any) -> Played:
-        """Play one prerequisite conversation and close its session."""
-        try:
-            told = self._run(conversation, asked, snapshot=snapshot)
-        finally:
-            line = {**self._line(asked), "sample": conversation}
-            account = self._call("close_session", line)
-        return {**told, "account": account}
 
     def _outcome(self, played: Played) -> Outcome:
         outcome = super()._outcome(played)
@@ -126,7 +117,6 @@ class MemoryTask(BfclTask):
         return Path(self.encoder).name if self._has_vectors() else None
 
     def _encoder_sha256(self) -> str | None:
-        """Hash the weights of an encoder that has some."""
         if not self._has_vectors() or self.encoder == HASH_ENCODER:
             return None
         found = sorted(Path(self.encoder).rglob("*.safetensors"))

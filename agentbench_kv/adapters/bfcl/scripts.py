@@ -42,7 +42,6 @@ def _turn(calls: Sequence[str], names: Mapping[str, list[str]]) -> list[str]:
 
 
 def say(*calls: Call) -> str:
-    """Write a thought and the calls of one step."""
     names = ", ".join(dict.fromkeys(call.name for call in calls))
     written = "\n".join(marked(payload_of(call.name, call.arguments)) for call in calls)
     return f"<think>\nThe next step needs {names}.\n</think>\n\n{written}"

@@ -45,11 +45,9 @@ class BfclTask(Task):
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        """Return the entries in the official order, the first `limit` of them."""
         return self._all_samples()[:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Play one conversation in the worker and check it there."""
         try:
             played = self._play(sample, context)
         except WorkerError as error:
@@ -60,7 +58,6 @@ class BfclTask(Task):
         return self._script(sample.id, agent)
 
     def provenance(self) -> dict[str, Any]:
-        """Return the benchmark's version, data hash, prompt hash and route."""
         return {**self._call("about"), "route": self.route}
 
     def close(self) -> None:
@@ -110,7 +107,6 @@ class BfclTask(Task):
         return {"route": self.route}
 
     def _line(self, context: TrialContext) -> dict[str, Any]:
-        """Return where and how the worker asks."""
         if context.endpoint is None:
             raise UsageError(
                 f"{self.name} talks to an endpoint and was given none; "
@@ -194,7 +190,6 @@ class MultiTurnLongContext(BfclTask):
 
 
 def status_of(error: WorkerError) -> TrialStatus:
-    """Return the status of a trial whose worker did not answer."""
     if isinstance(error, WorkerTimeoutError):
         return TrialStatus.TIMEOUT
     if isinstance(error, RemoteError) and error.kind == "EndpointError":
@@ -203,7 +198,6 @@ def status_of(error: WorkerError) -> TrialStatus:
 
 
 def metrics_of(played: Played) -> dict[str, Metric]:
-    """Count turns, steps and calls of one session."""
     steps = played["steps"]
     return {
         "turns": 1 + max((step["turn"] for step in steps), default=-1),

@@ -49,7 +49,6 @@ class Transcript:
         return self.text
 
     def add_generated(self, raw: str) -> None:
-        """Add what the model generated, to the letter."""
         self.text += raw
 
     def add_results(self, results: Iterable[str]) -> None:

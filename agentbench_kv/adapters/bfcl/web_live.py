@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from agentbench_kv.adapters.bfcl.web_worker import Web, fetch_key, read_recording, search_key
+from agentbench_kv.adapters.bfcl.web_worker import Web, read_recording, recording_key
 from agentbench_kv.errors import PrerequisiteError
 
 KEY_VARIABLE = "SERPAPI_API_KEY"
@@ -77,7 +77,8 @@ class LiveWeb:
     def search(self, keywords: str, region: str) -> Any:
         """Ask the search engine, patiently if it is asked too often."""
         wanted = {"engine": "duckduckgo", "q": keywords, "kl": region, "api_key": self._key}
-        for pause in (*_PAUSES_S, None):
+        pauses = iter(_PAUSES_S)
+        while True:
             try:
                 answer = self._searching.get(_SEARCH_URL, params=wanted)
                 found = answer.json()
@@ -85,10 +86,10 @@ class LiveWeb:
                 # The message of an HTTP error may hold the URL, and the URL holds the key.
                 return {"error": f"the search failed: {type(error).__name__}"}
             limited = answer.status_code == 429 or "429" in str(found.get("error", ""))
+            pause = next(pauses, None)
             if not limited or pause is None:
                 return _results(found)
             self._sleep(pause)
-        raise AssertionError("unreachable")
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
         """Read a page; what goes wrong is told to the model, as the original does."""
@@ -110,17 +111,17 @@ class Recorder:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def search(self, keywords: str, region: str) -> Any:
-        key = search_key(keywords, region)
-        return self._answer(key, lambda: self._web.search(keywords, region))
+        return self._answer(self._web.search, "search", keywords, region)
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
-        return dict(self._answer(fetch_key(url, mode), lambda: self._web.fetch(url, mode)))
+        return dict(self._answer(self._web.fetch, "fetch", url, mode))
 
-    def _answer(self, key: str, ask: Callable[[], Any]) -> Any:
+    def _answer(self, ask: Callable[[str, str], Any], kind: str, *question: str) -> Any:
+        key = recording_key(kind, *question)
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        result = ask()
+        result = ask(*question)
         with self._lock:
             # Another thread may have been faster; then its answer is the recorded one.
             if key not in self._known:
@@ -141,7 +142,6 @@ class WebService:
         self._thread.start()
 
     def address(self) -> dict[str, Any]:
-        """Return port and token for the worker."""
         return {"port": self._server.server_address[1], "token": self._token}
 
     def close(self) -> None:
@@ -159,8 +159,12 @@ def _handler(web: Web, token: str) -> type[BaseHTTPRequestHandler]:
             try:
                 length = min(int(self.headers["Content-Length"]), _LONGEST_QUESTION)
                 question = json.loads(self.rfile.read(length))
-                known = secrets.compare_digest(str(question.get("token")).encode(), token.encode())
-                status, result = (200, _ask(web, question)) if known else (403, None)
+                if not secrets.compare_digest(str(question.get("token")).encode(), token.encode()):
+                    status, result = 403, None
+                elif question["op"] == "search":
+                    status, result = 200, web.search(question["keywords"], question["region"])
+                else:
+                    status, result = 200, web.fetch(question["url"], question["mode"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 status, result = 400, None
             body = json.dumps(result).encode()
@@ -170,12 +174,6 @@ def _handler(web: Web, token: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
     return Handler
-
-
-def _ask(web: Web, question: dict[str, str]) -> Any:
-    if question["op"] == "search":
-        return web.search(question["keywords"], question["region"])
-    return web.fetch(question["url"], question["mode"])
 
 
 def _results(found: dict[str, Any]) -> Any:

@@ -74,10 +74,14 @@ class RecordedWeb:
         self._answers = read_recording(file)
 
     def search(self, keywords: str, region: str) -> Any:
-        return self._answers.get(search_key(keywords, region), _not_recorded(keywords))
+        return self._answer("search", keywords, region)
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
-        return dict(self._answers.get(fetch_key(url, mode), _not_recorded(url)))
+        return dict(self._answer("fetch", url, mode))
+
+    def _answer(self, *question: str) -> Any:
+        missing = {"error": f"{question[1]}: not in the recording"}
+        return self._answers.get(recording_key(*question), missing)
 
 
 class ServiceWeb:
@@ -136,14 +140,9 @@ class WebSearchAPI:
         return self.web.fetch(url, mode)
 
 
-def search_key(keywords: str, region: str) -> str:
-    """Return the key of a search in a recording."""
-    return json.dumps(["search", keywords, region], ensure_ascii=False)
-
-
-def fetch_key(url: str, mode: str) -> str:
-    """Return the key of a page in a recording."""
-    return json.dumps(["fetch", url, mode], ensure_ascii=False)
+def recording_key(*question: str) -> str:
+    """Return the key of ("search", keywords, region) or ("fetch", url, mode)."""
+    return json.dumps(question, ensure_ascii=False)
 
 
 def read_recording(file: Path) -> dict[str, Any]:
@@ -194,7 +193,3 @@ def _without_fragment(url: str) -> str:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
-
-
-def _not_recorded(what: str) -> dict[str, str]:
-    return {"error": f"{what}: not in the recording"}

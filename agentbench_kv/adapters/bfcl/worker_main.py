@@ -24,7 +24,7 @@ from bfcl_eval.utils import is_memory_prereq, load_dataset_entry, load_ground_tr
 from . import memory_worker, web_worker
 from .agentic_scripts import conversation_script, question_script, search_script
 from .calls import all_tools
-from .completions import Completions, ContextLimitError, Endpoint
+from .completions import Completions, ContextLimitError
 from .entries import Category, backend_of
 from .handler import ChatHandler, RawSessionHandler, SessionHandler, TruncatedError
 from .scoring import SimulatorNames, answer_verdict, simulators, verdict
@@ -45,21 +45,24 @@ class Benchmark:
             name: Category.of(name, load_dataset_entry(name), load_ground_truth_entry(name))
             for name in categories
         }
+        # Memory's prerequisite conversations are among them, in the order in which they depend.
+        self._entries = {
+            name: (category, entry)
+            for category in self._categories.values()
+            for name, entry in category.entries.items()
+        }
         self._names = SimulatorNames()
 
     def import_simulators(self) -> None:
         """Import what the executor would import on first use, while files may still be written."""
-        entries = [entry for each in self._categories.values() for entry in each.entries.values()]
-        used = {name for entry in entries for name in entry["involved_classes"]}
+        used = {name for _, entry in self._entries.values() for name in entry["involved_classes"]}
         for module in sorted({CLASS_FILE_PATH_MAPPING[name] for name in used}):
             importlib.import_module(module)
 
     def truths(self) -> list[dict[str, Any]]:
-        """Return the ground truth of every sample."""
         return [truth for each in self._categories.values() for truth in each.truth.values()]
 
     def about(self, _: Request) -> dict[str, Any]:
-        """Return versions and hashes."""
         return {
             "bfcl_eval": importlib.metadata.version("bfcl-eval"),
             "category": ",".join(self._categories),
@@ -69,18 +72,16 @@ class Benchmark:
 
     def samples(self, _: Request) -> list[dict[str, Any]]:
         """Return ids and scenarios in the official order, category after category."""
-        return [_described(each, name) for each in self._categories.values() for name in each.truth]
+        names = [name for category in self._categories.values() for name in category.truth]
+        return [self._described(name) for name in names]
 
     def conversations(self, _: Request) -> list[dict[str, Any]]:
         """Return the prerequisite conversations of memory, in the order in which they depend."""
-        categories = self._categories.values()
-        named = [(each, name) for each in categories for name in each.entries]
-        return [_described(each, name) for each, name in named if is_memory_prereq(name)]
+        return [self._described(name) for name in self._entries if is_memory_prereq(name)]
 
     def script(self, request: Request) -> list[str]:
-        """Return the raw texts of a scripted agent in one session."""
         sample, agent = request.args["sample"], request.args["agent"]
-        category, entry = self._find(sample)
+        category, entry = self._entries[sample]
         if is_memory_prereq(sample):
             return conversation_script(agent, backend_of(sample), entry)
         truth = category.truth[sample]
@@ -92,9 +93,8 @@ class Benchmark:
         return script(agent, truth["ground_truth"], all_tools(entry))
 
     def run(self, request: Request) -> dict[str, Any]:
-        """Play one episode against the endpoint and check it."""
         sample = request.args["sample"]
-        category, entry = self._find(sample)
+        category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
         with self._names.take(sample) as name:
             handler = ROUTES[request.args["route"]](name, entry, _line(request))
@@ -113,16 +113,8 @@ class Benchmark:
         """Close a session that the harness does not close itself; return its KV account."""
         return _line(request).close_session()
 
-    def _find(self, sample: str) -> tuple[Category, dict[str, Any]]:
-        for category in self._categories.values():
-            if sample in category.entries:
-                return category, category.entries[sample]
-        raise KeyError(f"no sample {sample!r} in {', '.join(self._categories)}")
-
-
-def _described(category: Category, name: str) -> dict[str, Any]:
-    scenario = category.entries[name].get("scenario")
-    return {"id": name, "category": category.name, "scenario": scenario}
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "scenario": self._entries[name][1].get("scenario")}
 
 
 def _checked(
@@ -146,18 +138,11 @@ def _checked(
 
 def _line(request: Request) -> Completions:
     args = request.args
-    endpoint = Endpoint.of(args["endpoint"])
-    request.guard.allow(endpoint.host, endpoint.port)
     stop = {"stop": [END]} if args["route"] == "raw" else {}
-    return Completions(
-        endpoint,
-        args["session"],
-        {**stop, **args["sampling"]},
-        args["key"],
-        args["timeout_s"],
-        request.cancelled,
-        request.on_cancel,
-    )
+    body, timeout_s = {**stop, **args["sampling"]}, args["timeout_s"]
+    line = Completions(args["endpoint"], args["session"], body, args["key"], timeout_s, request)
+    request.guard.allow(line.host, line.port)
+    return line
 
 
 def _report(handler: SessionHandler, status: str, checked: dict[str, Any]) -> dict[str, Any]:

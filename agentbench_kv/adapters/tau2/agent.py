@@ -40,7 +40,6 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         """Do nothing: the seed is in every request."""
 
     def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
-        """Answer a user message or the results of calls."""
         self._hear(message)
         choice = self._line.ask(self.messages, self._tools)
         answer, usage = choice["message"], choice["usage"]

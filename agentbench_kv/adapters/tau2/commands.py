@@ -30,16 +30,13 @@ class Benchmark:
         }
 
     def samples(self, _: Request) -> list[str]:
-        """Return the ids in the official order."""
         return list(self._domain.tasks)
 
     def script(self, request: Request) -> list[str]:
-        """Return the raw texts of a scripted agent."""
         wanted = self._domain.tasks[request.args["sample"]].evaluation_criteria
         return script(request.args["agent"], wanted.actions or [], wanted.communicate_info or [])
 
     def run(self, request: Request) -> dict[str, Any]:
-        """Play one simulation against the endpoint and check it."""
         judge = request.args["judge"]
         for url in (request.args["endpoint"], request.args["user"]["url"], judge and judge["url"]):
             if url:

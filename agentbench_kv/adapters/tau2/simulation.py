@@ -12,7 +12,7 @@ from tau2.registry import registry
 
 from .agent import EndpointAgent, InvalidAnswerError
 from .chat import ChatLine, ContextLimitError
-from .users import ScriptedUser, SimulatedUser, UserFailedError, simulated
+from .users import ScriptedUser, SimulatedUser, UserFailedError
 
 _MAX_ERRORS = 10
 _USER_WAIT_S = 120.0
@@ -50,7 +50,13 @@ def play(domain: Domain, args: dict[str, Any], cancelled: threading.Event) -> di
     where, session = args["endpoint"], args["session"]
     line = ChatLine(where, session, args["sampling"], args["key"], args["timeout_s"], cancelled)
     agent = EndpointAgent(domain.policy, domain.tools, line)
-    user = _user(domain, task, args)
+    user: ScriptedUser | SimulatedUser
+    scenario = str(task.user_scenario)
+    if args["user"]["kind"] == "scripted":
+        user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
+    else:
+        wait_s = min(_USER_WAIT_S, args["timeout_s"])
+        user = SimulatedUser(scenario, domain.user_tools, args["user"], wait_s)
     orchestrator = Orchestrator(
         domain=domain.name,
         agent=agent,
@@ -70,15 +76,6 @@ def play(domain: Domain, args: dict[str, Any], cancelled: threading.Event) -> di
     said = [message.model_dump(**plain) for message in orchestrator.trajectory]
     return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
             "trajectory": said}  # fmt: skip
-
-
-def _user(domain: Domain, task: Any, args: dict[str, Any]) -> ScriptedUser | SimulatedUser:
-    scenario, settings = str(task.user_scenario), args["user"]
-    if settings["kind"] != "scripted":
-        wait = min(_USER_WAIT_S, args["timeout_s"])
-        return simulated(scenario, domain.user_tools, settings, wait)
-    golden = task.evaluation_criteria.actions or []
-    return ScriptedUser(scenario, [each for each in golden if each.requestor == "user"])
 
 
 def _run(domain: Domain, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:

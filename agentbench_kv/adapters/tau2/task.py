@@ -60,12 +60,10 @@ class Simulations(Task):
     _started: WorkerPool | None = field(default=None, init=False, repr=False)
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        """Return the tasks in the official order, the first `limit` of them."""
         self._require_partners()
         return [Sample(id=each) for each in self._ask("samples")[:limit]]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Play one simulation in the worker and check it there."""
         arguments = self._arguments(sample, context)
         try:
             played = self._pool().call("run", arguments, timeout=context.timeout_s)
@@ -94,7 +92,6 @@ class Simulations(Task):
         return texts
 
     def provenance(self) -> dict[str, Any]:
-        """Return the benchmark's version, the data's hashes and who plays the user."""
         about: dict[str, Any] = self._ask("about")
         data = require_data(self.release, self.domain)
         state = data_state(self.release, self.domain, data)
@@ -207,7 +204,6 @@ class Telecom(Simulations):
 
 
 def base_url(url: str) -> str:
-    """Return a server's URL with `/v1` at its end."""
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 

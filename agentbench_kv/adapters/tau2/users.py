@@ -27,7 +27,7 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
     def __init__(self, scenario: str, actions: Sequence[Any]) -> None:
         super().__init__(instructions=scenario)
         self.usage: dict[str, int] = {}
-        self._pending = list(actions)
+        self._pending = [each for each in actions if each.requestor == "user"]
         self._greeted = False
 
     def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
@@ -43,7 +43,6 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
     def generate_next_message(
         self, message: Any, state: UserState
     ) -> tuple[UserMessage, UserState]:
-        """Answer the agent, or the result of an action."""
         if not self._greeted:
             self._greeted = True
             return _says(str(self.instructions) or "Hello."), state
@@ -58,10 +57,23 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
 
 
 class SimulatedUser(UserSimulator):  # type: ignore[misc]  # tau2 has no types
-    """The benchmark's own simulator, with its failures marked and its tokens counted."""
+    """The benchmark's own simulator, with its failures marked and its tokens counted.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    `settings` are `url`, `model` and `key`; without a `url` litellm finds the model by its name.
+    """
+
+    def __init__(
+        self, scenario: str, tools: Sequence[Any] | None, settings: dict[str, Any], wait_s: float
+    ) -> None:
+        model = settings["model"]
+        options: dict[str, Any] = {"temperature": 0.0, "timeout": wait_s, "num_retries": _RETRIES}
+        if settings["url"]:
+            model = f"openai/{model}"
+            options["api_base"] = settings["url"]
+        # An OpenAI client wants some key even where the server wants none.
+        if settings["key"] or settings["url"]:
+            options["api_key"] = settings["key"] or "none"
+        super().__init__(tools=tools, instructions=scenario, llm=model, llm_args=options)
         # Of the user alone.
         self.usage = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
 
@@ -78,24 +90,6 @@ class SimulatedUser(UserSimulator):  # type: ignore[misc]  # tau2 has no types
         for key, count in (said.usage or {}).items():
             self.usage[key] = self.usage.get(key, 0) + (count or 0)
         return said, state
-
-
-def simulated(
-    scenario: str, tools: Sequence[Any] | None, settings: dict[str, Any], timeout_s: float
-) -> SimulatedUser:
-    """Return the LLM user that the settings name: `url`, `model`, `key`, with its own tools.
-
-    Without a `url` litellm finds the model by its name. `timeout_s` bounds one answer.
-    """
-    options: dict[str, Any] = {"temperature": 0.0, "timeout": timeout_s, "num_retries": _RETRIES}
-    model = settings["model"]
-    if settings["url"]:
-        model = f"openai/{model}"
-        options["api_base"] = settings["url"]
-    # An OpenAI client wants some key even where the server wants none.
-    if settings["key"] or settings["url"]:
-        options["api_key"] = settings["key"] or "none"
-    return SimulatedUser(tools=tools, instructions=scenario, llm=model, llm_args=options)
 
 
 def _says(text: str) -> UserMessage:

@@ -12,14 +12,19 @@ from agentbench_kv.adapters.base import Sample, TrialContext
 from agentbench_kv.adapters.bfcl import memory_worker
 from agentbench_kv.adapters.bfcl.chains import (
     Chain,
-    ChainError,
     seed_of,
     session_of,
 )
 from agentbench_kv.adapters.bfcl.entries import backend_of
 from agentbench_kv.adapters.bfcl.memory_task import Memory, MemoryKv, MemoryVector
 from agentbench_kv.adapters.bfcl.memory_worker import HashEncoder, contents
-from agentbench_kv.adapters.worker import RemoteError, WorkerDiedError, WorkerTimeoutError
+from agentbench_kv.adapters.bfcl.task import status_of
+from agentbench_kv.adapters.worker import (
+    RemoteError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 engine = pytest.mark.engine
@@ -81,9 +86,10 @@ def test_a_chain_is_played_once():
 )
 def test_a_failed_conversation_fails_the_trial_and_the_next_goes_on_there(error, status):
     talk, played = Talk({1: error}), chain()
-    with pytest.raises(ChainError) as caught:
+    with pytest.raises(WorkerError) as caught:
         played.play(CONTEXT, talk)
-    assert (caught.value.outcome.status, caught.value.outcome.score) == (status, None)
+    assert status_of(caught.value) == status
+    assert str(caught.value).startswith("1: ")
     played.play(CONTEXT, talk)
     assert [number for number, *_ in talk.asked] == [0, 1, 1, 2]
     assert talk.asked[2][1] == {"memory": "after 0"}

@@ -16,9 +16,8 @@ from agentbench_kv.adapters.bfcl.web_worker import (
     RecordedWeb,
     ServiceWeb,
     WebSearchAPI,
-    fetch_key,
     read_corpus,
-    search_key,
+    recording_key,
     synthetic_corpus,
 )
 from agentbench_kv.errors import PrerequisiteError, UsageError
@@ -161,7 +160,9 @@ def test_the_tools_hide_snippets_and_refuse_what_the_original_refuses():
 
 
 def test_keys_of_a_recording_tell_searches_from_pages():
-    assert len({search_key("a", "b"), search_key("b", "a"), fetch_key("a", "b")}) == 3
+    questions = [("search", "a", "b"), ("search", "b", "a"), ("fetch", "a", "b")]
+    assert len({recording_key(*each) for each in questions}) == 3
+    assert recording_key("search", "thé", "b") == '["search", "thé", "b"]'
 
 
 def test_a_corpus_folder(tmp_path):
