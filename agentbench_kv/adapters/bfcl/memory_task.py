@@ -58,7 +58,6 @@ class MemoryTask(BfclTask):
         return self._script(self._speaking.get(sample.id, sample.id), agent)
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Make sure of the scenario's snapshot, then ask the question."""
         # A script is asked for by sample, so two trials of one sample must not run at a time.
         lock, wait = self._busy[sample.id], context.timeout_s
         if not lock.acquire(timeout=wait):
@@ -109,15 +108,15 @@ class MemoryTask(BfclTask):
             self._chains.setdefault(key, Chain(ids))
         return self._chains[key]
 
-    def _has_vectors(self) -> bool:
-        return "memory_vector" in self.categories
+    def _has_model(self) -> bool:
+        """Tell whether a vector store is used, and its encoder is a model."""
+        return "memory_vector" in self.categories and self.encoder != HASH_ENCODER
 
     def _encoder_name(self) -> str | None:
-        # The name of the folder; `hash` is its own.
-        return Path(self.encoder).name if self._has_vectors() else None
+        return Path(self.encoder).name if "memory_vector" in self.categories else None
 
     def _encoder_sha256(self) -> str | None:
-        if not self._has_vectors() or self.encoder == HASH_ENCODER:
+        if not self._has_model():
             return None
         found = sorted(Path(self.encoder).rglob("*.safetensors"))
         files = found or sorted(Path(self.encoder).rglob("*.bin"))
@@ -128,13 +127,11 @@ class MemoryTask(BfclTask):
         return {"encoder": self.encoder if hashed else str(Path(self.encoder).absolute())}
 
     def _limits(self) -> Limits:
-        if self._has_vectors() and self.encoder != HASH_ENCODER:
-            return Limits(address_space=_MODEL_ADDRESS_SPACE)
-        return Limits()
+        return Limits(address_space=_MODEL_ADDRESS_SPACE) if self._has_model() else Limits()
 
     def _check_encoder(self) -> None:
         """Refuse a vector store whose encoder is not chosen, not there or cannot be loaded."""
-        if not self._has_vectors() or self.encoder == HASH_ENCODER:
+        if not self._has_model():
             return
         if not self.encoder:
             raise PrerequisiteError(

@@ -60,11 +60,7 @@ def verdict(
     texts: Sequence[Sequence[str]],
     name: str,
 ) -> dict[str, Any]:
-    """Run the official checker.
-
-    `ground_truth` holds the expected calls by turn, `texts` the visible text of every step by
-    turn; `name` is from `SimulatorNames.take`.
-    """
+    """Run the official checker on the visible texts, by turn and step, of the trial of a name."""
     tools = tool_names(entry)
     steps = [[parse(text)[0] for text in turn] for turn in texts]
     lines = [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]

@@ -193,11 +193,5 @@ def setup(guard: Guard) -> dict[str, Callable[[Request], Any]]:
     # The official loop prints a line per step.
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     guard.install()
-    return {
-        "about": benchmark.about,
-        "samples": benchmark.samples,
-        "conversations": benchmark.conversations,
-        "script": benchmark.script,
-        "run": benchmark.run,
-        "close_session": benchmark.close_session,
-    }
+    names = ("about", "samples", "conversations", "script", "run", "close_session")
+    return {name: getattr(benchmark, name) for name in names}

@@ -1,4 +1,4 @@
-"""The releases of tau2-bench that there are tasks for; their figures never stand in one table."""
+"""The releases of tau2-bench that there are tasks for; their figures are never in one table."""
 
 from __future__ import annotations
 

@@ -50,9 +50,4 @@ def setup(guard: Any) -> dict[str, Callable[[Any], Any]]:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if os.environ["KVBENCH_TAU2_NETWORK"] == "named":
         guard.install()
-    return {
-        "about": benchmark.about,
-        "samples": benchmark.samples,
-        "script": benchmark.script,
-        "run": benchmark.run,
-    }
+    return {name: getattr(benchmark, name) for name in ("about", "samples", "script", "run")}
