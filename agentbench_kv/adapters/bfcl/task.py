@@ -97,7 +97,7 @@ class BfclTask(Task):
         return Outcome(
             status=TrialStatus(played["status"]),
             score=played["score"],
-            metrics={**metrics_of(played), **self._about_trial()},
+            metrics={**_metrics(played), **self._about_trial()},
             transcript={key: played[key] for key in ("text", "steps", "verdict")},
             error=None if error is None else str(error),
         )
@@ -141,13 +141,8 @@ class BfclTask(Task):
             "OMP_NUM_THREADS": "1",
             "KVBENCH_BFCL": json.dumps({"categories": self.categories, **self._worker_config()}),
         }
-        return WorkerPool(
-            python_of("bfcl"),
-            _WORKER,
-            self.workers,
-            environment=environment,
-            limits=self._limits(),
-        )
+        python, limits = python_of("bfcl"), self._limits()
+        return WorkerPool(python, _WORKER, self.workers, environment=environment, limits=limits)
 
     def _worker_config(self) -> dict[str, Any]:
         """Return what the worker must know besides its categories."""
@@ -197,7 +192,7 @@ def status_of(error: WorkerError) -> TrialStatus:
     return TrialStatus.INFRA_ERROR
 
 
-def metrics_of(played: Played) -> dict[str, Metric]:
+def _metrics(played: Played) -> dict[str, Metric]:
     steps = played["steps"]
     return {
         "turns": 1 + max((step["turn"] for step in steps), default=-1),
