@@ -14,54 +14,38 @@ from typing import Any
 from .calls import Call
 from .scripts import FINISHED, NULL_SENTENCE, say
 
-_STORED = 300
-_UNKNOWN = "I do not know"
-_ADD = {
-    "kv": "archival_memory_add",
-    "vector": "archival_memory_add",
-    "rec_sum": "memory_append",
-}
-_LOOK = {
-    "kv": "archival_memory_list_keys",
-    "vector": "archival_memory_retrieve",
-    "rec_sum": "memory_retrieve",
+_STORED = 300  # characters of a conversation
+_UNKNOWN = {"answer": "I do not know", "context": "I do not know"}
+# What stores in each memory backend, and what looks into it.
+_TOOLS = {
+    "kv": ("archival_memory_add", "archival_memory_list_keys"),
+    "vector": ("archival_memory_add", "archival_memory_retrieve"),
+    "rec_sum": ("memory_append", "memory_retrieve"),
 }
 
 
 def search_script(agent: str, truth: Mapping[str, Any]) -> list[str]:
-    """Write the texts of a web search: each hop is a query and a page.
-
-    Parameters
-    ----------
-    agent : str
-        `gold`, `corrupt` or `null`.
-    truth : mapping
-        `ground_truth` (answers that count) and `source` (hops with `subquestion` and `source`).
-    """
+    """Write the texts of a web search: each hop of `truth["source"]` is a query and a page."""
     if agent == "null":
         return [NULL_SENTENCE]
-    hops = [text for hop in truth["source"] for text in _hop(hop)]
-    return [*hops, _answer(agent, truth["ground_truth"])]
+    steps = []
+    for hop in truth["source"]:
+        steps.append(Call("search_engine_query", {"keywords": hop["subquestion"]}))
+        steps.append(Call("fetch_url_content", {"url": hop["source"], "mode": "truncate"}))
+    return [*map(say, steps), _answer(agent, truth["ground_truth"])]
 
 
 def question_script(agent: str, backend: str, question: str, answers: Sequence[str]) -> list[str]:
     """Write the texts of a memory question: one look into the memory, then the answer."""
     if agent == "null":
         return [NULL_SENTENCE]
+    _, look = _TOOLS[backend]
     arguments = {"query": question} if backend == "vector" else {}
-    return [say(Call(_LOOK[backend], arguments)), _answer(agent, answers)]
+    return [say(Call(look, arguments)), _answer(agent, answers)]
 
 
 def conversation_script(agent: str, backend: str, entry: Mapping[str, Any]) -> list[str]:
-    """Write the texts of a prerequisite conversation: its beginning is stored, the rest heard.
-
-    Parameters
-    ----------
-    agent, backend : str
-        `gold`, `corrupt` or `null`; `kv`, `vector` or `rec_sum`.
-    entry : mapping
-        The conversation: `id`, and `question` with the messages of each turn.
-    """
+    """Write the texts of a prerequisite conversation: its beginning is stored, the rest heard."""
     turns = entry["question"]
     if agent == "null":
         return [NULL_SENTENCE for _ in turns]
@@ -69,17 +53,11 @@ def conversation_script(agent: str, backend: str, entry: Mapping[str, Any]) -> l
     arguments = {"text": text}
     if backend == "kv":
         arguments = {"key": re.sub(r"[^a-z0-9]+", "_", entry["id"].lower()), "value": text}
-    return [say(Call(_ADD[backend], arguments)), *(FINISHED for _ in turns)]
-
-
-def _hop(hop: Mapping[str, str]) -> list[str]:
-    query = Call("search_engine_query", {"keywords": hop["subquestion"]})
-    page = Call("fetch_url_content", {"url": hop["source"], "mode": "truncate"})
-    return [say(query), say(page)]
+    add, _ = _TOOLS[backend]
+    return [say(Call(add, arguments)), *(FINISHED for _ in turns)]
 
 
 def _answer(agent: str, answers: Sequence[str]) -> str:
-    fields = {"answer": answers[0], "context": "It was looked up."}
-    if agent == "corrupt":
-        fields = {"answer": _UNKNOWN, "context": _UNKNOWN}
-    return f"<think>\nThat is all there is.\n</think>\n\n{json.dumps(fields, ensure_ascii=False)}"
+    found = {"answer": answers[0], "context": "It was looked up."}
+    fields = json.dumps(_UNKNOWN if agent == "corrupt" else found, ensure_ascii=False)
+    return f"<think>\nThat is all there is.\n</think>\n\n{fields}"

@@ -8,10 +8,11 @@ unknown name would raise; the model reads that as the call's result and the epis
 from __future__ import annotations
 
 import json
-import keyword
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from keyword import iskeyword
 from typing import Any
 
 _MARKED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -27,60 +28,58 @@ class Call:
 
 def visible(text: str) -> str:
     """Return what follows the think block; nothing if the block never ends."""
-    head, mark, tail = text.rpartition("</think>")
+    _, mark, tail = text.rpartition("</think>")
     if mark:
         return tail.lstrip("\n")
-    return "" if "<think>" in text else head + tail
+    return "" if "<think>" in text else text
 
 
 def parse(text: str) -> tuple[list[Call], int]:
-    """Find the calls in visible text.
-
-    Returns
-    -------
-    calls : list of Call
-        In order.
-    unparsable : int
-        Markers whose payload is not a call, or that never close.
-    """
+    """Find the calls in visible text; count marks whose payload is none, or that never close."""
     payloads = _MARKED.findall(text)
-    read = [_read(payload) for payload in payloads]
-    calls = [call for call in read if call is not None]
+    calls = [call for call in map(_read, payloads) if call is not None]
     unclosed = max(0, text.count("<tool_call>") - len(payloads))
-    return calls, len(read) - len(calls) + unclosed
-
-
-def refused(call: Call, tools: Collection[str]) -> bool:
-    """Tell whether the call names something that is not a tool of this entry."""
-    return call.name not in tools
+    return calls, len(payloads) - len(calls) + unclosed
 
 
 def to_python(call: Call, tools: Collection[str]) -> str:
     """Write a call as source; all it takes from the model are literals and known names."""
-    if refused(call, tools):
+    if call.name not in tools:
         return _failure("NameError", f"name {call.name!r} is not defined")
-    if not all(map(_is_parameter, call.arguments)):
+    if not all(k.isascii() and k.isidentifier() and not iskeyword(k) for k in call.arguments):
         return _failure("SyntaxError", "invalid syntax")
     arguments = ",".join(f"{key}={value!r}" for key, value in call.arguments.items())
     return f"{call.name}({arguments})"
 
 
 def tool_names(entry: Mapping[str, Any]) -> frozenset[str]:
-    """Return the functions of an entry, those shown in a later turn included.
+    """Return the names that count as known.
 
-    The official executor runs a held-out function that a model guesses, so it counts as known.
+    The official executor runs a held-out function that a model guesses, so they are among them.
     """
-    later = [tool for tools in entry.get("missed_function", {}).values() for tool in tools]
-    return frozenset(tool["name"] for tool in [*entry["function"], *later])
+    return frozenset(tool["name"] for tool in all_tools(entry))
+
+
+def all_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools of an entry, then those that it shows only in a later turn."""
+    return [*entry["function"], *chain.from_iterable(entry.get("missed_function", {}).values())]
 
 
 def as_text(calls: Sequence[Mapping[str, Any]]) -> str:
     """Write calls in the OpenAI form as marked text, which `parse` reads."""
     functions = [call.get("function") or {} for call in calls]
-    fields = [{"name": f.get("name"), "arguments": f.get("arguments")} for f in functions]
+    payloads = [payload_of(f.get("name"), f.get("arguments")) for f in functions]
     # JSON lets a character be written as its number, so that no argument can open or close a mark.
-    payloads = (json.dumps(each, ensure_ascii=False).replace("<", "\\u003c") for each in fields)
-    return "\n".join(f"<tool_call>\n{payload}\n</tool_call>" for payload in payloads)
+    return "\n".join(marked(payload.replace("<", "\\u003c")) for payload in payloads)
+
+
+def payload_of(name: Any, arguments: Any) -> str:
+    """Write a call as a model does, unescaped: the checker compares text."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def marked(payload: str) -> str:
+    return f"<tool_call>\n{payload}\n</tool_call>"
 
 
 def unmarked(text: str) -> str:
@@ -96,15 +95,10 @@ def _read(payload: str) -> Call | None:
             arguments = json.loads(arguments)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not (isinstance(name, str) and isinstance(arguments, dict)):
-        return None
-    return Call(name, arguments)
+    is_call = isinstance(name, str) and isinstance(arguments, dict)
+    return Call(name, arguments) if is_call else None
 
 
 def _failure(kind: str, message: str) -> str:
     # An expression that raises: the executor turns it into the result an unknown name would get.
     return f"(_ for _ in ()).throw({kind}({message!a}))"
-
-
-def _is_parameter(name: str) -> bool:
-    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)

@@ -10,66 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentbench_kv.adapters.base import Outcome, TrialContext
-from agentbench_kv.adapters.bfcl.task import Played, status_of
+from agentbench_kv.adapters.base import TrialContext
+from agentbench_kv.adapters.bfcl.task import Played
 from agentbench_kv.adapters.worker import WorkerError
-from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus
 
-Key = tuple[str, str, int]
-Talk = Callable[["Conversation", TrialContext, Any], Played]
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A prerequisite conversation by its official id."""
-
-    id: str
-
-
-class ChainError(Exception):
-    """A conversation broke for a reason that is not the agent's.
-
-    Attributes
-    ----------
-    outcome : Outcome
-        What the trial that played it came to; the next one goes on from there.
-    """
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.error)
-        self.outcome = outcome
+# Plays the conversation of an id in the context's session, from a snapshot of the memory.
+Talk = Callable[[str, TrialContext, Any], Played]
 
 
 @dataclass
 class Chain:
-    """Conversations of one backend, scenario and trial index, and the memory they leave.
+    """Conversations of one backend, scenario and trial index, and the memory they leave."""
 
-    Attributes
-    ----------
-    snapshot : dict or None
-        Memory after the last conversation played, in the official file's form.
-    incomplete : int
-        Conversations that ended early: too many steps, or past the model's last position.
-    peak_live : int
-        Most tokens that a conversation's session held, by the server's account; 0 without one.
-    """
-
-    conversations: list[Conversation]
-    snapshot: dict[str, Any] | None = None
-    incomplete: int = 0
-    peak_live: int = 0
+    conversations: list[str]  # official ids
+    snapshot: dict[str, Any] | None = None  # after the last one played, as in the official file
+    incomplete: int = 0  # ended early: too many steps, or past the model's last position
+    peak_live: int = 0  # most tokens of a session, by the server's account; 0 without one
     _done: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def play(self, context: TrialContext, talk: Talk) -> list[dict[str, Any]]:
         """Play what is still missing; return records of what was played here.
 
-        Raises
-        ------
-        ChainError
-            If a conversation failed through no fault of the agent.
-        TimeoutError
-            If another trial was busy with it until this one's time was up.
+        WorkerError if a conversation failed through no fault of the agent; the next trial goes on
+        from there. TimeoutError if another trial was busy with it until this one's time was up.
         """
         deadline = time.monotonic() + context.timeout_s
         if not self._lock.acquire(timeout=context.timeout_s):
@@ -79,10 +44,11 @@ class Chain:
         finally:
             self._lock.release()
 
-    def metrics(self, played: int) -> dict[str, float | int | str | None]:
+    def metrics(self, played: int) -> dict[str, Metric]:
         """Return what a question's record says about its snapshot."""
+        content = json.dumps(self.snapshot, sort_keys=True).encode()
         return {
-            "snapshot_sha": sha256_of(self.snapshot)[:12],
+            "snapshot_sha": hashlib.sha256(content).hexdigest()[:12],
             "prerequisites_played": played,
             "prerequisites_incomplete": self.incomplete,
             "prerequisites_peak_live": self.peak_live,
@@ -90,36 +56,24 @@ class Chain:
 
     def _next(self, context: TrialContext, talk: Talk, deadline: float) -> dict[str, Any]:
         conversation = self.conversations[self._done]
-        session = session_of(context.session, self._done)
-        left = max(0.0, deadline - time.monotonic())
-        seed = seed_of(conversation.id, context.trial)
-        asked = replace(context, session=session, seed=seed, timeout_s=left)
+        asked = replace(
+            context,
+            session=session_of(context.session, self._done),
+            seed=seed_of(conversation, context.trial),
+            timeout_s=max(0.0, deadline - time.monotonic()),
+        )
         try:
             told = talk(conversation, asked, self.snapshot)
         except WorkerError as error:
-            message = f"{conversation.id}: {error}"
-            raise ChainError(Outcome(status_of(error), error=message)) from error
+            error.args = (f"{conversation}: {error}",)
+            raise
         # As in the official loop: a conversation that broke off in an error saves nothing.
         self.snapshot = told.get("snapshot", self.snapshot)
         self.incomplete += told["status"] != TrialStatus.SCORED
         self.peak_live = max(self.peak_live, int(told["account"].get("peak_live") or 0))
         self._done += 1
-        return _record(conversation, told)
-
-
-class Chains:
-    """The chains of a run by backend, scenario and trial index."""
-
-    def __init__(self) -> None:
-        self._chains: dict[Key, Chain] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: Key, conversations: Callable[[], list[Conversation]]) -> Chain:
-        """Return the chain, made on first use."""
-        with self._lock:
-            if key not in self._chains:
-                self._chains[key] = Chain(conversations())
-            return self._chains[key]
+        kept = ("status", "text", "steps", "account")
+        return {"id": conversation, **{key: told[key] for key in kept}}
 
 
 def session_of(session: str, number: int) -> str:
@@ -132,13 +86,3 @@ def seed_of(conversation: str, trial: int) -> int:
     """Return a sampling seed that depends neither on the method nor on which trial comes first."""
     digest = hashlib.sha256(f"{conversation}:{trial}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
-
-
-def sha256_of(snapshot: dict[str, Any] | None) -> str:
-    """Hash a memory's contents."""
-    return hashlib.sha256(json.dumps(snapshot, sort_keys=True).encode()).hexdigest()
-
-
-def _record(conversation: Conversation, told: Played) -> dict[str, Any]:
-    kept = ("status", "text", "steps", "account")
-    return {"id": conversation.id, **{key: told[key] for key in kept}}

@@ -6,12 +6,13 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
+
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import Request
 
 SESSION_HEADER = "X-KVBench-Session"
 _BUSY = frozenset({409, 429, 503})
@@ -37,125 +38,59 @@ class CancelledError(Exception):
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Where a base URL points."""
-
-    secure: bool
-    host: str
-    port: int
-    path: str
-
-    @classmethod
-    def of(cls, url: str) -> Endpoint:
-        """Take a base URL apart; `/v1` at its end is optional."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EndpointError(f"not an http(s) URL: {url!r}")
-        secure = parts.scheme == "https"
-        base = parts.path.rstrip("/").removesuffix("/v1")
-        port = parts.port or (443 if secure else 80)
-        return cls(secure, parts.hostname, port, f"{base}/v1")
-
-    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        """Return a connection, not yet open."""
-        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        return kind(self.host, self.port, timeout=timeout_s)
-
-
-@dataclass(frozen=True)
 class Completion:
-    """One answer.
+    """One answer of either route."""
 
-    Attributes
-    ----------
-    text, finish_reason : str
-        As the server gave them.
-    usage : dict
-        Token counts, and the server's KV account under `kvbench` if it keeps one.
-    seconds : float
-        From the request that was accepted to its answer.
-    """
-
-    text: str
+    said: Any  # completions: the text; chat: the message, to be sent back unchanged
     finish_reason: str
-    usage: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    """One assistant message.
-
-    Attributes
-    ----------
-    message : dict
-        As the server gave it; sent back unchanged in the next request.
-    finish_reason, usage, seconds
-        As in `Completion`.
-    """
-
-    message: dict[str, Any]
-    finish_reason: str
-    usage: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
+    usage: dict[str, Any]  # token counts; the server's KV account under `kvbench` if it keeps one
+    seconds: float  # from the request that was accepted to its answer
 
 
 class Completions:
-    """A trial's line to the server.
+    """A trial's line to the server: one session, named in every request.
 
-    Parameters
-    ----------
-    endpoint : Endpoint
-        The server.
-    session : str
-        Session id, sent with every request.
-    body : dict
-        Fields of every request besides model and prompt (max_tokens, temperature, seed, stop).
-    key : str or None
-        Bearer token.
-    timeout_s : float
-        Longest wait for one completion, pauses on a busy server included.
-    cancelled : threading.Event
-        Set when the trial is cancelled.
-    on_cancel : callable
-        Registers what breaks off a blocking read.
+    `/v1` at the end of `url` is optional. `body` is sent with every request (max_tokens,
+    temperature, seed, stop). `timeout_s` bounds one completion, pauses on a busy server included.
+    Cancelling the worker's `request` breaks off a blocking read.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        url: str,
         session: str,
         body: dict[str, Any],
         key: str | None,
         timeout_s: float,
-        cancelled: threading.Event,
-        on_cancel: Callable[[Callable[[], None] | None], None],
+        request: Request,
     ) -> None:
-        self._endpoint = endpoint
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise EndpointError(f"not an http(s) URL: {url!r}")
+        self._secure = parts.scheme == "https"
+        self.host = parts.hostname
+        self.port = parts.port or (443 if self._secure else 80)
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._session = session
         self._body = body
         self._timeout_s = timeout_s
-        self._cancelled = cancelled
-        self._on_cancel = on_cancel
+        self._request = request
         self._headers = {"Content-Type": "application/json", SESSION_HEADER: session}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def complete(self, prompt: str) -> Completion:
-        """Send the whole prompt and wait for the answer; ask again while the server is busy."""
-        answer, seconds = self._ask("completions", {**self._named_body(), "prompt": prompt})
-        return _completion(answer, seconds)
+        return self._ask("completions", {"prompt": prompt}, "text", str)
 
-    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> ChatAnswer:
-        """Send the whole history and wait for the next message."""
-        fields = {**self._named_body(), "messages": messages}
+    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Completion:
+        fields: dict[str, Any] = {"messages": messages}
         if tools:
             fields["tools"] = tools
-        answer, seconds = self._ask("chat/completions", fields)
-        return _chat_answer(answer, seconds)
+        return self._ask("chat/completions", fields, "message", dict)
 
     def close_session(self) -> dict[str, Any]:
         """Close the session at the server; return its KV account, empty if it keeps none."""
-        path = f"sessions/{quote(self._headers[SESSION_HEADER], safe='')}"
+        path = f"sessions/{quote(self._session, safe='')}"
         status, _, answer = self._send("DELETE", path, None, _CLOSING_S)
         try:
             account = json.loads(answer)["kvbench"] if status == 200 else {}
@@ -163,22 +98,20 @@ class Completions:
             return {}
         return account if isinstance(account, dict) else {}
 
-    def _named_body(self) -> dict[str, Any]:
+    def _ask(self, route: str, fields: dict[str, Any], key: str, kind: type) -> Completion:
+        """Ask until the server is not busy; what it said is a `kind` under `key`."""
+        deadline = time.monotonic() + self._timeout_s
         if "model" not in self._body:
             self._body["model"] = self._served_model()
-        return self._body
-
-    def _ask(self, route: str, fields: dict[str, Any]) -> tuple[bytes, float]:
-        deadline = time.monotonic() + self._timeout_s
-        body = json.dumps(fields).encode()
+        body = json.dumps({**self._body, **fields}).encode()
         while True:
             started = time.monotonic()
             status, pause, answer = self._send("POST", route, body, deadline - started)
             if status == 200:
-                return answer, time.monotonic() - started
+                return _completion(answer, key, kind, time.monotonic() - started)
             if status not in _BUSY or time.monotonic() + pause >= deadline:
                 raise _error(status, answer)
-            if self._cancelled.wait(pause):
+            if self._request.cancelled.wait(pause):
                 raise CancelledError("cancelled while the server was busy")
 
     def _served_model(self) -> str:
@@ -193,23 +126,24 @@ class Completions:
     def _send(
         self, method: str, route: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, float, bytes]:
-        if self._cancelled.is_set():
+        """Return the status, the seconds to wait if the server is busy, and the body."""
+        if self._request.cancelled.is_set():
             raise CancelledError("cancelled")
-        connection = self._endpoint.connect(max(timeout_s, 0.001))
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=max(timeout_s, 0.001))
         try:
             connection.connect()
-            self._on_cancel(lambda: _break_off(connection))
-            path = f"{self._endpoint.path}/{route}"
-            connection.request(method, path, body, self._headers)
+            self._request.on_cancel(lambda: _break_off(connection))
+            connection.request(method, f"{self._path}/{route}", body, self._headers)
             response = connection.getresponse()
             return response.status, _pause(response.headers.get("Retry-After")), response.read()
         except (OSError, http.client.HTTPException) as error:
-            if self._cancelled.is_set():
+            if self._request.cancelled.is_set():
                 raise CancelledError("cancelled during a request") from error
-            where = f"{self._endpoint.host}:{self._endpoint.port}"
-            raise UnreachableError(f"{where}: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise UnreachableError(f"{self.host}:{self.port}: {what}") from error
         finally:
-            self._on_cancel(None)
+            self._request.on_cancel(None)
             connection.close()
 
 
@@ -228,34 +162,19 @@ def _pause(header: str | None) -> float:
     return min(max(wanted, 0.05), _LONGEST_PAUSE_S)
 
 
-def _completion(answer: bytes, seconds: float) -> Completion:
-    text, reason, usage = _first_choice(answer, "text")
-    if not isinstance(text, str):
-        raise EndpointError(f"not a completion: {answer[:200]!r}")
-    return Completion(text, reason, usage, seconds)
-
-
-def _chat_answer(answer: bytes, seconds: float) -> ChatAnswer:
-    message, reason, usage = _first_choice(answer, "message")
-    if not isinstance(message, dict):
-        raise EndpointError(f"not a chat completion: {answer[:200]!r}")
-    return ChatAnswer(message, reason, usage, seconds)
-
-
-def _first_choice(answer: bytes, key: str) -> tuple[Any, str, dict[str, Any]]:
-    """Return what the first choice holds under `key`, why it ended, and the usage."""
+def _completion(answer: bytes, key: str, kind: type, seconds: float) -> Completion:
     try:
         fields = json.loads(answer)
         choice = fields["choices"][0]
-        said, reason = choice[key], choice.get("finish_reason") or "stop"
-        usage = fields.get("usage") or {}
-        # OpenAI clients know no `context_limit`; our server gives the exact reason here.
-        reason = usage.get("kvbench", {}).get("finish_reason", reason)
+        said, usage = choice[key], fields.get("usage") or {}
+        # OpenAI clients know no `context_limit`; our server gives the exact reason in the usage.
+        reason = usage.get("kvbench", {}).get("finish_reason", choice.get("finish_reason"))
+        if not isinstance(said, kind):
+            raise TypeError(f"no {key}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise EndpointError(f"not a completion: {answer[:200]!r}") from error
-    if not isinstance(usage, dict):
-        raise EndpointError(f"not a completion: {answer[:200]!r}")
-    return said, str(reason), usage
+        name = "completion" if kind is str else "chat completion"
+        raise EndpointError(f"not a {name}: {answer[:200]!r}") from error
+    return Completion(said, str(reason or "stop"), usage, seconds)
 
 
 def _error(status: int, answer: bytes) -> Exception:

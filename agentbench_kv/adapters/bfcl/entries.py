@@ -6,26 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_VERSION = "BFCL_v4"
-
 
 @dataclass(frozen=True)
 class Category:
-    """A loaded category.
+    """A loaded category: samples and memory's prerequisite conversations by id."""
 
-    Attributes
-    ----------
-    name : str
-        Official name, such as `multi_turn_base`.
-    entries : dict
-        Samples, and memory's prerequisite conversations, by id.
-    truth : dict
-        Ground truth by sample id, in the official order.
-    """
-
-    name: str
+    name: str  # official, such as `multi_turn_base`
     entries: dict[str, dict[str, Any]]
-    truth: dict[str, dict[str, Any]]
+    truth: dict[str, dict[str, Any]]  # by sample id, in the official order
 
     @classmethod
     def of(
@@ -33,8 +21,8 @@ class Category:
     ) -> Category:
         """Match samples and ground truth; the agentic categories share files of other ids."""
         kind = kind_of(name)
-        shared = "" if kind == "multi_turn" else kind
-        renamed = {_renamed(each["id"], shared, name): each for each in truth}
+        shared = name if kind == "multi_turn" else kind
+        renamed = {each["id"].replace(shared, name, 1): each for each in truth}
         return cls(name, {each["id"]: each for each in entries}, renamed)
 
     @property
@@ -42,16 +30,11 @@ class Category:
         """`multi_turn`, `web_search` or `memory`."""
         return kind_of(self.name)
 
-    def classes(self) -> set[str]:
-        """Return the simulators that the samples use."""
-        return {name for entry in self.entries.values() for name in entry["involved_classes"]}
-
     def files(self) -> list[str]:
         """Return the data files, relative to the benchmark's data folder."""
-        name = f"{_VERSION}_{self.name if self.kind == 'multi_turn' else self.kind}.json"
-        folder = "memory_prereq_conversation"
+        name = f"BFCL_v4_{self.name if self.kind == 'multi_turn' else self.kind}.json"
         scenarios = sorted({entry.get("scenario", "") for entry in self.entries.values()} - {""})
-        chats = [f"{folder}/memory_{scenario}.json" for scenario in scenarios]
+        chats = [f"memory_prereq_conversation/memory_{scenario}.json" for scenario in scenarios]
         return [name, f"possible_answer/{name}", *chats]
 
     def configured(
@@ -67,12 +50,7 @@ class Category:
         return {**entry, "initial_config": {entry["involved_classes"][0]: settings}}
 
 
-def _renamed(sample: str, shared: str, category: str) -> str:
-    return sample.replace(shared, category, 1) if shared else sample
-
-
 def kind_of(category: str) -> str:
-    """Return the family of a category."""
     return next(kind for kind in ("multi_turn", "web_search", "memory") if kind in category)
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain as joined
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
-from agentbench_kv.adapters.bfcl.chains import Chain, ChainError, Chains, Conversation
+from agentbench_kv.adapters.bfcl.chains import Chain
 from agentbench_kv.adapters.bfcl.entries import backend_of
 from agentbench_kv.adapters.bfcl.memory_worker import HASH_ENCODER
 from agentbench_kv.adapters.bfcl.task import BfclTask, Played
@@ -23,6 +21,7 @@ from agentbench_kv.adapters.worker import Limits
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.params import param
+from agentbench_kv.results.records import Metric
 
 _PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('sentence_transformers') is None)"
 _MODEL_ADDRESS_SPACE = 32 << 30
@@ -34,15 +33,13 @@ class MemoryTask(BfclTask):
 
     The first trial that needs a scenario plays its conversations, each in a session of its own;
     later trials with the same index use the snapshot. See docs/decisions/0018.
-
-    Parameters
-    ----------
-    encoder : str
-        Of the vector store: a sentence-transformers folder, or `hash` for checks without one.
     """
 
     encoder: str = param("", "vector store's encoder: a sentence-transformers folder, or hash")
-    _chains: Chains = field(default_factory=Chains, init=False, repr=False)
+
+    # By backend, scenario and trial index.
+    _chains: dict[tuple[str, str, int], Chain] = field(default_factory=dict, init=False, repr=False)
+    # The session that a sample's trial has open now.
     _speaking: dict[str, str] = field(default_factory=dict, init=False, repr=False)
     _busy: defaultdict[str, Any] = field(
         default_factory=lambda: defaultdict(threading.Lock), init=False, repr=False
@@ -61,35 +58,30 @@ class MemoryTask(BfclTask):
         return self._script(self._speaking.get(sample.id, sample.id), agent)
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Make sure of the scenario's snapshot, then ask the question."""
+        # A script is asked for by sample, so two trials of one sample must not run at a time.
+        lock, wait = self._busy[sample.id], context.timeout_s
+        if not lock.acquire(timeout=wait):
+            raise TimeoutError(f"{sample.id}: another trial of it took more than {wait:g} s")
         try:
-            with self._alone(sample.id, context.timeout_s):
-                return BfclTask.run_trial(self, sample, context)
-        except ChainError as error:
-            return error.outcome
+            return super().run_trial(sample, context)
+        finally:
+            lock.release()
 
     def _play(self, sample: Sample, context: TrialContext) -> Played:
-        chain = self._chain(sample, context)
+        chain = self._chain(sample, context.trial)
 
-        def talk(conversation: Conversation, asked: TrialContext, snapshot: Any) -> Played:
-            self._speaking[sample.id] = conversation.id
+        def talk(conversation: str, asked: TrialContext, snapshot: Any) -> Played:
+            self._speaking[sample.id] = conversation
             try:
-                return self._talk(conversation, asked, snapshot)
+                told = self._run(conversation, asked, snapshot=snapshot)
             finally:
                 del self._speaking[sample.id]
+                account = self._call("close_session", self._line(asked))
+            return {**told, "account": account}
 
         played_here = chain.play(context, talk)
-        played = self._run(sample.id, context, {"snapshot": chain.snapshot})
+        played = self._run(sample.id, context, snapshot=chain.snapshot)
         return {**played, "chain": chain, "conversations": played_here}
-
-    def _talk(self, conversation: Conversation, asked: TrialContext, snapshot: Any) -> Played:
-        """Play one prerequisite conversation and close its session."""
-        try:
-            told = self._run(conversation.id, asked, {"snapshot": snapshot})
-        finally:
-            line = {**self._line(asked), "sample": conversation.id}
-            account = self._call("close_session", line)
-        return {**told, "account": account}
 
     def _outcome(self, played: Played) -> Outcome:
         outcome = super()._outcome(played)
@@ -99,49 +91,32 @@ class MemoryTask(BfclTask):
         outcome.transcript["prerequisites"] = played["conversations"]
         return outcome
 
-    def _about_trial(self) -> dict[str, float | int | str | None]:
+    def _about_trial(self) -> dict[str, Metric]:
         return {**super()._about_trial(), "encoder": self._encoder_name()}
 
     def provenance(self) -> dict[str, Any]:
-        """Add the vector store's encoder to the benchmark's version and hashes."""
         named = {"encoder": self._encoder_name(), "encoder_sha256": self._encoder_sha256()}
         return {**super().provenance(), **named}
 
-    def _chain(self, sample: Sample, context: TrialContext) -> Chain:
-        def conversations() -> list[Conversation]:
+    def _chain(self, sample: Sample, trial: int) -> Chain:
+        wanted = (backend_of(sample.id), str(sample.cluster))
+        key = (*wanted, trial)
+        if key not in self._chains:
             told: list[dict[str, Any]] = self._call("conversations")
-            wanted = (backend_of(sample.id), sample.cluster)
-            return [
-                Conversation(each["id"])
-                for each in told
-                if (backend_of(each["id"]), each["scenario"]) == wanted
-            ]
+            ids = [c["id"] for c in told if (backend_of(c["id"]), c["scenario"]) == wanted]
+            # Of trials that come here together, all get the chain of one (setdefault is atomic).
+            self._chains.setdefault(key, Chain(ids))
+        return self._chains[key]
 
-        key = (backend_of(sample.id), str(sample.cluster), context.trial)
-        return self._chains.get(key, conversations)
-
-    @contextmanager
-    def _alone(self, sample: str, timeout_s: float) -> Iterator[None]:
-        """Keep two trials of one sample apart: a script is asked for by sample."""
-        lock = self._busy[sample]
-        if not lock.acquire(timeout=timeout_s):
-            raise TimeoutError(f"{sample}: another trial of it took more than {timeout_s:g} s")
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _has_vectors(self) -> bool:
-        return "memory_vector" in self.categories
+    def _has_model(self) -> bool:
+        """Tell whether a vector store is used, and its encoder is a model."""
+        return "memory_vector" in self.categories and self.encoder != HASH_ENCODER
 
     def _encoder_name(self) -> str | None:
-        if not self._has_vectors():
-            return None
-        return HASH_ENCODER if self.encoder == HASH_ENCODER else Path(self.encoder).name
+        return Path(self.encoder).name if "memory_vector" in self.categories else None
 
     def _encoder_sha256(self) -> str | None:
-        """Hash the weights of an encoder that has some."""
-        if not self._has_vectors() or self.encoder == HASH_ENCODER:
+        if not self._has_model():
             return None
         found = sorted(Path(self.encoder).rglob("*.safetensors"))
         files = found or sorted(Path(self.encoder).rglob("*.bin"))
@@ -152,13 +127,11 @@ class MemoryTask(BfclTask):
         return {"encoder": self.encoder if hashed else str(Path(self.encoder).absolute())}
 
     def _limits(self) -> Limits:
-        if self._has_vectors() and self.encoder != HASH_ENCODER:
-            return Limits(address_space=_MODEL_ADDRESS_SPACE)
-        return Limits()
+        return Limits(address_space=_MODEL_ADDRESS_SPACE) if self._has_model() else Limits()
 
     def _check_encoder(self) -> None:
         """Refuse a vector store whose encoder is not chosen, not there or cannot be loaded."""
-        if not self._has_vectors() or self.encoder == HASH_ENCODER:
+        if not self._has_model():
             return
         if not self.encoder:
             raise PrerequisiteError(
@@ -177,37 +150,33 @@ class MemoryTask(BfclTask):
             )
 
 
-@dataclass(kw_only=True)
 class MemoryKv(MemoryTask):
     """`memory_kv`: keys and values."""
 
-    name: ClassVar[str] = "bfcl/memory_kv"
-    summary: ClassVar[str] = "BFCL v4 memory, key-value store: 155 questions, 37 conversations"
-    categories: ClassVar[tuple[str, ...]] = ("memory_kv",)
+    name = "bfcl/memory_kv"
+    summary = "BFCL v4 memory, key-value store: 155 questions, 37 conversations"
+    categories = ("memory_kv",)
 
 
-@dataclass(kw_only=True)
 class MemoryVector(MemoryTask):
     """`memory_vector`: texts found by similarity."""
 
-    name: ClassVar[str] = "bfcl/memory_vector"
-    summary: ClassVar[str] = "BFCL v4 memory, vector store: 155 questions, 37 conversations"
-    categories: ClassVar[tuple[str, ...]] = ("memory_vector",)
+    name = "bfcl/memory_vector"
+    summary = "BFCL v4 memory, vector store: 155 questions, 37 conversations"
+    categories = ("memory_vector",)
 
 
-@dataclass(kw_only=True)
 class MemoryRecSum(MemoryTask):
     """`memory_rec_sum`: one text that is rewritten."""
 
-    name: ClassVar[str] = "bfcl/memory_rec_sum"
-    summary: ClassVar[str] = "BFCL v4 memory, recursive summary: 155 questions, 37 conversations"
-    categories: ClassVar[tuple[str, ...]] = ("memory_rec_sum",)
+    name = "bfcl/memory_rec_sum"
+    summary = "BFCL v4 memory, recursive summary: 155 questions, 37 conversations"
+    categories = ("memory_rec_sum",)
 
 
-@dataclass(kw_only=True)
 class Memory(MemoryTask):
     """The three backends; as each has 155 questions, the mean of all is the unweighted mean."""
 
-    name: ClassVar[str] = "bfcl/memory"
-    summary: ClassVar[str] = "BFCL v4 memory: unweighted mean of kv, vector and rec_sum, 465"
-    categories: ClassVar[tuple[str, ...]] = ("memory_kv", "memory_vector", "memory_rec_sum")
+    name = "bfcl/memory"
+    summary = "BFCL v4 memory: unweighted mean of kv, vector and rec_sum, 465"
+    categories = ("memory_kv", "memory_vector", "memory_rec_sum")

@@ -14,7 +14,6 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-BACKENDS = ("kv", "vector", "rec_sum")
 HASH_ENCODER = "hash"
 _DIMENSION = 384
 
@@ -22,22 +21,17 @@ _DIMENSION = 384
 def prepare(backends: Sequence[str], modules: dict[str, str], encoder: str) -> None:
     """Import the official backends and take their files away.
 
-    Parameters
-    ----------
-    backends : list of str
-        Of `BACKENDS`.
-    modules : dict of str to str
-        The official table from class name to module.
-    encoder : str
-        `hash`, or a sentence-transformers folder.
+    `modules` is the official table from class name to module; `encoder` is `hash` or a
+    sentence-transformers folder.
     """
     if "vector" in backends:
         _choose_encoder(encoder)
     for backend in backends:
         name = f"MemoryAPI_{backend}"
         store: Any = getattr(importlib.import_module(modules[name]), name)
-        store._prepare_snapshot = _given
-        store._flush_memory_to_local_file = _nothing
+        store._prepare_snapshot = lambda _, initial_config: initial_config["snapshot"]
+        # The caller asks for `contents` when the conversation is over.
+        store._flush_memory_to_local_file = lambda _: None
 
 
 def contents(store: Any) -> dict[str, Any]:
@@ -52,7 +46,6 @@ class HashEncoder:
     """Sentence vectors by feature hashing of words: for checks without a model, not for results."""
 
     def get_sentence_embedding_dimension(self) -> int:
-        """Return the length of a vector."""
         return _DIMENSION
 
     def encode(self, texts: Sequence[str], normalize_embeddings: bool = True) -> Any:
@@ -79,12 +72,3 @@ def _choose_encoder(encoder: str) -> None:
     real: Any = importlib.import_module("sentence_transformers")
     official = real.SentenceTransformer
     real.SentenceTransformer = lambda *_args, **_options: official(encoder, device="cpu")
-
-
-def _given(store: Any, initial_config: dict[str, Any]) -> dict[str, Any] | None:  # noqa: ARG001
-    snapshot: dict[str, Any] | None = initial_config["snapshot"]
-    return snapshot
-
-
-def _nothing(store: Any) -> None:
-    """Write no file: the caller asks for `contents` when the conversation is over."""

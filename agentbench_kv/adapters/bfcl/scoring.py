@@ -14,7 +14,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn
 
 from .calls import parse, to_python, tool_names
 
-_INFIXES = ("", "_eval", "_ground_truth_eval")
+_OF_THE_CHECKER = ("_eval", "_ground_truth_eval")
 
 
 class SimulatorNames:
@@ -36,37 +36,22 @@ class SimulatorNames:
         with self._lock:
             number = next(n for n in range(len(self._used) + 1) if (sample, n) not in self._used)
             self._used.add((sample, number))
+        name = f"kvbench{number}"
         try:
-            yield f"kvbench{number}"
+            yield name
         finally:
-            forget(f"kvbench{number}", sample)
+            for key in simulators(name, sample, *_OF_THE_CHECKER):
+                vars(multi_turn_utils).pop(key, None)
             with self._lock:
                 self._used.discard((sample, number))
 
 
-def simulators(name: str, sample: str) -> list[Any]:
-    """Return the simulators of the running conversation, not the checker's."""
-    prefix = re.sub(r"[-./:]", "_", f"{name}_{sample}_")
-    held = list(vars(multi_turn_utils).items())
-    return [value for key, value in held if key.startswith(prefix)]
-
-
-def kept(name: str, sample: str) -> list[str]:
-    """Return the simulators that BFCL keeps for a trial."""
-    prefixes = tuple(re.sub(r"[-./:]", "_", f"{name}{infix}_{sample}_") for infix in _INFIXES)
-    return [key for key in list(vars(multi_turn_utils)) if key.startswith(prefixes)]
-
-
-def forget(name: str, sample: str) -> None:
-    """Delete the simulators of a trial."""
-    for key in kept(name, sample):
-        vars(multi_turn_utils).pop(key, None)
-
-
-def lines_of(texts: Sequence[Sequence[str]], tools: frozenset[str]) -> list[list[list[str]]]:
-    """Return the executed lines of every step that called something, by turn."""
-    steps = [[parse(text)[0] for text in turn] for turn in texts]
-    return [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]
+def simulators(name: str, sample: str, *infixes: str) -> dict[str, Any]:
+    """Return the running conversation's simulators, and the checker's of the given infixes."""
+    names = (f"{name}{infix}_{sample}_" for infix in ("", *infixes))
+    prefixes = tuple(re.sub(r"[-./:]", "_", each) for each in names)
+    held = list(vars(multi_turn_utils).items())  # other threads add theirs meanwhile
+    return {key: value for key, value in held if key.startswith(prefixes)}
 
 
 def verdict(
@@ -75,34 +60,16 @@ def verdict(
     texts: Sequence[Sequence[str]],
     name: str,
 ) -> dict[str, Any]:
-    """Run the official checker.
-
-    Parameters
-    ----------
-    entry : dict
-        The sample, with its tools under `function`.
-    ground_truth : list of list of str
-        Expected calls by turn.
-    texts : list of list of str
-        Visible text of every step by turn.
-    name : str
-        From `SimulatorNames.take`.
-    """
-    lines = lines_of(texts, tool_names(entry))
+    """Run the official checker on the visible texts, by turn and step, of the trial of a name."""
+    tools = tool_names(entry)
+    steps = [[parse(text)[0] for text in turn] for turn in texts]
+    lines = [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]
     category = entry["id"].rsplit("_", 1)[0]
     return dict(multi_turn_checker(lines, ground_truth, entry, category, name))
 
 
 def answer_verdict(possible: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
-    """Run the official checker of web search and memory on the last text without calls.
-
-    Parameters
-    ----------
-    possible : list of str
-        Answers that count.
-    texts : list of str
-        Visible text of every step.
-    """
+    """Run the official checker of web search and memory on the last text without calls."""
     answers = [text for text in texts if not parse(text)[0]]
     if not answers or not answers[-1]:
         return {"valid": False, "error_type": "agentic:no_last_message"}

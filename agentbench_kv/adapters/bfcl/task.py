@@ -21,42 +21,33 @@ from agentbench_kv.adapters.worker import (
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
-from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus
 
 _WORKER = Path(__file__).with_name("worker_main.py")
-LOCAL_COMMAND_S = 120.0
-_ENGINE_FAILURES = frozenset({"EndpointError"})
+_LOCAL_COMMAND_S = 120.0
 Played = dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class BfclTask(Task):
-    """A slice of BFCL v4, played in worker processes and scored by the official checker.
-
-    Parameters
-    ----------
-    route : str
-        `raw`: one append-only text over the completions route, so sessions are exact to the
-        token. `chat`: messages and tools over the chat route.
-    workers : int
-        Worker processes; each plays many conversations at a time.
-    """
+    """A slice of BFCL v4, played in worker processes and scored by the official checker."""
 
     categories: ClassVar[tuple[str, ...]]
     needs_endpoint: ClassVar[bool] = True
 
+    # `raw`: one append-only text over the completions route, so sessions are exact to the token.
+    # `chat`: messages and tools over the chat route.
     route: str = param("raw", "how sessions are sent", choices=("raw", "chat"))
-    workers: int = param(1, "worker processes", low=1, high=64)
+    workers: int = param(1, "worker processes", low=1, high=64)  # many conversations each
+
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
     _started: WorkerPool | None = field(default=None, init=False, repr=False)
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        """Return the entries in the official order, the first `limit` of them."""
         return self._all_samples()[:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Play one conversation in the worker and check it there."""
         try:
             played = self._play(sample, context)
         except WorkerError as error:
@@ -64,16 +55,12 @@ class BfclTask(Task):
         return self._outcome(played)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        """Return the raw texts of a gold, corrupt or null agent."""
         return self._script(sample.id, agent)
 
     def provenance(self) -> dict[str, Any]:
-        """Return the benchmark's version, data hash, prompt hash and route."""
-        about: dict[str, Any] = self._call("about")
-        return {**about, "route": self.route}
+        return {**self._call("about"), "route": self.route}
 
     def close(self) -> None:
-        """Stop the workers."""
         with self._lock:
             pool, self._started = self._started, None
         if pool is not None:
@@ -91,10 +78,9 @@ class BfclTask(Task):
         return [Sample(each["id"], each["scenario"]) for each in found]
 
     def _play(self, sample: Sample, context: TrialContext) -> Played:
-        """Play the sample's own session."""
-        return self._run(sample.id, context, {})
+        return self._run(sample.id, context)
 
-    def _run(self, name: str, context: TrialContext, more: Mapping[str, Any]) -> Played:
+    def _run(self, name: str, context: TrialContext, **more: Any) -> Played:
         wanted = {**self._line(context), "sample": name, **more}
         played: Played = self._pool().call("run", wanted, timeout=context.timeout_s)
         return played
@@ -111,39 +97,37 @@ class BfclTask(Task):
         return Outcome(
             status=TrialStatus(played["status"]),
             score=played["score"],
-            metrics={**metrics_of(played), **self._about_trial()},
+            metrics={**_metrics(played), **self._about_trial()},
             transcript={key: played[key] for key in ("text", "steps", "verdict")},
             error=None if error is None else str(error),
         )
 
-    def _about_trial(self) -> dict[str, float | int | str | None]:
+    def _about_trial(self) -> dict[str, Metric]:
         """Return what every trial's record must say besides its counts."""
         return {"route": self.route}
 
     def _line(self, context: TrialContext) -> dict[str, Any]:
-        """Return where and how the worker asks."""
         if context.endpoint is None:
             raise UsageError(
                 f"{self.name} talks to an endpoint and was given none; "
                 "run it through kvbench run, or name a server with --endpoint"
             )
-        sampling = {
-            "max_tokens": context.max_tokens,
-            "temperature": context.temperature,
-            "seed": context.seed,
-        }
         return {
             "route": self.route,
             "endpoint": context.endpoint,
             "session": context.session,
-            "sampling": sampling,
+            "sampling": {
+                "max_tokens": context.max_tokens,
+                "temperature": context.temperature,
+                "seed": context.seed,
+            },
             # The worker's own environment holds no secrets.
             "key": os.environ.get("KVBENCH_API_KEY"),
             "timeout_s": context.timeout_s,
         }
 
     def _call(self, command: str, args: Mapping[str, Any] | None = None) -> Any:
-        return self._pool().call(command, args, timeout=LOCAL_COMMAND_S)
+        return self._pool().call(command, args, timeout=_LOCAL_COMMAND_S)
 
     def _pool(self) -> WorkerPool:
         with self._lock:
@@ -157,13 +141,8 @@ class BfclTask(Task):
             "OMP_NUM_THREADS": "1",
             "KVBENCH_BFCL": json.dumps({"categories": self.categories, **self._worker_config()}),
         }
-        return WorkerPool(
-            python_of("bfcl"),
-            _WORKER,
-            self.workers,
-            environment=environment,
-            limits=self._limits(),
-        )
+        python, limits = python_of("bfcl"), self._limits()
+        return WorkerPool(python, _WORKER, self.workers, environment=environment, limits=limits)
 
     def _worker_config(self) -> dict[str, Any]:
         """Return what the worker must know besides its categories."""
@@ -173,53 +152,47 @@ class BfclTask(Task):
         return Limits()
 
 
-@dataclass(kw_only=True)
 class MultiTurnBase(BfclTask):
     """`multi_turn_base`: every function and parameter is there."""
 
-    name: ClassVar[str] = "bfcl/multi_turn_base"
-    summary: ClassVar[str] = "BFCL v4 multi-turn, base: 200 conversations with simulated APIs"
-    categories: ClassVar[tuple[str, ...]] = ("multi_turn_base",)
+    name = "bfcl/multi_turn_base"
+    summary = "BFCL v4 multi-turn, base: 200 conversations with simulated APIs"
+    categories = ("multi_turn_base",)
 
 
-@dataclass(kw_only=True)
 class MultiTurnMissFunc(BfclTask):
     """`multi_turn_miss_func`: a function that is needed is shown only in a later turn."""
 
-    name: ClassVar[str] = "bfcl/multi_turn_miss_func"
-    summary: ClassVar[str] = "BFCL v4 multi-turn: 200 with a function that comes too late"
-    categories: ClassVar[tuple[str, ...]] = ("multi_turn_miss_func",)
+    name = "bfcl/multi_turn_miss_func"
+    summary = "BFCL v4 multi-turn: 200 with a function that comes too late"
+    categories = ("multi_turn_miss_func",)
 
 
-@dataclass(kw_only=True)
 class MultiTurnMissParam(BfclTask):
     """`multi_turn_miss_param`: the user leaves out a parameter until asked."""
 
-    name: ClassVar[str] = "bfcl/multi_turn_miss_param"
-    summary: ClassVar[str] = "BFCL v4 multi-turn: 200 with a parameter that comes too late"
-    categories: ClassVar[tuple[str, ...]] = ("multi_turn_miss_param",)
+    name = "bfcl/multi_turn_miss_param"
+    summary = "BFCL v4 multi-turn: 200 with a parameter that comes too late"
+    categories = ("multi_turn_miss_param",)
 
 
-@dataclass(kw_only=True)
 class MultiTurnLongContext(BfclTask):
     """`multi_turn_long_context`: the APIs' answers are long."""
 
-    name: ClassVar[str] = "bfcl/multi_turn_long_context"
-    summary: ClassVar[str] = "BFCL v4 multi-turn: 200 whose APIs give long answers"
-    categories: ClassVar[tuple[str, ...]] = ("multi_turn_long_context",)
+    name = "bfcl/multi_turn_long_context"
+    summary = "BFCL v4 multi-turn: 200 whose APIs give long answers"
+    categories = ("multi_turn_long_context",)
 
 
 def status_of(error: WorkerError) -> TrialStatus:
-    """Return the status of a trial whose worker did not answer."""
     if isinstance(error, WorkerTimeoutError):
         return TrialStatus.TIMEOUT
-    if isinstance(error, RemoteError) and error.kind in _ENGINE_FAILURES:
+    if isinstance(error, RemoteError) and error.kind == "EndpointError":
         return TrialStatus.ENGINE_ERROR
     return TrialStatus.INFRA_ERROR
 
 
-def metrics_of(played: Played) -> dict[str, float | int | str | None]:
-    """Count turns, steps and calls of one session."""
+def _metrics(played: Played) -> dict[str, Metric]:
     steps = played["steps"]
     return {
         "turns": 1 + max((step["turn"] for step in steps), default=-1),

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 END = "<|im_end|>"
-_OPENING = "<|im_start|>assistant\n"
 
 INSTRUCTIONS = """\
 You carry out the user's requests with the tools below. Go on calling tools until \
@@ -27,13 +26,7 @@ Several calls may follow one another. Each result comes back between <tool_respo
 
 
 class Transcript:
-    """Text of one session in the chat form with `<|im_start|>` and `<|im_end|>`.
-
-    Parameters
-    ----------
-    tools : iterable of mapping
-        Descriptions of the tools, as the benchmark gives them.
-    """
+    """Text of one session in the chat form with `<|im_start|>` and `<|im_end|>`."""
 
     def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
         lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -46,18 +39,16 @@ class Transcript:
         self.text = f"<|im_start|>system\n{joined}{END}\n"
 
     def add(self, role: str, content: str) -> None:
-        """Add a whole message."""
         self._end_assistant()
         self.text += f"<|im_start|>{role}\n{_safe(content)}{END}\n"
 
     def prompt(self) -> str:
         """Open the assistant's message and return the whole text."""
         self._end_assistant()
-        self.text += _OPENING
+        self.text += "<|im_start|>assistant\n"
         return self.text
 
     def add_generated(self, raw: str) -> None:
-        """Add what the model generated, to the letter."""
         self.text += raw
 
     def add_results(self, results: Iterable[str]) -> None:

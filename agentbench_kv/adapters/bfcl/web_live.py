@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
-from agentbench_kv.adapters.bfcl.web_worker import fetch_key, read_recording, search_key
+from agentbench_kv.adapters.bfcl.web_worker import Web, read_recording, recording_key
 from agentbench_kv.errors import PrerequisiteError
 
 KEY_VARIABLE = "SERPAPI_API_KEY"
@@ -32,30 +32,13 @@ _PAGE_S = 20.0
 _PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
 _LONGEST_QUESTION = 1 << 20
 _AGENT = "Mozilla/5.0 (X11; Linux x86_64) agentbench-kv"
-_MODULES = {"markdown": "html2text", "truncate": "bs4"}
-
-
-class Answers(Protocol):
-    """A web as the service asks it: every result with its snippet, not cut to a number."""
-
-    def search(self, keywords: str, region: str) -> Any:
-        """Return a list of `{"title", "href", "body"}`, or `{"error"}`."""
-
-    def fetch(self, url: str, mode: str) -> dict[str, str]:
-        """Return `{"content"}` or `{"error"}`."""
 
 
 class LiveWeb:
     """DuckDuckGo through SerpAPI, and the pages themselves.
 
-    Parameters
-    ----------
-    key : str
-        The user's SerpAPI key; it goes to SerpAPI and nowhere else.
-    transport : httpx.BaseTransport, optional
-        For tests.
-    sleep : callable
-        Waits between attempts when the search engine says that there were too many.
+    The user's key goes to SerpAPI and nowhere else. `sleep` waits between attempts when the search
+    engine says that there were too many; it and `transport` are replaced in tests.
     """
 
     def __init__(
@@ -77,21 +60,14 @@ class LiveWeb:
 
     @classmethod
     def with_users_key(cls) -> LiveWeb:
-        """Take the key from the environment.
-
-        Raises
-        ------
-        PrerequisiteError
-            If there is none, or the packages that read pages are missing.
-        """
+        """Take the key from the environment; PrerequisiteError without it or what reads pages."""
         key = os.environ.get(KEY_VARIABLE)
         if not key:
             raise PrerequisiteError(
                 f"web search over the live web needs a SerpAPI key in {KEY_VARIABLE}; without one "
                 "use --set web=replay --set recording=FILE, or --set corpus=DIR"
             )
-        missing = [name for name in _MODULES.values() if importlib.util.find_spec(name) is None]
-        if missing:
+        if not all(map(importlib.util.find_spec, ("html2text", "bs4"))):
             raise PrerequisiteError(
                 "reading live pages needs html2text and beautifulsoup4: "
                 "pip install 'agentbench-kv[bfcl-web]'"
@@ -101,7 +77,8 @@ class LiveWeb:
     def search(self, keywords: str, region: str) -> Any:
         """Ask the search engine, patiently if it is asked too often."""
         wanted = {"engine": "duckduckgo", "q": keywords, "kl": region, "api_key": self._key}
-        for pause in (*_PAUSES_S, None):
+        pauses = iter(_PAUSES_S)
+        while True:
             try:
                 answer = self._searching.get(_SEARCH_URL, params=wanted)
                 found = answer.json()
@@ -109,10 +86,10 @@ class LiveWeb:
                 # The message of an HTTP error may hold the URL, and the URL holds the key.
                 return {"error": f"the search failed: {type(error).__name__}"}
             limited = answer.status_code == 429 or "429" in str(found.get("error", ""))
+            pause = next(pauses, None)
             if not limited or pause is None:
                 return _results(found)
             self._sleep(pause)
-        raise AssertionError("unreachable")
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
         """Read a page; what goes wrong is told to the model, as the original does."""
@@ -125,56 +102,39 @@ class LiveWeb:
 
 
 class Recorder:
-    """Asks another web only for what the recording does not hold yet, and keeps the answer.
+    """Asks another web only for what the recording does not hold yet, and appends the answer."""
 
-    Parameters
-    ----------
-    web : Answers
-        Who is asked.
-    file : Path
-        JSON lines; appended to.
-    """
-
-    def __init__(self, web: Answers, file: Path) -> None:
+    def __init__(self, web: Web, file: Path) -> None:
         self._web, self._file = web, file
         self._known = read_recording(file)
         self._lock = threading.Lock()
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def search(self, keywords: str, region: str) -> Any:
-        """Search once."""
-        key = search_key(keywords, region)
-        return self._answer(key, lambda: self._web.search(keywords, region))
+        return self._answer(self._web.search, "search", keywords, region)
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
-        """Read a page once."""
-        return dict(self._answer(fetch_key(url, mode), lambda: self._web.fetch(url, mode)))
+        return dict(self._answer(self._web.fetch, "fetch", url, mode))
 
-    def _answer(self, key: str, ask: Callable[[], Any]) -> Any:
+    def _answer(self, ask: Callable[[str, str], Any], kind: str, *question: str) -> Any:
+        key = recording_key(kind, *question)
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        result = ask()
+        result = ask(*question)
         with self._lock:
             # Another thread may have been faster; then its answer is the recorded one.
             if key not in self._known:
                 self._known[key] = result
-                line = json.dumps({"key": key, "result": result})
                 with self._file.open("a", encoding="utf-8") as stream:
-                    stream.write(line + "\n")
+                    stream.write(json.dumps({"key": key, "result": result}) + "\n")
             return self._known[key]
 
 
 class WebService:
-    """Answers workers on a loopback port until it is closed.
+    """Answers workers on a loopback port until it is closed."""
 
-    Parameters
-    ----------
-    web : Answers
-        Who knows.
-    """
-
-    def __init__(self, web: Answers) -> None:
+    def __init__(self, web: Web) -> None:
         self._token = secrets.token_urlsafe(16)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(web, self._token))
         self._server.daemon_threads = True
@@ -182,28 +142,29 @@ class WebService:
         self._thread.start()
 
     def address(self) -> dict[str, Any]:
-        """Return port and token for the worker."""
         return {"port": self._server.server_address[1], "token": self._token}
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
-def _handler(web: Answers, token: str) -> type[BaseHTTPRequestHandler]:
+def _handler(web: Web, token: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Keep quiet."""
+            pass
 
         def do_POST(self) -> None:
-            """Answer one question."""
             try:
                 length = min(int(self.headers["Content-Length"]), _LONGEST_QUESTION)
                 question = json.loads(self.rfile.read(length))
-                known = secrets.compare_digest(str(question.get("token")).encode(), token.encode())
-                status, result = (200, _ask(web, question)) if known else (403, None)
+                if not secrets.compare_digest(str(question.get("token")).encode(), token.encode()):
+                    status, result = 403, None
+                elif question["op"] == "search":
+                    status, result = 200, web.search(question["keywords"], question["region"])
+                else:
+                    status, result = 200, web.fetch(question["url"], question["mode"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 status, result = 400, None
             body = json.dumps(result).encode()
@@ -215,18 +176,12 @@ def _handler(web: Answers, token: str) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _ask(web: Answers, question: dict[str, str]) -> Any:
-    if question["op"] == "search":
-        return web.search(question["keywords"], question["region"])
-    return web.fetch(question["url"], question["mode"])
-
-
 def _results(found: dict[str, Any]) -> Any:
     if "organic_results" not in found:
         return {"error": "the search engine returned no results; try again later"}
+    names = {"title": "title", "href": "link", "body": "snippet"}
     rows = found["organic_results"][:_SEARCH_RESULTS]
-    names = (("title", "title"), ("href", "link"), ("body", "snippet"))
-    return [{ours: row.get(theirs, "") for ours, theirs in names} for row in rows]
+    return [{ours: row.get(theirs, "") for ours, theirs in names.items()} for row in rows]
 
 
 def _converted(page: str, mode: str) -> str:
@@ -242,13 +197,7 @@ def _converted(page: str, mode: str) -> str:
 
 
 def _refuse_private(request: httpx.Request) -> None:
-    """Refuse addresses that are not on the public net: a model chooses where we go.
-
-    Raises
-    ------
-    ValueError
-        If the host has one, also after a redirect.
-    """
+    """Refuse hosts not on the public net, also after a redirect: a model chooses where we go."""
     found = socket.getaddrinfo(request.url.host, request.url.port or 443, type=socket.SOCK_STREAM)
     for *_, address in found:
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global:

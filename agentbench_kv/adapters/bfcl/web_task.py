@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from agentbench_kv.adapters.bfcl.task import BfclTask
 from agentbench_kv.adapters.bfcl.web_live import LiveWeb, Recorder, WebService
@@ -13,6 +13,7 @@ from agentbench_kv.adapters.data import data_folder, file_sha256
 from agentbench_kv.adapters.worker import WorkerPool
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
+from agentbench_kv.results.records import Metric
 
 _NOT_OFFICIAL = "not BFCL web_search"
 
@@ -21,46 +22,34 @@ _NOT_OFFICIAL = "not BFCL web_search"
 class WebSearchTask(BfclTask):
     """Questions of several hops with a search engine and a page reader.
 
-    Only the live web is BFCL's web search. Whatever else answers is named in every record.
-
-    Parameters
-    ----------
-    web : str
-        `live`: SerpAPI with the user's key, and the pages themselves. `record`: the same, and
-        every answer is kept in `recording`; what is there already is not asked again.
-        `replay`: only what `recording` holds.
-    recording : str
-        JSON lines file.
-    corpus : str
-        What takes the web's place: the name of an imported corpus, a folder with `*.jsonl` pages
-        (`url`, `title`, `text`), or `synthetic` for pages made from the ground truth, to check
-        the plumbing.
+    Only the live web (SerpAPI with the user's key, and the pages themselves) is BFCL's web search.
+    Whatever else answers is named in every record.
     """
 
+    # `record` keeps every answer in `recording` and does not ask again for what is there.
     web: str = param("live", "where answers come from", choices=("live", "record", "replay"))
     recording: str = param("", "file for web=record and web=replay")
+    # Pages are `url`, `title`, `text`; `synthetic` ones are made from the ground truth, to check
+    # the plumbing.
     corpus: str = param("", "imported corpus or folder of pages instead of the web, or synthetic")
     _service: WebService | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
         if self.corpus and (self.web != "live" or self.recording):
             raise UsageError("corpus= takes the web's place; leave out web= and recording=")
         if (self.web != "live") != bool(self.recording):
             raise UsageError("recording=FILE goes with web=record or web=replay, and they with it")
 
     def close(self) -> None:
-        """Stop the workers, then the service they ask."""
         super().close()
         service, self._service = self._service, None
         if service is not None:
             service.close()
 
     def provenance(self) -> dict[str, Any]:
-        """Add which web answered to the benchmark's version and hashes."""
         return {**super().provenance(), "web": self._web_name(), "web_sha256": self._web_sha256()}
 
-    def _about_trial(self) -> dict[str, float | int | str | None]:
+    def _about_trial(self) -> dict[str, Metric]:
         return {**super()._about_trial(), "web": self._web_name()}
 
     def _web_name(self) -> str:
@@ -83,7 +72,7 @@ class WebSearchTask(BfclTask):
 
     def _worker_config(self) -> dict[str, Any]:
         if self.corpus:
-            return {"web": {"kind": "corpus", "path": _corpus(self.corpus)}}
+            return {"web": {"kind": "corpus", "path": self._corpus()}}
         file = Path(self.recording).absolute()
         if self.web == "replay":
             if not file.is_file():
@@ -93,42 +82,40 @@ class WebSearchTask(BfclTask):
         self._service = WebService(Recorder(live, file) if self.web == "record" else live)
         return {"web": {"kind": "service", **self._service.address()}}
 
+    def _corpus(self) -> str:
+        if self.corpus == SYNTHETIC:
+            return SYNTHETIC
+        folder = _folder(self.corpus)
+        if not corpus_files(folder):
+            raise PrerequisiteError(
+                f"corpus={self.corpus}: neither an imported corpus (kvbench data import-corpus) "
+                "nor a folder with *.jsonl pages, a line each with url, title and text"
+            )
+        return str(folder)
+
     def _start(self) -> WorkerPool:
         if self._service is not None:
             self._service.close()
         return super()._start()
 
 
-@dataclass(kw_only=True)
 class WebSearchBase(WebSearchTask):
     """`web_search_base`: results show a piece of the page."""
 
-    name: ClassVar[str] = "bfcl/web_search_base"
-    summary: ClassVar[str] = "BFCL v4 web search with snippets: 100 questions of several hops"
-    categories: ClassVar[tuple[str, ...]] = ("web_search_base",)
+    name = "bfcl/web_search_base"
+    summary = "BFCL v4 web search with snippets: 100 questions of several hops"
+    categories = ("web_search_base",)
 
 
-@dataclass(kw_only=True)
 class WebSearchNoSnippet(WebSearchTask):
     """`web_search_no_snippet`: results are titles and addresses."""
 
-    name: ClassVar[str] = "bfcl/web_search_no_snippet"
-    summary: ClassVar[str] = "BFCL v4 web search without snippets: 100 questions of several hops"
-    categories: ClassVar[tuple[str, ...]] = ("web_search_no_snippet",)
+    name = "bfcl/web_search_no_snippet"
+    summary = "BFCL v4 web search without snippets: 100 questions of several hops"
+    categories = ("web_search_no_snippet",)
 
 
 def _folder(wanted: str) -> Path:
     """Return a corpus's folder: a path, or the name of an imported one."""
     imported = data_folder() / "corpora" / wanted
     return imported if imported.is_dir() and not Path(wanted).is_dir() else Path(wanted).absolute()
-
-
-def _corpus(wanted: str) -> str:
-    if wanted == SYNTHETIC:
-        return wanted
-    if not corpus_files(_folder(wanted)):
-        raise PrerequisiteError(
-            f"corpus={wanted}: neither an imported corpus (kvbench data import-corpus) nor a "
-            "folder with *.jsonl pages, a line each with url, title and text"
-        )
-    return str(_folder(wanted))

@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-MODES = ("raw", "markdown", "truncate")
 SYNTHETIC = "synthetic"
 _SNIPPET = 200
 _SERVICE_S = 900.0
-_WORD = re.compile(r"\w+")
 
 
 class Web(Protocol):
-    """What answers a model's queries. Results always carry their snippet."""
+    """What answers a model's queries; results always have their snippet and are not cut."""
 
-    def search(self, keywords: str, max_results: int, region: str) -> Any:
+    def search(self, keywords: str, region: str) -> Any:
         """Return a list of `{"title", "href", "body"}`, or `{"error"}`."""
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
@@ -43,13 +41,7 @@ class Page:
 
 
 class CorpusWeb:
-    """BM25 over pages; equal scores keep the corpus's order.
-
-    Parameters
-    ----------
-    pages : iterable of Page
-        At least one.
-    """
+    """BM25 over pages, at least one; equal scores keep the corpus's order."""
 
     def __init__(self, pages: Iterable[Page]) -> None:
         bm25: Any = importlib.import_module("rank_bm25")
@@ -57,69 +49,51 @@ class CorpusWeb:
         self._pages = list(pages)
         if not self._pages:
             raise ValueError("the corpus holds no page")
-        self._by_url = {_address(page.url): page for page in self._pages}
-        self._ranking = bm25.BM25Okapi(
-            [_words(f"{page.title} {page.text}") for page in self._pages]
-        )
+        self._by_url = {_without_fragment(page.url): page for page in self._pages}
+        self._ranking = bm25.BM25Okapi([_words(f"{p.title} {p.text}") for p in self._pages])
 
-    def search(self, keywords: str, max_results: int, region: str) -> Any:  # noqa: ARG002
+    def search(self, keywords: str, region: str) -> Any:  # noqa: ARG002
         """Rank the pages that share a word with the query."""
         scores = self._ranking.get_scores(_words(keywords))
         order = sorted(range(len(self._pages)), key=lambda i: (-scores[i], i))
-        found = [self._pages[i] for i in order[: max(0, max_results)] if scores[i] > 0]
+        found = [self._pages[i] for i in order if scores[i] > 0]
         return [{"title": p.title, "href": p.url, "body": p.text[:_SNIPPET]} for p in found]
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:  # noqa: ARG002
         """Return a page's text, the same in every mode."""
-        page = self._by_url.get(_address(url))
+        page = self._by_url.get(_without_fragment(url))
         if page is None:
             return {"error": f"An error occurred while fetching {url}: 404 Client Error: Not Found"}
         return {"content": page.text}
 
 
 class RecordedWeb:
-    """Answers of an earlier run; what was not asked then has none.
-
-    Parameters
-    ----------
-    file : Path
-        JSON lines `{"key", "result"}` with keys of `search_key` and `fetch_key`.
-    """
+    """Answers of an earlier run; what was not asked then has none."""
 
     def __init__(self, file: Path) -> None:
         self._answers = read_recording(file)
 
-    def search(self, keywords: str, max_results: int, region: str) -> Any:
-        """Return the recorded results, the first `max_results`."""
-        found = self._answers.get(search_key(keywords, region), _not_recorded(keywords))
-        return found[: max(0, max_results)] if isinstance(found, list) else found
+    def search(self, keywords: str, region: str) -> Any:
+        return self._answer("search", keywords, region)
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
-        """Return the recorded page."""
-        return dict(self._answers.get(fetch_key(url, mode), _not_recorded(url)))
+        return dict(self._answer("fetch", url, mode))
+
+    def _answer(self, *question: str) -> Any:
+        missing = {"error": f"{question[1]}: not in the recording"}
+        return self._answers.get(recording_key(*question), missing)
 
 
 class ServiceWeb:
-    """The harness's own process, asked over loopback.
-
-    Parameters
-    ----------
-    port : int
-        Where it listens on 127.0.0.1.
-    token : str
-        What it wants to see.
-    """
+    """The harness's own process, asked over loopback with the token that it wants to see."""
 
     def __init__(self, port: int, token: str) -> None:
         self._port, self._token = port, token
 
-    def search(self, keywords: str, max_results: int, region: str) -> Any:
-        """Ask the service for results."""
-        found = self._ask({"op": "search", "keywords": keywords, "region": region})
-        return found[: max(0, max_results)] if isinstance(found, list) else found
+    def search(self, keywords: str, region: str) -> Any:
+        return self._ask({"op": "search", "keywords": keywords, "region": region})
 
     def fetch(self, url: str, mode: str) -> dict[str, str]:
-        """Ask the service for a page."""
         return dict(self._ask({"op": "fetch", "url": url, "mode": mode}))
 
     def _ask(self, question: Mapping[str, str]) -> Any:
@@ -150,34 +124,29 @@ class WebSearchAPI:
     def search_engine_query(
         self, keywords: str, max_results: int | None = 10, region: str | None = "wt-wt"
     ) -> Any:
-        """Search the web."""
-        limit = 10 if max_results is None else int(max_results)
-        found = self.web.search(str(keywords), limit, str(region or "wt-wt"))
-        if not isinstance(found, list) or self._snippets:
+        limit = 10 if max_results is None else max(0, int(max_results))
+        found = self.web.search(str(keywords), str(region or "wt-wt"))
+        if not isinstance(found, list):
             return found
-        return [{"title": each["title"], "href": each["href"]} for each in found]
+        if self._snippets:
+            return found[:limit]
+        return [{"title": each["title"], "href": each["href"]} for each in found[:limit]]
 
     def fetch_url_content(self, url: str, mode: str = "raw") -> dict[str, str]:
-        """Open a page."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"Invalid URL: {url}")
-        if mode not in MODES:
+        if mode not in ("raw", "markdown", "truncate"):
             return {"error": f"An error occurred while fetching {url}: Unsupported mode: {mode}"}
         return self.web.fetch(url, mode)
 
 
-def search_key(keywords: str, region: str) -> str:
-    """Return the key of a search in a recording."""
-    return json.dumps(["search", keywords, region], ensure_ascii=False)
-
-
-def fetch_key(url: str, mode: str) -> str:
-    """Return the key of a page in a recording."""
-    return json.dumps(["fetch", url, mode], ensure_ascii=False)
+def recording_key(*question: str) -> str:
+    """Return the key of ("search", keywords, region) or ("fetch", url, mode)."""
+    return json.dumps(question, ensure_ascii=False)
 
 
 def read_recording(file: Path) -> dict[str, Any]:
-    """Return a recording's answers by key; a line that was torn when it was written is left out."""
+    """Return the answers by key of JSON lines `{"key", "result"}`; torn lines are left out."""
     answers: dict[str, Any] = {}
     if not file.exists():
         return answers
@@ -211,21 +180,16 @@ def synthetic_corpus(truths: Iterable[Mapping[str, Any]]) -> list[Page]:
 
     It checks the plumbing. A score over it says nothing about searching the web.
     """
-    hops = [hop for truth in truths for hop in truth["source"]]
     return [
         Page(hop["source"], hop["subquestion"], f"{hop['subquestion']}: {hop['answer']}.")
-        for hop in hops
+        for truth in truths
+        for hop in truth["source"]
     ]
 
 
-def _address(url: str) -> str:
-    """Return a URL without its fragment."""
+def _without_fragment(url: str) -> str:
     return url.partition("#")[0]
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
-
-
-def _not_recorded(what: str) -> dict[str, str]:
-    return {"error": f"{what}: not in the recording"}
+    return re.findall(r"\w+", text.lower())

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bfcl_eval.constants import eval_config
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
@@ -23,62 +23,46 @@ from bfcl_eval.utils import is_memory_prereq, load_dataset_entry, load_ground_tr
 
 from . import memory_worker, web_worker
 from .agentic_scripts import conversation_script, question_script, search_script
-from .completions import Completions, ContextLimitError, Endpoint
+from .calls import all_tools
+from .completions import Completions, ContextLimitError
 from .entries import Category, backend_of
 from .handler import ChatHandler, RawSessionHandler, SessionHandler, TruncatedError
 from .scoring import SimulatorNames, answer_verdict, simulators, verdict
 from .scripts import script
 from .transcript import END, INSTRUCTIONS
 
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import Guard, Request
+
 ROUTES: dict[str, type[SessionHandler]] = {"raw": RawSessionHandler, "chat": ChatHandler}
 
 
-class Guard(Protocol):
-    """The part of the worker's guard that is used here."""
-
-    def allow(self, host: str, port: int) -> None:
-        """Let sockets connect to `host:port`."""
-
-    def install(self) -> None:
-        """Start refusing everything else."""
-
-
-class Request(Protocol):
-    """The part of the worker's request that is used here."""
-
-    args: dict[str, Any]
-    cancelled: Any
-    guard: Guard
-
-    def on_cancel(self, action: Callable[[], None] | None) -> None:
-        """Register what breaks off a blocking read."""
-
-
 class Benchmark:
-    """The loaded categories and their commands.
-
-    Parameters
-    ----------
-    categories : list of str
-        Official names, such as `multi_turn_base`.
-    """
+    """The loaded categories, by official name, and their commands."""
 
     def __init__(self, categories: list[str]) -> None:
-        self._categories = {name: _load(name) for name in categories}
+        self._categories = {
+            name: Category.of(name, load_dataset_entry(name), load_ground_truth_entry(name))
+            for name in categories
+        }
+        # Memory's prerequisite conversations are among them, in the order in which they depend.
+        self._entries = {
+            name: (category, entry)
+            for category in self._categories.values()
+            for name, entry in category.entries.items()
+        }
         self._names = SimulatorNames()
 
     def import_simulators(self) -> None:
         """Import what the executor would import on first use, while files may still be written."""
-        used = {name for each in self._categories.values() for name in each.classes()}
+        used = {name for _, entry in self._entries.values() for name in entry["involved_classes"]}
         for module in sorted({CLASS_FILE_PATH_MAPPING[name] for name in used}):
             importlib.import_module(module)
 
     def truths(self) -> list[dict[str, Any]]:
-        """Return the ground truth of every sample."""
         return [truth for each in self._categories.values() for truth in each.truth.values()]
 
     def about(self, _: Request) -> dict[str, Any]:
-        """Return versions and hashes."""
         return {
             "bfcl_eval": importlib.metadata.version("bfcl-eval"),
             "category": ",".join(self._categories),
@@ -88,25 +72,16 @@ class Benchmark:
 
     def samples(self, _: Request) -> list[dict[str, Any]]:
         """Return ids and scenarios in the official order, category after category."""
-        return [
-            _described(category, name)
-            for category in self._categories.values()
-            for name in category.truth
-        ]
+        names = [name for category in self._categories.values() for name in category.truth]
+        return [self._described(name) for name in names]
 
     def conversations(self, _: Request) -> list[dict[str, Any]]:
         """Return the prerequisite conversations of memory, in the order in which they depend."""
-        return [
-            _described(category, name)
-            for category in self._categories.values()
-            for name in category.entries
-            if is_memory_prereq(name)
-        ]
+        return [self._described(name) for name in self._entries if is_memory_prereq(name)]
 
     def script(self, request: Request) -> list[str]:
-        """Return the raw texts of a scripted agent in one session."""
         sample, agent = request.args["sample"], request.args["agent"]
-        category, entry = self._find(sample)
+        category, entry = self._entries[sample]
         if is_memory_prereq(sample):
             return conversation_script(agent, backend_of(sample), entry)
         truth = category.truth[sample]
@@ -115,13 +90,11 @@ class Benchmark:
         if category.kind == "memory":
             question = entry["question"][0][-1]["content"]
             return question_script(agent, backend_of(sample), question, truth["ground_truth"])
-        later = [tool for tools in entry.get("missed_function", {}).values() for tool in tools]
-        return script(agent, truth["ground_truth"], [*entry["function"], *later])
+        return script(agent, truth["ground_truth"], all_tools(entry))
 
     def run(self, request: Request) -> dict[str, Any]:
-        """Play one episode against the endpoint and check it."""
         sample = request.args["sample"]
-        category, entry = self._find(sample)
+        category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
         with self._names.take(sample) as name:
             handler = ROUTES[request.args["route"]](name, entry, _line(request))
@@ -130,7 +103,7 @@ class Benchmark:
             except (TruncatedError, ContextLimitError) as error:
                 return _report(handler, "context_limit", {"error_message": str(error)})
             if is_memory_prereq(sample):
-                (store,) = simulators(name, sample)
+                (store,) = simulators(name, sample).values()
                 whole = len(texts) == len(entry["question"])
                 told = _report(handler, "scored" if whole else "turn_limit", {"valid": whole})
                 return {**told, "snapshot": memory_worker.contents(store)}
@@ -140,20 +113,8 @@ class Benchmark:
         """Close a session that the harness does not close itself; return its KV account."""
         return _line(request).close_session()
 
-    def _find(self, sample: str) -> tuple[Category, dict[str, Any]]:
-        for category in self._categories.values():
-            if sample in category.entries:
-                return category, category.entries[sample]
-        raise KeyError(f"no sample {sample!r} in {', '.join(self._categories)}")
-
-
-def _described(category: Category, name: str) -> dict[str, Any]:
-    scenario = category.entries[name].get("scenario")
-    return {"id": name, "category": category.name, "scenario": scenario}
-
-
-def _load(name: str) -> Category:
-    return Category.of(name, load_dataset_entry(name), load_ground_truth_entry(name))
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "scenario": self._entries[name][1].get("scenario")}
 
 
 def _checked(
@@ -177,18 +138,11 @@ def _checked(
 
 def _line(request: Request) -> Completions:
     args = request.args
-    endpoint = Endpoint.of(args["endpoint"])
-    request.guard.allow(endpoint.host, endpoint.port)
     stop = {"stop": [END]} if args["route"] == "raw" else {}
-    return Completions(
-        endpoint,
-        session=args["session"],
-        body={**stop, **args["sampling"]},
-        key=args["key"],
-        timeout_s=args["timeout_s"],
-        cancelled=request.cancelled,
-        on_cancel=request.on_cancel,
-    )
+    body, timeout_s = {**stop, **args["sampling"]}, args["timeout_s"]
+    line = Completions(args["endpoint"], args["session"], body, args["key"], timeout_s, request)
+    request.guard.allow(line.host, line.port)
+    return line
 
 
 def _report(handler: SessionHandler, status: str, checked: dict[str, Any]) -> dict[str, Any]:
@@ -213,12 +167,11 @@ def _data_sha256(categories: list[Category]) -> str:
 
 def _choose_web(wanted: dict[str, Any], benchmark: Benchmark, guard: Guard) -> None:
     """Put our web in the place of the official one."""
-    kind = wanted["kind"]
     web: web_worker.Web
-    if kind == "service":
+    if wanted["kind"] == "service":
         guard.allow("127.0.0.1", wanted["port"])
         web = web_worker.ServiceWeb(wanted["port"], wanted["token"])
-    elif kind == "recording":
+    elif wanted["kind"] == "recording":
         web = web_worker.RecordedWeb(Path(wanted["path"]))
     elif wanted["path"] == web_worker.SYNTHETIC:
         web = web_worker.CorpusWeb(web_worker.synthetic_corpus(benchmark.truths()))
@@ -240,11 +193,5 @@ def setup(guard: Guard) -> dict[str, Callable[[Request], Any]]:
     # The official loop prints a line per step.
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     guard.install()
-    return {
-        "about": benchmark.about,
-        "samples": benchmark.samples,
-        "conversations": benchmark.conversations,
-        "script": benchmark.script,
-        "run": benchmark.run,
-        "close_session": benchmark.close_session,
-    }
+    names = ("about", "samples", "conversations", "script", "run", "close_session")
+    return {name: getattr(benchmark, name) for name in names}

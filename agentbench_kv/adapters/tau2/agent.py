@@ -21,26 +21,11 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
     """The benchmark's own agent prompt and loop, over a session that keeps what was generated.
 
     The history only grows, and an answer goes back as it came: the server's session goes on.
-
-    Parameters
-    ----------
-    policy : str
-        The domain's policy.
-    tools : sequence of dict
-        The agent's tools in OpenAI form.
-    line : ChatLine
-        The server.
-
-    Attributes
-    ----------
-    messages : list of dict
-        The whole history in OpenAI form.
-    steps : list of dict
-        One record per answer.
     """
 
     def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: ChatLine) -> None:
         prompt = SYSTEM_PROMPT.format(domain_policy=policy, agent_instruction=AGENT_INSTRUCTION)
+        # The whole history in OpenAI form, and one record per answer.
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}]
         self.steps: list[dict[str, Any]] = []
         self._tools = tools
@@ -55,45 +40,36 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         """Do nothing: the seed is in every request."""
 
     def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
-        """Answer a user message or the results of calls."""
         self._hear(message)
         choice = self._line.ask(self.messages, self._tools)
-        said = _echo(choice["message"])
+        answer, usage = choice["message"], choice["usage"]
+        # The reasoning does not go back in the history: the server's session has it.
+        said = {"role": "assistant", "content": answer.get("content")}
+        if answer.get("tool_calls"):
+            said["tool_calls"] = answer["tool_calls"]
         self.messages.append(said)
-        self._record(choice)
-        if choice["finish_reason"] == "context_limit":
-            raise ContextLimitError("the session reached the model's last position")
-        return _parsed(said, choice["usage"]), state
-
-    def _hear(self, message: Any) -> None:
-        if isinstance(message, MultiToolMessage):
-            self.messages.extend(map(_result, message.tool_messages))
-        elif isinstance(message, ToolMessage):
-            self.messages.append(_result(message))
-        elif isinstance(message, AssistantMessage):
-            self.messages.append({"role": "assistant", "content": message.content})
-        else:
-            self.messages.append({"role": "user", "content": message.content})
-
-    def _record(self, choice: dict[str, Any]) -> None:
-        message, usage = choice["message"], choice["usage"]
         self.steps.append({
-            "calls": len(message.get("tool_calls") or ()),
-            "unparsable": int("<tool_call>" in (message.get("content") or "")),
+            "calls": len(answer.get("tool_calls") or ()),
+            "unparsable": int("<tool_call>" in (answer.get("content") or "")),
             "finish_reason": choice["finish_reason"],
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
         })  # fmt: skip
+        if choice["finish_reason"] == "context_limit":
+            raise ContextLimitError("the session reached the model's last position")
+        return _parsed(said, usage), state
 
-
-def _echo(message: dict[str, Any]) -> dict[str, Any]:
-    """Return what goes back in the history: not the reasoning, which the server's session has."""
-    said = {"role": "assistant", "content": message.get("content")}
-    return {**said, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else said
-
-
-def _result(message: ToolMessage) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": message.id, "content": message.content or ""}
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, MultiToolMessage):
+            for each in message.tool_messages:
+                self._hear(each)
+        elif isinstance(message, ToolMessage):
+            content = message.content or ""
+            result = {"role": "tool", "tool_call_id": message.id, "content": content}
+            self.messages.append(result)
+        else:
+            role = "assistant" if isinstance(message, AssistantMessage) else "user"
+            self.messages.append({"role": role, "content": message.content})
 
 
 def _parsed(said: dict[str, Any], usage: dict[str, Any]) -> AssistantMessage:

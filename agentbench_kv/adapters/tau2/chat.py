@@ -32,22 +32,10 @@ class CancelledError(Exception):
 
 
 class ChatLine:
-    """A trial's line to the agent under test.
+    """A trial's line to the agent under test: one session, named in every request.
 
-    Parameters
-    ----------
-    url : str
-        Base URL; `/v1` at its end is optional.
-    session : str
-        Session id, sent with every request.
-    body : dict
-        Fields of every request besides messages and tools (max_tokens, temperature, seed).
-    key : str or None
-        Bearer token.
-    timeout_s : float
-        Longest wait for one answer, pauses on a busy server included.
-    cancelled : threading.Event
-        Set when the trial is cancelled.
+    `/v1` at the end of `url` is optional. `body` is sent with every request (max_tokens,
+    temperature, seed). `timeout_s` bounds one answer, pauses on a busy server included.
     """
 
     def __init__(
@@ -62,9 +50,8 @@ class ChatLine:
         headers = {SESSION_HEADER: session}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        base = url.rstrip("/").removesuffix("/v1") + "/v1/"
         self._client = httpx.Client(
-            base_url=base,
+            base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
             headers=headers,
             timeout=timeout_s,
             # Not the machine's proxies: the endpoint is the one that the caller named.
@@ -79,12 +66,7 @@ class ChatLine:
     def ask(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Send the whole history; return the answer's first choice with its `usage`.
-
-        Raises
-        ------
-        ContextLimitError, EndpointError, UnreachableError, CancelledError
-        """
+        """Send the whole history; return `message`, `finish_reason` and `usage`."""
         deadline = time.monotonic() + self._timeout_s
         if "model" not in self._body:
             self._body["model"] = self._served_model()
@@ -100,7 +82,6 @@ class ChatLine:
                 raise CancelledError("cancelled while the server was busy")
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def _served_model(self) -> str:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .scripts import script
 from .simulation import Domain, play
 
-
-class Guard(Protocol):
-    """The part of the worker's guard that is used here."""
-
-    def allow(self, host: str, port: int) -> None:
-        """Let sockets connect to `host:port`."""
-
-
-class Request(Protocol):
-    """The part of the worker's request that is used here."""
-
-    args: dict[str, Any]
-    cancelled: Any
-    guard: Guard
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import Request
 
 
 class Benchmark:
@@ -42,20 +30,19 @@ class Benchmark:
         }
 
     def samples(self, _: Request) -> list[str]:
-        """Return the ids in the official order."""
         return list(self._domain.tasks)
 
     def script(self, request: Request) -> list[str]:
-        """Return the raw texts of a scripted agent."""
         wanted = self._domain.tasks[request.args["sample"]].evaluation_criteria
         return script(request.args["agent"], wanted.actions or [], wanted.communicate_info or [])
 
     def run(self, request: Request) -> dict[str, Any]:
-        """Play one simulation against the endpoint and check it."""
         judge = request.args["judge"]
         for url in (request.args["endpoint"], request.args["user"]["url"], judge and judge["url"]):
             if url:
-                _allow(request.guard, url)
+                parts = urlsplit(url)
+                port = parts.port or (443 if parts.scheme == "https" else 80)
+                request.guard.allow(str(parts.hostname), port)
         if judge:
             # Only v1.x has what it replaces.
             from .judging import appoint
@@ -64,9 +51,3 @@ class Benchmark:
         played = play(self._domain, request.args, request.cancelled)
         plain: dict[str, Any] = json.loads(json.dumps(played, default=str))
         return plain
-
-
-def _allow(guard: Guard, url: str) -> None:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    guard.allow(str(parts.hostname), port)

@@ -24,7 +24,7 @@ def keep_parsed() -> None:
         with lock:
             if key not in packed:
                 packed[key] = pickle.dumps(load(cls, path), protocol=pickle.HIGHEST_PROTOCOL)
-            # While so many objects are made, the collector looks at all of them again and again:
+            # While that many objects are made, the collector looks at all of them again and again:
             # five times the work. (The bytes are this process's own.)
             gc.disable()
             try:

@@ -8,8 +8,6 @@ from typing import Any
 from tau2.data_model.simulation import NLAssertionCheck
 from tau2.evaluator import evaluator_nl_assertions as assertions
 
-__all__ = ["JudgeFailedError", "appoint"]
-
 _RETRIES = 3
 _WAIT_S = 120.0
 _ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
@@ -22,10 +20,7 @@ class JudgeFailedError(Exception):
 def appoint(settings: dict[str, Any]) -> None:
     """Choose the judge of all simulations from now on; the benchmark has no setting for it.
 
-    Parameters
-    ----------
-    settings : dict
-        `kind` (`scripted` agrees to everything), `url`, `model`, `key`.
+    `settings` are `kind` (`scripted` agrees to everything), `url`, `model` and `key`.
     """
     scripted = settings["kind"] == "scripted"
     if not scripted:

@@ -10,21 +10,13 @@ from agentbench_kv.adapters.data import data_file
 from agentbench_kv.adapters.tau2.releases import Release
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["data_state", "git_blob", "require_data"]
-
 _USER_FILES = ("simulation_guidelines.md", "simulation_guidelines_tools.md")
 
 
 def require_data(release: Release, domain: str) -> Path:
     """Return the data folder (`TAU2_DATA_DIR`) once it holds what the domain needs.
 
-    Tasks and policies must be the published ones. Another database is allowed, because the
-    airline's had to be rebuilt in some copies, and `data_state` tells it.
-
-    Raises
-    ------
-    PrerequisiteError
-        The folder or a file is missing, or tasks or policy are not the published ones.
+    PrerequisiteError if something is missing, or tasks or policies are not the published ones.
     """
     hint = (
         f"it is the folder data/ of tau2-bench {release.tag} "
@@ -36,7 +28,9 @@ def require_data(release: Release, domain: str) -> Path:
     for name, blob in release.published[domain].items():
         path = data_file(f"{release.data}/tau2/domains/{domain}/{name}", None, hint)
         found = git_blob(path)
-        if found != blob and not _is_database(name):
+        # Another database is allowed, because the airline's had to be rebuilt in some copies;
+        # `data_state` tells it.
+        if found != blob and Path(name).stem not in ("db", "user_db"):
             raise PrerequisiteError(
                 f"{path} is not the published file: git blob {found[:12]}, expected {blob[:12]}; "
                 f"{hint}"
@@ -57,7 +51,3 @@ def git_blob(path: Path) -> str:
     """Return the id that git gives to a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _is_database(name: str) -> bool:
-    return Path(name).stem in ("db", "user_db")

@@ -1,38 +1,21 @@
-"""The releases of tau2-bench that there are tasks for; their figures never stand in one table."""
+"""The releases of tau2-bench that there are tasks for; their figures are never in one table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["V0", "V1", "Release"]
-
-Blobs = Mapping[str, Mapping[str, str]]
-
 
 @dataclass(frozen=True)
 class Release:
-    """One release: what is installed, and the data that goes with it.
+    """One release: what is installed, and the data that goes with it."""
 
-    Attributes
-    ----------
-    tag : str
-        In its repository.
-    environment : str
-        Profile it is installed by (`kvbench env create`).
-    installed : str
-        Version of the distribution `tau2`.
-    data : str
-        Folder of its data, among the user's data sets.
-    published : mapping
-        Domain -> file -> git's blob id at the tag: what `git hash-object FILE` prints.
-    """
-
-    tag: str
-    environment: str
-    installed: str
-    data: str
-    published: Blobs
+    tag: str  # in its repository
+    environment: str  # profile it is installed by (`kvbench env create`)
+    installed: str  # version of the distribution `tau2`
+    data: str  # folder, among the user's data sets
+    # Domain -> file -> git's blob id at the tag: what `git hash-object FILE` prints.
+    published: Mapping[str, Mapping[str, str]]
 
 
 _V0: dict[str, dict[str, str]] = {

@@ -12,15 +12,8 @@ NULL_SENTENCE = "I am sorry, I cannot help with this."
 def script(agent: str, actions: Sequence[Any], communicate: Sequence[str]) -> list[str]:
     """Write the texts that `agent` says, one per answer.
 
-    Parameters
-    ----------
-    agent : str
-        `gold` plays the golden actions and says what has to be said, `corrupt` leaves out the last
-        action, `null` says one sentence and calls nothing.
-    actions : sequence
-        Golden actions with `requestor`, `name` and `arguments`.
-    communicate : sequence of str
-        What the user has to be told.
+    `gold` plays the golden actions and says what the user has to be told (`communicate`),
+    `corrupt` leaves out the last action, `null` says one sentence and calls nothing.
     """
     if agent == "null":
         return [NULL_SENTENCE]

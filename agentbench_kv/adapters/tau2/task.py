@@ -24,9 +24,7 @@ from agentbench_kv.adapters.worker import (
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
-from agentbench_kv.results.records import TrialStatus
-
-__all__ = ["Airline", "Retail", "Simulations", "Telecom", "base_url", "require_server"]
+from agentbench_kv.results.records import Metric, TrialStatus
 
 USER_KEY = "KVBENCH_USER_API_KEY"
 _WORKER = Path(__file__).with_name("worker_main.py")
@@ -34,8 +32,6 @@ _LOCAL_COMMAND_S = 120.0
 _PROBE_S = 10.0
 # A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
 _LIMITS = Limits(address_space=32 << 30)
-_ENGINE_FAILURES = frozenset({"EndpointError"})
-_JUDGE_FAILURE = "JudgeFailedError"
 
 
 @dataclass(kw_only=True)
@@ -44,17 +40,12 @@ class Simulations(Task):
 
     A trial is one simulation: the agent, a user simulator and the domain's environment. One
     session serves the agent's side; the user is never the model under test unless it is named so.
-
-    Attributes
-    ----------
-    release : Release
-        Which tau2-bench it is of; tasks of different ones have different names.
-    domain : str
-        `airline`, `retail` or `telecom`.
     """
 
     needs_endpoint: ClassVar[bool] = True
-    release: ClassVar[Release] = V0
+    # Where the dropped action only reads, the database is right all the same.
+    corrupt_score: ClassVar[float | None] = None
+    release: ClassVar[Release] = V0  # tasks of different ones have different names
     domain: ClassVar[str]
 
     user: str = param(
@@ -69,49 +60,44 @@ class Simulations(Task):
     _started: WorkerPool | None = field(default=None, init=False, repr=False)
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        """Return the tasks in the official order, the first `limit` of them."""
         self._require_partners()
         return [Sample(id=each) for each in self._ask("samples")[:limit]]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Play one simulation in the worker and check it there."""
-        if context.endpoint is None:
-            raise UsageError(
-                f"{self.name} talks to an endpoint and was given none; "
-                "run it through kvbench run, or name a server with --endpoint"
-            )
         arguments = self._arguments(sample, context)
         try:
             played = self._pool().call("run", arguments, timeout=context.timeout_s)
         except WorkerTimeoutError as error:
             return Outcome(TrialStatus.TIMEOUT, error=str(error))
-        except RemoteError as error:
-            if error.kind == _JUDGE_FAILURE:
-                self._require_partners()
-            known = error.kind in _ENGINE_FAILURES
-            status = TrialStatus.ENGINE_ERROR if known else TrialStatus.INFRA_ERROR
-            return Outcome(status, error=str(error))
         except WorkerError as error:
-            return Outcome(TrialStatus.INFRA_ERROR, error=str(error))
+            kind = error.kind if isinstance(error, RemoteError) else None
+            if kind == "JudgeFailedError":
+                self._require_partners()
+            engine = kind == "EndpointError"
+            status = TrialStatus.ENGINE_ERROR if engine else TrialStatus.INFRA_ERROR
+            return Outcome(status, error=str(error))
         if played["status"] == TrialStatus.USER_ERROR:
             # A user that is gone for good would fail every trial to come.
             self._require_partners()
-        return _outcome(played)
+        return Outcome(
+            status=TrialStatus(played["status"]),
+            score=played["score"],
+            metrics=_metrics(played),
+            transcript={key: played[key] for key in ("agent", "trajectory", "steps", "verdict")},
+            error=played["error"],
+        )
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        """Return the raw texts of a gold, corrupt or null agent."""
         texts: list[str] = self._ask("script", {"sample": sample.id, "agent": agent})
         return texts
 
     def provenance(self) -> dict[str, Any]:
-        """Return the benchmark's version, the data's hashes and who plays the user."""
         about: dict[str, Any] = self._ask("about")
         data = require_data(self.release, self.domain)
         state = data_state(self.release, self.domain, data)
         return {**about, **state, "user": self.user, "user_model": self.user_model}
 
     def close(self) -> None:
-        """Stop the worker."""
         with self._lock:
             pool, self._started = self._started, None
         if pool is not None:
@@ -159,6 +145,11 @@ class Simulations(Task):
         require_server(self.user, "user simulator", "user=URL")
 
     def _arguments(self, sample: Sample, context: TrialContext) -> dict[str, Any]:
+        if context.endpoint is None:
+            raise UsageError(
+                f"{self.name} talks to an endpoint and was given none; "
+                "run it through kvbench run, or name a server with --endpoint"
+            )
         named = self.user not in ("scripted", "litellm")
         return {
             "sample": sample.id,
@@ -190,43 +181,34 @@ class Simulations(Task):
 class Airline(Simulations):
     """50 simulations."""
 
-    name: ClassVar[str] = "tau2/airline"
-    summary: ClassVar[str] = "tau2-bench v0.2.0, airline: 50 customer-service simulations"
-    domain: ClassVar[str] = "airline"
-    # Where the dropped action only reads, the database is right all the same.
-    corrupt_score: ClassVar[float | None] = None
+    name = "tau2/airline"
+    summary = "tau2-bench v0.2.0, airline: 50 customer-service simulations"
+    domain = "airline"
 
 
 class Retail(Simulations):
     """114 simulations."""
 
-    name: ClassVar[str] = "tau2/retail"
-    summary: ClassVar[str] = "tau2-bench v0.2.0, retail: 114 customer-service simulations"
-    domain: ClassVar[str] = "retail"
-    # Where the dropped action only reads, the database is right all the same.
-    corrupt_score: ClassVar[float | None] = None
+    name = "tau2/retail"
+    summary = "tau2-bench v0.2.0, retail: 114 customer-service simulations"
+    domain = "retail"
 
 
 class Telecom(Simulations):
     """114 simulations in which the user has tools, too."""
 
-    name: ClassVar[str] = "tau2/telecom"
-    summary: ClassVar[str] = "tau2-bench v0.2.0, telecom: 114 simulations, the user acts, too"
-    domain: ClassVar[str] = "telecom"
+    name = "tau2/telecom"
+    summary = "tau2-bench v0.2.0, telecom: 114 simulations, the user acts, too"
+    domain = "telecom"
+    corrupt_score = 0.0
 
 
 def base_url(url: str) -> str:
-    """Return a server's URL with `/v1` at its end."""
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def require_server(url: str, who: str, setting: str) -> None:
-    """Refuse a server that does not answer.
-
-    Raises
-    ------
-    PrerequisiteError
-    """
+    """Refuse a server that does not answer (PrerequisiteError)."""
     try:
         httpx.get(f"{base_url(url)}/models", timeout=_PROBE_S)
     except httpx.HTTPError as error:
@@ -236,18 +218,7 @@ def require_server(url: str, who: str, setting: str) -> None:
         ) from error
 
 
-def _outcome(played: dict[str, Any]) -> Outcome:
-    kept = ("agent", "trajectory", "steps", "verdict")
-    return Outcome(
-        status=TrialStatus(played["status"]),
-        score=played["score"],
-        metrics=_metrics(played),
-        transcript={key: played[key] for key in kept},
-        error=played["error"],
-    )
-
-
-def _metrics(played: dict[str, Any]) -> dict[str, float | int | str | None]:
+def _metrics(played: dict[str, Any]) -> dict[str, Metric]:
     steps, verdict, user = played["steps"], played["verdict"], played["user"]
     parts = verdict.get("reward_breakdown") or {}
     return {

@@ -22,28 +22,19 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
 
     The next golden user action is done when the agent's message names it; any other message ends
     the simulation. So it fits agents that are scripted, too.
-
-    Parameters
-    ----------
-    scenario : str
-        The task's scenario.
-    actions : sequence
-        The user's golden actions.
     """
 
     def __init__(self, scenario: str, actions: Sequence[Any]) -> None:
         super().__init__(instructions=scenario)
         self.usage: dict[str, int] = {}
-        self._pending = list(actions)
+        self._pending = [each for each in actions if each.requestor == "user"]
         self._greeted = False
 
     def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
-        """Begin."""
         return UserState(system_messages=[], messages=message_history or [])
 
     @classmethod
     def is_stop(cls, message: UserMessage) -> bool:
-        """Tell whether the message ends the simulation."""
         return not message.is_tool_call() and STOP in (message.content or "")
 
     def set_seed(self, seed: int) -> None:
@@ -52,7 +43,6 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
     def generate_next_message(
         self, message: Any, state: UserState
     ) -> tuple[UserMessage, UserState]:
-        """Answer the agent, or the result of an action."""
         if not self._greeted:
             self._greeted = True
             return _says(str(self.instructions) or "Hello."), state
@@ -60,12 +50,8 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
             return _says("Done."), state
         if self._pending and self._pending[0].name in (message.content or ""):
             action = self._pending.pop(0)
-            call = ToolCall(
-                id=f"user_{len(self._pending)}",
-                name=action.name,
-                arguments=action.arguments,
-                requestor="user",
-            )
+            asked = {"name": action.name, "arguments": action.arguments, "requestor": "user"}
+            call = ToolCall(id=f"user_{len(self._pending)}", **asked)
             return UserMessage(role="user", tool_calls=[call], cost=0.0), state
         return _says(STOP), state
 
@@ -73,14 +59,22 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
 class SimulatedUser(UserSimulator):  # type: ignore[misc]  # tau2 has no types
     """The benchmark's own simulator, with its failures marked and its tokens counted.
 
-    Attributes
-    ----------
-    usage : dict
-        `requests`, `prompt_tokens` and `completion_tokens` of the user alone.
+    `settings` are `url`, `model` and `key`; without a `url` litellm finds the model by its name.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, scenario: str, tools: Sequence[Any] | None, settings: dict[str, Any], wait_s: float
+    ) -> None:
+        model = settings["model"]
+        options: dict[str, Any] = {"temperature": 0.0, "timeout": wait_s, "num_retries": _RETRIES}
+        if settings["url"]:
+            model = f"openai/{model}"
+            options["api_base"] = settings["url"]
+        # An OpenAI client wants some key even where the server wants none.
+        if settings["key"] or settings["url"]:
+            options["api_key"] = settings["key"] or "none"
+        super().__init__(tools=tools, instructions=scenario, llm=model, llm_args=options)
+        # Of the user alone.
         self.usage = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
 
     def generate_next_message(
@@ -96,33 +90,6 @@ class SimulatedUser(UserSimulator):  # type: ignore[misc]  # tau2 has no types
         for key, count in (said.usage or {}).items():
             self.usage[key] = self.usage.get(key, 0) + (count or 0)
         return said, state
-
-
-def simulated(
-    scenario: str, tools: Sequence[Any] | None, settings: dict[str, Any], timeout_s: float
-) -> SimulatedUser:
-    """Return the LLM user that the settings name.
-
-    Parameters
-    ----------
-    scenario : str
-        The task's scenario.
-    tools : sequence or None
-        The user's own tools.
-    settings : dict
-        `url` (None for a model that litellm finds by name), `model`, `key`.
-    timeout_s : float
-        Longest wait for one answer.
-    """
-    options: dict[str, Any] = {"temperature": 0.0, "timeout": timeout_s, "num_retries": _RETRIES}
-    model = settings["model"]
-    if settings["url"]:
-        model = f"openai/{model}"
-        options["api_base"] = settings["url"]
-    # An OpenAI client wants some key even where the server wants none.
-    if settings["key"] or settings["url"]:
-        options["api_key"] = settings["key"] or "none"
-    return SimulatedUser(tools=tools, instructions=scenario, llm=model, llm_args=options)
 
 
 def _says(text: str) -> UserMessage:

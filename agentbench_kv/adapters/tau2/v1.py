@@ -12,22 +12,15 @@ from agentbench_kv.adapters.tau2.task import Simulations, base_url, require_serv
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
 
-__all__ = ["AirlineV1", "RetailV1", "TelecomV1"]
-
 SCRIPTED = "scripted"
 
 
 @dataclass(kw_only=True)
 class SimulationsV1(Simulations):
-    """A domain of v1.0.1.
-
-    Attributes
-    ----------
-    judged : bool
-        Whether some of its tasks demand that a model finds assertions about the conversation true.
-    """
+    """A domain of v1.0.1."""
 
     release: ClassVar[Release] = V1
+    # Whether some tasks demand that a model finds assertions about the conversation true.
     judged: ClassVar[bool] = False
 
     judge: str = param(
@@ -37,7 +30,6 @@ class SimulationsV1(Simulations):
     )
 
     def provenance(self) -> dict[str, Any]:
-        """Return the same as for v0.2.0, and who judges."""
         return {**super().provenance(), "judge": self.judge if self.judged else "none is asked"}
 
     def _require_partners(self) -> None:
@@ -63,27 +55,24 @@ class SimulationsV1(Simulations):
 class AirlineV1(SimulationsV1):
     """50 simulations."""
 
-    name: ClassVar[str] = "tau2-v1/airline"
-    summary: ClassVar[str] = "tau2-bench v1.0.1, airline: 50 simulations; not tau2/airline"
-    domain: ClassVar[str] = "airline"
-    # Where the dropped action only reads, the database is right all the same.
-    corrupt_score: ClassVar[float | None] = None
+    name = "tau2-v1/airline"
+    summary = "tau2-bench v1.0.1, airline: 50 simulations; not tau2/airline"
+    domain = "airline"
 
 
 class RetailV1(SimulationsV1):
     """114 simulations, 40 of them judged by a model as well."""
 
-    name: ClassVar[str] = "tau2-v1/retail"
-    summary: ClassVar[str] = "tau2-bench v1.0.1, retail: 114 simulations, a judge; not tau2/retail"
-    domain: ClassVar[str] = "retail"
-    judged: ClassVar[bool] = True
-    # Where the dropped action only reads, the database is right all the same.
-    corrupt_score: ClassVar[float | None] = None
+    name = "tau2-v1/retail"
+    summary = "tau2-bench v1.0.1, retail: 114 simulations, a judge; not tau2/retail"
+    domain = "retail"
+    judged = True
 
 
 class TelecomV1(SimulationsV1):
     """114 simulations in which the user has tools, too."""
 
-    name: ClassVar[str] = "tau2-v1/telecom"
-    summary: ClassVar[str] = "tau2-bench v1.0.1, telecom: 114 simulations; not tau2/telecom"
-    domain: ClassVar[str] = "telecom"
+    name = "tau2-v1/telecom"
+    summary = "tau2-bench v1.0.1, telecom: 114 simulations; not tau2/telecom"
+    domain = "telecom"
+    corrupt_score = 0.0

@@ -12,7 +12,6 @@ from typing import Any
 # Else litellm fetches a price list from the network when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
-
 # What each release says of itself.
 SUMMARIES = {
     "0.2.1.dev0": "The tau2 package",
@@ -25,12 +24,7 @@ class WrongPackageError(Exception):
 
 
 def require_tau2_bench(version: str) -> None:
-    """Refuse another project of that name, and another release; importing would prove nothing.
-
-    Raises
-    ------
-    WrongPackageError
-    """
+    """Refuse another project of that name, and another release; importing would prove nothing."""
     try:
         about = importlib.metadata.metadata("tau2")
         summary, found = about["Summary"], about["Version"]
@@ -56,9 +50,4 @@ def setup(guard: Any) -> dict[str, Callable[[Any], Any]]:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if os.environ["KVBENCH_TAU2_NETWORK"] == "named":
         guard.install()
-    return {
-        "about": benchmark.about,
-        "samples": benchmark.samples,
-        "script": benchmark.script,
-        "run": benchmark.run,
-    }
+    return {name: getattr(benchmark, name) for name in ("about", "samples", "script", "run")}

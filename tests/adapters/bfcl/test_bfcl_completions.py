@@ -13,7 +13,6 @@ from agentbench_kv.adapters.bfcl.completions import (
     CancelledError,
     Completions,
     ContextLimitError,
-    Endpoint,
     EndpointError,
     UnreachableError,
 )
@@ -27,7 +26,7 @@ class Canceller:
         self.cancelled = threading.Event()
         self.action = None
 
-    def register(self, action):
+    def on_cancel(self, action):
         self.action = action
 
     def cancel(self):
@@ -37,15 +36,13 @@ class Canceller:
 
 
 def line(url, canceller=None, key=None, timeout_s=5.0):
-    canceller = canceller or Canceller()
     return Completions(
-        Endpoint.of(url),
+        url,
         "s1",
         {"max_tokens": 5, "seed": 3},
         key,
         timeout_s,
-        canceller.cancelled,
-        canceller.register,
+        canceller or Canceller(),
     )
 
 
@@ -53,7 +50,7 @@ def line(url, canceller=None, key=None, timeout_s=5.0):
 def test_base_url_with_and_without_version(endpoint, suffix):
     endpoint.scripts["s1"] = ["Grüße"]
     answer = line(endpoint.url + suffix).complete("prompt")
-    assert (answer.text, answer.finish_reason) == ("Grüße", "stop")
+    assert (answer.said, answer.finish_reason) == ("Grüße", "stop")
     assert answer.usage["prompt_tokens"] == 1
 
 
@@ -105,7 +102,7 @@ def test_nobody_listens():
 @pytest.mark.parametrize("url", ["ftp://x", "localhost:80", "", "http://"])
 def test_not_a_url(url):
     with pytest.raises(EndpointError, match="not an http"):
-        Endpoint.of(url)
+        line(url)
 
 
 def test_cancelling_breaks_off_a_read(endpoint):
@@ -141,8 +138,6 @@ def test_our_own_server_refuses_a_prompt_past_the_context():
 
 def test_our_own_server_says_that_the_context_ended_an_answer():
     with our_server(context_limit=40) as url:
-        answer = Completions(
-            Endpoint.of(url), "s1", {}, None, 30.0, threading.Event(), lambda _: None
-        ).complete("hello")
+        answer = Completions(url, "s1", {}, None, 30.0, Canceller()).complete("hello")
     assert answer.finish_reason == "context_limit"
     assert 0 < answer.usage["completion_tokens"] < 40

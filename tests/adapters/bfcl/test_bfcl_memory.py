@@ -8,20 +8,23 @@ from dataclasses import replace
 
 import pytest
 
-from agentbench_kv.adapters.base import TrialContext
+from agentbench_kv.adapters.base import Sample, TrialContext
 from agentbench_kv.adapters.bfcl import memory_worker
 from agentbench_kv.adapters.bfcl.chains import (
     Chain,
-    ChainError,
-    Chains,
-    Conversation,
     seed_of,
     session_of,
 )
 from agentbench_kv.adapters.bfcl.entries import backend_of
 from agentbench_kv.adapters.bfcl.memory_task import Memory, MemoryKv, MemoryVector
 from agentbench_kv.adapters.bfcl.memory_worker import HashEncoder, contents
-from agentbench_kv.adapters.worker import RemoteError, WorkerDiedError, WorkerTimeoutError
+from agentbench_kv.adapters.bfcl.task import status_of
+from agentbench_kv.adapters.worker import (
+    RemoteError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 engine = pytest.mark.engine
@@ -43,7 +46,7 @@ class Talk:
         self.status = status
 
     def __call__(self, conversation, context, snapshot):
-        number = int(conversation.id)
+        number = int(conversation)
         self.asked.append((number, snapshot, context))
         if number in self.fails:
             raise self.fails.pop(number)
@@ -51,7 +54,7 @@ class Talk:
 
 
 def chain(length=3):
-    return Chain([Conversation(str(number)) for number in range(length)])
+    return Chain([str(number) for number in range(length)])
 
 
 def test_a_chain_hands_each_snapshot_to_the_next_conversation():
@@ -83,9 +86,10 @@ def test_a_chain_is_played_once():
 )
 def test_a_failed_conversation_fails_the_trial_and_the_next_goes_on_there(error, status):
     talk, played = Talk({1: error}), chain()
-    with pytest.raises(ChainError) as caught:
+    with pytest.raises(WorkerError) as caught:
         played.play(CONTEXT, talk)
-    assert (caught.value.outcome.status, caught.value.outcome.score) == (status, None)
+    assert status_of(caught.value) == status
+    assert str(caught.value).startswith("1: ")
     played.play(CONTEXT, talk)
     assert [number for number, *_ in talk.asked] == [0, 1, 1, 2]
     assert talk.asked[2][1] == {"memory": "after 0"}
@@ -108,12 +112,21 @@ def test_seeds_do_not_depend_on_who_plays():
 
 
 def test_only_one_trial_plays_a_chain():
-    talk, chains = Talk(), Chains()
-    counts = []
+    talk, task, counts = Talk(), MemoryKv(), []
+    together = threading.Barrier(8, timeout=30)
+    question = Sample("memory_kv_0-student-0", "student")
+
+    def conversations(_command):
+        together.wait()
+        ids = ["memory_kv_prereq_0-student-0", "memory_kv_prereq_1-student-1"]
+        other = {"id": "memory_kv_prereq_2-finance-0", "scenario": "finance"}
+        return [*({"id": each, "scenario": "student"} for each in ids), other]
 
     def trial():
-        mine = chains.get(("kv", "student", 0), lambda: [Conversation("0"), Conversation("1")])
-        counts.append(len(mine.play(CONTEXT, talk)))
+        mine = task._chain(question, 0)
+        counts.append(len(mine.play(CONTEXT, lambda name, *more: talk(name[17], *more))))
+
+    task._call = conversations
 
     threads = [threading.Thread(target=trial) for _ in range(8)]
     for thread in threads:

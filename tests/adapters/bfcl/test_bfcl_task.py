@@ -208,7 +208,7 @@ SIMULATOR_STATE = """
     scoring = sys.modules["kvbench_worker.scoring"]
     bench = main.Benchmark(["multi_turn_base"])
     def score(sample, name, answers=None):
-        category, entry = bench._find(sample)
+        category, entry = bench._entries[sample]
         truth = category.truth[sample]["ground_truth"]
         words = lambda call: main.script("gold", [[call]], entry["function"])[0]
         turns = truth if answers is None else answers(truth)
@@ -225,7 +225,7 @@ SIMULATOR_STATE = """
                 total += score(s, name, answers)
                 with bench._names.take(s) as other:
                     assert other != name
-            counts["kept"] += len(scoring.kept(name, s))
+            counts["kept"] += len(scoring.simulators(name, s, *scoring._OF_THE_CHECKER))
         counts["taken"].append(total)
     print(json.dumps(counts))
 """

@@ -16,9 +16,8 @@ from agentbench_kv.adapters.bfcl.web_worker import (
     RecordedWeb,
     ServiceWeb,
     WebSearchAPI,
-    fetch_key,
     read_corpus,
-    search_key,
+    recording_key,
     synthetic_corpus,
 )
 from agentbench_kv.errors import PrerequisiteError, UsageError
@@ -119,9 +118,9 @@ def test_what_is_recorded_is_not_asked_again_and_can_be_replayed(tmp_path):
     with file.open("a") as stream:
         stream.write('{"key": "torn')
     replayed = RecordedWeb(file)
-    assert replayed.search("tea", 2, "wt-wt") == FOUND[:2]
+    assert replayed.search("tea", "wt-wt") == FOUND
     assert replayed.fetch("https://x.org", "raw")["content"].endswith("ü")
-    assert replayed.search("coffee", 2, "wt-wt") == {"error": "coffee: not in the recording"}
+    assert replayed.search("coffee", "wt-wt") == {"error": "coffee: not in the recording"}
 
 
 def test_the_service_answers_only_with_the_token():
@@ -129,10 +128,10 @@ def test_the_service_answers_only_with_the_token():
     try:
         address = service.address()
         web = ServiceWeb(**address)
-        assert web.search("tea", 1, "wt-wt") == FOUND[:1]
+        assert web.search("tea", "wt-wt") == FOUND
         assert web.fetch("https://x.org", "raw")["content"].endswith("ü")
         with pytest.raises(ConnectionError, match="403"):
-            ServiceWeb(address["port"], "another").search("tea", 1, "wt-wt")
+            ServiceWeb(address["port"], "another").search("tea", "wt-wt")
         url = f"http://127.0.0.1:{address['port']}/"
         for body in (b"[]", b"nonsense", json.dumps({"token": address["token"]}).encode()):
             assert httpx.post(url, content=body).status_code == 400
@@ -142,14 +141,16 @@ def test_the_service_answers_only_with_the_token():
 
 def test_the_tools_hide_snippets_and_refuse_what_the_original_refuses():
     class Web:
-        def search(self, _keywords, limit, _region):
-            return FOUND[:limit]
+        def search(self, _keywords, _region):
+            return FOUND
 
         def fetch(self, url, _mode):
             return {"content": url}
 
     tools = type("Tools", (WebSearchAPI,), {"web": Web()})()
     assert tools.search_engine_query("tea", max_results=None) == FOUND
+    assert tools.search_engine_query("tea", max_results=2) == FOUND[:2]
+    assert tools.search_engine_query("tea", max_results=-1) == []
     tools._load_scenario({"show_snippet": False})
     assert tools.search_engine_query("tea", 1) == [{"title": "t0", "href": "https://x.org/0"}]
     assert tools.fetch_url_content("https://x.org")["content"] == "https://x.org"
@@ -159,7 +160,9 @@ def test_the_tools_hide_snippets_and_refuse_what_the_original_refuses():
 
 
 def test_keys_of_a_recording_tell_searches_from_pages():
-    assert len({search_key("a", "b"), search_key("b", "a"), fetch_key("a", "b")}) == 3
+    questions = [("search", "a", "b"), ("search", "b", "a"), ("fetch", "a", "b")]
+    assert len({recording_key(*each) for each in questions}) == 3
+    assert recording_key("search", "thé", "b") == '["search", "thé", "b"]'
 
 
 def test_a_corpus_folder(tmp_path):
