@@ -11,6 +11,7 @@ import click
 from agentbench_kv.cli.bench_restore import restore
 from agentbench_kv.cli.bench_serving import serving
 from agentbench_kv.cli.documents import print_json
+from agentbench_kv.cli.options import POSITIVE, json_option, local
 
 if TYPE_CHECKING:
     from agentbench_kv.kernels.benchmark import Cell, Measurement
@@ -25,6 +26,7 @@ OPERATIONS = (
     "aabb_score",
     "similarity",
 )
+DTYPES = ("float32", "float16", "bfloat16")
 HEADER = (
     "operation", "model", "sessions", "T", "B", "native, us", "torch, us", "faster", "library, us",
     "MB to move", "of a copy", "rows moved",
@@ -42,17 +44,17 @@ bench.add_command(serving)
 
 
 @bench.command()
-@click.option("--op", "operations", multiple=True, type=click.Choice(OPERATIONS), help="[all]")
-@click.option("--model", "models", multiple=True, default=("qwen3-8b", "qwen3-32b"))
-@click.option("--tokens", multiple=True, type=click.IntRange(1), default=(2048, 8192, 32768))
-@click.option("--budget", "budgets", multiple=True, type=click.IntRange(1), default=(1024, 4096))
-@click.option("--sessions", multiple=True, type=click.IntRange(1), default=(1, 64))
-@click.option("--block", type=click.IntRange(0), default=16, help="Tokens; 0: contiguous.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--repeats", type=click.IntRange(1), default=9, show_default=True)
-@click.option("--memory", type=click.IntRange(1), default=4, help="Largest cache in GiB.")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@local("--op operations", "[all]", multiple=True, type=click.Choice(OPERATIONS))
+@local("--model models", multiple=True, default=("qwen3-8b", "qwen3-32b"), show_default=False)
+@local("--tokens", type=POSITIVE, multiple=True, default=(2048, 8192, 32768), show_default=False)
+@local("--budget budgets", type=POSITIVE, multiple=True, default=(1024, 4096), show_default=False)
+@local("--sessions", type=POSITIVE, multiple=True, default=(1, 64), show_default=False)
+@local("--block", "Tokens; 0: contiguous.", type=click.IntRange(0), default=16, show_default=False)
+@local("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=False)
+@local("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=False)
+@local("--repeats", type=POSITIVE, default=9)
+@local("--memory", "Largest cache in GiB.", type=POSITIVE, default=4, show_default=False)
+@json_option
 def kernels(as_json: bool, **options: Any) -> None:
     """Time every kernel against PyTorch's operations and a plain copy, one layer at a time.
 

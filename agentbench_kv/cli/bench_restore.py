@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.cli.documents import print_json
+from agentbench_kv.cli.options import POSITIVE, json_option, local, option
 
 if TYPE_CHECKING:
     from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes
     from agentbench_kv.results.papers import PublishedFigure
-
-__all__ = ["restore"]
 
 SIZES = (20, 40, 160, 640, 1280)
 MOST_TOKENS = 1792
@@ -26,21 +25,19 @@ PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speed
 
 
 @click.command()
-@click.option(
+@option(
     "--model",
+    "GGUF file.  [default: random weights, 8 layers of 512]",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    envvar="KVBENCH_MODEL",
-    help="GGUF file.  [default: random weights, 8 layers of 512]",
 )
-@click.option(
-    "--tokens", multiple=True, type=click.IntRange(1, MOST_TOKENS), default=SIZES, help="Block."
-)
-@click.option("--cells", type=click.IntRange(4096), default=8192, show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "float16"]), default="float16", show_default=True
-)
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@local(
+    "--tokens", "Block.", type=click.IntRange(1, MOST_TOKENS), multiple=True, default=SIZES,
+    show_default=False,
+)  # fmt: skip
+@local("--cells", type=click.IntRange(4096), default=8192)
+@local("--dtype", type=click.Choice(["float32", "float16"]), default="float16")
+@local("--repeats", type=POSITIVE, default=5)
+@json_option
 def restore(
     model: Path | None, tokens: tuple[int, ...], cells: int, dtype: str, repeats: int, as_json: bool
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.spec_options import out_option
+from agentbench_kv.cli.options import flag, local, out_option, shown
 from agentbench_kv.errors import KVBenchError, UsageError
 
 if TYPE_CHECKING:
@@ -28,115 +28,84 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 
 @click.command()
 @click.argument("runs", metavar="BASE CAND [RUN]...", nargs=-1)
-@click.option(
+@shown(
     "--margin",
-    type=float,
+    "How much worse is harmless: points of score, percent of speed or memory.",
     default=1.0,
-    envvar="KVBENCH_MARGIN",
-    show_default=True,
-    show_envvar=True,
-    help="How much worse is harmless: points of score, percent of speed or memory.",
 )
-@click.option(
+@shown(
     "--catch",
-    type=float,
-    envvar="KVBENCH_CATCH",
-    show_envvar=True,
-    help="The loss that must not slip through, in the same unit. [default: 10, or the margin if "
+    "The loss that must not slip through, in the same unit. [default: 10, or the margin if "
     "that is more]",
+    type=float,
 )
-@click.option(
+@shown(
     "--metric",
-    default="score",
-    envvar="KVBENCH_METRIC",
-    show_default=True,
-    show_envvar=True,
-    help="score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
+    "score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
     "output_tok_s.",
+    default="score",
 )
-@click.option(
+@shown(
     "--by",
+    "A verdict for each task; without it, one over the samples of all tasks.",
     type=click.Choice(("task",)),
-    envvar="KVBENCH_BY",
-    show_envvar=True,
-    help="A verdict for each task; without it, one over the samples of all tasks.",
 )
-@click.option(
+@shown(
     "--inconclusive",
+    "Whether an undecided comparison fails (exit code 4).",
     type=click.Choice(("fail", "ok")),
     default="fail",
-    envvar="KVBENCH_INCONCLUSIVE",
-    show_default=True,
-    show_envvar=True,
-    help="Whether an undecided comparison fails (exit code 4).",
 )
-@click.option(
+@shown(
     "--allow-drift",
+    "Compare although model, data, template, parser or versions differ.",
     is_flag=True,
-    envvar="KVBENCH_ALLOW_DRIFT",
-    show_envvar=True,
-    help="Compare although model, data, template, parser or versions differ.",
 )
-@click.option(
+@shown(
     "--bootstrap",
+    "If BASE is a baseline that does not exist yet, save CAND as it and end well.",
     is_flag=True,
-    envvar="KVBENCH_BOOTSTRAP",
-    show_envvar=True,
-    help="If BASE is a baseline that does not exist yet, save CAND as it and end well.",
 )
-@click.option(
-    "--flips",
-    "listed",
+@local(
+    "--flips listed",
+    "List the samples that changed, the N largest changes first. [N: 20]",
     metavar="[N]",
     callback=_count,
     is_flag=False,
     flag_value="20",
-    help="List the samples that changed, the N largest changes first. [N: 20]",
 )
-@click.option(
-    "--plan",
-    "planned",
+@local(
+    "--plan planned",
+    "Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
     is_flag=True,
-    help="Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
 )
-@click.option("--samples", type=click.IntRange(2), help="For --plan: samples on each side.")
-@click.option(
+@local("--samples", "For --plan: samples on each side.", type=click.IntRange(2))
+@local(
     "--discordance",
-    type=click.FloatRange(0, 100),
-    help="For --plan: percent of samples whose outcome differs. "
+    "For --plan: percent of samples whose outcome differs. "
     "[default: what BASE's repeats show, or 15]",
+    type=click.FloatRange(0, 100),
 )
-@click.option(
+@local(
     "--engines",
+    "The same run on different engines: equal scores and tokens, sample by sample.",
     is_flag=True,
-    help="The same run on different engines: equal scores and tokens, sample by sample.",
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    default="terminal",
-    envvar="KVBENCH_FORMAT",
-    show_default=True,
-    show_envvar=True,
-    help="What to print.",
-)
-@click.option(
-    "--write",
-    "writes",
+@shown("--format form", "What to print.", type=click.Choice(FORMATS), default="terminal")
+@local(
+    "--write writes",
+    "Also write this format to a file; repeatable.",
     multiple=True,
     metavar="FORMAT=FILE",
-    help="Also write this format to a file; repeatable.",
 )
-@click.option(
-    "--noise",
-    "repeats",
+@local(
+    "--noise repeats",
+    "Further runs of full, to show the A/A noise floor; repeatable.",
     multiple=True,
     metavar="RUN",
-    help="Further runs of full, to show the A/A noise floor; repeatable.",
 )
-@out_option
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="As --format json.")
+@out_option()
+@flag("--json as_json", "As --format json.")
 def compare(
     runs: tuple[str, ...],
     engines: bool,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentbench_kv.cli.options import POSITIVE, local
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,18 +23,17 @@ def demo() -> None:
 
 
 @demo.command()
-@click.option("--budget", type=click.IntRange(1), default=1024, show_default=True)
-@click.option(
+@local("--budget", type=POSITIVE, default=1024)
+@local(
     "--recovery",
+    "What becomes of evicted blocks.",
     type=click.Choice(["kv_restore", "discard", "breadcrumb"]),
     default="kv_restore",
-    show_default=True,
-    help="What becomes of evicted blocks.",
 )
-@click.option("--block", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--encoder", default="hash", show_default=True, help="As --set encoder takes it.")
-@click.option("--seed", type=click.IntRange(0), help="Another session than the shipped one.")
-@click.option("--full", is_flag=True, help="Show whole assistant messages.")
+@local("--block", type=POSITIVE, default=64)
+@local("--encoder", "As --set encoder takes it.", default="hash")
+@local("--seed", "Another session than the shipped one.", type=click.IntRange(0))
+@local("--full", "Show whole assistant messages.", is_flag=True)
 def evoke(
     budget: int, recovery: str, block: int, encoder: str, seed: int | None, full: bool
 ) -> None:

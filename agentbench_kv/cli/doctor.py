@@ -16,6 +16,7 @@ from typing import Literal
 import click
 
 from agentbench_kv import __version__
+from agentbench_kv.cli.options import flag
 from agentbench_kv.errors import KVBenchError
 
 Verdict = Literal["ok", "optional", "broken"]
@@ -56,7 +57,7 @@ class Finding:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Look at versions, GPU, engines, environments, model, tool parser and disk.

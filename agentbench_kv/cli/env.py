@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agentbench_kv.cli.options import PATH, flag, option
+
 if TYPE_CHECKING:
     from agentbench_kv.environments import EnvironmentStatus
 
-_JSON = click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print JSON.")
+_JSON = flag("--json as_json", "Print JSON.")
 
 
 @click.group()
@@ -25,22 +27,19 @@ def env() -> None:
 
 @env.command()
 @click.argument("name")
-@click.option(
+@option(
     "--python",
-    type=click.Path(path_type=Path),
-    envvar="KVBENCH_PYTHON",
-    help="Interpreter to build from; by default the one that runs kvbench, or another of the "
+    "Interpreter to build from; by default the one that runs kvbench, or another of the "
     "versions needed.",
+    type=PATH,
 )
-@click.option(
-    "--from",
-    "source",
-    metavar="PLACE",
-    envvar="KVBENCH_FROM",
-    help="For tau2 (v0.2.0) and tau2-v1 (v1.0.1): a git URL, a git directory or a local directory "
+@option(
+    "--from source",
+    "For tau2 (v0.2.0) and tau2-v1 (v1.0.1): a git URL, a git directory or a local directory "
     "of tau2-bench.",
+    metavar="PLACE",
 )
-@click.option("--recreate", is_flag=True, envvar="KVBENCH_RECREATE", help="Build from nothing.")
+@flag("--recreate", "Build from nothing.")
 @_JSON
 def create(
     name: str, python: Path | None, source: str | None, recreate: bool, as_json: bool

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentbench_kv.cli.options import FOLDER, PATH, flag, shown
+
 if TYPE_CHECKING:
     from agentbench_kv.results.runs import Problem, Run
     from agentbench_kv.results.tables.model import Table
@@ -17,56 +19,35 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 
 
 @click.command()
-@click.argument("paths", nargs=-1, metavar="[RUNS]...", type=click.Path(path_type=Path))
-@click.option(
-    "--table",
-    "kinds",
-    multiple=True,
+@click.argument("paths", nargs=-1, metavar="[RUNS]...", type=PATH)
+@shown(
+    "--table kinds",
+    "Family of tables; repeatable.  [default: all that have data]",
     type=click.Choice(KINDS),
-    envvar="KVBENCH_TABLE",
-    show_envvar=True,
-    help="Family of tables; repeatable.  [default: all that have data]",
+    multiple=True,
 )
-@click.option(
-    "--format",
-    "style",
+@shown(
+    "--format style",
+    "[default: the suffix of --out, else terminal]",
     type=click.Choice(FORMATS),
     envvar="KVBENCH_REPORT_FORMAT",
-    show_envvar=True,
-    help="[default: the suffix of --out, else terminal]",
 )
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Is --format json.")
-@click.option(
-    "--metric",
-    "metrics",
+@flag("--json as_json", "Is --format json.")
+@shown(
+    "--metric metrics",
+    "score or a sub-score, e.g. recurring; repeatable.  [default: score]",
     multiple=True,
     metavar="M",
     envvar="KVBENCH_REPORT_METRIC",
-    show_envvar=True,
-    help="score or a sub-score, e.g. recurring; repeatable.  [default: score]",
 )
-@click.option(
-    "--published",
-    is_flag=True,
-    envvar="KVBENCH_PUBLISHED",
-    show_envvar=True,
-    help="Also, or alone, the papers' own tables.",
-)
-@click.option(
+@shown("--published", "Also, or alone, the papers' own tables.", is_flag=True)
+@shown(
     "--out",
-    type=click.Path(path_type=Path),
+    "File to write, or folder for a file per table.  [default: print]",
+    type=PATH,
     envvar="KVBENCH_REPORT_OUT",
-    show_envvar=True,
-    help="File to write, or folder for a file per table.  [default: print]",
 )
-@click.option(
-    "--html",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar="KVBENCH_HTML",
-    show_envvar=True,
-    metavar="DIR",
-    help="Write a static site instead of tables.",
-)
+@shown("--html", "Write a static site instead of tables.", type=FOLDER, metavar="DIR")
 def report(
     paths: tuple[Path, ...],
     kinds: tuple[str, ...],

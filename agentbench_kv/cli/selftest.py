@@ -6,6 +6,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentbench_kv.cli.options import (
+    POSITIVE,
+    json_option,
+    local,
+    many,
+    option,
+    parse_budget,
+    parse_settings,
+    set_option,
+)
+
 if TYPE_CHECKING:
     from agentbench_kv.conformance.result import CheckResult
     from agentbench_kv.methods.base import Method
@@ -21,14 +32,9 @@ def selftest() -> None:
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@click.option(
-    "--budget",
-    envvar="KVBENCH_BUDGET",
-    metavar="TOKENS",
-    help="Tokens to keep; chosen for every check if not given.",
-)
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Parameter of the method.")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@option("--budget", "Tokens to keep; chosen for every check if not given.", metavar="TOKENS")
+@set_option("Parameter of the method.", envvar=None)
+@json_option
 @click.pass_context
 def method(
     ctx: click.Context, name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool
@@ -52,18 +58,11 @@ def method(
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@click.option(
-    "--limit",
-    type=click.IntRange(1),
-    default=5,
-    envvar="KVBENCH_LIMIT",
-    show_default=True,
-    help="Only the first N samples.",
-)
-@click.option("--full", is_flag=True, help="All samples.")
-@click.option("--concurrency", type=click.IntRange(1), default=8, envvar="KVBENCH_CONCURRENCY")
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Setting of the task.")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@option("--limit", "Only the first N samples.", type=POSITIVE, default=5)
+@local("--full", "All samples.", is_flag=True)
+@option("--concurrency", type=POSITIVE, default=8, show_default=False)
+@set_option("Setting of the task.", envvar=None)
+@json_option
 @click.pass_context
 def task(
     ctx: click.Context,
@@ -81,7 +80,6 @@ def task(
     browsecomp-plus/test are checked by their synthetic variants.
     """
     # Imported here: torch takes seconds, which `kvbench --help` should not.
-    from agentbench_kv.cli.options import parse_settings
     from agentbench_kv.conformance.suite import passed
     from agentbench_kv.conformance.tasks import suite_task, task_suite
 
@@ -102,30 +100,21 @@ def task(
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@click.option(
-    "--method",
-    "methods",
-    multiple=True,
-    envvar="KVBENCH_METHOD",
-    metavar="METHOD",
-    help="Only this method; repeatable.",
-)
-@click.option(
-    "--family",
-    "families",
-    multiple=True,
+@many("--method methods", "Only this method; repeatable.", metavar="METHOD")
+@local(
+    "--family families",
+    "Only this model family; repeatable.",
     type=click.Choice(("qwen3", "llama")),
-    help="Only this model family; repeatable.",
+    multiple=True,
 )
-@click.option("--quick", is_flag=True, help="Three methods, one family, fewer random sessions.")
-@click.option(
-    "--engine-arg",
-    "pairs",
+@local("--quick", "Three methods, one family, fewer random sessions.", is_flag=True)
+@local(
+    "--engine-arg pairs",
+    "Option of the engine's own command line, without dashes; repeatable.",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Option of the engine's own command line, without dashes; repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 @click.pass_context
 def engine(
     ctx: click.Context,
@@ -143,7 +132,6 @@ def engine(
     engines); some need an environment of their own (kvbench env create NAME).
     """
     # Imported here: torch takes seconds, which `kvbench --help` should not.
-    from agentbench_kv.cli.options import parse_settings
     from agentbench_kv.conformance.engines import engine_suite
     from agentbench_kv.conformance.suite import passed
 
@@ -169,7 +157,6 @@ def _say_part(part: str, results: list[CheckResult]) -> None:
 
 
 def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
-    from agentbench_kv.cli.options import parse_budget, parse_settings
     from agentbench_kv.conformance.methods import build_method
     from agentbench_kv.errors import UsageError
     from agentbench_kv.registry import load_class
