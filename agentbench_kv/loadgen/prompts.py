@@ -10,22 +10,15 @@ from tokenizers import Tokenizer
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.loadgen.jobs import Frames, Vocabulary, Workload
 
-__all__ = ["Speaker", "read_vocabulary"]
-
+# Tokens of a thought, a call and a tool's answer.
 _THOUGHT = 96
 _CALL = 32
 _RESPONSE = 256
-_FAMILY = "<|im_start|>"
+_CHATML = "<|im_start|>"
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """Return the ids of a model folder's tokenizer.
-
-    Raises
-    ------
-    PrerequisiteError
-        If there is no `tokenizer.json` that can be read.
-    """
+    """Return the ids of a model folder's tokenizer; it needs a `tokenizer.json`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise PrerequisiteError(f"no tokenizer.json in {folder}; name a model folder that has one")
@@ -44,13 +37,6 @@ class Speaker:
     thought, call and tool answer as fit, and ends where the assistant starts to think; later turns
     end the thought with a call and bring the tool's answer. So a method that tells phases apart
     has every phase to work with. Without frames, or where they do not fit, all ids are random.
-
-    Parameters
-    ----------
-    vocabulary : Vocabulary
-    workload : Workload
-    seed : int
-        Sessions of another seed say something else.
     """
 
     def __init__(self, vocabulary: Vocabulary, workload: Workload, seed: int) -> None:
@@ -111,7 +97,7 @@ class Speaker:
 
 def _frames(tokenizer: Tokenizer) -> Frames | None:
     """Return the markers of the ChatML family (Qwen, the micro model); None of any other."""
-    if tokenizer.token_to_id(_FAMILY) is None:
+    if tokenizer.token_to_id(_CHATML) is None:
         return None
 
     def ids(text: str) -> list[int]:
