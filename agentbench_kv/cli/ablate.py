@@ -101,19 +101,18 @@ def _document(arm: Variant) -> dict[str, Any]:
 
 def _table(arms: list[Variant], metric: str) -> Table:
     from agentbench_kv.results.render import percent
-    from agentbench_kv.results.terminal import new_table, plain
+    from agentbench_kv.results.terminal import new_table
 
-    made = new_table("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
+    rows = []
     for arm in arms:
         gap = arm.difference
-        cells = (
-            arm.axis or "baseline",
-            arm.value,
-            percent(arm.level),
-            f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None,
-            f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None,
-            gap.n if gap else None,
-            arm.spec.id,
+        rows.append(
+            (
+                *(arm.axis or "baseline", arm.value, percent(arm.level)),
+                f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None,
+                f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None,
+                *(gap.n if gap else None, arm.spec.id),
+            )
         )
-        made.add_row(*map(plain, cells))
-    return made
+    columns = ("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
+    return new_table(*columns, rows=rows)

@@ -210,7 +210,6 @@ def evidence(
         audits.append(audited)
     if out is not None:
         trace.save(out)
-    groups = by_outcome(audits)
     sessions = [
         {
             "sample": audited.sample,
@@ -220,7 +219,12 @@ def evidence(
         }
         for audited in audits
     ]
-    _show({"analysis": "evidence", "sessions": sessions}, [evidence_table(groups)], as_json, [])
+    _show(
+        {"analysis": "evidence", "sessions": sessions},
+        [evidence_table(by_outcome(audits))],
+        as_json,
+        [],
+    )
 
 
 @analyze.command()

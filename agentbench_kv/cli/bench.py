@@ -17,15 +17,9 @@ if TYPE_CHECKING:
     from agentbench_kv.kernels.benchmark import Cell, Measurement
 
 OPERATIONS = (
-    "compact",
-    "attention_mass",
-    "select_top",
-    "ring_write",
-    "rope_rotate",
-    "aabb",
-    "aabb_score",
+    "compact", "attention_mass", "select_top", "ring_write", "rope_rotate", "aabb", "aabb_score",
     "similarity",
-)
+)  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 HEADER = (
     "operation", "model", "sessions", "T", "B", "native, us", "torch, us", "faster", "library, us",
@@ -169,9 +163,6 @@ def _row(each: Measurement) -> str:
 def _plain(found: Sequence[Measurement]) -> list[dict[str, Any]]:
     rows = [asdict(each) for each in found]
     for row in rows:
-        cell = row.pop("cell")
-        row.update(
-            cell
-            | {"dtype": str(cell["dtype"]).removeprefix("torch."), "device": str(cell["device"])}
-        )
+        row |= row.pop("cell")
+        row |= {"dtype": str(row["dtype"]).removeprefix("torch."), "device": str(row["device"])}
     return rows

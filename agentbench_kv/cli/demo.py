@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from agentbench_kv.demo_evoke import Demo, FactShown, TurnShown
 
-BAR = 48
-"""Width of the budget in characters."""
+BAR = 48  # width of the budget in characters
 
 
 @click.group()

@@ -38,22 +38,12 @@ _CANNED_CALL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
-
-    Attributes
-    ----------
-    name, found : str
-        What was looked at, and what is there.
-    verdict : str
-        `ok`, `optional` (absent, needed for some runs only) or `broken`.
-    mend : str or None
-        The command that mends it.
-    """
+    """One thing looked at."""
 
     name: str
-    verdict: Verdict
+    verdict: Verdict  # optional: absent, and needed for some runs only
     found: str
-    mend: str | None = None
+    mend: str | None = None  # the command that mends it
 
 
 @click.command()
@@ -171,9 +161,8 @@ def _data() -> Iterator[Finding]:
     if corpora:
         yield Finding("corpora", "ok", ", ".join(corpora))
     else:
-        yield Finding(
-            "corpora", "optional", f"none in {folder}", "kvbench data import-corpus --help"
-        )
+        mend = "kvbench data import-corpus --help"
+        yield Finding("corpora", "optional", f"none in {folder}", mend)
 
 
 def _micro_model() -> Iterator[Finding]:
@@ -213,16 +202,9 @@ def _disk() -> Iterator[Finding]:
 
 
 EXAMINATIONS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _versions,
-    _accelerator,
-    _kernels,
-    _engines,
-    _environments,
-    _data,
-    _micro_model,
-    _tool_parser,
+    _versions, _accelerator, _kernels, _engines, _environments, _data, _micro_model, _tool_parser,
     _disk,
-)
+)  # fmt: skip
 
 
 def _line(each: Finding) -> str:

@@ -117,10 +117,7 @@ class Player:
         async with (
             asyncio.timeout(self._job.timeout_s),
             self._client.request(
-                call.method,
-                self._job.target.base + call.path,
-                json=call.body,
-                headers=call.headers,
+                call.method, self._job.target.base + call.path, json=call.body, headers=call.headers
             ) as response,
         ):
             if response.status >= _REFUSED:
