@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 @option("--task", "Slice.", default="micro/recall-5k")
 @option("--seed", default=0)
 @many(
-    "--axis axes",
+    "--axis axes KEY=V1,V2,...",
     "Parameter and values; repeatable. [default: the paper's and the open choices]",
-    metavar="KEY=V1,V2,...",
     envvar=None,
 )
 @set_option("Parameter of all arms; repeatable.", envvar=None)

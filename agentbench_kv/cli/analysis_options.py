@@ -12,20 +12,20 @@ _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PLACE = re.compile(r"(\d+):(\d+)")
 
-one_capture = option("--capture", f"{_CAPTURE}.", type=PATH, required=True)
+one_capture = option("--capture", f"{_CAPTURE}.", PATH, required=True)
 many_captures = many(
-    "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", type=PATH, required=True
+    "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", PATH, required=True
 )
 layer_option = many(
-    "--layer layers", "Only this layer of the capture; repeatable. [default: all]", type=int
+    "--layer layers", "Only this layer of the capture; repeatable. [default: all]", int
 )
-trace_option = option("--trace", "Trace file of a session.", type=PATH)
+trace_option = option("--trace", "Trace file of a session.", PATH)
 print_option = option("--json as_json", "Print one JSON document.", is_flag=True)
 
 
 def outputs(command: F) -> F:
     """Add `--plot` and `--json`."""
-    plot = option("--plot", "Also draw it: a .png or .svg file.", type=PATH)
+    plot = option("--plot", "Also draw it: a .png or .svg file.", PATH)
     return plot(print_option(command))
 
 

@@ -21,6 +21,7 @@ from agentbench_kv.cli.analysis_options import (
 )
 from agentbench_kv.cli.options import (
     FOLDER,
+    NATURAL,
     PATH,
     POSITIVE,
     local,
@@ -48,7 +49,7 @@ def analyze() -> None:
 @analyze.command()
 @many_captures
 @layer_option
-@option("--k", "Directions per span.", type=POSITIVE, default=5)
+@option("--k", "Directions per span.", POSITIVE, default=5)
 @outputs
 def angles(
     captures: tuple[Path, ...], layers: tuple[int, ...], k: int, plot: Path | None, as_json: bool
@@ -68,20 +69,12 @@ def angles(
 @analyze.command()
 @many_captures
 @layer_option
-@many(
-    "--budget budgets",
-    "Tokens kept per (layer, KV head); repeatable.",
-    required=True,
-    metavar="TOKENS",
-)
-@many("--recent", "Last queries as representatives; repeatable.", type=POSITIVE, default=(8, 24))
+@many("--budget budgets TOKENS", "Tokens kept per (layer, KV head); repeatable.", required=True)
+@many("--recent", "Last queries as representatives; repeatable.", POSITIVE, default=(8, 24))
 @option(
-    "--representatives",
-    "Queries of the phase-balanced strategies in all.",
-    type=POSITIVE,
-    default=24,
+    "--representatives", "Queries of the phase-balanced strategies in all.", POSITIVE, default=24
 )
-@option("--interval", "Generated tokens between two events.", type=POSITIVE, default=128)
+@option("--interval", "Generated tokens between two events.", POSITIVE, default=128)
 @outputs
 def coverage(
     captures: tuple[Path, ...],
@@ -113,13 +106,9 @@ def coverage(
 
 @analyze.command()
 @one_capture
-@many(
-    "--at places",
-    "Query head; repeatable. [default: head 0 of the middle layer]",
-    metavar="LAYER:HEAD",
-)
-@option("--per-phase", "Queries drawn of each phase.", type=POSITIVE, default=100)
-@option("--seed", "Of the draw and the embedding.", type=click.IntRange(0), default=0)
+@many("--at places LAYER:HEAD", "Query head; repeatable. [default: head 0 of the middle layer]")
+@option("--per-phase", "Queries drawn of each phase.", POSITIVE, default=100)
+@option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
 @outputs
 def tsne(
     capture: Path,
@@ -147,11 +136,11 @@ def tsne(
 
 @analyze.command()
 @trace_option
-@option("--capture", "Or: a capture to replay.", type=PATH)
+@option("--capture", "Or: a capture to replay.", PATH)
 @option("--method", "With --capture: method to replay.")
-@option("--budget", "With --capture.", metavar="TOKENS")
+@option("--budget TOKENS", "With --capture.")
 @set_option("Method parameter; repeatable. See kvbench ls methods.")
-@option("--out", "Also write the trace of the replay.", type=PATH, envvar="KVBENCH_TRACE_OUT")
+@option("--out", "Also write the trace of the replay.", PATH, envvar="KVBENCH_TRACE_OUT")
 @outputs
 def timeline(
     trace: Path | None,
@@ -182,9 +171,9 @@ def timeline(
 @analyze.command()
 @local("--run run_name", "Id or folder of a finished micro run.", required=True)
 @local("--sample samples", "Id or number; repeatable.", multiple=True)
-@local("--limit", "First N.", type=POSITIVE, default=5)
-@option("--runs", "Folder of runs.", type=FOLDER, default=Path("runs"), envvar="KVBENCH_OUT")
-@option("--out", "Write the last trace.", type=PATH, envvar="KVBENCH_TRACE_OUT")
+@local("--limit", "First N.", POSITIVE, default=5)
+@option("--runs", "Folder of runs.", FOLDER, default=Path("runs"), envvar="KVBENCH_OUT")
+@option("--out", "Write the last trace.", PATH, envvar="KVBENCH_TRACE_OUT")
 @print_option
 def evidence(
     run_name: str, samples: tuple[str, ...], limit: int, runs: Path, out: Path | None, as_json: bool
@@ -230,10 +219,9 @@ def evidence(
 @analyze.command()
 @trace_option
 @option(
-    "--positions",
+    "--positions RANGES",
     "Logical positions of the tokens that held the answer, e.g. 120-135,200.",
     required=True,
-    metavar="RANGES",
 )
 @print_option
 def audit(trace: Path | None, positions: str, as_json: bool) -> None:

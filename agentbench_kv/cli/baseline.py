@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agentbench_kv.cli.documents import print_json
-from agentbench_kv.cli.options import FOLDER, flag, json_option, option, out_option
+from agentbench_kv.cli.options import FOLDER, json_option, local_flag, option, out_option
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ def baseline() -> None:
 @option(
     "--to folder",
     "Folder to write NAME.json to.",
-    type=FOLDER,
+    FOLDER,
     default=Path("baselines"),
     envvar="KVBENCH_BASELINES",
     show_envvar=True,
 )
-@flag("--force", "Replace a baseline of that name.", envvar=None)
+@local_flag("--force", "Replace a baseline of that name.")
 @out_option()
 @json_option
 def save(

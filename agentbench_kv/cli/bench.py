@@ -11,7 +11,7 @@ import click
 from agentbench_kv.cli.bench_restore import restore
 from agentbench_kv.cli.bench_serving import serving
 from agentbench_kv.cli.documents import print_json
-from agentbench_kv.cli.options import POSITIVE, json_option, local
+from agentbench_kv.cli.options import NATURAL, POSITIVE, json_option, local
 
 if TYPE_CHECKING:
     from agentbench_kv.kernels.benchmark import Cell, Measurement
@@ -38,16 +38,16 @@ bench.add_command(serving)
 
 
 @bench.command()
-@local("--op operations", "[all]", multiple=True, type=click.Choice(OPERATIONS))
+@local("--op operations", "[all]", click.Choice(OPERATIONS), multiple=True)
 @local("--model models", multiple=True, default=("qwen3-8b", "qwen3-32b"), show_default=False)
-@local("--tokens", type=POSITIVE, multiple=True, default=(2048, 8192, 32768), show_default=False)
-@local("--budget budgets", type=POSITIVE, multiple=True, default=(1024, 4096), show_default=False)
-@local("--sessions", type=POSITIVE, multiple=True, default=(1, 64), show_default=False)
-@local("--block", "Tokens; 0: contiguous.", type=click.IntRange(0), default=16, show_default=False)
-@local("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=False)
-@local("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=False)
-@local("--repeats", type=POSITIVE, default=9)
-@local("--memory", "Largest cache in GiB.", type=POSITIVE, default=4, show_default=False)
+@local("--tokens", kind=POSITIVE, multiple=True, default=(2048, 8192, 32768), show_default=False)
+@local("--budget budgets", kind=POSITIVE, multiple=True, default=(1024, 4096), show_default=False)
+@local("--sessions", kind=POSITIVE, multiple=True, default=(1, 64), show_default=False)
+@local("--block", "Tokens; 0: contiguous.", NATURAL, default=16, show_default=False)
+@local("--dtype", kind=click.Choice(DTYPES), default="bfloat16", show_default=False)
+@local("--device", kind=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=False)
+@local("--repeats", kind=POSITIVE, default=9)
+@local("--memory", "Largest cache in GiB.", POSITIVE, default=4, show_default=False)
 @json_option
 def kernels(as_json: bool, **options: Any) -> None:
     """Time every kernel against PyTorch's operations and a plain copy, one layer at a time.

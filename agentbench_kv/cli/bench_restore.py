@@ -28,15 +28,19 @@ PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speed
 @option(
     "--model",
     "GGUF file.  [default: random weights, 8 layers of 512]",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    click.Path(exists=True, dir_okay=False, path_type=Path),
 )
 @local(
-    "--tokens", "Block.", type=click.IntRange(1, MOST_TOKENS), multiple=True, default=SIZES,
+    "--tokens",
+    "Block.",
+    click.IntRange(1, MOST_TOKENS),
+    multiple=True,
+    default=SIZES,
     show_default=False,
-)  # fmt: skip
-@local("--cells", type=click.IntRange(4096), default=8192)
-@local("--dtype", type=click.Choice(["float32", "float16"]), default="float16")
-@local("--repeats", type=POSITIVE, default=5)
+)
+@local("--cells", kind=click.IntRange(4096), default=8192)
+@local("--dtype", kind=click.Choice(["float32", "float16"]), default="float16")
+@local("--repeats", kind=POSITIVE, default=5)
 @json_option
 def restore(
     model: Path | None, tokens: tuple[int, ...], cells: int, dtype: str, repeats: int, as_json: bool

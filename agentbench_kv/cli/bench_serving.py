@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.cli.options import (
+    ABOVE_ZERO,
     FOLDER,
+    NATURAL,
     POSITIVE,
     device_option,
     dtype_option,
     engine_option,
     json_option,
     local,
+    local_flag,
     option,
     out_option,
     parse_budget,
@@ -40,90 +43,72 @@ if TYPE_CHECKING:
     multiple=True,
     default=("agentkv",),
 )
-@option("--budget", "Of the methods.", metavar="TOKENS")
+@option("--budget TOKENS", "Of the methods.")
 @set_option("Of the methods.", envvar=None)
 @dtype_option
 @device_option
 @local(
     "--load-format",
     "dummy: random weights of the model's shapes, for speed alone.",
-    type=click.Choice(["auto", "dummy"]),
+    click.Choice(["auto", "dummy"]),
     default="auto",
 )
 @local(
-    "--engine-arg engine_pairs",
+    "--engine-arg engine_pairs KEY=VALUE",
     "Passed on to a serving engine, e.g. max-num-seqs=64; repeatable.",
     multiple=True,
-    metavar="KEY=VALUE",
 )
-@local(
+@local_flag(
     "--allow-untested-engine allow_untested",
     "Go on with a version of a serving engine that was not tried.",
-    is_flag=True,
 )
 @local(
-    "--url urls",
+    "--url urls [NAME=]URL",
     "A server that stands already, instead of an engine started here; repeatable.",
     multiple=True,
-    metavar="[NAME=]URL",
 )
 @local(
     "--wire",
     "What servers at --url understand: kvbench serve, or an engine's own endpoints.",
-    type=click.Choice(["gateway", "vllm", "sglang"]),
+    click.Choice(["gateway", "vllm", "sglang"]),
     default="gateway",
 )
-@local("--tokenizer", "With --url: the model's folder, to draw token ids from.", type=FOLDER)
-@local("--vocab", "With --url: ids below this number instead.", type=POSITIVE)
+@local("--tokenizer", "With --url: the model's folder, to draw token ids from.", FOLDER)
+@local("--vocab", "With --url: ids below this number instead.", POSITIVE)
 @local(
-    "--shape shapes",
+    "--shape shapes IN/OUT",
     "First prompt and tokens generated in each turn, k = 1,024; repeatable.",
     multiple=True,
     default=("2k/256",),
-    metavar="IN/OUT",
 )
-@local("--turns", type=POSITIVE, default=3)
-@local("--tool-tokens", "New prompt tokens of every later turn.", type=POSITIVE, default=256)
+@local("--turns", kind=POSITIVE, default=3)
+@local("--tool-tokens", "New prompt tokens of every later turn.", POSITIVE, default=256)
 @local(
-    "--think-time",
-    "Seconds between turns.",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=False,
+    "--think-time", "Seconds between turns.", click.FloatRange(0), default=0.0, show_default=False
 )
 @local(
     "--concurrency",
     "Closed loop: sessions at once; repeatable.  [default: 8]",
-    type=POSITIVE,
+    POSITIVE,
     multiple=True,
 )
 @local(
     "--rate rates",
     "Open loop: sessions that begin per second; repeatable.",
-    type=click.FloatRange(0, min_open=True),
+    ABOVE_ZERO,
     multiple=True,
 )
 @local(
     "--sessions",
     "Of one measurement.  [default: twice the concurrency; 32 in an open loop]",
-    type=POSITIVE,
+    POSITIVE,
 )
-@local("--warmup", "Sessions.", type=click.IntRange(0), default=2)
-@local("--repeats", type=POSITIVE, default=9)
-@local(
-    "--together",
-    "Start every arm's engine once and keep all, instead of one at a time.",
-    is_flag=True,
-)
-@local("--seed", type=click.IntRange(0), default=0)
-@local(
-    "--timeout",
-    "Seconds.",
-    type=click.FloatRange(0, min_open=True),
-    default=1800.0,
-    show_default=False,
-)
-@local("--save-detailed", "Keep every request in the files.", is_flag=True)
+@local("--warmup", "Sessions.", NATURAL, default=2)
+@local("--repeats", kind=POSITIVE, default=9)
+@local_flag("--together", "Start every arm's engine once and keep all, instead of one at a time.")
+@local("--seed", kind=NATURAL, default=0)
+@local("--timeout", "Seconds.", ABOVE_ZERO, default=1800.0, show_default=False)
+@local_flag("--save-detailed", "Keep every request in the files.")
 @out_option()
 @quiet_option
 @json_option

@@ -12,7 +12,7 @@ from agentbench_kv.errors import PrerequisiteError
 
 @click.command()
 @option("--model", "Name or folder.", default="micro")
-@option("--text", "Plain text, UTF-8; the micro task's text if not given.", type=FILE, envvar=None)
+@option("--text", "Plain text, UTF-8; the micro task's text if not given.", FILE, envvar=None)
 @dtype_option
 @device_option
 @json_option

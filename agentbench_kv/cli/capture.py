@@ -22,20 +22,17 @@ from agentbench_kv.errors import UsageError
 
 
 @click.command()
-@local("--out", type=FILE, required=True)
+@local("--out", kind=FILE, required=True)
 @option("--task", default="micro/recall-1k")
 @local("--sample", "Id of a sample, or its number.", default="0")
 @option("--seed", default=0)
 @local("--method", "Method the session runs under.", default="full")
 @local("--budget", "If the method takes one.")
 @set_option("Method parameter.", envvar=None)
-@local("--layers", "Layers to keep; all if not given.", default="", metavar="N,N,...")
-@local("--heads", "KV heads to keep; all if not given.", default="", metavar="N,N,...")
+@local("--layers N,N,...", "Layers to keep; all if not given.", default="")
+@local("--heads N,N,...", "KV heads to keep; all if not given.", default="")
 @local(
-    "--precision",
-    "Of the stored vectors.",
-    type=click.Choice(["float16", "float32"]),
-    default="float16",
+    "--precision", "Of the stored vectors.", click.Choice(["float16", "float32"]), default="float16"
 )
 @json_option
 @spec_options

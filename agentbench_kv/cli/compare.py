@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import flag, local, out_option, shown
+from agentbench_kv.cli.options import flag, local, local_flag, out_option, shown
 from agentbench_kv.errors import KVBenchError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
     "--catch",
     "The loss that must not slip through, in the same unit. [default: 10, or the margin if "
     "that is more]",
-    type=float,
+    float,
 )
 @shown(
     "--metric",
@@ -48,12 +48,12 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 @shown(
     "--by",
     "A verdict for each task; without it, one over the samples of all tasks.",
-    type=click.Choice(("task",)),
+    click.Choice(("task",)),
 )
 @shown(
     "--inconclusive",
     "Whether an undecided comparison fails (exit code 4).",
-    type=click.Choice(("fail", "ok")),
+    click.Choice(("fail", "ok")),
     default="fail",
 )
 @shown(
@@ -67,42 +67,32 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
     is_flag=True,
 )
 @local(
-    "--flips listed",
+    "--flips listed [N]",
     "List the samples that changed, the N largest changes first. [N: 20]",
-    metavar="[N]",
-    callback=_count,
     is_flag=False,
+    callback=_count,
     flag_value="20",
 )
-@local(
+@local_flag(
     "--plan planned",
     "Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
-    is_flag=True,
 )
-@local("--samples", "For --plan: samples on each side.", type=click.IntRange(2))
+@local("--samples", "For --plan: samples on each side.", click.IntRange(2))
 @local(
     "--discordance",
     "For --plan: percent of samples whose outcome differs. "
     "[default: what BASE's repeats show, or 15]",
-    type=click.FloatRange(0, 100),
+    click.FloatRange(0, 100),
 )
-@local(
-    "--engines",
-    "The same run on different engines: equal scores and tokens, sample by sample.",
-    is_flag=True,
+@local_flag(
+    "--engines", "The same run on different engines: equal scores and tokens, sample by sample."
 )
-@shown("--format form", "What to print.", type=click.Choice(FORMATS), default="terminal")
+@shown("--format form", "What to print.", click.Choice(FORMATS), default="terminal")
+@local("--write writes FORMAT=FILE", "Also write this format to a file; repeatable.", multiple=True)
 @local(
-    "--write writes",
-    "Also write this format to a file; repeatable.",
-    multiple=True,
-    metavar="FORMAT=FILE",
-)
-@local(
-    "--noise repeats",
+    "--noise repeats RUN",
     "Further runs of full, to show the A/A noise floor; repeatable.",
     multiple=True,
-    metavar="RUN",
 )
 @out_option()
 @flag("--json as_json", "As --format json.")

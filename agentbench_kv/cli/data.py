@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import PATH, json_option, local
+from agentbench_kv.cli.options import PATH, json_option, local, local_flag
 
 
 @click.group()
@@ -20,12 +20,12 @@ def data() -> None:
 @data.command("import-corpus")
 @click.argument("source", type=PATH)
 @local("--name", "What results call it.", required=True)
-@local("--to", "Folder to write.", type=PATH)
-@local("--synthetic", "Made for tests: no benchmark result.", is_flag=True)
+@local("--to", "Folder to write.", PATH)
+@local_flag("--synthetic", "Made for tests: no benchmark result.")
 @local(
     "--encoder",
     "Local sentence-transformers folder: also embed every document, for dense search.",
-    type=PATH,
+    PATH,
 )
 @json_option
 def import_corpus(

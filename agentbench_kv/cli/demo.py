@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentbench_kv.cli.options import POSITIVE, local
+from agentbench_kv.cli.options import NATURAL, POSITIVE, local, local_flag
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,17 +22,17 @@ def demo() -> None:
 
 
 @demo.command()
-@local("--budget", type=POSITIVE, default=1024)
+@local("--budget", kind=POSITIVE, default=1024)
 @local(
     "--recovery",
     "What becomes of evicted blocks.",
-    type=click.Choice(["kv_restore", "discard", "breadcrumb"]),
+    click.Choice(["kv_restore", "discard", "breadcrumb"]),
     default="kv_restore",
 )
-@local("--block", type=POSITIVE, default=64)
+@local("--block", kind=POSITIVE, default=64)
 @local("--encoder", "As --set encoder takes it.", default="hash")
-@local("--seed", "Another session than the shipped one.", type=click.IntRange(0))
-@local("--full", "Show whole assistant messages.", is_flag=True)
+@local("--seed", "Another session than the shipped one.", NATURAL)
+@local_flag("--full", "Show whole assistant messages.")
 def evoke(
     budget: int, recovery: str, block: int, encoder: str, seed: int | None, full: bool
 ) -> None:

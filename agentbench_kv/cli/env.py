@@ -31,13 +31,12 @@ def env() -> None:
     "--python",
     "Interpreter to build from; by default the one that runs kvbench, or another of the "
     "versions needed.",
-    type=PATH,
+    PATH,
 )
 @option(
-    "--from source",
+    "--from source PLACE",
     "For tau2 (v0.2.0) and tau2-v1 (v1.0.1): a git URL, a git directory or a local directory "
     "of tau2-bench.",
-    metavar="PLACE",
 )
 @flag("--recreate", "Build from nothing.")
 @_JSON

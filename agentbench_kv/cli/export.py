@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import flag, json_option, local, out_option, shown
+from agentbench_kv.cli.options import flag, json_option, local_flag, out_option, shown
 
 TRACKERS = ("wandb", "mlflow", "trackio")
 
@@ -14,15 +14,14 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUNS...")
 @shown(
-    "--to target",
+    "--to target FILE|TRACKER",
     "Path or fsspec URL that ends in .parquet, .csv or .jsonl; or wandb, mlflow or trackio.",
     required=True,
-    metavar="FILE|TRACKER",
 )
 @out_option("Folder of runs, for those named by id.", show_envvar=True)
-@local("--card", "Write README.md beside a parquet file: a card for a data hub.", is_flag=True)
+@local_flag("--card", "Write README.md beside a parquet file: a card for a data hub.")
 @shown("--project", "Project or experiment of the tracker.  [default: kvbench]")
-@local("--offline", "Let the tracker write to this machine only.", is_flag=True)
+@local_flag("--offline", "Let the tracker write to this machine only.")
 @flag("--force", "Replace a file or run that is there.")
 @json_option
 def export(

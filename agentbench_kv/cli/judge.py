@@ -18,7 +18,7 @@ from agentbench_kv.cli.options import PATH, POSITIVE, json_option, option
     envvar="KVBENCH_JUDGE_ENDPOINT",
 )
 @option("--model", "Name of the model there.", required=True, envvar="KVBENCH_JUDGE_MODEL")
-@option("--concurrency", "Requests at once.", type=POSITIVE, default=8)
+@option("--concurrency", "Requests at once.", POSITIVE, default=8)
 @json_option
 @click.pass_context
 def judge(

@@ -24,7 +24,7 @@ _json_option = shown("--json as_json", "Print one JSON document.", is_flag=True)
 _model_option = shown(
     "--model",
     "Folder of the model that was run, if it is none that ships.",
-    type=_FOLDER,
+    _FOLDER,
     envvar="KVBENCH_MODEL_FOLDER",
 )
 _rescore_option = shown(
@@ -62,11 +62,7 @@ def validate(folder: Path, rescore: bool, model: Path | None, as_json: bool) -> 
 @leaderboard.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @shown(
-    "--to",
-    "The leaderboard's folder of runs.",
-    type=FOLDER,
-    required=True,
-    envvar="KVBENCH_LEADERBOARD",
+    "--to", "The leaderboard's folder of runs.", FOLDER, required=True, envvar="KVBENCH_LEADERBOARD"
 )
 @_rescore_option
 @_model_option
@@ -87,18 +83,18 @@ def add(folder: Path, to: Path, rescore: bool, model: Path | None, as_json: bool
 
 @leaderboard.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
-@shown("--sample", "Trials of each run to play.", type=POSITIVE, default=5)
+@shown("--sample", "Trials of each run to play.", POSITIVE, default=5)
 @shown(
     "--seed",
     "Chooses the trials.  [default: a random one, which nobody can know in advance]",
-    type=int,
+    int,
     envvar="KVBENCH_RERUN_SEED",
 )
-@local("--run runs", "Only this run; repeatable.", multiple=True, metavar="RUN")
+@local("--run runs RUN", "Only this run; repeatable.", multiple=True)
 @shown(
     "--to",
     "The leaderboard's folder: write the outcome there, for the label.",
-    type=FOLDER,
+    FOLDER,
     envvar="KVBENCH_LEADERBOARD",
 )
 @_model_option
@@ -137,13 +133,7 @@ def rerun(
 
 @leaderboard.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@shown(
-    "--to",
-    "New folder for the submission.",
-    type=FOLDER,
-    required=True,
-    envvar="KVBENCH_SUBMISSION",
-)
+@shown("--to", "New folder for the submission.", FOLDER, required=True, envvar="KVBENCH_SUBMISSION")
 @shown("--who", "Your name.", required=True)
 @option("--method", "What it is about.", required=True)
 @option("--link", "Web address to read more.", default="")

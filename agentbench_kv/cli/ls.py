@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import flag, json_option, option, out_option, set_option
+from agentbench_kv.cli.options import NATURAL, flag, json_option, option, out_option, set_option
 
 KINDS = ("methods", "engines", "tasks", "runs")
 SORTS = ("name", "newest", "score", "kv", "speed", "failures")
@@ -26,14 +26,12 @@ STATES = (
     "--model",
     "Only runs of this model; with --lengths, whose tokenizer (a folder). [default: micro]",
 )
-@option("--status", "Only runs of this status or validity.", type=click.Choice(STATES))
-@option(
-    "--sort", "Order of runs; kv is peak live / logical.", type=click.Choice(SORTS), default="name"
-)
+@option("--status", "Only runs of this status or validity.", click.Choice(STATES))
+@option("--sort", "Order of runs; kv is peak live / logical.", click.Choice(SORTS), default="name")
 @option(
     "--limit",
     "Most runs in the table, or samples per task with --lengths; 0 for all.",
-    type=click.IntRange(0),
+    NATURAL,
     default=200,
     envvar="KVBENCH_ROWS",
 )

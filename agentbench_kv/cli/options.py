@@ -17,7 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
+NATURAL = click.IntRange(0)
 POSITIVE = click.IntRange(1)
+ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
 
 class Option(click.Option):
@@ -33,18 +35,29 @@ class Option(click.Option):
         super().__init__(param_decls, **settings)
 
 
-def option(names: str, help_text: str | None = None, **settings: Any) -> Callable[[F], F]:
-    """Declare an `Option`; `names` are click's declarations: `--quiet -q`, `--budget budgets`."""
-    return click.option(*names.split(), cls=Option, help=help_text, **settings)
+def option(
+    names: str, help_text: str | None = None, kind: Any = None, **settings: Any
+) -> Callable[[F], F]:
+    """Declare an `Option`; `names` are written as in its help: `--quiet -q`, `--set KEY=VALUE`.
+
+    A word in lower case is what the command calls the option: `--budget budgets TOKENS`. Without
+    `kind`, the type is that of the default.
+    """
+    words = names.split()
+    metavars = [word for word in words if word == word.upper() and not word.startswith("-")]
+    names_only = [word for word in words if word not in metavars]
+    settings |= {"metavar": metavars[0]} if metavars else {}
+    return click.option(*names_only, cls=Option, help=help_text, type=kind, **settings)
 
 
 flag = partial(option, is_flag=True)
 many = partial(option, multiple=True)
 local = partial(option, envvar=None)  # the command line alone can set it
+local_flag = partial(flag, envvar=None)
 shown = partial(option, show_envvar=True)  # the help names the variable
 json_option = flag("--json as_json", "One JSON document.")
 quiet_option = flag("--quiet -q", "Show no progress.")
-dry_run_option = flag("--dry-run", "Check everything, show what would run, and stop.", envvar=None)
+dry_run_option = local_flag("--dry-run", "Check everything, show what would run, and stop.")
 engine_option = option("--engine", default="embedded")
 model_option = option(
     "--model", "The shipped micro model, or a Hugging Face model folder.", default="micro"
@@ -55,18 +68,18 @@ device_option = option("--device", default="auto")
 
 def out_option(help_text: str = "Folder of runs.", **settings: Any) -> Callable[[F], F]:
     """Declare `--out`, the folder of runs."""
-    return option("--out", help_text, type=FOLDER, default=Path("runs"), **settings)
+    return option("--out", help_text, FOLDER, default=Path("runs"), **settings)
 
 
 def set_option(help_text: str, **settings: Any) -> Callable[[F], F]:
     """Declare `--set`, which the command gets as `pairs`, see `parse_settings`."""
-    return many("--set pairs", help_text, metavar="KEY=VALUE", **settings)
+    return many("--set pairs KEY=VALUE", help_text, **settings)
 
 
 def address_options(port: int) -> Callable[[F], F]:
     """Add `--host` and `--port` to a command that listens, by default on the loopback only."""
     host_option = option("--host", default="127.0.0.1")
-    port_option = option("--port", type=click.IntRange(0, 65535), default=port)
+    port_option = option("--port", kind=click.IntRange(0, 65535), default=port)
     return lambda command: host_option(port_option(command))
 
 

@@ -23,31 +23,30 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 @shown(
     "--table kinds",
     "Family of tables; repeatable.  [default: all that have data]",
-    type=click.Choice(KINDS),
+    click.Choice(KINDS),
     multiple=True,
 )
 @shown(
     "--format style",
     "[default: the suffix of --out, else terminal]",
-    type=click.Choice(FORMATS),
+    click.Choice(FORMATS),
     envvar="KVBENCH_REPORT_FORMAT",
 )
 @flag("--json as_json", "Is --format json.")
 @shown(
-    "--metric metrics",
+    "--metric metrics M",
     "score or a sub-score, e.g. recurring; repeatable.  [default: score]",
     multiple=True,
-    metavar="M",
     envvar="KVBENCH_REPORT_METRIC",
 )
 @shown("--published", "Also, or alone, the papers' own tables.", is_flag=True)
 @shown(
     "--out",
     "File to write, or folder for a file per table.  [default: print]",
-    type=PATH,
+    PATH,
     envvar="KVBENCH_REPORT_OUT",
 )
-@shown("--html", "Write a static site instead of tables.", type=FOLDER, metavar="DIR")
+@shown("--html DIR", "Write a static site instead of tables.", FOLDER)
 def report(
     paths: tuple[Path, ...],
     kinds: tuple[str, ...],

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from agentbench_kv.cli.options import (
+    ABOVE_ZERO,
     dry_run_option,
     json_option,
     many,
@@ -29,10 +30,9 @@ from agentbench_kv.cli.spec_options import base_spec, spec_options
     multiple=True,
 )
 @shown(
-    "--budget budgets",
+    "--budget budgets TOKENS",
     "Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
     multiple=True,
-    metavar="TOKENS",
 )
 @many(
     "--task tasks",
@@ -46,7 +46,7 @@ from agentbench_kv.cli.spec_options import base_spec, spec_options
 @shown(
     "--max-cost",
     "Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
-    type=click.FloatRange(min=0, min_open=True),
+    ABOVE_ZERO,
 )
 @dry_run_option
 @quiet_option

@@ -12,23 +12,20 @@ from agentbench_kv.errors import UsageError
 
 @click.command()
 @shown("--method", "Method, or method@preset. See kvbench ls methods.", required=True)
-@shown("--budget", "Tokens kept per (layer, KV head), e.g. 64, 3k or 25%.", metavar="TOKENS")
-@shown(
-    "--capture", "Capture file, .npz or .safetensors (docs/analysis.md).", type=PATH, required=True
-)
+@shown("--budget TOKENS", "Tokens kept per (layer, KV head), e.g. 64, 3k or 25%.")
+@shown("--capture", "Capture file, .npz or .safetensors (docs/analysis.md).", PATH, required=True)
 @shown(
     "--out",
     "File to write, .npz or .safetensors: kept, score and meta.",
-    type=PATH,
+    PATH,
     required=True,
     envvar="KVBENCH_SELECT_OUT",
 )
 @set_option("Method parameter; repeatable. See kvbench ls methods.")
 @option(
-    "--now",
+    "--now POSITION",
     "Event before this position; later tokens are the future. [default: the capture's]",
-    type=int,
-    metavar="POSITION",
+    int,
 )
 @flag("--json as_json", "Print meta as JSON.")
 def select(

@@ -12,6 +12,7 @@ from agentbench_kv.cli.options import (
     POSITIVE,
     json_option,
     local,
+    local_flag,
     many,
     option,
     parse_budget,
@@ -34,7 +35,7 @@ def selftest() -> None:
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@option("--budget", "Tokens to keep; chosen for every check if not given.", metavar="TOKENS")
+@option("--budget TOKENS", "Tokens to keep; chosen for every check if not given.")
 @set_option("Parameter of the method.", envvar=None)
 @json_option
 def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
@@ -53,9 +54,9 @@ def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool)
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@option("--limit", "Only the first N samples.", type=POSITIVE, default=5)
-@local("--full", "All samples.", is_flag=True)
-@option("--concurrency", type=POSITIVE, default=8, show_default=False)
+@option("--limit", "Only the first N samples.", POSITIVE, default=5)
+@local_flag("--full", "All samples.")
+@option("--concurrency", kind=POSITIVE, default=8, show_default=False)
 @set_option("Setting of the task.", envvar=None)
 @json_option
 def task(
@@ -83,19 +84,18 @@ def task(
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@many("--method methods", "Only this method; repeatable.", metavar="METHOD")
+@many("--method methods METHOD", "Only this method; repeatable.")
 @local(
     "--family families",
     "Only this model family; repeatable.",
-    type=click.Choice(("qwen3", "llama")),
+    click.Choice(("qwen3", "llama")),
     multiple=True,
 )
-@local("--quick", "Three methods, one family, fewer random sessions.", is_flag=True)
+@local_flag("--quick", "Three methods, one family, fewer random sessions.")
 @local(
-    "--engine-arg pairs",
+    "--engine-arg pairs KEY=VALUE",
     "Option of the engine's own command line, without dashes; repeatable.",
     multiple=True,
-    metavar="KEY=VALUE",
 )
 @json_option
 def engine(

@@ -23,7 +23,7 @@ from agentbench_kv.cli.spec_options import engine_arg_option, untested_option
 @engine_option
 @model_option
 @option("--method", "Method, or method@preset.", default="full")
-@option("--budget", "Tokens kept per (layer, KV head).", metavar="TOKENS")
+@option("--budget TOKENS", "Tokens kept per (layer, KV head).")
 @set_option("Parameter of the method; repeatable.")
 @device_option
 @dtype_option
@@ -36,9 +36,9 @@ from agentbench_kv.cli.spec_options import engine_arg_option, untested_option
     "Prefer KVBENCH_API_KEY: an option can be read in the list of processes.",
 )
 @option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
-@option("--concurrency", "Requests answered at once.", type=POSITIVE, default=16)
-@option("--max-sessions", "Sessions open at once.", type=POSITIVE, default=1024)
-@option("--max-tokens", "For requests that do not say.", type=POSITIVE, default=1024)
+@option("--concurrency", "Requests answered at once.", POSITIVE, default=16)
+@option("--max-sessions", "Sessions open at once.", POSITIVE, default=1024)
+@option("--max-tokens", "For requests that do not say.", POSITIVE, default=1024)
 def serve(
     engine: str,
     model: str,

@@ -12,11 +12,10 @@ from agentbench_kv.cli.options import FILE, out_option, shown
 @click.command()
 @click.argument("run", metavar="RUN")
 @shown(
-    "--sample",
+    "--sample ID",
     "Show the turns and transcripts of this sample: phases, and what was evicted when.",
-    metavar="ID",
 )
-@shown("--png", "Draw the timeline of live KV into this file.", type=FILE, metavar="FILE")
+@shown("--png FILE", "Draw the timeline of live KV into this file.", FILE)
 @out_option("Folder of runs, for one named by id.", show_envvar=True)
 @shown("--json as_json", "Print one JSON document instead of tables.", is_flag=True)
 def show(run: str, sample: str | None, png: Path | None, out: Path, as_json: bool) -> None:

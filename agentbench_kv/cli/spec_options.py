@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from agentbench_kv.spec import RunSpec
 
 engine_arg_option = many(
-    "--engine-arg engine_args",
+    "--engine-arg engine_args NAME=VALUE",
     "Option of a serving engine's own command line, without dashes; repeatable.",
-    metavar="NAME=VALUE",
 )
 untested_option = flag(
     "--allow-untested-engine allow_untested",
@@ -32,7 +31,7 @@ untested_option = flag(
 SPEC_OPTIONS = {
     "engine": engine_option,
     "model": model_option,
-    "limit": option("--limit", "Only the first N samples.", type=int),
+    "limit": option("--limit", "Only the first N samples.", int),
     "trials": option("--trials", default=1),
     "concurrency": option("--concurrency", "Sessions driven at once.", default=16),
     "temperature": option("--temperature", default=0.0, show_default=False),
