@@ -1,4 +1,8 @@
-"""The command line: one file per verb, loaded when it is used."""
+"""The command line: one file per verb, loaded when it is used.
+
+Verbs import what they need inside their functions: torch takes seconds, which `kvbench --help`
+should not.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.traces import Trace
 
-# The commands import what they need: torch takes seconds, which `kvbench --help` should not.
-
 
 @click.group()
 def analyze() -> None:

@@ -15,8 +15,6 @@ from agentbench_kv.errors import UsageError
 if TYPE_CHECKING:
     from agentbench_kv.results.runs import Run
 
-# The commands import what they need: scipy takes a second, which `kvbench --help` should not.
-
 
 @click.group()
 def baseline() -> None:

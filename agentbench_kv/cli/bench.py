@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,7 +26,7 @@ HEADER = (
     "operation", "model", "sessions", "T", "B", "native, us", "torch, us", "faster", "library, us",
     "MB to move", "of a copy", "rows moved",
 )  # fmt: skip
-SLOW_TOKENS = 8192
+SLOW = 8192  # tokens
 
 
 @click.group()
@@ -59,14 +60,14 @@ def kernels(as_json: bool, **options: Any) -> None:
     from agentbench_kv.kernels.benchmark import measure
     from agentbench_kv.kernels.torch_backend import TorchBackend
 
+    repeats = options.pop("repeats")
     cells, left_out = _cells(**options)
-    device = cells[0].device if cells else "cpu"
-    native = active_backend(device)
+    native = active_backend(cells[0].device if cells else "cpu")
     found: list[Measurement] = []
     if not as_json:
         click.echo(f"{native.name} kernels: {native.about}")
         click.echo(f"| {' | '.join(HEADER)} |\n|{'---|' * 2}{'--:|' * (len(HEADER) - 2)}")
-    for each in measure(cells, native, TorchBackend(), options["repeats"]):
+    for each in measure(cells, native, TorchBackend(), repeats):
         found.append(each)
         if not as_json:
             click.echo(_row(each))
@@ -86,16 +87,17 @@ def _cells(
     dtype: str,
     device: str,
     memory: int,
-    repeats: int,
 ) -> tuple[list[Cell], list[str]]:
     """Return what to measure, and what is left out with the reason."""
     import torch
 
-    from agentbench_kv.errors import unknown_name
+    from agentbench_kv.errors import PrerequisiteError, unknown_name
     from agentbench_kv.kernels.benchmark import MODELS, Cell
 
-    del repeats
-    where = torch.device(_device(device))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PrerequisiteError("--device cuda: PyTorch sees no GPU; see kvbench doctor")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(auto if device == "auto" else device)
     for model in models:
         if model not in MODELS:
             raise unknown_name("model shape", model, MODELS)
@@ -108,15 +110,11 @@ def _cells(
             name = f"{operation} {model}, {count} sessions, T={length}, B={budget}"
             if cell.cache_bytes > memory << 30:
                 left_out.append(f"{name}: {cell.cache_bytes / 2**30:.0f} GiB of cache (--memory)")
-            elif operation == "similarity" and where.type == "cpu" and _slow(cell):
+            elif operation == "similarity" and where.type == "cpu" and (length > SLOW or count > 1):
                 left_out.append(f"{name}: quadratic in T, slow on a CPU")
             else:
                 cells.append(cell)
     return cells, left_out
-
-
-def _slow(cell: Cell) -> bool:
-    return cell.tokens > SLOW_TOKENS or cell.sessions > 1
 
 
 def _grid(
@@ -128,24 +126,10 @@ def _grid(
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield (model, sessions, T, B); only the budgets below T, one where none matters."""
     matters = operation in ("compact", "select_top", "rope_rotate")
-    for model in models:
-        for count in sessions:
-            for length in tokens:
-                fitting = [budget for budget in budgets if budget < length]
-                for budget in fitting if matters else fitting[:1]:
-                    yield model, count, length, budget
-
-
-def _device(name: str) -> str:
-    import torch
-
-    from agentbench_kv.errors import PrerequisiteError
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise PrerequisiteError("--device cuda: PyTorch sees no GPU; see kvbench doctor")
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    for model, count, length in product(models, sessions, tokens):
+        fitting = [budget for budget in budgets if budget < length]
+        for budget in fitting if matters else fitting[:1]:
+            yield model, count, length, budget
 
 
 def _row(each: Measurement) -> str:

@@ -136,9 +136,7 @@ def _run(options: dict[str, Any]) -> ServingRun:
     from agentbench_kv.serving_bench import ServingRun
 
     shapes = tuple(dict.fromkeys(Shape.parse(text) for text in options["shapes"]))
-    loads = _loads(
-        **{name: options[name] for name in ("concurrency", "rates", "sessions", "warmup")}
-    )
+    loads = _loads(*(options[name] for name in ("concurrency", "rates", "sessions", "warmup")))
     vocabulary = Vocabulary(options["vocab"]) if options["vocab"] else None
     if options["tokenizer"]:
         vocabulary = read_vocabulary(options["tokenizer"])
@@ -174,10 +172,8 @@ def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> Servi
     shared |= {"shapes": shapes, "loads": loads, "think_time_s": options["think_time"]}
     model, wire = options["model"], options["wire"]
     if options["urls"]:
-        arms = url_arms(options["urls"])
-        return ServingPlan(
-            engine="url", model=model, weights="unknown", wire=wire, arms=arms, **shared
-        )
+        about = {"engine": "url", "model": model, "weights": "unknown", "wire": wire}
+        return ServingPlan(**about, arms=url_arms(options["urls"]), **shared)
     if wire != "gateway":
         raise UsageError("--wire is for servers at --url; engines started here speak as gateway")
     budget = parse_budget(options["budget"])

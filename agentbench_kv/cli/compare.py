@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,6 @@ def compare(
     if planned:
         limits = options["margin"], options["catch"]
         return _plan(runs, out, limits, samples, discordance, form == "json")
-    # Imported here: scipy takes a second, which `kvbench --help` should not.
     from agentbench_kv.results.compare_text import targets, write_note
 
     files = targets(writes)
@@ -161,13 +161,8 @@ def _compare(
     if absent is not None:
         return _without_baseline(absent, cand, out, files, bootstrap)
     with open_sides((base, cand, *repeats), out) as ((theirs, mine, *others), problems):
-        found = compare_sides(
-            theirs,
-            mine,
-            noise=[run for side in others for run in side],
-            by_task=by is not None,
-            **options,
-        )
+        noise = [run for side in others for run in side]
+        found = compare_sides(theirs, mine, noise=noise, by_task=by is not None, **options)
     show(found, form, files, problems)
     return found.exit_code
 
@@ -181,17 +176,14 @@ def _without_baseline(
     from agentbench_kv.results.sources import how_to_make, open_sides
 
     runs: list[Run] = []
-    try:
-        with open_sides([cand], out) as ((runs,), problems):
-            if bootstrap:
-                if problems:
-                    raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
-                save_baseline(absent.stem, runs, absent.parent)
-    except KVBenchError:
-        if bootstrap:
-            raise
     if not bootstrap:
+        with suppress(KVBenchError), open_sides([cand], out) as ((runs,), _):
+            pass
         raise UsageError(how_to_make(absent, runs, out))
+    with open_sides([cand], out) as ((runs,), problems):
+        if problems:
+            raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
+        save_baseline(absent.stem, runs, absent.parent)
     note = f"bootstrapped: there was no {absent}, so CAND was saved as it; commit that file"
     write_note(files, note)
     click.echo(note)

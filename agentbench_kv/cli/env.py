@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +47,8 @@ def create(
     """Build an environment from its lock, or finish an interrupted build."""
     from agentbench_kv import environments
 
-    made = environments.create(
-        name,
-        python=python,
-        source=source,
-        recreate=recreate,
-        report=lambda line: click.echo(line, err=True),
-    )
+    report = partial(click.echo, err=True)
+    made = environments.create(name, python=python, source=source, recreate=recreate, report=report)
     _print(made.as_dict() if as_json else _line(made))
 
 

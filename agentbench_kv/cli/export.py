@@ -35,7 +35,6 @@ def export(
     if target in TRACKERS:
         if card:
             raise click.UsageError("--card is for a parquet file: --to trials.parquet")
-        # Imported here: pandas takes half a second, which `kvbench --help` should not.
         from agentbench_kv.results.trackers import PROJECT, track_runs
 
         track_runs(out, runs, target, project or PROJECT, offline, force, as_json)

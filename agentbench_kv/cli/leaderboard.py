@@ -6,7 +6,7 @@ import secrets
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,7 +15,7 @@ from agentbench_kv.cli.options import FOLDER, POSITIVE, local, option, out_optio
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
-    from agentbench_kv.leaderboard.checking import RunVerdict, Verdict
+    from agentbench_kv.leaderboard.checking import RunVerdict
     from agentbench_kv.leaderboard.findings import Finding
     from agentbench_kv.results.submissions import Rerun
 
@@ -46,12 +46,13 @@ def leaderboard() -> None:
 @_json_option
 def validate(folder: Path, rescore: bool, model: Path | None, as_json: bool) -> None:
     """Derive the submission in DIR again; exit 2 if anything is wrong."""
-    # Imported here: torch takes a second, which `kvbench --help` should not.
     from agentbench_kv.leaderboard import validate as check
 
     verdict = check(folder, rescore=rescore, model=model)
     if as_json:
-        print_json(_document(verdict))
+        runs = {run.run_id: {"label": run.label.value, "notes": run.notes} for run in verdict.runs}
+        findings = [asdict(each) for each in verdict.findings]
+        print_json({"valid": not findings, "findings": findings, "runs": runs})
     _refuse(folder, verdict.findings)
     if not as_json:
         for run in verdict.runs:
@@ -172,12 +173,6 @@ def pack(
     for run in verdict.runs:
         click.echo(_line(run))
     click.echo(f"{to}: {len(found)} runs, valid")
-
-
-def _document(verdict: Verdict) -> dict[str, Any]:
-    runs = {run.run_id: {"label": run.label.value, "notes": run.notes} for run in verdict.runs}
-    findings = [asdict(each) for each in verdict.findings]
-    return {"valid": not findings, "findings": findings, "runs": runs}
 
 
 def _line(run: RunVerdict) -> str:

@@ -62,7 +62,6 @@ def ls(
 
         list_runs(out, Query(**filters, sort=sort), limit, as_json)
         return
-    # Imported here: torch takes seconds, which a list of runs should not.
     from agentbench_kv.cli.output import show_listing
 
     show_listing(kind, engine, as_json)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agentbench_kv.cli.options import FOLDER, PATH, flag, shown
+from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
     from agentbench_kv.results.runs import Problem, Run
@@ -62,7 +63,6 @@ def report(
     Accuracy against budget, efficiency, throughput, summaries of the curves. What could not be
     read goes to stderr, a line each.
     """
-    # Imported here: pandas and scipy take a second, which `kvbench --help` should not.
     from agentbench_kv.results.tables.formats import choose_format, show, write
     from agentbench_kv.results.terminal import visible
 
@@ -71,7 +71,11 @@ def report(
     for problem in problems:
         click.echo(visible(f"{problem.path}: {problem.reason}"), err=True)
     if html is not None:
-        _site(runs, problems, html)
+        if not runs:
+            raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
+        from agentbench_kv.results.site.build import build_site
+
+        click.echo(build_site(runs, problems, html))
         return
     chosen = choose_format("json" if as_json else style, out)
     tables = _tables(runs, kinds, metrics, published, served)
@@ -92,7 +96,6 @@ def _served(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _load(paths: Sequence[Path], published: bool) -> tuple[list[Run], list[Problem]]:
-    from agentbench_kv.errors import UsageError
     from agentbench_kv.results.runs import load_runs
 
     if not paths and not published:
@@ -107,7 +110,6 @@ def _tables(
     published: bool,
     served: Sequence[Path],
 ) -> list[Table]:
-    from agentbench_kv.errors import UsageError
     from agentbench_kv.results.tables.model import Kind
     from agentbench_kv.results.tables.published import published_tables
     from agentbench_kv.results.tables.report import report_tables
@@ -123,12 +125,3 @@ def _tables(
         what = "measurements under load" if served else "published figures"
         raise UsageError(f"no {what} in {', '.join(kinds)}")
     return tables
-
-
-def _site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> None:
-    from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.site.build import build_site
-
-    if not runs:
-        raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
-    click.echo(build_site(runs, problems, folder))

@@ -68,7 +68,6 @@ def run(
 
     Repeated options make a grid. The same command finishes a run that was interrupted.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.cli.output import show_outcome, show_plan
     from agentbench_kv.cli.progress import run_progress
     from agentbench_kv.engines.api.costs import spending_limit

@@ -41,7 +41,6 @@ def select(
 
     Exactly the code the engines run, on a file.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.analysis.archives import check_suffix
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.selection import select_capture

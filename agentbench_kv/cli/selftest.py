@@ -44,7 +44,6 @@ def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool)
     NAME is a registered method (`agentkv`, `snapkv@kvpress`) or the path of a class that need not
     be installed (`my_package.my_module:MyMethod`, looked for in this folder too).
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.conformance.suite import method_suite
 
     built = _build(name, budget, pairs)
@@ -68,7 +67,6 @@ def task(
     Answers may be as long as the agents' longest. Without a corpus, frames/test and
     browsecomp-plus/test are checked by their synthetic variants.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.conformance.tasks import suite_task, task_suite
 
     settings = parse_settings(pairs)
@@ -112,7 +110,6 @@ def engine(
     Hugging Face model that is blind to what was evicted. NAME is a registered engine (kvbench ls
     engines); some need an environment of their own (kvbench env create NAME).
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.conformance.engines import engine_suite
 
     results = engine_suite(

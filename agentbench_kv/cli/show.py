@@ -20,7 +20,6 @@ from agentbench_kv.cli.options import FILE, out_option, shown
 @shown("--json as_json", "Print one JSON document instead of tables.", is_flag=True)
 def show(run: str, sample: str | None, png: Path | None, out: Path, as_json: bool) -> None:
     """Show the summary, the failures and the live KV turn by turn of RUN, a path or an id."""
-    # Imported here: scipy takes a second, which `kvbench --help` should not.
     from agentbench_kv.results.views import show_run
 
     show_run(out, run, sample, as_json, png)

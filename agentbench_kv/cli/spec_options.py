@@ -59,7 +59,6 @@ def spec_options(command: F) -> F:
 
 def base_spec(shared: dict[str, Any]) -> RunSpec:
     """Return the spec all runs of a command share; method, budget and task are to be filled in."""
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.spec import RunSpec
 
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}

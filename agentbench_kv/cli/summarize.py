@@ -15,7 +15,6 @@ from agentbench_kv.cli.options import out_option, shown
 @shown("--json as_json", "Print one JSON list instead of tables.", is_flag=True)
 def summarize(runs: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Rebuild summary.json of each RUN (a path or an id) from its records and print it."""
-    # Imported here: scipy takes a second, which `kvbench --help` should not.
     from agentbench_kv.results.views import summarize_runs
 
     summarize_runs(out, runs, as_json)
