@@ -68,7 +68,7 @@ def angles(
 @many_captures
 @layer_option
 @many("--budget budgets TOKENS", "Tokens kept per (layer, KV head); repeatable.", required=True)
-@many("--recent", "Last queries as representatives; repeatable.", POSITIVE, default=(8, 24))
+@option("--recent", "Last queries as representatives; repeatable.", POSITIVE, default=(8, 24))
 @option(
     "--representatives", "Queries of the phase-balanced strategies in all.", POSITIVE, default=24
 )

@@ -30,14 +30,7 @@ PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speed
     "GGUF file.  [default: random weights, 8 layers of 512]",
     click.Path(exists=True, dir_okay=False, path_type=Path),
 )
-@local(
-    "--tokens",
-    "Block.",
-    click.IntRange(1, MOST_TOKENS),
-    multiple=True,
-    default=SIZES,
-    show_default=False,
-)
+@local("--tokens", "Block.", click.IntRange(1, MOST_TOKENS), default=SIZES, show_default=False)
 @local("--cells", kind=click.IntRange(4096), default=8192)
 @local("--dtype", kind=click.Choice(["float32", "float16"]), default="float16")
 @local("--repeats", kind=POSITIVE, default=5)
@@ -56,27 +49,25 @@ def restore(
     about: dict[str, Any] = {}
     found: list[RestoreTimes] = []
     for row in rows:
-        if not isinstance(row, RestoreTimes):
+        if isinstance(row, RestoreTimes):
+            found.append(row)
+        else:
             about = row
-            if not as_json:
-                _print_head(about)
-            continue
-        found.append(row)
         if not as_json:
-            click.echo(_line(row))
+            click.echo(_line(row) if isinstance(row, RestoreTimes) else _head(row))
     if as_json:
         print_json({**about, "cells_measured": [_plain(row) for row in found]})
-        return
-    _print_published()
+    else:
+        _print_published()
 
 
-def _print_head(about: dict[str, Any]) -> None:
-    click.echo(
+def _head(about: dict[str, Any]) -> str:
+    return (
         f"{about['model']}: {about['layers']} layers, {about['kv_heads']} KV heads of "
         f"{about['head_dim']}, {about['dtype']}, {about['bytes_per_token']:,} B per token, "
-        f"{about['cells']:,} cells, {about['threads']} thread"
+        f"{about['cells']:,} cells, {about['threads']} thread\n"
+        f"| {' | '.join(HEADER)} |\n|---|{'--:|' * (len(HEADER) - 1)}"
     )
-    click.echo(f"| {' | '.join(HEADER)} |\n|---|{'--:|' * (len(HEADER) - 1)}")
 
 
 def _line(row: RestoreTimes) -> str:

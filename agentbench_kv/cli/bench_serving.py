@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 @engine_option
 @option("--model", default="micro")
 @local(
-    "--method methods",
-    "Compared with full and full-constrained; repeatable.",
-    multiple=True,
-    default=("agentkv",),
+    "--method methods", "Compared with full and full-constrained; repeatable.", default=("agentkv",)
 )
 @option("--budget TOKENS", "Of the methods.")
 @set_option("Of the methods.", envvar=None)
@@ -78,7 +75,6 @@ if TYPE_CHECKING:
 @local(
     "--shape shapes IN/OUT",
     "First prompt and tokens generated in each turn, k = 1,024; repeatable.",
-    multiple=True,
     default=("2k/256",),
 )
 @local("--turns", kind=POSITIVE, default=3)

@@ -102,8 +102,7 @@ def _accelerator() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        memory = about.total_memory / 2**30
-        found = f"{about.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+        found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
         yield Finding(f"gpu {index}", "ok", found)
 
 
@@ -152,24 +151,23 @@ def _data() -> Iterator[Finding]:
 
     folder = data_folder()
     for name, page in _DATA.items():
-        if (folder / name).exists():
-            yield Finding(f"data {name}", "ok", str(folder / name))
-        else:
-            mend = f"put it there or set {VARIABLE}; see {page}"
-            yield Finding(f"data {name}", "optional", f"not in {folder}", mend)
+        mend = f"put it there or set {VARIABLE}; see {page}"
+        found = str(folder / name) if (folder / name).exists() else ""
+        yield _optional(f"data {name}", found, f"not in {folder}", mend)
     corpora = sorted(path.name for path in (folder / "corpora").glob("*") if path.is_dir())
-    if corpora:
-        yield Finding("corpora", "ok", ", ".join(corpora))
-    else:
-        mend = "kvbench data import-corpus --help"
-        yield Finding("corpora", "optional", f"none in {folder}", mend)
+    mend = "kvbench data import-corpus --help"
+    yield _optional("corpora", ", ".join(corpora), f"none in {folder}", mend)
+
+
+def _optional(name: str, found: str, absent: str, mend: str) -> Finding:
+    return Finding(name, "ok", found) if found else Finding(name, "optional", absent, mend)
 
 
 def _micro_model() -> Iterator[Finding]:
     folder = resources.files("agentbench_kv.models") / "micro"
-    weights = [f.name for f in folder.iterdir() if f.name.endswith(".safetensors")]
+    weights = sorted(f.name for f in folder.iterdir() if f.name.endswith(".safetensors"))
     if weights:
-        yield Finding("micro model", "ok", f"{folder} ({', '.join(sorted(weights))})")
+        yield Finding("micro model", "ok", f"{folder} ({', '.join(weights)})")
     else:
         yield Finding("micro model", "broken", f"no weights in {folder}", _REINSTALL)
 
@@ -180,8 +178,7 @@ def _tool_parser() -> Iterator[Finding]:
     parser = OutputParser(choose_parser("hermes", ()), lambda: "call_0")
     deltas = [*parser.feed(_CANNED_CALL), *parser.finish()]
     calls = [delta.call["function"] for delta in deltas if delta.call is not None]
-    wanted = {"city": "Z\u00fcrich"}
-    if [json.loads(call["arguments"]) for call in calls] == [wanted]:
+    if [json.loads(call["arguments"]) for call in calls] == [{"city": "Z\u00fcrich"}]:
         yield Finding("tool parser", "ok", f"a canned call parses: {calls[0]['name']}")
     else:
         yield Finding("tool parser", "broken", f"a canned call became {calls!r}", _REINSTALL)
@@ -195,10 +192,9 @@ def _disk() -> Iterator[Finding]:
         free = shutil.disk_usage(there).free >> 20
         writable = os.access(there, os.W_OK)
         found = f"{free} MB free at {there}" + ("" if writable else ", not writable")
-        if writable and free >= _LEAST_FREE_MB:
-            yield Finding(name, "ok", found)
-        else:
-            yield Finding(name, "optional", found, _MORE_SPACE)
+        yield _optional(
+            name, found if writable and free >= _LEAST_FREE_MB else "", found, _MORE_SPACE
+        )
 
 
 EXAMINATIONS: tuple[Callable[[], Iterator[Finding]], ...] = (

@@ -25,12 +25,14 @@ ABOVE_ZERO = click.FloatRange(0, min_open=True)
 class Option(click.Option):
     """An option that an environment variable can set too: KVBENCH_ and the option's name.
 
-    `envvar` names another variable; None takes it away. A default is shown unless it is empty.
+    `envvar` names another variable; None takes it away. A default is shown unless it is empty; a
+    tuple means that the option is repeatable.
     """
 
     def __init__(self, param_decls: Sequence[str], **settings: Any) -> None:
         name = next(text for text in param_decls if text.startswith("--")).split("/")[0]
         settings.setdefault("envvar", "KVBENCH_" + name[2:].upper().replace("-", "_"))
+        settings.setdefault("multiple", isinstance(settings.get("default"), tuple))
         settings.setdefault("show_default", settings.get("default") not in (None, ""))
         super().__init__(param_decls, **settings)
 

@@ -11,7 +11,7 @@ from agentbench_kv.cli.options import (
     ABOVE_ZERO,
     dry_run_option,
     json_option,
-    many,
+    option,
     out_option,
     parse_budget,
     parse_settings,
@@ -34,12 +34,12 @@ from agentbench_kv.cli.spec_options import base_spec, spec_options
     "Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
     multiple=True,
 )
-@many(
+@option(
     "--task tasks",
     "Benchmark slice; repeatable. See kvbench ls tasks.",
     default=("micro/recall-5k",),
 )
-@many("--seed seeds", "Repeatable.", default=(0,))
+@option("--seed seeds", "Repeatable.", default=(0,))
 @set_option("Parameter of the method or the task; repeatable. See kvbench ls methods|tasks.")
 @spec_options
 @out_option()
