@@ -94,6 +94,11 @@ class Frames(msgspec.Struct, frozen=True):
     tool: list[int]  # between a call and the tool's answer
     end_tool: list[int]
 
+    @property
+    def around_call(self) -> int:
+        """Markers of a call and the tool's answer."""
+        return len(self.call) + len(self.tool) + len(self.end_tool)
+
 
 class Vocabulary(msgspec.Struct, frozen=True):
     """Ids to draw from: below `size`, without the `special` ones; `frames` of a known format."""
