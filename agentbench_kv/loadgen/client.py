@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 import aiohttp
 import msgspec
@@ -84,12 +84,10 @@ class Player:
 
     async def _listen(self, call: Call, payload: bytes, answer: Answer) -> str | None:
         """Read one answer to its end; return what went wrong on the way."""
-        headers = {"Content-Type": "application/json", **call.headers}
-        url = self._job.target.base + call.path
         try:
             async with (
                 asyncio.timeout(self._job.timeout_s),
-                self._client.request(call.method, url, data=payload, headers=headers) as response,
+                self._request(call, payload) as response,
             ):
                 if response.status >= _REFUSED:
                     return await _refusal(response)
@@ -114,15 +112,25 @@ class Player:
     async def _call(self, call: Call | None) -> None:
         if call is None:
             return
+        payload = msgspec.json.encode(call.body) if call.body is not None else None
         async with (
             asyncio.timeout(self._job.timeout_s),
-            self._client.request(
-                call.method, self._job.target.base + call.path, json=call.body, headers=call.headers
-            ) as response,
+            self._request(call, payload) as response,
         ):
             if response.status >= _REFUSED:
                 raise AnswerError(await _refusal(response))
             await response.read()  # so that the connection can be used again
+
+    def _request(
+        self, call: Call, payload: bytes | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._client.request(
+            call.method,
+            self._job.target.base + call.path,
+            data=payload,
+            headers={"Content-Type": "application/json", **call.headers},
+            allow_redirects=False,  # a second request would be part of the time to the first token
+        )
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
