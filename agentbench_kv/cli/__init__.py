@@ -1,4 +1,8 @@
-"""The command line: one file per verb, loaded when it is used."""
+"""The command line: one file per verb, loaded when it is used.
+
+Verbs import what they need inside their functions: torch takes seconds, which `kvbench --help`
+should not.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +16,19 @@ from agentbench_kv import __version__, own_settings
 from agentbench_kv.errors import KVBenchError
 
 VERBS = (
-    "ablate",
-    "analyze",
-    "baseline",
-    "bench",
-    "browser",
-    "calibrate",
-    "capture",
-    "compare",
-    "completion",
-    "convert",
-    "data",
-    "demo",
-    "doctor",
-    "env",
-    "export",
-    "judge",
-    "leaderboard",
-    "ls",
-    "report",
-    "run",
-    "select",
-    "selftest",
-    "serve",
-    "show",
-    "summarize",
-)
+    "ablate", "analyze", "baseline", "bench", "browser", "calibrate", "capture", "compare",
+    "completion", "convert", "data", "demo", "doctor", "env", "export", "judge", "leaderboard",
+    "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
+)  # fmt: skip
 
 
 class LazyGroup(click.Group):
     """Loads a verb's module only when the verb is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Return the verbs."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import the verb's module and return its command."""
         if cmd_name not in VERBS:
             return None
         command = getattr(import_module(f"agentbench_kv.cli.{cmd_name}"), cmd_name)

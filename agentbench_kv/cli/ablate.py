@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import parse_budget, parse_settings
-from agentbench_kv.cli.spec_options import base_spec, out_option, quiet_option, spec_options
+from agentbench_kv.cli.options import (
+    dry_run_option,
+    json_option,
+    many,
+    option,
+    out_option,
+    parse_budget,
+    parse_settings,
+    quiet_option,
+    set_option,
+)
+from agentbench_kv.cli.spec_options import base_spec, spec_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,30 +28,22 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--method", default="agentkv", envvar="KVBENCH_METHOD", show_default=True)
-@click.option("--budget", required=True, envvar="KVBENCH_BUDGET", help="As kvbench run takes it.")
-@click.option(
-    "--task", default="micro/recall-5k", envvar="KVBENCH_TASK", show_default=True, help="Slice."
+@option("--method", default="agentkv")
+@option("--budget", "As kvbench run takes it.", required=True)
+@option("--task", "Slice.", default="micro/recall-5k")
+@option("--seed", default=0)
+@many(
+    "--axis axes KEY=V1,V2,...",
+    "Parameter and values; repeatable. [default: the paper's and the open choices]",
+    envvar=None,
 )
-@click.option("--seed", type=int, default=0, envvar="KVBENCH_SEED", show_default=True)
-@click.option(
-    "--axis",
-    "axes",
-    multiple=True,
-    metavar="KEY=V1,V2,...",
-    help="Parameter and values; repeatable. [default: the paper's and the open choices]",
-)
-@click.option(
-    "--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Parameter of all arms; repeatable."
-)
-@click.option(
-    "--metric", default="score", show_default=True, help="score, or a sub-score such as recurring."
-)
+@set_option("Parameter of all arms; repeatable.", envvar=None)
+@option("--metric", "score, or a sub-score such as recurring.", default="score", envvar=None)
 @spec_options
-@out_option
-@click.option("--dry-run", is_flag=True, help="Check everything, show what would run, and stop.")
+@out_option()
+@dry_run_option
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 def ablate(
     method: str,
     budget: str,
@@ -79,39 +81,37 @@ def ablate(
     with run_progress(quiet) as progress:
         compared = run_arms(arms, out, progress, metric)
     if as_json:
-        print_json([_plain(arm) for arm in compared])
-        return
-    console().print(_table(compared, metric))
+        print_json([_document(arm) for arm in compared])
+    else:
+        console().print(_table(compared, metric))
 
 
-def _plain(arm: Variant) -> dict[str, Any]:
-    difference = asdict(arm.difference) if arm.difference else None
-    level = asdict(arm.level) if arm.level else None
+def _document(arm: Variant) -> dict[str, Any]:
     return {
         "axis": arm.axis,
         "value": arm.value,
         "run_id": arm.spec.id,
         "spec": arm.spec.document(),
-        "level": level,
-        "difference": difference,
+        "level": asdict(arm.level) if arm.level else None,
+        "difference": asdict(arm.difference) if arm.difference else None,
         "adjusted_p": arm.adjusted_p,
     }
 
 
 def _table(arms: list[Variant], metric: str) -> Table:
     from agentbench_kv.results.render import percent
-    from agentbench_kv.results.terminal import new_table, plain
+    from agentbench_kv.results.terminal import new_table
 
-    made = new_table("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
+    rows = []
     for arm in arms:
         gap = arm.difference
-        made.add_row(
-            plain(arm.axis or "baseline"),
-            plain(arm.value),
-            plain(percent(arm.level)),
-            plain(f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None),
-            plain(f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None),
-            plain(gap.n if gap else None),
-            plain(arm.spec.id),
+        rows.append(
+            (
+                *(arm.axis or "baseline", arm.value, percent(arm.level)),
+                f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None,
+                f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None,
+                *(gap.n if gap else None, arm.spec.id),
+            )
         )
-    return made
+    columns = ("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
+    return new_table(*columns, rows=rows)

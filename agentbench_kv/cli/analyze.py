@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.cli.analysis_options import (
-    FILE,
-    json_option,
     layer_option,
     many_captures,
-    number,
     one_capture,
     outputs,
+    print_option,
     read_place,
     read_positions,
     read_tokens,
-    set_option,
     trace_option,
 )
-from agentbench_kv.cli.options import parse_settings
+from agentbench_kv.cli.options import (
+    FOLDER,
+    NATURAL,
+    PATH,
+    POSITIVE,
+    local,
+    many,
+    option,
+    parse_settings,
+    set_option,
+)
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,10 +37,6 @@ if TYPE_CHECKING:
 
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.traces import Trace
-
-__all__ = ["analyze"]
-
-# The commands import what they need: torch takes seconds, which `kvbench --help` should not.
 
 
 @click.group()
@@ -44,7 +47,7 @@ def analyze() -> None:
 @analyze.command()
 @many_captures
 @layer_option
-@number("k", 5, "Directions per span.")
+@option("--k", "Directions per span.", POSITIVE, default=5)
 @outputs
 def angles(
     captures: tuple[Path, ...], layers: tuple[int, ...], k: int, plot: Path | None, as_json: bool
@@ -64,26 +67,12 @@ def angles(
 @analyze.command()
 @many_captures
 @layer_option
-@click.option(
-    "--budget",
-    "budgets",
-    multiple=True,
-    required=True,
-    metavar="TOKENS",
-    envvar="KVBENCH_BUDGET",
-    help="Tokens kept per (layer, KV head); repeatable.",
+@many("--budget budgets TOKENS", "Tokens kept per (layer, KV head); repeatable.", required=True)
+@option("--recent", "Last queries as representatives; repeatable.", POSITIVE, default=(8, 24))
+@option(
+    "--representatives", "Queries of the phase-balanced strategies in all.", POSITIVE, default=24
 )
-@click.option(
-    "--recent",
-    type=click.IntRange(1),
-    multiple=True,
-    default=(8, 24),
-    envvar="KVBENCH_RECENT",
-    show_default=True,
-    help="Last queries as representatives; repeatable.",
-)
-@number("representatives", 24, "Queries of the phase-balanced strategies in all.")
-@number("interval", 128, "Generated tokens between two events.")
+@option("--interval", "Generated tokens between two events.", POSITIVE, default=128)
 @outputs
 def coverage(
     captures: tuple[Path, ...],
@@ -115,16 +104,9 @@ def coverage(
 
 @analyze.command()
 @one_capture
-@click.option(
-    "--at",
-    "places",
-    multiple=True,
-    metavar="LAYER:HEAD",
-    envvar="KVBENCH_AT",
-    help="Query head; repeatable. [default: head 0 of the middle layer]",
-)
-@number("per-phase", 100, "Queries drawn of each phase.")
-@number("seed", 0, "Of the draw and the embedding.", low=0)
+@many("--at places LAYER:HEAD", "Query head; repeatable. [default: head 0 of the middle layer]")
+@option("--per-phase", "Queries drawn of each phase.", POSITIVE, default=100)
+@option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
 @outputs
 def tsne(
     capture: Path,
@@ -152,13 +134,11 @@ def tsne(
 
 @analyze.command()
 @trace_option
-@click.option("--capture", type=FILE, envvar="KVBENCH_CAPTURE", help="Or: a capture to replay.")
-@click.option("--method", envvar="KVBENCH_METHOD", help="With --capture: method to replay.")
-@click.option("--budget", metavar="TOKENS", envvar="KVBENCH_BUDGET", help="With --capture.")
-@set_option
-@click.option(
-    "--out", type=FILE, envvar="KVBENCH_TRACE_OUT", help="Also write the trace of the replay."
-)
+@option("--capture", "Or: a capture to replay.", PATH)
+@option("--method", "With --capture: method to replay.")
+@option("--budget TOKENS", "With --capture.")
+@set_option("Method parameter; repeatable. See kvbench ls methods.")
+@option("--out", "Also write the trace of the replay.", PATH, envvar="KVBENCH_TRACE_OUT")
 @outputs
 def timeline(
     trace: Path | None,
@@ -187,22 +167,14 @@ def timeline(
 
 
 @analyze.command()
-@click.option("--run", "run_name", required=True, help="Id or folder of a finished micro run.")
-@click.option("--sample", "samples", multiple=True, help="Id or number; repeatable.")
-@click.option("--limit", type=click.IntRange(1), default=5, show_default=True, help="First N.")
-@click.option(
-    "--runs", type=click.Path(file_okay=False, path_type=Path), default=Path("runs"),
-    envvar="KVBENCH_OUT", show_default=True, help="Folder of runs.",
-)  # fmt: skip
-@click.option("--out", type=FILE, envvar="KVBENCH_TRACE_OUT", help="Write the last trace.")
-@json_option
+@local("--run run_name", "Id or folder of a finished micro run.", required=True)
+@local("--sample samples", "Id or number; repeatable.", multiple=True)
+@local("--limit", "First N.", POSITIVE, default=5)
+@option("--runs", "Folder of runs.", FOLDER, default=Path("runs"), envvar="KVBENCH_OUT")
+@option("--out", "Write the last trace.", PATH, envvar="KVBENCH_TRACE_OUT")
+@print_option
 def evidence(
-    run_name: str,
-    samples: tuple[str, ...],
-    limit: int,
-    runs: Path,
-    out: Path | None,
-    as_json: bool,
+    run_name: str, samples: tuple[str, ...], limit: int, runs: Path, out: Path | None, as_json: bool
 ) -> None:
     """Play sessions of a run again: was what an answer needed still cached, by source and outcome.
 
@@ -225,7 +197,6 @@ def evidence(
         audits.append(audited)
     if out is not None:
         trace.save(out)
-    groups = by_outcome(audits)
     sessions = [
         {
             "sample": audited.sample,
@@ -235,19 +206,22 @@ def evidence(
         }
         for audited in audits
     ]
-    _show({"analysis": "evidence", "sessions": sessions}, [evidence_table(groups)], as_json, [])
+    _show(
+        {"analysis": "evidence", "sessions": sessions},
+        [evidence_table(by_outcome(audits))],
+        as_json,
+        [],
+    )
 
 
 @analyze.command()
 @trace_option
-@click.option(
-    "--positions",
+@option(
+    "--positions RANGES",
+    "Logical positions of the tokens that held the answer, e.g. 120-135,200.",
     required=True,
-    metavar="RANGES",
-    envvar="KVBENCH_POSITIONS",
-    help="Logical positions of the tokens that held the answer, e.g. 120-135,200.",
 )
-@json_option
+@print_option
 def audit(trace: Path | None, positions: str, as_json: bool) -> None:
     """Say at which event tokens were evicted, in how many heads, and with which score rank."""
     from agentbench_kv.analysis.audit import audit as run_audit

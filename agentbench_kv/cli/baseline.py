@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from agentbench_kv.cli.documents import print_json
-from agentbench_kv.cli.spec_options import out_option
+from agentbench_kv.cli.options import FOLDER, json_option, local_flag, option, out_option
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
     from agentbench_kv.results.runs import Run
-
-# The commands import what they need: scipy takes a second, which `kvbench --help` should not.
 
 
 @click.group()
@@ -26,19 +24,17 @@ def baseline() -> None:
 @baseline.command()
 @click.argument("name", metavar="NAME")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option(
-    "--to",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
+@option(
+    "--to folder",
+    "Folder to write NAME.json to.",
+    FOLDER,
     default=Path("baselines"),
     envvar="KVBENCH_BASELINES",
-    show_default=True,
     show_envvar=True,
-    help="Folder to write NAME.json to.",
 )
-@click.option("--force", is_flag=True, help="Replace a baseline of that name.")
-@out_option
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@local_flag("--force", "Replace a baseline of that name.")
+@out_option()
+@json_option
 def save(
     name: str, runs: tuple[str, ...], folder: Path, force: bool, out: Path, as_json: bool
 ) -> None:
@@ -63,7 +59,7 @@ def save(
 
 @baseline.command()
 @click.argument("source", metavar="BASELINE")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 def show(source: str, as_json: bool) -> None:
     """Show what BASELINE holds: a file, the name of one in baselines/, or a URL."""
     from agentbench_kv.results.sources import open_sides
@@ -74,17 +70,16 @@ def show(source: str, as_json: bool) -> None:
     if not as_json:
         _print(runs)
         return
-    print_json(
-        [
-            {
-                "run_id": run.run_id,
-                "spec": run.spec,
-                "provenance": run.info.provenance,
-                "summary": run.summary.model_dump(mode="json"),
-            }
-            for run in runs
-        ]
-    )
+    documents = [
+        {
+            "run_id": run.run_id,
+            "spec": run.spec,
+            "provenance": run.info.provenance,
+            "summary": run.summary.model_dump(mode="json"),
+        }
+        for run in runs
+    ]
+    print_json(documents)
 
 
 def _print(runs: Sequence[Run]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,25 +12,21 @@ import click
 from agentbench_kv.cli.bench_restore import restore
 from agentbench_kv.cli.bench_serving import serving
 from agentbench_kv.cli.documents import print_json
+from agentbench_kv.cli.options import NATURAL, POSITIVE, json_option, local
 
 if TYPE_CHECKING:
     from agentbench_kv.kernels.benchmark import Cell, Measurement
 
 OPERATIONS = (
-    "compact",
-    "attention_mass",
-    "select_top",
-    "ring_write",
-    "rope_rotate",
-    "aabb",
-    "aabb_score",
+    "compact", "attention_mass", "select_top", "ring_write", "rope_rotate", "aabb", "aabb_score",
     "similarity",
-)
+)  # fmt: skip
+DTYPES = ("float32", "float16", "bfloat16")
 HEADER = (
     "operation", "model", "sessions", "T", "B", "native, us", "torch, us", "faster", "library, us",
     "MB to move", "of a copy", "rows moved",
 )  # fmt: skip
-SLOW_TOKENS = 8192
+SLOW = 8192  # tokens
 
 
 @click.group()
@@ -42,17 +39,17 @@ bench.add_command(serving)
 
 
 @bench.command()
-@click.option("--op", "operations", multiple=True, type=click.Choice(OPERATIONS), help="[all]")
-@click.option("--model", "models", multiple=True, default=("qwen3-8b", "qwen3-32b"))
-@click.option("--tokens", multiple=True, type=click.IntRange(1), default=(2048, 8192, 32768))
-@click.option("--budget", "budgets", multiple=True, type=click.IntRange(1), default=(1024, 4096))
-@click.option("--sessions", multiple=True, type=click.IntRange(1), default=(1, 64))
-@click.option("--block", type=click.IntRange(0), default=16, help="Tokens; 0: contiguous.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--repeats", type=click.IntRange(1), default=9, show_default=True)
-@click.option("--memory", type=click.IntRange(1), default=4, help="Largest cache in GiB.")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@local("--op operations", "[all]", click.Choice(OPERATIONS), multiple=True)
+@local("--model models", default=("qwen3-8b", "qwen3-32b"), show_default=False)
+@local("--tokens", kind=POSITIVE, default=(2048, 8192, 32768), show_default=False)
+@local("--budget budgets", kind=POSITIVE, default=(1024, 4096), show_default=False)
+@local("--sessions", kind=POSITIVE, default=(1, 64), show_default=False)
+@local("--block", "Tokens; 0: contiguous.", NATURAL, default=16, show_default=False)
+@local("--dtype", kind=click.Choice(DTYPES), default="bfloat16", show_default=False)
+@local("--device", kind=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=False)
+@local("--repeats", kind=POSITIVE, default=9)
+@local("--memory", "Largest cache in GiB.", POSITIVE, default=4, show_default=False)
+@json_option
 def kernels(as_json: bool, **options: Any) -> None:
     """Time every kernel against PyTorch's operations and a plain copy, one layer at a time.
 
@@ -63,14 +60,14 @@ def kernels(as_json: bool, **options: Any) -> None:
     from agentbench_kv.kernels.benchmark import measure
     from agentbench_kv.kernels.torch_backend import TorchBackend
 
+    repeats = options.pop("repeats")
     cells, left_out = _cells(**options)
-    device = cells[0].device if cells else "cpu"
-    native = active_backend(device)
+    native = active_backend(cells[0].device if cells else "cpu")
     found: list[Measurement] = []
     if not as_json:
         click.echo(f"{native.name} kernels: {native.about}")
         click.echo(f"| {' | '.join(HEADER)} |\n|{'---|' * 2}{'--:|' * (len(HEADER) - 2)}")
-    for each in measure(cells, native, TorchBackend(), options["repeats"]):
+    for each in measure(cells, native, TorchBackend(), repeats):
         found.append(each)
         if not as_json:
             click.echo(_row(each))
@@ -90,16 +87,17 @@ def _cells(
     dtype: str,
     device: str,
     memory: int,
-    repeats: int,
 ) -> tuple[list[Cell], list[str]]:
     """Return what to measure, and what is left out with the reason."""
     import torch
 
-    from agentbench_kv.errors import unknown_name
+    from agentbench_kv.errors import PrerequisiteError, unknown_name
     from agentbench_kv.kernels.benchmark import MODELS, Cell
 
-    del repeats
-    where = torch.device(_device(device))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PrerequisiteError("--device cuda: PyTorch sees no GPU; see kvbench doctor")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(auto if device == "auto" else device)
     for model in models:
         if model not in MODELS:
             raise unknown_name("model shape", model, MODELS)
@@ -112,15 +110,11 @@ def _cells(
             name = f"{operation} {model}, {count} sessions, T={length}, B={budget}"
             if cell.cache_bytes > memory << 30:
                 left_out.append(f"{name}: {cell.cache_bytes / 2**30:.0f} GiB of cache (--memory)")
-            elif operation == "similarity" and where.type == "cpu" and _slow(cell):
+            elif operation == "similarity" and where.type == "cpu" and (length > SLOW or count > 1):
                 left_out.append(f"{name}: quadratic in T, slow on a CPU")
             else:
                 cells.append(cell)
     return cells, left_out
-
-
-def _slow(cell: Cell) -> bool:
-    return cell.tokens > SLOW_TOKENS or cell.sessions > 1
 
 
 def _grid(
@@ -132,24 +126,10 @@ def _grid(
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield (model, sessions, T, B); only the budgets below T, one where none matters."""
     matters = operation in ("compact", "select_top", "rope_rotate")
-    for model in models:
-        for count in sessions:
-            for length in tokens:
-                fitting = [budget for budget in budgets if budget < length]
-                for budget in fitting if matters else fitting[:1]:
-                    yield model, count, length, budget
-
-
-def _device(name: str) -> str:
-    import torch
-
-    from agentbench_kv.errors import PrerequisiteError
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise PrerequisiteError("--device cuda: PyTorch sees no GPU; see kvbench doctor")
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    for model, count, length in product(models, sessions, tokens):
+        fitting = [budget for budget in budgets if budget < length]
+        for budget in fitting if matters else fitting[:1]:
+            yield model, count, length, budget
 
 
 def _row(each: Measurement) -> str:
@@ -167,9 +147,6 @@ def _row(each: Measurement) -> str:
 def _plain(found: Sequence[Measurement]) -> list[dict[str, Any]]:
     rows = [asdict(each) for each in found]
     for row in rows:
-        cell = row.pop("cell")
-        row.update(
-            cell
-            | {"dtype": str(cell["dtype"]).removeprefix("torch."), "device": str(cell["device"])}
-        )
+        row |= row.pop("cell")
+        row |= {"dtype": str(row["dtype"]).removeprefix("torch."), "device": str(row["device"])}
     return rows

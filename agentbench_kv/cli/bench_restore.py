@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.cli.documents import print_json
+from agentbench_kv.cli.options import POSITIVE, json_option, local, option
 
 if TYPE_CHECKING:
     from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes
     from agentbench_kv.results.papers import PublishedFigure
-
-__all__ = ["restore"]
 
 SIZES = (20, 40, 160, 640, 1280)
 MOST_TOKENS = 1792
@@ -26,21 +25,16 @@ PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speed
 
 
 @click.command()
-@click.option(
+@option(
     "--model",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    envvar="KVBENCH_MODEL",
-    help="GGUF file.  [default: random weights, 8 layers of 512]",
+    "GGUF file.  [default: random weights, 8 layers of 512]",
+    click.Path(exists=True, dir_okay=False, path_type=Path),
 )
-@click.option(
-    "--tokens", multiple=True, type=click.IntRange(1, MOST_TOKENS), default=SIZES, help="Block."
-)
-@click.option("--cells", type=click.IntRange(4096), default=8192, show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "float16"]), default="float16", show_default=True
-)
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@local("--tokens", "Block.", click.IntRange(1, MOST_TOKENS), default=SIZES, show_default=False)
+@local("--cells", kind=click.IntRange(4096), default=8192)
+@local("--dtype", kind=click.Choice(["float32", "float16"]), default="float16")
+@local("--repeats", kind=POSITIVE, default=5)
+@json_option
 def restore(
     model: Path | None, tokens: tuple[int, ...], cells: int, dtype: str, repeats: int, as_json: bool
 ) -> None:
@@ -55,27 +49,25 @@ def restore(
     about: dict[str, Any] = {}
     found: list[RestoreTimes] = []
     for row in rows:
-        if not isinstance(row, RestoreTimes):
+        if isinstance(row, RestoreTimes):
+            found.append(row)
+        else:
             about = row
-            if not as_json:
-                _print_head(about)
-            continue
-        found.append(row)
         if not as_json:
-            click.echo(_line(row))
+            click.echo(_line(row) if isinstance(row, RestoreTimes) else _head(row))
     if as_json:
         print_json({**about, "cells_measured": [_plain(row) for row in found]})
-        return
-    _print_published()
+    else:
+        _print_published()
 
 
-def _print_head(about: dict[str, Any]) -> None:
-    click.echo(
+def _head(about: dict[str, Any]) -> str:
+    return (
         f"{about['model']}: {about['layers']} layers, {about['kv_heads']} KV heads of "
         f"{about['head_dim']}, {about['dtype']}, {about['bytes_per_token']:,} B per token, "
-        f"{about['cells']:,} cells, {about['threads']} thread"
+        f"{about['cells']:,} cells, {about['threads']} thread\n"
+        f"| {' | '.join(HEADER)} |\n|---|{'--:|' * (len(HEADER) - 1)}"
     )
-    click.echo(f"| {' | '.join(HEADER)} |\n|---|{'--:|' * (len(HEADER) - 1)}")
 
 
 def _line(row: RestoreTimes) -> str:

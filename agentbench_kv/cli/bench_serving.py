@@ -8,8 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import parse_budget, parse_settings
-from agentbench_kv.cli.spec_options import out_option, quiet_option
+from agentbench_kv.cli.options import (
+    ABOVE_ZERO,
+    FOLDER,
+    NATURAL,
+    POSITIVE,
+    device_option,
+    dtype_option,
+    engine_option,
+    json_option,
+    local,
+    local_flag,
+    option,
+    out_option,
+    parse_budget,
+    parse_settings,
+    quiet_option,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from agentbench_kv.loadgen.jobs import Load
@@ -17,113 +33,81 @@ if TYPE_CHECKING:
     from agentbench_kv.results.serving.summary import ServingSummary
     from agentbench_kv.serving_bench import ServingRun
 
-__all__ = ["serving"]
-
 
 @click.command()
-@click.option("--engine", default="embedded", envvar="KVBENCH_ENGINE", show_default=True)
-@click.option("--model", default="micro", envvar="KVBENCH_MODEL", show_default=True)
-@click.option(
-    "--method",
-    "methods",
-    multiple=True,
-    default=("agentkv",),
-    show_default=True,
-    help="Compared with full and full-constrained; repeatable.",
+@engine_option
+@option("--model", default="micro")
+@local(
+    "--method methods", "Compared with full and full-constrained; repeatable.", default=("agentkv",)
 )
-@click.option("--budget", metavar="TOKENS", envvar="KVBENCH_BUDGET", help="Of the methods.")
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Of the methods.")
-@click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True)
-@click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True)
-@click.option(
+@option("--budget TOKENS", "Of the methods.")
+@set_option("Of the methods.", envvar=None)
+@dtype_option
+@device_option
+@local(
     "--load-format",
-    type=click.Choice(["auto", "dummy"]),
+    "dummy: random weights of the model's shapes, for speed alone.",
+    click.Choice(["auto", "dummy"]),
     default="auto",
-    show_default=True,
-    help="dummy: random weights of the model's shapes, for speed alone.",
 )
-@click.option(
-    "--engine-arg",
-    "engine_pairs",
+@local(
+    "--engine-arg engine_pairs KEY=VALUE",
+    "Passed on to a serving engine, e.g. max-num-seqs=64; repeatable.",
     multiple=True,
-    metavar="KEY=VALUE",
-    help="Passed on to a serving engine, e.g. max-num-seqs=64; repeatable.",
 )
-@click.option(
-    "--allow-untested-engine",
-    "allow_untested",
-    is_flag=True,
-    help="Go on with a version of a serving engine that was not tried.",
+@local_flag(
+    "--allow-untested-engine allow_untested",
+    "Go on with a version of a serving engine that was not tried.",
 )
-@click.option(
-    "--url",
-    "urls",
+@local(
+    "--url urls [NAME=]URL",
+    "A server that stands already, instead of an engine started here; repeatable.",
     multiple=True,
-    metavar="[NAME=]URL",
-    help="A server that stands already, instead of an engine started here; repeatable.",
 )
-@click.option(
+@local(
     "--wire",
-    type=click.Choice(["gateway", "vllm", "sglang"]),
+    "What servers at --url understand: kvbench serve, or an engine's own endpoints.",
+    click.Choice(["gateway", "vllm", "sglang"]),
     default="gateway",
-    show_default=True,
-    help="What servers at --url understand: kvbench serve, or an engine's own endpoints.",
 )
-@click.option(
-    "--tokenizer",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="With --url: the model's folder, to draw token ids from.",
-)
-@click.option("--vocab", type=click.IntRange(1), help="With --url: ids below this number instead.")
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
+@local("--tokenizer", "With --url: the model's folder, to draw token ids from.", FOLDER)
+@local("--vocab", "With --url: ids below this number instead.", POSITIVE)
+@local(
+    "--shape shapes IN/OUT",
+    "First prompt and tokens generated in each turn, k = 1,024; repeatable.",
     default=("2k/256",),
-    show_default=True,
-    metavar="IN/OUT",
-    help="First prompt and tokens generated in each turn, k = 1,024; repeatable.",
 )
-@click.option("--turns", type=click.IntRange(1), default=3, show_default=True)
-@click.option(
-    "--tool-tokens",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="New prompt tokens of every later turn.",
+@local("--turns", kind=POSITIVE, default=3)
+@local("--tool-tokens", "New prompt tokens of every later turn.", POSITIVE, default=256)
+@local(
+    "--think-time", "Seconds between turns.", click.FloatRange(0), default=0.0, show_default=False
 )
-@click.option("--think-time", type=click.FloatRange(0), default=0.0, help="Seconds between turns.")
-@click.option(
+@local(
     "--concurrency",
+    "Closed loop: sessions at once; repeatable.  [default: 8]",
+    POSITIVE,
     multiple=True,
-    type=click.IntRange(1),
-    help="Closed loop: sessions at once; repeatable.  [default: 8]",
 )
-@click.option(
-    "--rate",
-    "rates",
+@local(
+    "--rate rates",
+    "Open loop: sessions that begin per second; repeatable.",
+    ABOVE_ZERO,
     multiple=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Open loop: sessions that begin per second; repeatable.",
 )
-@click.option(
+@local(
     "--sessions",
-    type=click.IntRange(1),
-    help="Of one measurement.  [default: twice the concurrency; 32 in an open loop]",
+    "Of one measurement.  [default: twice the concurrency; 32 in an open loop]",
+    POSITIVE,
 )
-@click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Sessions.")
-@click.option("--repeats", type=click.IntRange(1), default=9, show_default=True)
-@click.option(
-    "--together",
-    is_flag=True,
-    help="Start every arm's engine once and keep all, instead of one at a time.",
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800.0, help="Seconds.")
-@click.option("--save-detailed", is_flag=True, help="Keep every request in the files.")
-@out_option
+@local("--warmup", "Sessions.", NATURAL, default=2)
+@local("--repeats", kind=POSITIVE, default=9)
+@local_flag("--together", "Start every arm's engine once and keep all, instead of one at a time.")
+@local("--seed", kind=NATURAL, default=0)
+@local("--timeout", "Seconds.", ABOVE_ZERO, default=1800.0, show_default=False)
+@local_flag("--save-detailed", "Keep every request in the files.")
+@out_option()
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Measure throughput and latency of sessions with several turns.
 
@@ -148,9 +132,7 @@ def _run(options: dict[str, Any]) -> ServingRun:
     from agentbench_kv.serving_bench import ServingRun
 
     shapes = tuple(dict.fromkeys(Shape.parse(text) for text in options["shapes"]))
-    loads = _loads(
-        **{name: options[name] for name in ("concurrency", "rates", "sessions", "warmup")}
-    )
+    loads = _loads(*(options[name] for name in ("concurrency", "rates", "sessions", "warmup")))
     vocabulary = Vocabulary(options["vocab"]) if options["vocab"] else None
     if options["tokenizer"]:
         vocabulary = read_vocabulary(options["tokenizer"])
@@ -186,13 +168,11 @@ def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> Servi
     shared |= {"shapes": shapes, "loads": loads, "think_time_s": options["think_time"]}
     model, wire = options["model"], options["wire"]
     if options["urls"]:
-        arms = url_arms(options["urls"])
-        return ServingPlan(
-            engine="url", model=model, weights="unknown", wire=wire, arms=arms, **shared
-        )
+        about = {"engine": "url", "model": model, "weights": "unknown", "wire": wire}
+        return ServingPlan(**about, arms=url_arms(options["urls"]), **shared)
     if wire != "gateway":
         raise UsageError("--wire is for servers at --url; engines started here speak as gateway")
-    budget = parse_budget(options["budget"]) if options["budget"] else None
+    budget = parse_budget(options["budget"])
     wanted = [*((base, None) for base in BASES), *((name, budget) for name in options["methods"])]
     where = {name: options[name] for name in ("dtype", "device")}
     dummy = options["load_format"] == "dummy"

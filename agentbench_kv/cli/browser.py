@@ -6,9 +6,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import address_options
-
-__all__ = ["browser"]
+from agentbench_kv.cli.options import PATH, address_options, option
 
 
 @click.group()
@@ -17,32 +15,15 @@ def browser() -> None:
 
 
 @browser.command()
-@click.option(
+@option(
     "--corpus",
+    "Folder of an imported corpus, or its name. See kvbench data import-corpus.",
     required=True,
-    envvar="KVBENCH_CORPUS",
-    help="Folder of an imported corpus, or its name. See kvbench data import-corpus.",
 )
-@click.option(
-    "--encoder",
-    type=click.Path(path_type=Path),
-    envvar="KVBENCH_ENCODER",
-    help="Folder of the encoder the corpus was imported with: dense search.",
-)
+@option("--encoder", "Folder of the encoder the corpus was imported with: dense search.", PATH)
 @address_options(port=8010)
-@click.option(
-    "--api-key",
-    envvar="KVBENCH_API_KEY",
-    help="What clients must send; needed to bind another host than this machine's own.",
-)
-@click.option(
-    "--view-tokens",
-    type=click.IntRange(64),
-    default=1024,
-    envvar="KVBENCH_VIEW_TOKENS",
-    show_default=True,
-    help="Most estimated tokens of a view.",
-)
+@option("--api-key", "What clients must send; needed to bind another host than this machine's own.")
+@option("--view-tokens", "Most estimated tokens of a view.", click.IntRange(64), default=1024)
 def serve(
     corpus: str, encoder: Path | None, host: str, port: int, api_key: str | None, view_tokens: int
 ) -> None:

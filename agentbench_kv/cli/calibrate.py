@@ -6,21 +6,16 @@ from pathlib import Path
 
 import click
 
+from agentbench_kv.cli.options import FILE, device_option, dtype_option, json_option, option
 from agentbench_kv.errors import PrerequisiteError
 
 
 @click.command()
-@click.option(
-    "--model", default="micro", envvar="KVBENCH_MODEL", show_default=True, help="Name or folder."
-)
-@click.option(
-    "--text",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Plain text, UTF-8; the micro task's text if not given.",
-)
-@click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True)
-@click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@option("--model", "Name or folder.", default="micro")
+@option("--text", "Plain text, UTF-8; the micro task's text if not given.", FILE, envvar=None)
+@dtype_option
+@device_option
+@json_option
 def calibrate(model: str, text: Path | None, dtype: str, device: str, as_json: bool) -> None:
     """Measure MODEL's queries on TEXT and keep the result for every run of triattention."""
     from agentbench_kv.calibrations import MICRO_SOURCE, make_calibration, micro_texts

@@ -8,29 +8,33 @@ from typing import Any
 
 import click
 
-from agentbench_kv.cli.options import parse_budget, parse_settings
+from agentbench_kv.cli.options import (
+    FILE,
+    json_option,
+    local,
+    option,
+    parse_budget,
+    parse_settings,
+    set_option,
+)
 from agentbench_kv.cli.spec_options import base_spec, spec_options
 from agentbench_kv.errors import UsageError
 
 
 @click.command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-@click.option("--task", default="micro/recall-1k", envvar="KVBENCH_TASK", show_default=True)
-@click.option("--sample", default="0", show_default=True, help="Id of a sample, or its number.")
-@click.option("--seed", type=int, default=0, envvar="KVBENCH_SEED", show_default=True)
-@click.option("--method", default="full", show_default=True, help="Method the session runs under.")
-@click.option("--budget", help="If the method takes one.")
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Method parameter.")
-@click.option("--layers", default="", metavar="N,N,...", help="Layers to keep; all if not given.")
-@click.option("--heads", default="", metavar="N,N,...", help="KV heads to keep; all if not given.")
-@click.option(
-    "--precision",
-    type=click.Choice(["float16", "float32"]),
-    default="float16",
-    show_default=True,
-    help="Of the stored vectors.",
+@local("--out", kind=FILE, required=True)
+@option("--task", default="micro/recall-1k")
+@local("--sample", "Id of a sample, or its number.", default="0")
+@option("--seed", default=0)
+@local("--method", "Method the session runs under.", default="full")
+@local("--budget", "If the method takes one.")
+@set_option("Method parameter.", envvar=None)
+@local("--layers N,N,...", "Layers to keep; all if not given.", default="")
+@local("--heads N,N,...", "KV heads to keep; all if not given.", default="")
+@local(
+    "--precision", "Of the stored vectors.", click.Choice(["float16", "float32"]), default="float16"
 )
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 @spec_options
 def capture(
     out: Path,
@@ -59,8 +63,9 @@ def capture(
     from agentbench_kv.spec import resolve
 
     check_suffix(out)
-    size = None if budget is None else parse_budget(budget)
-    named = replace(base_spec(shared), method=method, budget=size, task=task, seed=seed)
+    named = replace(
+        base_spec(shared), method=method, budget=parse_budget(budget), task=task, seed=seed
+    )
     spec = resolve(named, parse_settings(pairs))
     model = load_model(spec.model, spec.dtype, spec.device)
     which, kv = _numbers("--layers", layers), _numbers("--heads", heads)

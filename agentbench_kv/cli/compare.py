@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.spec_options import out_option
+from agentbench_kv.cli.options import flag, local, local_flag, out_option, shown
 from agentbench_kv.errors import KVBenchError, UsageError
 
 if TYPE_CHECKING:
@@ -28,115 +29,74 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 
 @click.command()
 @click.argument("runs", metavar="BASE CAND [RUN]...", nargs=-1)
-@click.option(
+@shown(
     "--margin",
-    type=float,
+    "How much worse is harmless: points of score, percent of speed or memory.",
     default=1.0,
-    envvar="KVBENCH_MARGIN",
-    show_default=True,
-    show_envvar=True,
-    help="How much worse is harmless: points of score, percent of speed or memory.",
 )
-@click.option(
+@shown(
     "--catch",
-    type=float,
-    envvar="KVBENCH_CATCH",
-    show_envvar=True,
-    help="The loss that must not slip through, in the same unit. [default: 10, or the margin if "
+    "The loss that must not slip through, in the same unit. [default: 10, or the margin if "
     "that is more]",
+    float,
 )
-@click.option(
+@shown(
     "--metric",
-    default="score",
-    envvar="KVBENCH_METRIC",
-    show_default=True,
-    show_envvar=True,
-    help="score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
+    "score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
     "output_tok_s.",
+    default="score",
 )
-@click.option(
+@shown(
     "--by",
-    type=click.Choice(("task",)),
-    envvar="KVBENCH_BY",
-    show_envvar=True,
-    help="A verdict for each task; without it, one over the samples of all tasks.",
+    "A verdict for each task; without it, one over the samples of all tasks.",
+    click.Choice(("task",)),
 )
-@click.option(
+@shown(
     "--inconclusive",
-    type=click.Choice(("fail", "ok")),
+    "Whether an undecided comparison fails (exit code 4).",
+    click.Choice(("fail", "ok")),
     default="fail",
-    envvar="KVBENCH_INCONCLUSIVE",
-    show_default=True,
-    show_envvar=True,
-    help="Whether an undecided comparison fails (exit code 4).",
 )
-@click.option(
+@shown(
     "--allow-drift",
+    "Compare although model, data, template, parser or versions differ.",
     is_flag=True,
-    envvar="KVBENCH_ALLOW_DRIFT",
-    show_envvar=True,
-    help="Compare although model, data, template, parser or versions differ.",
 )
-@click.option(
+@shown(
     "--bootstrap",
+    "If BASE is a baseline that does not exist yet, save CAND as it and end well.",
     is_flag=True,
-    envvar="KVBENCH_BOOTSTRAP",
-    show_envvar=True,
-    help="If BASE is a baseline that does not exist yet, save CAND as it and end well.",
 )
-@click.option(
-    "--flips",
-    "listed",
-    metavar="[N]",
-    callback=_count,
+@local(
+    "--flips listed [N]",
+    "List the samples that changed, the N largest changes first. [N: 20]",
     is_flag=False,
+    callback=_count,
     flag_value="20",
-    help="List the samples that changed, the N largest changes first. [N: 20]",
 )
-@click.option(
-    "--plan",
-    "planned",
-    is_flag=True,
-    help="Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
+@local_flag(
+    "--plan planned",
+    "Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
 )
-@click.option("--samples", type=click.IntRange(2), help="For --plan: samples on each side.")
-@click.option(
+@local("--samples", "For --plan: samples on each side.", click.IntRange(2))
+@local(
     "--discordance",
-    type=click.FloatRange(0, 100),
-    help="For --plan: percent of samples whose outcome differs. "
+    "For --plan: percent of samples whose outcome differs. "
     "[default: what BASE's repeats show, or 15]",
+    click.FloatRange(0, 100),
 )
-@click.option(
-    "--engines",
-    is_flag=True,
-    help="The same run on different engines: equal scores and tokens, sample by sample.",
+@local_flag(
+    "--engines", "The same run on different engines: equal scores and tokens, sample by sample."
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    default="terminal",
-    envvar="KVBENCH_FORMAT",
-    show_default=True,
-    show_envvar=True,
-    help="What to print.",
-)
-@click.option(
-    "--write",
-    "writes",
+@shown("--format form", "What to print.", click.Choice(FORMATS), default="terminal")
+@local("--write writes FORMAT=FILE", "Also write this format to a file; repeatable.", multiple=True)
+@local(
+    "--noise repeats RUN",
+    "Further runs of full, to show the A/A noise floor; repeatable.",
     multiple=True,
-    metavar="FORMAT=FILE",
-    help="Also write this format to a file; repeatable.",
 )
-@click.option(
-    "--noise",
-    "repeats",
-    multiple=True,
-    metavar="RUN",
-    help="Further runs of full, to show the A/A noise floor; repeatable.",
-)
-@out_option
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="As --format json.")
+@out_option()
+@flag("--json as_json", "As --format json.")
 def compare(
     runs: tuple[str, ...],
     engines: bool,
@@ -168,7 +128,6 @@ def compare(
     if planned:
         limits = options["margin"], options["catch"]
         return _plan(runs, out, limits, samples, discordance, form == "json")
-    # Imported here: scipy takes a second, which `kvbench --help` should not.
     from agentbench_kv.results.compare_text import targets, write_note
 
     files = targets(writes)
@@ -202,13 +161,8 @@ def _compare(
     if absent is not None:
         return _without_baseline(absent, cand, out, files, bootstrap)
     with open_sides((base, cand, *repeats), out) as ((theirs, mine, *others), problems):
-        found = compare_sides(
-            theirs,
-            mine,
-            noise=[run for side in others for run in side],
-            by_task=by is not None,
-            **options,
-        )
+        noise = [run for side in others for run in side]
+        found = compare_sides(theirs, mine, noise=noise, by_task=by is not None, **options)
     show(found, form, files, problems)
     return found.exit_code
 
@@ -222,17 +176,14 @@ def _without_baseline(
     from agentbench_kv.results.sources import how_to_make, open_sides
 
     runs: list[Run] = []
-    try:
-        with open_sides([cand], out) as ((runs,), problems):
-            if bootstrap:
-                if problems:
-                    raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
-                save_baseline(absent.stem, runs, absent.parent)
-    except KVBenchError:
-        if bootstrap:
-            raise
     if not bootstrap:
+        with suppress(KVBenchError), open_sides([cand], out) as ((runs,), _):
+            pass
         raise UsageError(how_to_make(absent, runs, out))
+    with open_sides([cand], out) as ((runs,), problems):
+        if problems:
+            raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
+        save_baseline(absent.stem, runs, absent.parent)
     note = f"bootstrapped: there was no {absent}, so CAND was saved as it; commit that file"
     write_note(files, note)
     click.echo(note)

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from agentbench_kv.results.engines import Consistency, Difference
     from agentbench_kv.results.runs import Run
 
-_MOST_REPLAYED = 8
-"""Sessions that are played again for their logits."""
+_MOST_REPLAYED = 8  # sessions that are played again for their logits
 
 
 def show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
@@ -60,35 +59,30 @@ def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, st
 
 
 def _print(found: Consistency) -> None:
-    from agentbench_kv.results.terminal import console, new_table, plain
+    from agentbench_kv.results.terminal import console, new_table
 
     budget = "" if found.budget is None else f" at {found.budget}"
     console().print(f"{found.task}, {found.model}, {found.method}{budget}", markup=False)
-    table = new_table("engine", "run", "trials", "equal scores", "equal tokens", "score")
-    for row in found.rows:
-        tokens = "not recorded" if row.equal_tokens is None else row.equal_tokens
-        score = None if row.score is None else f"{100 * row.score:.1f}%"
-        cells = (row.engine, row.run_id, row.trials, row.equal_scores, tokens, score)
-        table.add_row(*map(plain, cells))
-    console().print(table)
-    if found.differences:
-        console().print(_difference_table(found.differences))
-
-
-def _difference_table(differences: Sequence[Difference]) -> Any:
-    from agentbench_kv.results.terminal import new_table, plain
-
-    table = new_table("sample", "trial", "engine", "score", "first differing token", "logit gap")
-    for each in differences:
-        mine, theirs = each.tokens
-        place = f"turn {each.turn}, token {each.index}: {theirs} instead of {mine}"
-        cells = (
-            each.sample,
-            each.trial,
-            each.engine,
-            f"{each.scores[0]:g} > {each.scores[1]:g}",
-            None if each.turn is None else place,
-            each.note or (None if each.gap is None else f"{each.gap:.2e}"),
+    columns = ("engine", "run", "trials", "equal scores", "equal tokens", "score")
+    rows = [
+        (
+            *(row.engine, row.run_id, row.trials, row.equal_scores),
+            "not recorded" if row.equal_tokens is None else row.equal_tokens,
+            None if row.score is None else f"{100 * row.score:.1f}%",
         )
-        table.add_row(*map(plain, cells))
-    return table
+        for row in found.rows
+    ]
+    console().print(new_table(*columns, rows=rows))
+    if found.differences:
+        columns = ("sample", "trial", "engine", "score", "first differing token", "logit gap")
+        console().print(new_table(*columns, rows=map(_difference, found.differences)))
+
+
+def _difference(each: Difference) -> tuple[object, ...]:
+    mine, theirs = each.tokens
+    place = f"turn {each.turn}, token {each.index}: {theirs} instead of {mine}"
+    return (
+        *(each.sample, each.trial, each.engine, f"{each.scores[0]:g} > {each.scores[1]:g}"),
+        None if each.turn is None else place,
+        each.note or (None if each.gap is None else f"{each.gap:.2e}"),
+    )

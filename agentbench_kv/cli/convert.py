@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from agentbench_kv.cli.options import FILE, json_option
+
 
 @click.command()
 @click.argument("folder")
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@click.argument("out", type=FILE)
+@json_option
 def convert(folder: str, out: Path, as_json: bool) -> None:
     """Write the model in FOLDER (or the shipped `micro`) to the GGUF file OUT, as float32.
 

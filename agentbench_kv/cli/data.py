@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-__all__ = ["data"]
+from agentbench_kv.cli.options import PATH, json_option, local, local_flag
 
 
 @click.group()
@@ -18,16 +18,16 @@ def data() -> None:
 
 
 @data.command("import-corpus")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option("--name", required=True, help="What results call it.")
-@click.option("--to", type=click.Path(path_type=Path), help="Folder to write.")
-@click.option("--synthetic", is_flag=True, help="Made for tests: no benchmark result.")
-@click.option(
+@click.argument("source", type=PATH)
+@local("--name", "What results call it.", required=True)
+@local("--to", "Folder to write.", PATH)
+@local_flag("--synthetic", "Made for tests: no benchmark result.")
+@local(
     "--encoder",
-    type=click.Path(path_type=Path),
-    help="Local sentence-transformers folder: also embed every document, for dense search.",
+    "Local sentence-transformers folder: also embed every document, for dense search.",
+    PATH,
 )
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 def import_corpus(
     source: Path, name: str, to: Path | None, synthetic: bool, encoder: Path | None, as_json: bool
 ) -> None:

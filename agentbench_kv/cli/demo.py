@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentbench_kv.cli.options import NATURAL, POSITIVE, local, local_flag
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from agentbench_kv.demo_evoke import Demo, FactShown, TurnShown
 
-BAR = 48
-"""Width of the budget in characters."""
+BAR = 48  # width of the budget in characters
 
 
 @click.group()
@@ -21,18 +22,17 @@ def demo() -> None:
 
 
 @demo.command()
-@click.option("--budget", type=click.IntRange(1), default=1024, show_default=True)
-@click.option(
+@local("--budget", kind=POSITIVE, default=1024)
+@local(
     "--recovery",
-    type=click.Choice(["kv_restore", "discard", "breadcrumb"]),
+    "What becomes of evicted blocks.",
+    click.Choice(["kv_restore", "discard", "breadcrumb"]),
     default="kv_restore",
-    show_default=True,
-    help="What becomes of evicted blocks.",
 )
-@click.option("--block", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--encoder", default="hash", show_default=True, help="As --set encoder takes it.")
-@click.option("--seed", type=click.IntRange(0), help="Another session than the shipped one.")
-@click.option("--full", is_flag=True, help="Show whole assistant messages.")
+@local("--block", kind=POSITIVE, default=64)
+@local("--encoder", "As --set encoder takes it.", default="hash")
+@local("--seed", "Another session than the shipped one.", NATURAL)
+@local_flag("--full", "Show whole assistant messages.")
 def evoke(
     budget: int, recovery: str, block: int, encoder: str, seed: int | None, full: bool
 ) -> None:
@@ -41,14 +41,12 @@ def evoke(
     The session grows to some 3,300 tokens. Each turn shows what left the cache (-), what came back
     without a forward pass (+) and how full it is at the end. Compare with --recovery discard.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.demo_evoke import SEED, Demo, episode_for
     from agentbench_kv.methods.evoke import Evoke
     from agentbench_kv.results import terminal
 
-    settings = {"recovery": recovery, "block": block, "encoder": encoder}
-    method = Evoke.create("", budget, settings)
     console = terminal.console()
+    method = Evoke.create("", budget, {"recovery": recovery, "block": block, "encoder": encoder})
     shown = Demo(method, episode_for(SEED if seed is None else seed))
     for turn in shown.play():
         _show_turn(console, turn, budget, full)
@@ -78,7 +76,7 @@ def _line(console: Console, who: str, text: str) -> None:
 def _show_end(console: Console, shown: Demo) -> None:
     console.print("\nasked for in the last turn", style="bold")
     for fact in shown.facts():
-        console.print(f"  {_told(fact)}", markup=False, highlight=False)
+        console.print(f"  {_story(fact)}", markup=False, highlight=False)
     turns = shown.turns
     evicted = sum(len(turn.evicted) for turn in turns)
     restored = sum(len(turn.restored) for turn in turns)
@@ -91,8 +89,7 @@ def _show_end(console: Console, shown: Demo) -> None:
     )
 
 
-def _told(fact: FactShown) -> str:
-    """Say what became of a fact."""
+def _story(fact: FactShown) -> str:
     story = f"{fact.text}: stated in turn {fact.stated}"
     if fact.away:
         story += f", away at the end of turns {', '.join(map(str, fact.away))}"

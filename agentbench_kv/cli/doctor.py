@@ -16,6 +16,7 @@ from typing import Literal
 import click
 
 from agentbench_kv import __version__
+from agentbench_kv.cli.options import flag
 from agentbench_kv.errors import KVBenchError
 
 Verdict = Literal["ok", "optional", "broken"]
@@ -37,26 +38,16 @@ _CANNED_CALL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
-
-    Attributes
-    ----------
-    name, found : str
-        What was looked at, and what is there.
-    verdict : str
-        `ok`, `optional` (absent, needed for some runs only) or `broken`.
-    mend : str or None
-        The command that mends it.
-    """
+    """One thing looked at."""
 
     name: str
-    verdict: Verdict
+    verdict: Verdict  # optional: absent, and needed for some runs only
     found: str
-    mend: str | None = None
+    mend: str | None = None  # the command that mends it
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Look at versions, GPU, engines, environments, model, tool parser and disk.
@@ -111,8 +102,7 @@ def _accelerator() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        memory = about.total_memory / 2**30
-        found = f"{about.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+        found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
         yield Finding(f"gpu {index}", "ok", found)
 
 
@@ -161,25 +151,23 @@ def _data() -> Iterator[Finding]:
 
     folder = data_folder()
     for name, page in _DATA.items():
-        if (folder / name).exists():
-            yield Finding(f"data {name}", "ok", str(folder / name))
-        else:
-            mend = f"put it there or set {VARIABLE}; see {page}"
-            yield Finding(f"data {name}", "optional", f"not in {folder}", mend)
+        mend = f"put it there or set {VARIABLE}; see {page}"
+        found = str(folder / name) if (folder / name).exists() else ""
+        yield _optional(f"data {name}", found, f"not in {folder}", mend)
     corpora = sorted(path.name for path in (folder / "corpora").glob("*") if path.is_dir())
-    if corpora:
-        yield Finding("corpora", "ok", ", ".join(corpora))
-    else:
-        yield Finding(
-            "corpora", "optional", f"none in {folder}", "kvbench data import-corpus --help"
-        )
+    mend = "kvbench data import-corpus --help"
+    yield _optional("corpora", ", ".join(corpora), f"none in {folder}", mend)
+
+
+def _optional(name: str, found: str, absent: str, mend: str) -> Finding:
+    return Finding(name, "ok", found) if found else Finding(name, "optional", absent, mend)
 
 
 def _micro_model() -> Iterator[Finding]:
     folder = resources.files("agentbench_kv.models") / "micro"
-    weights = [f.name for f in folder.iterdir() if f.name.endswith(".safetensors")]
+    weights = sorted(f.name for f in folder.iterdir() if f.name.endswith(".safetensors"))
     if weights:
-        yield Finding("micro model", "ok", f"{folder} ({', '.join(sorted(weights))})")
+        yield Finding("micro model", "ok", f"{folder} ({', '.join(weights)})")
     else:
         yield Finding("micro model", "broken", f"no weights in {folder}", _REINSTALL)
 
@@ -190,8 +178,7 @@ def _tool_parser() -> Iterator[Finding]:
     parser = OutputParser(choose_parser("hermes", ()), lambda: "call_0")
     deltas = [*parser.feed(_CANNED_CALL), *parser.finish()]
     calls = [delta.call["function"] for delta in deltas if delta.call is not None]
-    wanted = {"city": "Z\u00fcrich"}
-    if [json.loads(call["arguments"]) for call in calls] == [wanted]:
+    if [json.loads(call["arguments"]) for call in calls] == [{"city": "Z\u00fcrich"}]:
         yield Finding("tool parser", "ok", f"a canned call parses: {calls[0]['name']}")
     else:
         yield Finding("tool parser", "broken", f"a canned call became {calls!r}", _REINSTALL)
@@ -205,23 +192,15 @@ def _disk() -> Iterator[Finding]:
         free = shutil.disk_usage(there).free >> 20
         writable = os.access(there, os.W_OK)
         found = f"{free} MB free at {there}" + ("" if writable else ", not writable")
-        if writable and free >= _LEAST_FREE_MB:
-            yield Finding(name, "ok", found)
-        else:
-            yield Finding(name, "optional", found, _MORE_SPACE)
+        yield _optional(
+            name, found if writable and free >= _LEAST_FREE_MB else "", found, _MORE_SPACE
+        )
 
 
 EXAMINATIONS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _versions,
-    _accelerator,
-    _kernels,
-    _engines,
-    _environments,
-    _data,
-    _micro_model,
-    _tool_parser,
+    _versions, _accelerator, _kernels, _engines, _environments, _data, _micro_model, _tool_parser,
     _disk,
-)
+)  # fmt: skip
 
 
 def _line(each: Finding) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from agentbench_kv.cli.options import PATH, flag, option
+
 if TYPE_CHECKING:
     from agentbench_kv.environments import EnvironmentStatus
 
-_JSON = click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print JSON.")
+_JSON = flag("--json as_json", "Print JSON.")
 
 
 @click.group()
@@ -25,22 +28,18 @@ def env() -> None:
 
 @env.command()
 @click.argument("name")
-@click.option(
+@option(
     "--python",
-    type=click.Path(path_type=Path),
-    envvar="KVBENCH_PYTHON",
-    help="Interpreter to build from; by default the one that runs kvbench, or another of the "
+    "Interpreter to build from; by default the one that runs kvbench, or another of the "
     "versions needed.",
+    PATH,
 )
-@click.option(
-    "--from",
-    "source",
-    metavar="PLACE",
-    envvar="KVBENCH_FROM",
-    help="For tau2 (v0.2.0) and tau2-v1 (v1.0.1): a git URL, a git directory or a local directory "
+@option(
+    "--from source PLACE",
+    "For tau2 (v0.2.0) and tau2-v1 (v1.0.1): a git URL, a git directory or a local directory "
     "of tau2-bench.",
 )
-@click.option("--recreate", is_flag=True, envvar="KVBENCH_RECREATE", help="Build from nothing.")
+@flag("--recreate", "Build from nothing.")
 @_JSON
 def create(
     name: str, python: Path | None, source: str | None, recreate: bool, as_json: bool
@@ -48,13 +47,8 @@ def create(
     """Build an environment from its lock, or finish an interrupted build."""
     from agentbench_kv import environments
 
-    made = environments.create(
-        name,
-        python=python,
-        source=source,
-        recreate=recreate,
-        report=lambda line: click.echo(line, err=True),
-    )
+    report = partial(click.echo, err=True)
+    made = environments.create(name, python=python, source=source, recreate=recreate, report=report)
     _print(made.as_dict() if as_json else _line(made))
 
 

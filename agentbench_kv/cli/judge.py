@@ -6,29 +6,20 @@ from pathlib import Path
 
 import click
 
-__all__ = ["judge"]
+from agentbench_kv.cli.options import PATH, POSITIVE, json_option, option
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option(
+@click.argument("run", type=PATH)
+@option(
     "--endpoint",
+    "OpenAI-compatible base URL; its key comes from KVBENCH_JUDGE_KEY.",
     required=True,
     envvar="KVBENCH_JUDGE_ENDPOINT",
-    help="OpenAI-compatible base URL; its key comes from KVBENCH_JUDGE_KEY.",
 )
-@click.option(
-    "--model", required=True, envvar="KVBENCH_JUDGE_MODEL", help="Name of the model there."
-)
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1),
-    default=8,
-    envvar="KVBENCH_CONCURRENCY",
-    show_default=True,
-    help="Requests at once.",
-)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@option("--model", "Name of the model there.", required=True, envvar="KVBENCH_JUDGE_MODEL")
+@option("--concurrency", "Requests at once.", POSITIVE, default=8)
+@json_option
 @click.pass_context
 def judge(
     ctx: click.Context, run: Path, endpoint: str, model: str, concurrency: int, as_json: bool

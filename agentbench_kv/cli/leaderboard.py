@@ -6,42 +6,31 @@ import secrets
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from agentbench_kv.cli.documents import print_json
+from agentbench_kv.cli.options import FOLDER, POSITIVE, local, option, out_option, shown
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
-    from agentbench_kv.leaderboard.checking import RunVerdict, Verdict
+    from agentbench_kv.leaderboard.checking import RunVerdict
     from agentbench_kv.leaderboard.findings import Finding
     from agentbench_kv.results.submissions import Rerun
 
-__all__ = ["leaderboard"]
-
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_json_option = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    envvar="KVBENCH_JSON",
-    show_envvar=True,
-    help="Print one JSON document.",
-)
-_model_option = click.option(
+_json_option = shown("--json as_json", "Print one JSON document.", is_flag=True)
+_model_option = shown(
     "--model",
-    type=_FOLDER,
+    "Folder of the model that was run, if it is none that ships.",
+    _FOLDER,
     envvar="KVBENCH_MODEL_FOLDER",
-    show_envvar=True,
-    help="Folder of the model that was run, if it is none that ships.",
 )
-_rescore_option = click.option(
+_rescore_option = shown(
     "--rescore",
+    "Play the recorded tokens of every task that is here; micro tasks always are.",
     is_flag=True,
-    envvar="KVBENCH_RESCORE",
-    show_envvar=True,
-    help="Play the recorded tokens of every task that is here; micro tasks always are.",
 )
 
 
@@ -57,12 +46,13 @@ def leaderboard() -> None:
 @_json_option
 def validate(folder: Path, rescore: bool, model: Path | None, as_json: bool) -> None:
     """Derive the submission in DIR again; exit 2 if anything is wrong."""
-    # Imported here: torch takes a second, which `kvbench --help` should not.
     from agentbench_kv.leaderboard import validate as check
 
     verdict = check(folder, rescore=rescore, model=model)
     if as_json:
-        print_json(_document(verdict))
+        runs = {run.run_id: {"label": run.label.value, "notes": run.notes} for run in verdict.runs}
+        findings = [asdict(each) for each in verdict.findings]
+        print_json({"valid": not findings, "findings": findings, "runs": runs})
     _refuse(folder, verdict.findings)
     if not as_json:
         for run in verdict.runs:
@@ -72,13 +62,8 @@ def validate(folder: Path, rescore: bool, model: Path | None, as_json: bool) -> 
 
 @leaderboard.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
-@click.option(
-    "--to",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    envvar="KVBENCH_LEADERBOARD",
-    show_envvar=True,
-    help="The leaderboard's folder of runs.",
+@shown(
+    "--to", "The leaderboard's folder of runs.", FOLDER, required=True, envvar="KVBENCH_LEADERBOARD"
 )
 @_rescore_option
 @_model_option
@@ -99,29 +84,19 @@ def add(folder: Path, to: Path, rescore: bool, model: Path | None, as_json: bool
 
 @leaderboard.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
-@click.option(
-    "--sample",
-    type=click.IntRange(min=1),
-    default=5,
-    envvar="KVBENCH_SAMPLE",
-    show_default=True,
-    show_envvar=True,
-    help="Trials of each run to play.",
-)
-@click.option(
+@shown("--sample", "Trials of each run to play.", POSITIVE, default=5)
+@shown(
     "--seed",
-    type=int,
+    "Chooses the trials.  [default: a random one, which nobody can know in advance]",
+    int,
     envvar="KVBENCH_RERUN_SEED",
-    show_envvar=True,
-    help="Chooses the trials.  [default: a random one, which nobody can know in advance]",
 )
-@click.option("--run", "runs", multiple=True, metavar="RUN", help="Only this run; repeatable.")
-@click.option(
+@local("--run runs RUN", "Only this run; repeatable.", multiple=True)
+@shown(
     "--to",
-    type=click.Path(file_okay=False, path_type=Path),
+    "The leaderboard's folder: write the outcome there, for the label.",
+    FOLDER,
     envvar="KVBENCH_LEADERBOARD",
-    show_envvar=True,
-    help="The leaderboard's folder: write the outcome there, for the label.",
 )
 @_model_option
 @_json_option
@@ -159,33 +134,16 @@ def rerun(
 
 @leaderboard.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option(
-    "--to",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    envvar="KVBENCH_SUBMISSION",
-    show_envvar=True,
-    help="New folder for the submission.",
-)
-@click.option("--who", required=True, envvar="KVBENCH_WHO", show_envvar=True, help="Your name.")
-@click.option("--method", required=True, envvar="KVBENCH_METHOD", help="What it is about.")
-@click.option("--link", default="", envvar="KVBENCH_LINK", help="Web address to read more.")
-@click.option(
+@shown("--to", "New folder for the submission.", FOLDER, required=True, envvar="KVBENCH_SUBMISSION")
+@shown("--who", "Your name.", required=True)
+@option("--method", "What it is about.", required=True)
+@option("--link", "Web address to read more.", default="")
+@option(
     "--transcripts/--no-transcripts",
+    "Take the transcripts along; without them nothing can be re-scored or re-run.",
     default=True,
-    envvar="KVBENCH_TRANSCRIPTS",
-    show_default=True,
-    help="Take the transcripts along; without them nothing can be re-scored or re-run.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs"),
-    envvar="KVBENCH_OUT",
-    show_default=True,
-    show_envvar=True,
-    help="Folder of runs, for those named by id.",
-)
+@out_option("Folder of runs, for those named by id.", show_envvar=True)
 @_json_option
 def pack(
     runs: tuple[str, ...],
@@ -215,12 +173,6 @@ def pack(
     for run in verdict.runs:
         click.echo(_line(run))
     click.echo(f"{to}: {len(found)} runs, valid")
-
-
-def _document(verdict: Verdict) -> dict[str, Any]:
-    runs = {run.run_id: {"label": run.label.value, "notes": run.notes} for run in verdict.runs}
-    findings = [asdict(each) for each in verdict.findings]
-    return {"valid": not findings, "findings": findings, "runs": runs}
 
 
 def _line(run: RunVerdict) -> str:

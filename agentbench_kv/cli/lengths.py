@@ -24,16 +24,7 @@ def show_lengths(
 ) -> None:
     """Measure and print; tasks that cannot be played are named on stderr.
 
-    Parameters
-    ----------
-    pattern : str or None
-        Only tasks with this name; `*` and `?` match.
-    model : str
-        Whose tokenizer.
-    limit : int or None
-        Samples per task.
-    pairs : sequence of str
-        Settings as `key=value`.
+    `pattern` chooses tasks (`*` and `?` match), `model` the tokenizer, `limit` samples per task.
     """
     tasks = [name for name in names("task") if fnmatchcase(name, pattern or "*")]
     if not tasks:
@@ -42,10 +33,9 @@ def show_lengths(
     if as_json:
         print_json([asdict(row) for row in rows])
         return
+    columns = ("task", "samples", "shortest", "median", "longest")
     over = [f"> {budget:,}" for budget in BUDGETS]
-    table = terminal.new_table("task", "samples", "shortest", "median", "longest", *over)
-    for row in rows:
-        table.add_row(*_cells(row))
+    table = terminal.new_table(*columns, *over, rows=map(_cells, rows))
     terminal.console().print(table)
     for line in _notes(model, rows):
         terminal.console().print(line, markup=False, soft_wrap=True)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from agentbench_kv.cli.options import NATURAL, flag, json_option, option, out_option, set_option
+
 KINDS = ("methods", "engines", "tasks", "runs")
 SORTS = ("name", "newest", "score", "kv", "speed", "failures")
 STATES = (
@@ -16,62 +18,30 @@ STATES = (
 
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS))
-@click.option("--engine", envvar="KVBENCH_ENGINE", help="Say which methods this engine can run.")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs"),
-    envvar="KVBENCH_OUT",
-    show_default=True,
-    help="Folder of runs.",
-)
-@click.option("--task", envvar="KVBENCH_TASK", help="Only this task (or its runs); * and ? match.")
-@click.option(
-    "--method",
-    envvar="KVBENCH_METHOD",
-    help="Only runs of this method; without a preset, of all its presets.",
-)
-@click.option(
+@option("--engine", "Say which methods this engine can run.")
+@out_option()
+@option("--task", "Only this task (or its runs); * and ? match.")
+@option("--method", "Only runs of this method; without a preset, of all its presets.")
+@option(
     "--model",
-    envvar="KVBENCH_MODEL",
-    help="Only runs of this model; with --lengths, whose tokenizer (a folder). [default: micro]",
+    "Only runs of this model; with --lengths, whose tokenizer (a folder). [default: micro]",
 )
-@click.option(
-    "--status",
-    type=click.Choice(STATES),
-    envvar="KVBENCH_STATUS",
-    help="Only runs of this status or validity.",
-)
-@click.option(
-    "--sort",
-    type=click.Choice(SORTS),
-    default="name",
-    envvar="KVBENCH_SORT",
-    show_default=True,
-    help="Order of runs; kv is peak live / logical.",
-)
-@click.option(
+@option("--status", "Only runs of this status or validity.", click.Choice(STATES))
+@option("--sort", "Order of runs; kv is peak live / logical.", click.Choice(SORTS), default="name")
+@option(
     "--limit",
-    type=click.IntRange(0),
+    "Most runs in the table, or samples per task with --lengths; 0 for all.",
+    NATURAL,
     default=200,
     envvar="KVBENCH_ROWS",
-    show_default=True,
-    help="Most runs in the table, or samples per task with --lengths; 0 for all.",
 )
-@click.option(
+@flag(
     "--lengths",
-    is_flag=True,
-    help="For tasks: tokens of the first prompt, and how many samples pass each budget with it.",
+    "For tasks: tokens of the first prompt, and how many samples pass each budget with it.",
+    envvar=None,
 )
-@click.option(
-    "--set",
-    "pairs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    envvar="KVBENCH_SET",
-    help="With --lengths: setting of the tasks that have it; repeatable.",
-)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@set_option("With --lengths: setting of the tasks that have it; repeatable.")
+@json_option
 def ls(
     kind: str, engine: str | None, out: Path, sort: str, limit: int, lengths: bool,
     pairs: tuple[str, ...], as_json: bool, **filters: str | None,
@@ -92,7 +62,6 @@ def ls(
 
         list_runs(out, Query(**filters, sort=sort), limit, as_json)
         return
-    # Imported here: torch takes seconds, which a list of runs should not.
     from agentbench_kv.cli.output import show_listing
 
     show_listing(kind, engine, as_json)

@@ -1,8 +1,10 @@
-"""Option types and settings that several verbs share."""
+"""How the verbs declare options, and the options and argument types that several share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -10,32 +12,81 @@ import click
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+NATURAL = click.IntRange(0)
+POSITIVE = click.IntRange(1)
+ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
 
-def address_options(port: int) -> Callable[[_F], _F]:
+class Option(click.Option):
+    """An option that an environment variable can set too: KVBENCH_ and the option's name.
+
+    `envvar` names another variable; None takes it away. A default is shown unless it is empty; a
+    tuple means that the option is repeatable.
+    """
+
+    def __init__(self, param_decls: Sequence[str], **settings: Any) -> None:
+        name = next(text for text in param_decls if text.startswith("--")).split("/")[0]
+        settings.setdefault("envvar", "KVBENCH_" + name[2:].upper().replace("-", "_"))
+        settings.setdefault("multiple", isinstance(settings.get("default"), tuple))
+        settings.setdefault("show_default", settings.get("default") not in (None, ""))
+        super().__init__(param_decls, **settings)
+
+
+def option(
+    names: str, help_text: str | None = None, kind: Any = None, **settings: Any
+) -> Callable[[F], F]:
+    """Declare an `Option`; `names` are written as in its help: `--quiet -q`, `--set KEY=VALUE`.
+
+    A word in lower case is what the command calls the option: `--budget budgets TOKENS`. Without
+    `kind`, the type is that of the default.
+    """
+    words = names.split()
+    metavars = [word for word in words if word == word.upper() and not word.startswith("-")]
+    names_only = [word for word in words if word not in metavars]
+    settings |= {"metavar": metavars[0]} if metavars else {}
+    return click.option(*names_only, cls=Option, help=help_text, type=kind, **settings)
+
+
+flag = partial(option, is_flag=True)
+many = partial(option, multiple=True)
+local = partial(option, envvar=None)  # the command line alone can set it
+local_flag = partial(flag, envvar=None)
+shown = partial(option, show_envvar=True)  # the help names the variable
+json_option = flag("--json as_json", "One JSON document.")
+quiet_option = flag("--quiet -q", "Show no progress.")
+dry_run_option = local_flag("--dry-run", "Check everything, show what would run, and stop.")
+engine_option = option("--engine", default="embedded")
+model_option = option(
+    "--model", "The shipped micro model, or a Hugging Face model folder.", default="micro"
+)
+dtype_option = option("--dtype", default="float32")
+device_option = option("--device", default="auto")
+
+
+def out_option(help_text: str = "Folder of runs.", **settings: Any) -> Callable[[F], F]:
+    """Declare `--out`, the folder of runs."""
+    return option("--out", help_text, FOLDER, default=Path("runs"), **settings)
+
+
+def set_option(help_text: str, **settings: Any) -> Callable[[F], F]:
+    """Declare `--set`, which the command gets as `pairs`, see `parse_settings`."""
+    return many("--set pairs KEY=VALUE", help_text, **settings)
+
+
+def address_options(port: int) -> Callable[[F], F]:
     """Add `--host` and `--port` to a command that listens, by default on the loopback only."""
-    host_option = click.option(
-        "--host", default="127.0.0.1", envvar="KVBENCH_HOST", show_default=True
-    )
-    port_option = click.option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        default=port,
-        envvar="KVBENCH_PORT",
-        show_default=True,
-    )
+    host_option = option("--host", default="127.0.0.1")
+    port_option = option("--port", kind=click.IntRange(0, 65535), default=port)
     return lambda command: host_option(port_option(command))
 
 
 def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str]:
-    """Turn `key=value` texts of an option into a dict.
-
-    Raises
-    ------
-    UsageError
-        If a text has no `=` or a key comes twice.
-    """
+    """Turn `key=value` texts of an option into a dict; what is none is a `UsageError`."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
@@ -47,17 +98,6 @@ def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str
     return settings
 
 
-def parse_budget(text: str) -> int | str:
-    """Read a budget: tokens (`3072`, `3k`) or a share of the logical length (`25%`).
-
-    Returns
-    -------
-    int or str
-        Tokens, or the share as `25%`.
-
-    Raises
-    ------
-    UsageError
-        If it is neither.
-    """
-    return Budget.parse(text).spelled
+def parse_budget(text: str | None) -> int | str | None:
+    """Read a budget: tokens (`3072`, `3k`), or a share of the logical length (`25%`) as text."""
+    return None if text is None else Budget.parse(text).spelled

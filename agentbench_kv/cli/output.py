@@ -18,19 +18,20 @@ from agentbench_kv.results import render, terminal
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.spec import RunSpec
 
-AMPLE = 1 << 20
-"""A budget that every method takes."""
+AMPLE = 1 << 20  # a budget that every method takes
 
 
 def evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
     """Return one row per source, kind and outcome of evidence, see `audits.by_outcome`."""
-    table = terminal.new_table("source", "kind", "agent", "facts", "still held", "rank / places")
-    for (source, kind, right), values in groups.items():
-        table.add_row(
+    rows = [
+        (
             *(source, kind, "knew it" if right else "got it wrong", f"{values['facts']:.0f}"),
             *(f"{values['held']:.0%}", f"{values['rank_over_places']:.2f}"),
         )
-    return table
+        for (source, kind, right), values in groups.items()
+    ]
+    columns = ("source", "kind", "agent", "facts", "still held", "rank / places")
+    return terminal.new_table(*columns, rows=rows)
 
 
 def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
@@ -47,12 +48,8 @@ def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
 def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
     """Print the tables of finished runs and where they are; return the exit code."""
     if as_json:
-        print_json(
-            [
-                {**summary.model_dump(mode="json"), "path": str(out / summary.run_id)}
-                for summary in summaries
-            ]
-        )
+        documents = [(each.model_dump(mode="json"), out / each.run_id) for each in summaries]
+        print_json([{**document, "path": str(path)} for document, path in documents])
         return 0
     console = terminal.console()
     console.print(render.summary_table(summaries))
@@ -72,12 +69,9 @@ def show_listing(kind: str, engine: str | None, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for column in rows[0] if rows else ():
-        table.add_column(column.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    terminal.console().print(table)
+    columns = [column.replace("_", " ") for column in (rows[0] if rows else ())]
+    cells = [map(_cell, row.values()) for row in rows]
+    terminal.console().print(terminal.new_table(*columns, rows=cells))
     if kind == "methods":
         terminal.console().print(KVPRESS_HINT, markup=False, soft_wrap=True)
 
@@ -143,4 +137,4 @@ def _cell(value: object) -> str:
             f"{item['name']}={item['default']}" if isinstance(item, dict) else str(item)
             for item in value
         )
-    return "" if value is None else str(value).replace("[", "\\[")
+    return "" if value is None else str(value)

@@ -1,11 +1,10 @@
-"""How a run shows that it advances: a live bar on a terminal, plain lines elsewhere, or nothing."""
+"""How a run shows that it advances: a live bar on a terminal, plain lines otherwise, or nothing."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -20,60 +19,41 @@ from rich.progress import (
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.spec import RunSpec
 
-__all__ = ["LiveProgress", "PlainProgress", "Quiet", "RunProgress", "run_progress"]
-
 LINES_PER_RUN = 10
 
 
-class RunProgress(Protocol):
-    """What runs report to: entered before the first, called for each trial, left at the end."""
+class Quiet:
+    """Shows nothing. Runs enter it, call it for each trial and leave it at the end."""
 
     def __enter__(self) -> Self:
-        """Begin to show."""
-        ...
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the screen as it is."""
-        ...
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        """Report the state after `record`, or that a run or its first trial begins."""
-        ...
+        """Report the state after `record`; None: a run or its first trial begins."""
 
 
-def run_progress(quiet: bool = False, console: Console | None = None) -> RunProgress:
+def run_progress(quiet: bool = False, console: Console | None = None) -> Quiet:
     """Return what fits: nothing if `quiet`, a live bar if stderr is a terminal, else lines."""
-    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if quiet:
         return Quiet()
+    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     return LiveProgress(console) if console.is_terminal else PlainProgress(console)
 
 
 @dataclass
 class Tally:
-    """Figures of the trials that ended since this process began to play them.
-
-    Attributes
-    ----------
-    tokens, events, failed : int
-        Generated tokens, compressions, trials without a score.
-    peaks : list of int
-        Peak live tokens of each trial.
-    """
+    """Figures of the trials that ended since this process began to play them."""
 
     began: float = field(default_factory=lambda: time.monotonic())
-    tokens: int = 0
-    events: int = 0
-    failed: int = 0
-    peaks: list[int] = field(default_factory=list)
+    tokens: int = 0  # generated
+    events: int = 0  # compressions
+    failed: int = 0  # trials without a score
+    peaks: list[int] = field(default_factory=list)  # peak live tokens of each trial
 
     def add(self, record: TrialRecord) -> None:
-        """Count a trial."""
         self.tokens += record.kv.decode_tokens
         self.events += record.kv.events
         self.failed += record.score is None
@@ -81,7 +61,6 @@ class Tally:
             self.peaks.append(record.kv.peak_live)
 
     def __str__(self) -> str:
-        """Say it in a few words."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         words = [f"{self.tokens / seconds:,.0f} tok/s"]
         if self.peaks:
@@ -90,20 +69,6 @@ class Tally:
         if self.failed:
             words.append(f"{self.failed} failed")
         return ", ".join(words)
-
-
-class Quiet:
-    """Shows nothing."""
-
-    def __enter__(self) -> Self:
-        """Do nothing."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        """Do nothing."""
 
 
 class PlainProgress(Quiet):
@@ -115,28 +80,29 @@ class PlainProgress(Quiet):
         self._spec: RunSpec | None = None
 
     def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        """Print a line now and then."""
-        if record is None:
-            self._tally = Tally()
-            if spec is not self._spec:
-                self._spec = spec
-                resumed = f" ({done} done before)" if done else ""
-                self._say(f"{_title(spec)}: {expected} trials{resumed}")
+        if record is not None:
+            self._tally.add(record)
+            self.advance(done, expected)
             return
-        self._tally.add(record)
+        self._tally = Tally()  # speed counts from the first trial on, not from the engine's start
+        if spec is not self._spec:
+            self._spec = spec
+            self.begin(_title(spec), done, expected)
+
+    def begin(self, title: str, done: int, expected: int) -> None:
+        resumed = f" ({done} done before)" if done else ""
+        self._console.print(f"{title}: {expected} trials{resumed}", markup=False)
+
+    def advance(self, done: int, expected: int) -> None:
         if done == expected or done % max(1, expected // LINES_PER_RUN) == 0:
-            self._say(f"  {done}/{expected} trials, {self._tally}")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+            self._console.print(f"  {done}/{expected} trials, {self._tally}", markup=False)
 
 
-class LiveProgress(Quiet):
+class LiveProgress(PlainProgress):
     """One bar per run: trials, speed, live tokens, events, time left."""
 
     def __init__(self, console: Console) -> None:
-        self._tally = Tally()
-        self._spec: RunSpec | None = None
+        super().__init__(console)
         self._bar: TaskID | None = None
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -148,32 +114,22 @@ class LiveProgress(Quiet):
         )
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop drawing; what was drawn stays."""
-        self._progress.stop()
+        self._progress.stop()  # what was drawn stays
 
-    def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        """Add a bar, or move the last one."""
-        if record is None:
-            self._tally = Tally()
-            if spec is not self._spec:
-                self._spec = spec
-                self._bar = self._progress.add_task(
-                    _title(spec), total=expected, completed=done, figures=""
-                )
-        elif self._bar is not None:
-            self._tally.add(record)
+    def begin(self, title: str, done: int, expected: int) -> None:
+        self._bar = self._progress.add_task(title, total=expected, completed=done, figures="")
+
+    def advance(self, done: int, expected: int) -> None:  # noqa: ARG002
+        if self._bar is not None:
             self._progress.update(self._bar, completed=done, figures=str(self._tally))
 
 
 def _title(spec: RunSpec) -> str:
     if spec.budget is None:
         return f"{spec.method} on {spec.task}"
-    size = (
-        f"{spec.budget} tokens" if isinstance(spec.budget, int) else f"{spec.budget} of the session"
-    )
-    return f"{spec.method} at {size} on {spec.task}"
+    unit = "tokens" if isinstance(spec.budget, int) else "of the session"
+    return f"{spec.method} at {spec.budget} {unit} on {spec.task}"

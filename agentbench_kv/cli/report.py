@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentbench_kv.cli.options import FOLDER, PATH, flag, shown
+from agentbench_kv.errors import UsageError
+
 if TYPE_CHECKING:
     from agentbench_kv.results.runs import Problem, Run
     from agentbench_kv.results.tables.model import Table
@@ -17,56 +20,34 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 
 
 @click.command()
-@click.argument("paths", nargs=-1, metavar="[RUNS]...", type=click.Path(path_type=Path))
-@click.option(
-    "--table",
-    "kinds",
+@click.argument("paths", nargs=-1, metavar="[RUNS]...", type=PATH)
+@shown(
+    "--table kinds",
+    "Family of tables; repeatable.  [default: all that have data]",
+    click.Choice(KINDS),
     multiple=True,
-    type=click.Choice(KINDS),
-    envvar="KVBENCH_TABLE",
-    show_envvar=True,
-    help="Family of tables; repeatable.  [default: all that have data]",
 )
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(FORMATS),
+@shown(
+    "--format style",
+    "[default: the suffix of --out, else terminal]",
+    click.Choice(FORMATS),
     envvar="KVBENCH_REPORT_FORMAT",
-    show_envvar=True,
-    help="[default: the suffix of --out, else terminal]",
 )
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Is --format json.")
-@click.option(
-    "--metric",
-    "metrics",
+@flag("--json as_json", "Is --format json.")
+@shown(
+    "--metric metrics M",
+    "score or a sub-score, e.g. recurring; repeatable.  [default: score]",
     multiple=True,
-    metavar="M",
     envvar="KVBENCH_REPORT_METRIC",
-    show_envvar=True,
-    help="score or a sub-score, e.g. recurring; repeatable.  [default: score]",
 )
-@click.option(
-    "--published",
-    is_flag=True,
-    envvar="KVBENCH_PUBLISHED",
-    show_envvar=True,
-    help="Also, or alone, the papers' own tables.",
-)
-@click.option(
+@shown("--published", "Also, or alone, the papers' own tables.", is_flag=True)
+@shown(
     "--out",
-    type=click.Path(path_type=Path),
+    "File to write, or folder for a file per table.  [default: print]",
+    PATH,
     envvar="KVBENCH_REPORT_OUT",
-    show_envvar=True,
-    help="File to write, or folder for a file per table.  [default: print]",
 )
-@click.option(
-    "--html",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar="KVBENCH_HTML",
-    show_envvar=True,
-    metavar="DIR",
-    help="Write a static site instead of tables.",
-)
+@shown("--html DIR", "Write a static site instead of tables.", FOLDER)
 def report(
     paths: tuple[Path, ...],
     kinds: tuple[str, ...],
@@ -82,7 +63,6 @@ def report(
     Accuracy against budget, efficiency, throughput, summaries of the curves. What could not be
     read goes to stderr, a line each.
     """
-    # Imported here: pandas and scipy take a second, which `kvbench --help` should not.
     from agentbench_kv.results.tables.formats import choose_format, show, write
     from agentbench_kv.results.terminal import visible
 
@@ -91,7 +71,11 @@ def report(
     for problem in problems:
         click.echo(visible(f"{problem.path}: {problem.reason}"), err=True)
     if html is not None:
-        _site(runs, problems, html)
+        if not runs:
+            raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
+        from agentbench_kv.results.site.build import build_site
+
+        click.echo(build_site(runs, problems, html))
         return
     chosen = choose_format("json" if as_json else style, out)
     tables = _tables(runs, kinds, metrics, published, served)
@@ -112,7 +96,6 @@ def _served(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _load(paths: Sequence[Path], published: bool) -> tuple[list[Run], list[Problem]]:
-    from agentbench_kv.errors import UsageError
     from agentbench_kv.results.runs import load_runs
 
     if not paths and not published:
@@ -127,7 +110,6 @@ def _tables(
     published: bool,
     served: Sequence[Path],
 ) -> list[Table]:
-    from agentbench_kv.errors import UsageError
     from agentbench_kv.results.tables.model import Kind
     from agentbench_kv.results.tables.published import published_tables
     from agentbench_kv.results.tables.report import report_tables
@@ -143,12 +125,3 @@ def _tables(
         what = "measurements under load" if served else "published figures"
         raise UsageError(f"no {what} in {', '.join(kinds)}")
     return tables
-
-
-def _site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> None:
-    from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.site.build import build_site
-
-    if not runs:
-        raise UsageError("--html needs runs, e.g. kvbench report runs --html site")
-    click.echo(build_site(runs, problems, folder))

@@ -7,64 +7,50 @@ from typing import Any
 
 import click
 
-from agentbench_kv.cli.options import parse_budget, parse_settings
-from agentbench_kv.cli.spec_options import base_spec, out_option, quiet_option, spec_options
-
-__all__ = ["run"]
+from agentbench_kv.cli.options import (
+    ABOVE_ZERO,
+    dry_run_option,
+    json_option,
+    option,
+    out_option,
+    parse_budget,
+    parse_settings,
+    quiet_option,
+    set_option,
+    shown,
+)
+from agentbench_kv.cli.spec_options import base_spec, spec_options
 
 
 @click.command()
-@click.option(
-    "--method",
-    "methods",
-    multiple=True,
-    envvar="KVBENCH_METHOD",
-    show_envvar=True,
-    help="Method, or method@preset; repeatable. [default: agentkv, full on an engine that cannot "
+@shown(
+    "--method methods",
+    "Method, or method@preset; repeatable. [default: agentkv, full on an engine that cannot "
     "compress]",
-)
-@click.option(
-    "--budget",
-    "budgets",
     multiple=True,
-    metavar="TOKENS",
-    envvar="KVBENCH_BUDGET",
-    show_envvar=True,
-    help="Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
 )
-@click.option(
-    "--task",
-    "tasks",
+@shown(
+    "--budget budgets TOKENS",
+    "Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
     multiple=True,
+)
+@option(
+    "--task tasks",
+    "Benchmark slice; repeatable. See kvbench ls tasks.",
     default=("micro/recall-5k",),
-    envvar="KVBENCH_TASK",
-    show_default=True,
-    help="Benchmark slice; repeatable. See kvbench ls tasks.",
 )
-@click.option(
-    "--seed", "seeds", type=int, multiple=True, default=(0,), envvar="KVBENCH_SEED",
-    show_default=True, help="Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--set",
-    "pairs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    envvar="KVBENCH_SET",
-    help="Parameter of the method or the task; repeatable. See kvbench ls methods|tasks.",
-)
+@option("--seed seeds", "Repeatable.", default=(0,))
+@set_option("Parameter of the method or the task; repeatable. See kvbench ls methods|tasks.")
 @spec_options
-@out_option
-@click.option(
+@out_option()
+@shown(
     "--max-cost",
-    type=click.FloatRange(min=0, min_open=True),
-    envvar="KVBENCH_MAX_COST",
-    show_envvar=True,
-    help="Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
+    "Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
+    ABOVE_ZERO,
 )
-@click.option("--dry-run", is_flag=True, help="Check everything, show what would run, and stop.")
+@dry_run_option
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
+@json_option
 def run(
     methods: tuple[str, ...],
     budgets: tuple[str, ...],
@@ -82,7 +68,6 @@ def run(
 
     Repeated options make a grid. The same command finishes a run that was interrupted.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.cli.output import show_outcome, show_plan
     from agentbench_kv.cli.progress import run_progress
     from agentbench_kv.engines.api.costs import spending_limit
@@ -91,11 +76,10 @@ def run(
 
     if max_cost is not None:
         _check_billed(shared["engine"])
-    sizes: list[int | str | None] = [parse_budget(text) for text in budgets]
     specs = grid(
         base_spec(shared),
         methods or default_methods(shared["engine"]),
-        sizes or [None],
+        [parse_budget(text) for text in budgets] or [None],
         tasks,
         seeds,
         parse_settings(pairs),

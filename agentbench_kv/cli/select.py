@@ -6,59 +6,28 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import parse_settings
+from agentbench_kv.cli.options import PATH, flag, option, parse_settings, set_option, shown
 from agentbench_kv.errors import UsageError
-
-__all__ = ["select"]
 
 
 @click.command()
-@click.option(
-    "--method",
-    required=True,
-    envvar="KVBENCH_METHOD",
-    show_envvar=True,
-    help="Method, or method@preset. See kvbench ls methods.",
-)
-@click.option(
-    "--budget",
-    metavar="TOKENS",
-    envvar="KVBENCH_BUDGET",
-    show_envvar=True,
-    help="Tokens kept per (layer, KV head), e.g. 64, 3k or 25%.",
-)
-@click.option(
-    "--capture",
-    type=click.Path(path_type=Path),
-    required=True,
-    envvar="KVBENCH_CAPTURE",
-    show_envvar=True,
-    help="Capture file, .npz or .safetensors (docs/analysis.md).",
-)
-@click.option(
+@shown("--method", "Method, or method@preset. See kvbench ls methods.", required=True)
+@shown("--budget TOKENS", "Tokens kept per (layer, KV head), e.g. 64, 3k or 25%.")
+@shown("--capture", "Capture file, .npz or .safetensors (docs/analysis.md).", PATH, required=True)
+@shown(
     "--out",
-    type=click.Path(path_type=Path),
+    "File to write, .npz or .safetensors: kept, score and meta.",
+    PATH,
     required=True,
     envvar="KVBENCH_SELECT_OUT",
-    show_envvar=True,
-    help="File to write, .npz or .safetensors: kept, score and meta.",
 )
-@click.option(
-    "--set",
-    "pairs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    envvar="KVBENCH_SET",
-    help="Method parameter; repeatable. See kvbench ls methods.",
+@set_option("Method parameter; repeatable. See kvbench ls methods.")
+@option(
+    "--now POSITION",
+    "Event before this position; later tokens are the future. [default: the capture's]",
+    int,
 )
-@click.option(
-    "--now",
-    type=int,
-    metavar="POSITION",
-    envvar="KVBENCH_NOW",
-    help="Event before this position; later tokens are the future. [default: the capture's]",
-)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="Print meta as JSON.")
+@flag("--json as_json", "Print meta as JSON.")
 def select(
     method: str,
     budget: str | None,
@@ -72,7 +41,6 @@ def select(
 
     Exactly the code the engines run, on a file.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
     from agentbench_kv.analysis.archives import check_suffix
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.selection import select_capture

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+
+from agentbench_kv.cli.options import (
+    POSITIVE,
+    json_option,
+    local,
+    local_flag,
+    many,
+    option,
+    parse_budget,
+    parse_settings,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from agentbench_kv.conformance.result import CheckResult
@@ -21,58 +35,31 @@ def selftest() -> None:
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@click.option(
-    "--budget",
-    envvar="KVBENCH_BUDGET",
-    metavar="TOKENS",
-    help="Tokens to keep; chosen for every check if not given.",
-)
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Parameter of the method.")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
-@click.pass_context
-def method(
-    ctx: click.Context, name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool
-) -> None:
+@option("--budget TOKENS", "Tokens to keep; chosen for every check if not given.")
+@set_option("Parameter of the method.", envvar=None)
+@json_option
+def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
     """Check a KV-cache method: its selections, and the engine with it against a masked model.
 
     NAME is a registered method (`agentkv`, `snapkv@kvpress`) or the path of a class that need not
     be installed (`my_package.my_module:MyMethod`, looked for in this folder too).
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
-    from agentbench_kv.conformance.suite import method_suite, passed
+    from agentbench_kv.conformance.suite import method_suite
 
     built = _build(name, budget, pairs)
     results = method_suite(built, None if budget is None else built.budget)
-    if as_json:
-        _print_json("method", built.label, results)
-    else:
-        _print_table(built.label, results)
-    ctx.exit(0 if passed(results) else 1)
+    _show("method", built.label, results, as_json)
 
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@click.option(
-    "--limit",
-    type=click.IntRange(1),
-    default=5,
-    envvar="KVBENCH_LIMIT",
-    show_default=True,
-    help="Only the first N samples.",
-)
-@click.option("--full", is_flag=True, help="All samples.")
-@click.option("--concurrency", type=click.IntRange(1), default=8, envvar="KVBENCH_CONCURRENCY")
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Setting of the task.")
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
-@click.pass_context
+@option("--limit", "Only the first N samples.", POSITIVE, default=5)
+@local_flag("--full", "All samples.")
+@option("--concurrency", kind=POSITIVE, default=8, show_default=False)
+@set_option("Setting of the task.", envvar=None)
+@json_option
 def task(
-    ctx: click.Context,
-    name: str,
-    limit: int,
-    full: bool,
-    concurrency: int,
-    pairs: tuple[str, ...],
-    as_json: bool,
+    name: str, limit: int, full: bool, concurrency: int, pairs: tuple[str, ...], as_json: bool
 ) -> None:
     """Check a task with agents whose score is known: gold, corrupt and null.
 
@@ -80,9 +67,6 @@ def task(
     Answers may be as long as the agents' longest. Without a corpus, frames/test and
     browsecomp-plus/test are checked by their synthetic variants.
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
-    from agentbench_kv.cli.options import parse_settings
-    from agentbench_kv.conformance.suite import passed
     from agentbench_kv.conformance.tasks import suite_task, task_suite
 
     settings = parse_settings(pairs)
@@ -93,42 +77,26 @@ def task(
     results = task_suite(
         name, limit=None if full else limit, settings=settings, concurrency=concurrency
     )
-    if as_json:
-        _print_json("task", name, results)
-    else:
-        _print_table(name, results)
-    ctx.exit(0 if passed(results) else 1)
+    _show("task", name, results, as_json)
 
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@click.option(
-    "--method",
-    "methods",
+@many("--method methods METHOD", "Only this method; repeatable.")
+@local(
+    "--family families",
+    "Only this model family; repeatable.",
+    click.Choice(("qwen3", "llama")),
     multiple=True,
-    envvar="KVBENCH_METHOD",
-    metavar="METHOD",
-    help="Only this method; repeatable.",
 )
-@click.option(
-    "--family",
-    "families",
+@local_flag("--quick", "Three methods, one family, fewer random sessions.")
+@local(
+    "--engine-arg pairs KEY=VALUE",
+    "Option of the engine's own command line, without dashes; repeatable.",
     multiple=True,
-    type=click.Choice(("qwen3", "llama")),
-    help="Only this model family; repeatable.",
 )
-@click.option("--quick", is_flag=True, help="Three methods, one family, fewer random sessions.")
-@click.option(
-    "--engine-arg",
-    "pairs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Option of the engine's own command line, without dashes; repeatable.",
-)
-@click.option("--json", "as_json", is_flag=True, envvar="KVBENCH_JSON", help="One JSON document.")
-@click.pass_context
+@json_option
 def engine(
-    ctx: click.Context,
     name: str,
     methods: tuple[str, ...],
     families: tuple[str, ...],
@@ -142,10 +110,7 @@ def engine(
     Hugging Face model that is blind to what was evicted. NAME is a registered engine (kvbench ls
     engines); some need an environment of their own (kvbench env create NAME).
     """
-    # Imported here: torch takes seconds, which `kvbench --help` should not.
-    from agentbench_kv.cli.options import parse_settings
     from agentbench_kv.conformance.engines import engine_suite
-    from agentbench_kv.conformance.suite import passed
 
     results = engine_suite(
         name,
@@ -155,11 +120,7 @@ def engine(
         engine_args=parse_settings(pairs, "--engine-arg"),
         report=_say_part,
     )
-    if as_json:
-        _print_json("engine", name, results)
-    else:
-        _print_table(name, results)
-    ctx.exit(0 if passed(results) else 1)
+    _show("engine", name, results, as_json)
 
 
 def _say_part(part: str, results: list[CheckResult]) -> None:
@@ -169,48 +130,39 @@ def _say_part(part: str, results: list[CheckResult]) -> None:
 
 
 def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
-    from agentbench_kv.cli.options import parse_budget, parse_settings
     from agentbench_kv.conformance.methods import build_method
     from agentbench_kv.errors import UsageError
     from agentbench_kv.registry import load_class
 
     spec, _, preset = name.partition("@")
-    size = None if budget is None else parse_budget(budget)
+    size = parse_budget(budget)
     if isinstance(size, str):
         raise UsageError(f"budget {size}: the self-test takes a number of tokens")
     return build_method(load_class(spec), size, preset=preset, settings=parse_settings(pairs))
 
 
-def _print_json(kind: str, label: str, results: dict[str, list[CheckResult]]) -> None:
-    from dataclasses import asdict
-
+def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:
+    """Print the outcome and leave with its exit code."""
     from agentbench_kv.cli.documents import print_json
     from agentbench_kv.conformance.suite import passed
+    from agentbench_kv.results.terminal import console, new_table
 
-    checks = [{"part": part, **asdict(each)} for part, found in results.items() for each in found]
-    print_json({kind: label, "ok": passed(results), "checks": checks})
-
-
-def _print_table(label: str, results: dict[str, list[CheckResult]]) -> None:
-    from rich.table import Table
-
-    from agentbench_kv.results.terminal import console, plain
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("part", "check", "", "detail"):
-        table.add_column(column, overflow="fold")
-    for part, found in results.items():
-        for each in found:
-            verdict = "skipped" if each.skipped else "ok" if each.ok else "FAILED"
-            table.add_row(part, plain(each.name), verdict, plain(each.detail))
-    console().print(table)
-    every = [each for found in results.values() for each in found]
-    failed = sum(not each.ok for each in every)
-    outcome = f"{failed} of {len(every)} checks failed" if failed else _passed(every)
-    console().print(f"{label}: {outcome}", markup=False)
+    every = [(part, each) for part, found in results.items() for each in found]
+    ok = passed(results)
+    if as_json:
+        checks = [{"part": part, **asdict(each)} for part, each in every]
+        print_json({kind: label, "ok": ok, "checks": checks})
+    else:
+        rows = [(part, each.name, _verdict(each), each.detail) for part, each in every]
+        console().print(new_table("part", "check", "", "detail", rows=rows))
+        verdicts = Counter(row[2] for row in rows)
+        failed, skipped = verdicts["FAILED"], verdicts["skipped"]
+        outcome = f"{verdicts['ok']} checks passed" + (f", {skipped} skipped" if skipped else "")
+        if failed:
+            outcome = f"{failed} of {len(rows)} checks failed"
+        console().print(f"{label}: {outcome}", markup=False)
+    click.get_current_context().exit(0 if ok else 1)
 
 
-def _passed(results: list[CheckResult]) -> str:
-    skipped = sum(each.skipped for each in results)
-    left = f", {skipped} skipped" if skipped else ""
-    return f"{len(results) - skipped} checks passed{left}"
+def _verdict(result: CheckResult) -> str:
+    return "skipped" if result.skipped else "ok" if result.ok else "FAILED"

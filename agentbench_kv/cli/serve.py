@@ -4,84 +4,41 @@ from __future__ import annotations
 
 import click
 
-from agentbench_kv.cli.options import address_options, parse_budget, parse_settings
-from agentbench_kv.cli.spec_options import ENGINE_OPTIONS
-
-__all__ = ["serve"]
+from agentbench_kv.cli.options import (
+    POSITIVE,
+    address_options,
+    device_option,
+    dtype_option,
+    engine_option,
+    model_option,
+    option,
+    parse_budget,
+    parse_settings,
+    set_option,
+)
+from agentbench_kv.cli.spec_options import engine_arg_option, untested_option
 
 
 @click.command()
-@click.option("--engine", default="embedded", envvar="KVBENCH_ENGINE", show_default=True)
-@click.option(
-    "--model",
-    default="micro",
-    envvar="KVBENCH_MODEL",
-    show_default=True,
-    help="The shipped micro model, or a Hugging Face model folder.",
-)
-@click.option(
-    "--method",
-    default="full",
-    envvar="KVBENCH_METHOD",
-    show_default=True,
-    help="Method, or method@preset.",
-)
-@click.option(
-    "--budget",
-    metavar="TOKENS",
-    envvar="KVBENCH_BUDGET",
-    help="Tokens kept per (layer, KV head).",
-)
-@click.option(
-    "--set",
-    "pairs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    envvar="KVBENCH_SET",
-    help="Parameter of the method; repeatable.",
-)
-@click.option("--device", default="auto", envvar="KVBENCH_DEVICE", show_default=True)
-@click.option("--dtype", default="float32", envvar="KVBENCH_DTYPE", show_default=True)
-@ENGINE_OPTIONS[0]
-@ENGINE_OPTIONS[1]
+@engine_option
+@model_option
+@option("--method", "Method, or method@preset.", default="full")
+@option("--budget TOKENS", "Tokens kept per (layer, KV head).")
+@set_option("Parameter of the method; repeatable.")
+@device_option
+@dtype_option
+@engine_arg_option
+@untested_option
 @address_options(port=8000)
-@click.option(
+@option(
     "--api-key",
-    envvar="KVBENCH_API_KEY",
-    help="What clients must send; needed to bind another host than this machine's own. "
+    "What clients must send; needed to bind another host than this machine's own. "
     "Prefer KVBENCH_API_KEY: an option can be read in the list of processes.",
 )
-@click.option(
-    "--parser",
-    default="auto",
-    envvar="KVBENCH_PARSER",
-    show_default=True,
-    help="Tool-call syntax: hermes, llama3_json, none.",
-)
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1),
-    default=16,
-    envvar="KVBENCH_CONCURRENCY",
-    show_default=True,
-    help="Requests answered at once.",
-)
-@click.option(
-    "--max-sessions",
-    type=click.IntRange(1),
-    default=1024,
-    envvar="KVBENCH_MAX_SESSIONS",
-    show_default=True,
-    help="Sessions open at once.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=1024,
-    envvar="KVBENCH_MAX_TOKENS",
-    show_default=True,
-    help="For requests that do not say.",
-)
+@option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
+@option("--concurrency", "Requests answered at once.", POSITIVE, default=16)
+@option("--max-sessions", "Sessions open at once.", POSITIVE, default=1024)
+@option("--max-tokens", "For requests that do not say.", POSITIVE, default=1024)
 def serve(
     engine: str,
     model: str,
@@ -118,7 +75,7 @@ def serve(
         engine,
         model,
         method,
-        parse_budget(budget) if budget else None,
+        parse_budget(budget),
         parse_settings(pairs),
         device=device,
         dtype=dtype,

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgspec
-
-__all__ = ["Answer", "Turn", "events"]
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One request, answered or failed. Seconds; in an `Outcome`, `start` counts from its clock.
-
-    Attributes
-    ----------
-    new_tokens, prompt_tokens : int
-        What this request added to the session, and all it stands on.
-    output_tokens : int
-        Generated, as the server counts.
-    ttft_s : float
-        Until the first token; 0 if none came.
-    latency_s : float
-        Until the last one.
-    itls_s : list of float
-        Gaps between tokens; those that arrive together share the gap before them equally.
-    error : str or None
-        Why it counts as failed.
-    kv : dict or None
-        `usage.kvbench`, where the server sends it.
-    """
+    """One request, answered or failed. Times are in seconds."""
 
     session: int
     turn: int
-    start: float
-    new_tokens: int
-    prompt_tokens: int
-    output_tokens: int = 0
-    ttft_s: float = 0.0
-    latency_s: float = 0.0
-    itls_s: list[float] = []
-    error: str | None = None
-    kv: dict[str, Any] | None = None
+    start: float  # in an `Outcome` it counts from the first session's beginning
+    new_tokens: int  # what this request added to the session
+    prompt_tokens: int  # with all that came before
+    output_tokens: int = 0  # generated, as the server counts
+    ttft_s: float = 0.0  # until the first token; 0 if none came
+    latency_s: float = 0.0  # until the last one
+    itls_s: list[float] = []  # gaps between tokens, see `Answer.itls_s`
+    error: str | None = None  # why it counts as failed
+    kv: dict[str, Any] | None = None  # `usage.kvbench`, where the server sends it
 
     @property
     def end(self) -> float:
@@ -55,31 +36,19 @@ class Turn(msgspec.Struct, frozen=True):
 
 @dataclass
 class Answer:
-    """What has arrived of an answer; times are the client's clock in seconds.
-
-    Attributes
-    ----------
-    arrivals : list of (float, int)
-        When tokens came, and how many at once; 1 where the server does not say.
-    tokens : int
-        Generated so far, as the server counts.
-    ids : list of int
-        The generated ids, where they were asked for.
-    end : float
-        When the generation was over.
-    """
+    """What has arrived of an answer; times are the client's clock in seconds."""
 
     started: float
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    tokens: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
+    tokens: int = 0  # generated so far, as the server counts
     prompt_tokens: int | None = None
-    ids: list[int] = field(default_factory=list)
-    end: float = 0.0
+    ids: list[int] = field(default_factory=list)  # generated, where they were asked for
+    end: float = 0.0  # when the generation was over
     kv: dict[str, Any] | None = None
     error: str | None = None
 
     def arrive(self, at: float, count: int = 1) -> None:
-        """Note that tokens came."""
+        """Note that tokens came; one where the server does not say how many."""
         self.arrivals.append((at, count))
         self.end = at
 
@@ -96,9 +65,9 @@ class Answer:
 
     @property
     def itls_s(self) -> list[float]:
-        """Gaps between tokens."""
+        """Gaps between tokens; those that arrive together share the gap before them equally."""
         gaps: list[float] = []
-        for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
+        for (before, _), (now, count) in pairwise(self.arrivals):
             gaps += [(now - before) / count] * count
         return gaps
 
@@ -106,10 +75,7 @@ class Answer:
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """Yield the JSON objects of a server-sent event stream, however it is cut into parts.
 
-    Raises
-    ------
-    ValueError
-        If an event holds anything else.
+    An event that holds anything else is a `ValueError`.
     """
     rest = b""
     async for part in parts:

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["poisson"]
-
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """Return the seconds at which sessions begin: the first at 0, gaps exponential.
+    """Return when `count` sessions begin, in seconds: the first at 0, `rate` a second on average.
 
-    Parameters
-    ----------
-    rate : float
-        Sessions per second, on average.
-    count : int
-        Sessions.
-    seed : int
-        The same seed gives the same schedule; another rate stretches it.
+    The same seed gives the same schedule; another rate stretches it.
     """
     gaps = np.random.default_rng(seed).exponential(1.0, count)
     starts: list[float] = (np.concatenate([[0.0], np.cumsum(gaps)[:-1]]) / rate).tolist()

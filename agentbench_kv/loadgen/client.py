@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractAsyncContextManager, suppress
 
-import httpx
+import aiohttp
 import msgspec
 
 from agentbench_kv.loadgen.answers import Answer, Turn, events
 from agentbench_kv.loadgen.jobs import Job
 from agentbench_kv.loadgen.wires import WIRES, Call
 
-__all__ = ["Player"]
+_REFUSED = 400
 
 
 class AnswerError(Exception):
@@ -22,16 +22,9 @@ class AnswerError(Exception):
 
 
 class Player:
-    """Plays sessions of one job.
+    """Plays sessions of one job."""
 
-    Parameters
-    ----------
-    client : httpx.AsyncClient
-        Of the job's server.
-    job : Job
-    """
-
-    def __init__(self, client: httpx.AsyncClient, job: Job) -> None:
+    def __init__(self, client: aiohttp.ClientSession, job: Job) -> None:
         self._client = client
         self._job = job
         self._wire = WIRES[job.target.wire](job.target.model, keep=job.workload.turns > 1)
@@ -39,16 +32,8 @@ class Player:
     async def play(self, index: int, name: str, prompts: Sequence[list[int]]) -> list[Turn]:
         """Send a session's turns one after the other; a failed one is the last.
 
+        `name` is the session's id on the server, `prompts` are the new ids of each turn;
         `Turn.start` is what `time.perf_counter` said.
-
-        Parameters
-        ----------
-        index : int
-            The session's number in the records.
-        name : str
-            The session's id on the server.
-        prompts : sequence of list of int
-            New ids of each turn.
         """
         turns: list[Turn] = []
         log: list[int] = []
@@ -63,20 +48,25 @@ class Player:
                 if turn.error:
                     break
                 log += ids
-        except (AnswerError, httpx.HTTPError, TimeoutError) as error:
-            turns.append(self._not_opened(index, len(prompts[0]), error))
-        await self._close(name)
+        except (AnswerError, aiohttp.ClientError, TimeoutError) as error:
+            why = str(error) or type(error).__name__
+            new = len(prompts[0])
+            turns.append(Turn(index, 0, time.perf_counter(), new, new, error=why))
+        # A session that failed before may not exist, which is no news.
+        with suppress(AnswerError, aiohttp.ClientError, TimeoutError):
+            await self._call(self._wire.closing(name))
         return turns
 
     async def _turn(
         self, index: int, number: int, name: str, log: list[int], new: int
     ) -> tuple[Turn, list[int]]:
+        """Send one turn; return it with the ids that were generated."""
         wanted = self._job.workload.shape.output
         call = self._wire.turn(name, log, new, wanted)
         payload = msgspec.json.encode(call.body)
         answer = Answer(time.perf_counter())
         error = await self._listen(call, payload, answer)
-        error = error or answer.error or self._short(answer, wanted, last=self._is_last(number))
+        last = number + 1 == self._job.workload.turns
         turn = Turn(
             session=index,
             turn=number,
@@ -87,38 +77,31 @@ class Player:
             ttft_s=answer.ttft_s,
             latency_s=answer.latency_s,
             itls_s=answer.itls_s,
-            error=error,
+            error=error or answer.error or self._lack(answer, wanted, last=last),
             kv=answer.kv,
         )
         return turn, answer.ids
 
     async def _listen(self, call: Call, payload: bytes, answer: Answer) -> str | None:
         """Read one answer to its end; return what went wrong on the way."""
-        headers = {"Content-Type": "application/json", **call.headers}
         try:
             async with (
                 asyncio.timeout(self._job.timeout_s),
-                self._client.stream(
-                    call.method, call.path, content=payload, headers=headers
-                ) as response,
+                self._request(call, payload) as response,
             ):
-                if response.status_code >= httpx.codes.BAD_REQUEST:
-                    await response.aread()
-                    return _refusal(response)
-                async for event in events(response.aiter_raw()):
+                if response.status >= _REFUSED:
+                    return await _refusal(response)
+                async for event in events(response.content.iter_any()):
                     self._wire.read(event, answer, time.perf_counter())
+        except aiohttp.ClientError as error:  # before TimeoutError: a failed connect is both
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
         except TimeoutError:
             return f"no whole answer within {self._job.timeout_s:g} s"
-        except httpx.HTTPError as error:
-            return f"{type(error).__name__}: {error}"
         except ValueError as error:
             return f"the stream holds something else than JSON: {error}"
         return None
 
-    def _is_last(self, number: int) -> bool:
-        return number + 1 == self._job.workload.turns
-
-    def _short(self, answer: Answer, wanted: int, *, last: bool) -> str | None:
+    def _lack(self, answer: Answer, wanted: int, *, last: bool) -> str | None:
         """Say what a finished answer lacks: every arm must do the same work."""
         if answer.tokens != wanted:
             return f"{answer.tokens} of {wanted} tokens were generated"
@@ -126,28 +109,29 @@ class Player:
             return f"{len(answer.ids)} ids came for {wanted} tokens"
         return None
 
-    def _not_opened(self, index: int, new: int, error: Exception) -> Turn:
-        said = str(error) or type(error).__name__
-        return Turn(index, 0, time.perf_counter(), new, new, error=said)
-
-    async def _close(self, name: str) -> None:
-        """End the session; one that failed before may not exist, which is no news."""
-        try:
-            await self._call(self._wire.closing(name))
-        except (AnswerError, httpx.HTTPError, TimeoutError):
-            return
-
     async def _call(self, call: Call | None) -> None:
         if call is None:
             return
-        async with asyncio.timeout(self._job.timeout_s):
-            body: dict[str, Any] = {} if call.body is None else {"json": call.body}
-            response = await self._client.request(
-                call.method, call.path, headers=call.headers, **body
-            )
-        if response.status_code >= httpx.codes.BAD_REQUEST:
-            raise AnswerError(_refusal(response))
+        payload = msgspec.json.encode(call.body) if call.body is not None else None
+        async with (
+            asyncio.timeout(self._job.timeout_s),
+            self._request(call, payload) as response,
+        ):
+            if response.status >= _REFUSED:
+                raise AnswerError(await _refusal(response))
+            await response.read()  # so that the connection can be used again
+
+    def _request(
+        self, call: Call, payload: bytes | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._client.request(
+            call.method,
+            self._job.target.base + call.path,
+            data=payload,
+            headers={"Content-Type": "application/json", **call.headers},
+            allow_redirects=False,  # a second request would be part of the time to the first token
+        )
 
 
-def _refusal(response: httpx.Response) -> str:
-    return f"HTTP {response.status_code}: {' '.join(response.text.split())[:200]}"
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    return f"HTTP {response.status}: {' '.join((await response.text()).split())[:200]}"

@@ -1,18 +1,14 @@
-"""One HTTP client, with one connection, for each session that is open."""
+"""The HTTP client of a job, and the key it sends."""
 
 from __future__ import annotations
 
 import os
-import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 
-import httpx
+import aiohttp
 
-from agentbench_kv.loadgen.transport import StreamTransport
-
-__all__ = ["Connections", "authorization"]
+_CONNECT_S = 20.0
+# Below uvicorn's 5 s, so that a request never takes a connection that the server is closing.
+_KEEP_ALIVE_S = 2.0
 
 
 def authorization() -> dict[str, str]:
@@ -21,49 +17,14 @@ def authorization() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class Connections:
-    """Hands out clients of one server, and takes them back.
+def open_client() -> aiohttp.ClientSession:
+    """Return a client that keeps its connections and lets any number be open at once.
 
-    Parameters
-    ----------
-    base : str
-        The server's URL.
-    transport : httpx.AsyncBaseTransport, optional
-        Instead of a network.
+    It must be made inside the event loop. How long an answer may take is up to the caller.
     """
-
-    def __init__(self, base: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._base = base
-        self._transport = transport
-        self._free: list[httpx.AsyncClient] = []
-        self._made: list[httpx.AsyncClient] = []
-
-    @contextmanager
-    def one(self) -> Iterator[httpx.AsyncClient]:
-        """Give a client that nobody else has until the block ends."""
-        client = self._free.pop() if self._free else self._new()
-        try:
-            yield client
-        finally:
-            self._free.append(client)
-
-    async def close(self) -> None:
-        """Close all."""
-        for client in self._made:
-            await client.aclose()
-
-    def _new(self) -> httpx.AsyncClient:
-        client = httpx.AsyncClient(
-            base_url=self._base,
-            headers={**authorization(), "Accept-Encoding": "identity"},
-            timeout=None,
-            transport=self._transport or StreamTransport(_certificates()),
-        )
-        self._made.append(client)
-        return client
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Return the certificates to trust; reading them takes longer than all else in a client."""
-    return httpx.create_ssl_context()
+    return aiohttp.ClientSession(
+        headers={**authorization(), "Accept-Encoding": "identity"},
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
+    )

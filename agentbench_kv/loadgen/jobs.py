@@ -9,11 +9,7 @@ import msgspec
 
 from agentbench_kv.errors import UsageError
 
-__all__ = ["Frames", "Job", "K", "Load", "Shape", "Target", "Vocabulary", "Workload"]
-
-K = 1024
-"""Tokens in the `k` of a shape, as in the papers' `16k/1k`."""
-
+K = 1024  # tokens in the `k` of a shape, as in the papers' `16k/1k`
 _SHAPE = re.compile(r"(\d+)(k?)/(\d+)(k?)", re.IGNORECASE)
 
 
@@ -25,13 +21,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `16k/1k` (16,384 and 1,024) or `2000/128`.
-
-        Raises
-        ------
-        UsageError
-            If it is neither, or a side is 0.
-        """
+        """Read `16k/1k` (16,384 and 1,024) or `2000/128`."""
         match = _SHAPE.fullmatch(text.strip())
         if match:
             prompt, output = (
@@ -53,23 +43,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What one session does.
-
-    Attributes
-    ----------
-    shape : Shape
-    turns : int
-        Requests of a session; each generates `shape.output` tokens.
-    tool_tokens : int
-        New tokens that every turn but the first brings: what the tool said.
-    think_time_s : float
-        Seconds between the end of an answer and the next request.
-    """
+    """What one session does."""
 
     shape: Shape
-    turns: int = 1
-    tool_tokens: int = 256
-    think_time_s: float = 0.0
+    turns: int = 1  # requests of a session; each generates `shape.output` tokens
+    tool_tokens: int = 256  # new tokens of every turn but the first: what the tool said
+    think_time_s: float = 0.0  # between the end of an answer and the next request
 
     @property
     def length(self) -> int:
@@ -79,24 +58,12 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How many sessions, and when they begin. One of `concurrency` and `rate` is given.
+    """How many sessions, and when they begin. One of `concurrency` and `rate` is given."""
 
-    Attributes
-    ----------
-    sessions : int
-        Sessions that are measured.
-    concurrency : int or None
-        Closed loop: so many sessions at once; when one ends the next begins.
-    rate : float or None
-        Open loop: sessions that begin per second, on average, whatever the server does.
-    warmup : int
-        Sessions played before the clock starts.
-    """
-
-    sessions: int
-    concurrency: int | None = None
-    rate: float | None = None
-    warmup: int = 2
+    sessions: int  # that are measured
+    concurrency: int | None = None  # closed loop: sessions at once; as one ends the next begins
+    rate: float | None = None  # open loop: sessions that begin per second, on average
+    warmup: int = 2  # sessions played before the clock starts
 
     @property
     def label(self) -> str:
@@ -110,41 +77,27 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server.
+    """A server."""
 
-    Attributes
-    ----------
-    base : str
-        URL without the `/v1`.
-    wire : str
-        What it understands: a name in `loadgen.wires.WIRES`.
-    model : str
-        Name to ask for.
-    """
-
-    base: str
-    wire: str
-    model: str
+    base: str  # URL without the `/v1`
+    wire: str  # what it understands: a name in `loadgen.wires.WIRES`
+    model: str  # name to ask for
 
 
 class Frames(msgspec.Struct, frozen=True):
-    """Token ids of the markers around an agent's messages, in the model's own chat format.
+    """Token ids of the markers around an agent's messages, in the model's own chat format."""
 
-    Attributes
-    ----------
-    user, assistant, call, tool : list of int
-        What stands before a user's message, a thought, a call that follows the thought, and a
-        tool's answer that follows the call.
-    end_user, end_tool : list of int
-        What ends these messages.
-    """
-
-    user: list[int]
+    user: list[int]  # before a user's message
     end_user: list[int]
-    assistant: list[int]
-    call: list[int]
-    tool: list[int]
+    assistant: list[int]  # before a thought
+    call: list[int]  # between a thought and its call
+    tool: list[int]  # between a call and the tool's answer
     end_tool: list[int]
+
+    @property
+    def around_call(self) -> int:
+        """Markers of a call and the tool's answer."""
+        return len(self.call) + len(self.tool) + len(self.end_tool)
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -156,19 +109,11 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One measurement.
-
-    Attributes
-    ----------
-    seed : int
-        Of prompts and arrivals; the same seed sends the same to every server.
-    timeout_s : float
-        Longest wait for one answer, whole.
-    """
+    """One measurement."""
 
     target: Target
     workload: Workload
     load: Load
     vocabulary: Vocabulary
-    seed: int = 0
-    timeout_s: float = 1800.0
+    seed: int = 0  # of prompts and arrivals; the same seed sends the same to every server
+    timeout_s: float = 1800.0  # longest wait for one answer, whole

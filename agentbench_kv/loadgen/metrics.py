@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,7 @@ import numpy as np
 from agentbench_kv.loadgen.answers import Turn
 from agentbench_kv.loadgen.load import Outcome
 
-__all__ = ["LATENCIES", "figures", "kv_figures", "most_at_once"]
-
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
-"""Time to the first token, per later token, between tokens, to the last: milliseconds."""
-
+_MEDIANS = ("peak_live", "live", "logical")
 _SUMMED = ("events", "evicted", "restored", "prefill_tokens", "recomputed", "session_resets")
 
 
@@ -27,6 +23,10 @@ def figures(outcome: Outcome) -> dict[str, int | float]:
     """
     done = [turn for turn in outcome.turns if turn.error is None]
     seconds = outcome.duration_s
+
+    def per_second(count: float) -> float:
+        return count / seconds if seconds > 0 else 0.0
+
     new, out = sum(t.new_tokens for t in done), sum(t.output_tokens for t in done)
     starts, ends = [t.start for t in done], [t.end for t in done]
     firsts = [t.start + t.ttft_s for t in done]
@@ -38,12 +38,12 @@ def figures(outcome: Outcome) -> dict[str, int | float]:
         "total_input_tokens": new,
         "total_prompt_tokens": sum(t.prompt_tokens for t in done),
         "total_output_tokens": out,
-        "request_throughput": _per_second(len(done), seconds),
-        "output_throughput": _per_second(out, seconds),
-        "total_token_throughput": _per_second(new + out, seconds),
+        "request_throughput": per_second(len(done)),
+        "output_throughput": per_second(out),
+        "total_token_throughput": per_second(new + out),
         "max_concurrent_requests": most_at_once(starts, ends),
         "max_concurrent_decodes": most_at_once(firsts, ends),
-        "concurrency": _per_second(sum(t.latency_s for t in done), seconds),
+        "concurrency": per_second(sum(t.latency_s for t in done)),
     }
     for name, values in _latencies(done).items():
         found |= _described(name, values)
@@ -64,16 +64,20 @@ def kv_figures(turns: Sequence[Turn]) -> dict[str, Any] | None:
     for turn in turns:
         phases.update((turn.kv or {}).get("phases") or {})
     budgets = {account.get("budget") for account in accounts}
+
+    def column(name: str) -> list[Any]:
+        return [account.get(name, 0) for account in accounts]
+
     return {
         "sessions": len(accounts),
         "budget": budgets.pop() if len(budgets) == 1 else None,
-        **{f"median_{name}": _median(accounts, name) for name in ("peak_live", "live", "logical")},
-        "max_peak_live": max(account.get("peak_live", 0) for account in accounts),
-        "longest_prefill": max(account.get("longest_prefill", 0) for account in accounts),
+        **{f"median_{name}": float(np.median(column(name))) for name in _MEDIANS},
+        "max_peak_live": max(column("peak_live")),
+        "longest_prefill": max(column("longest_prefill")),
         "mean_decode_kv": _mean_decode_kv(accounts),
         "max_over_budget": _over_budget(accounts),
         "compressed_sessions": sum(account.get("events", 0) > 0 for account in accounts),
-        **{name: sum(account.get(name, 0) for account in accounts) for name in _SUMMED},
+        **{name: sum(column(name)) for name in _SUMMED},
         "phases": dict(phases),
     }
 
@@ -85,6 +89,7 @@ def most_at_once(starts: Sequence[float], ends: Sequence[float]) -> int:
 
 
 def _latencies(done: Sequence[Turn]) -> dict[str, list[float]]:
+    """Return seconds to the first token, per later token, between tokens and to the last."""
     return {
         "ttft": [turn.ttft_s for turn in done],
         "tpot": [
@@ -101,21 +106,9 @@ def _described(name: str, seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     ms = np.array(seconds) * 1e3
-    return {
-        f"mean_{name}_ms": float(ms.mean()),
-        f"median_{name}_ms": float(np.median(ms)),
-        f"std_{name}_ms": float(ms.std()),
-        f"p90_{name}_ms": float(np.percentile(ms, 90)),
-        f"p99_{name}_ms": float(np.percentile(ms, 99)),
-    }
-
-
-def _per_second(count: float, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
-
-
-def _median(accounts: Iterable[Mapping[str, Any]], name: str) -> float:
-    return float(np.median([account.get(name, 0) for account in accounts]))
+    p90, p99 = np.percentile(ms, (90, 99))
+    of = {"mean": ms.mean(), "median": np.median(ms), "std": ms.std(), "p90": p90, "p99": p99}
+    return {f"{figure}_{name}_ms": float(value) for figure, value in of.items()}
 
 
 def _mean_decode_kv(accounts: Sequence[Mapping[str, Any]]) -> float:

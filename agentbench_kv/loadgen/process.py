@@ -16,33 +16,17 @@ from agentbench_kv.loadgen.jobs import Job
 from agentbench_kv.loadgen.load import run
 from agentbench_kv.loadgen.metrics import figures, kv_figures
 
-__all__ = ["Result", "measure", "measure_apart"]
-
 _MOST_ERRORS = 5
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One measurement.
+    """One measurement."""
 
-    Attributes
-    ----------
-    figures : dict
-        See `metrics.figures`.
-    kv : dict or None
-        See `metrics.kv_figures`.
-    errors : dict
-        What failed requests said, and how often; the most frequent ones.
-    warmup_errors : int
-        Failed requests of the warm-up.
-    requests : list of Turn
-        Every request, without its gaps.
-    """
-
-    figures: dict[str, int | float]
-    kv: dict[str, Any] | None
-    errors: dict[str, int]
-    warmup_errors: int
-    requests: list[Turn]
+    figures: dict[str, int | float]  # see `metrics.figures`
+    kv: dict[str, Any] | None  # see `metrics.kv_figures`
+    errors: dict[str, int]  # what failed requests said and how often, the most frequent ones
+    warmup_errors: int  # failed requests of the warm-up
+    requests: list[Turn]  # every request, without its gaps
 
 
 def measure(job: Job) -> Result:
@@ -59,13 +43,7 @@ def measure(job: Job) -> Result:
 
 
 def measure_apart(job: Job) -> Result:
-    """Play a job in a process of its own.
-
-    Raises
-    ------
-    KVBenchError
-        If that process dies.
-    """
+    """Play a job in a process of its own; `KVBenchError` if that process dies."""
     command = [sys.executable, "-m", "agentbench_kv.loadgen"]
     done = subprocess.run(command, input=msgspec.json.encode(job), capture_output=True, check=False)
     if done.returncode:

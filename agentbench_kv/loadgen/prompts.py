@@ -10,22 +10,15 @@ from tokenizers import Tokenizer
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.loadgen.jobs import Frames, Vocabulary, Workload
 
-__all__ = ["Speaker", "read_vocabulary"]
-
+# Tokens of a thought, a call and a tool's answer.
 _THOUGHT = 96
 _CALL = 32
 _RESPONSE = 256
-_FAMILY = "<|im_start|>"
+_CHATML = "<|im_start|>"
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """Return the ids of a model folder's tokenizer.
-
-    Raises
-    ------
-    PrerequisiteError
-        If there is no `tokenizer.json` that can be read.
-    """
+    """Return the ids of a model folder's tokenizer; it needs a `tokenizer.json`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise PrerequisiteError(f"no tokenizer.json in {folder}; name a model folder that has one")
@@ -44,13 +37,6 @@ class Speaker:
     thought, call and tool answer as fit, and ends where the assistant starts to think; later turns
     end the thought with a call and bring the tool's answer. So a method that tells phases apart
     has every phase to work with. Without frames, or where they do not fit, all ids are random.
-
-    Parameters
-    ----------
-    vocabulary : Vocabulary
-    workload : Workload
-    seed : int
-        Sessions of another seed say something else.
     """
 
     def __init__(self, vocabulary: Vocabulary, workload: Workload, seed: int) -> None:
@@ -62,7 +48,7 @@ class Speaker:
     def prompts(self, session: int) -> list[list[int]]:
         """Return the new ids of every turn of a session: lengths are exactly the workload's."""
         draw = np.random.default_rng([self._seed, session])
-        later = (self._tool(draw) for _ in range(self._workload.turns - 1))
+        later = (self._later(draw) for _ in range(self._workload.turns - 1))
         return [self._first(draw), *later]
 
     def _first(self, draw: np.random.Generator) -> list[int]:
@@ -70,39 +56,30 @@ class Speaker:
         if frames is None:
             return self._random(draw, size)
         ends = len(frames.user) + len(frames.end_user) + len(frames.assistant)
-        step = len(frames.assistant) + _THOUGHT + self._exchange(_CALL, _RESPONSE)
+        step = len(frames.assistant) + _THOUGHT + frames.around_call + _CALL + _RESPONSE
         rounds, asked = divmod(size - ends, step)
         if rounds < 0:
             return self._random(draw, size)
         ids = [*frames.user, *self._random(draw, asked), *frames.end_user]
         for _ in range(rounds):
             ids += [*frames.assistant, *self._random(draw, _THOUGHT)]
-            ids += self._answered(draw, _CALL, _RESPONSE)
+            ids += self._answered(draw, frames, _CALL, _RESPONSE)
         return [*ids, *frames.assistant]
 
-    def _tool(self, draw: np.random.Generator) -> list[int]:
+    def _later(self, draw: np.random.Generator) -> list[int]:
         size, frames = self._workload.tool_tokens, self._frames
-        if frames is None:
-            return self._random(draw, size)
-        room = size - self._exchange(0, 0) - len(frames.assistant)
-        if room < 0:
+        room = size - frames.around_call - len(frames.assistant) if frames else -1
+        if frames is None or room < 0:
             return self._random(draw, size)
         call = min(_CALL, room // 2)
-        return [*self._answered(draw, call, room - call), *frames.assistant]
+        return [*self._answered(draw, frames, call, room - call), *frames.assistant]
 
-    def _answered(self, draw: np.random.Generator, call: int, response: int) -> list[int]:
+    def _answered(
+        self, draw: np.random.Generator, frames: Frames, call: int, response: int
+    ) -> list[int]:
         """Return a call and the tool's answer, from the end of the thought on."""
-        frames = self._frames
-        if frames is None:
-            return self._random(draw, call + response)
         head = [*frames.call, *self._random(draw, call)]
         return [*head, *frames.tool, *self._random(draw, response), *frames.end_tool]
-
-    def _exchange(self, call: int, response: int) -> int:
-        """Return the length of `_answered`."""
-        frames = self._frames
-        marks = len(frames.call) + len(frames.tool) + len(frames.end_tool) if frames else 0
-        return marks + call + response
 
     def _random(self, draw: np.random.Generator, size: int) -> list[int]:
         ids: list[int] = draw.choice(self._ids, size).tolist()
@@ -111,7 +88,7 @@ class Speaker:
 
 def _frames(tokenizer: Tokenizer) -> Frames | None:
     """Return the markers of the ChatML family (Qwen, the micro model); None of any other."""
-    if tokenizer.token_to_id(_FAMILY) is None:
+    if tokenizer.token_to_id(_CHATML) is None:
         return None
 
     def ids(text: str) -> list[int]:

@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from agentbench_kv.loadgen import load
 from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Vocabulary, Workload
@@ -23,7 +25,7 @@ def sse(event: dict[str, Any]) -> bytes:
 
 
 class FakeServer:
-    """An ASGI application.
+    """A handler of HTTP requests.
 
     Parameters
     ----------
@@ -52,24 +54,22 @@ class FakeServer:
         self._refuse = refuse
         self._short = short
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        data, more = b"", True
-        while more:
-            message = await receive()
-            data, more = data + message.get("body", b""), message.get("more_body", False)
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        data = await request.read()
         body = json.loads(data) if data else {}
-        headers = {key.decode(): value.decode() for key, value in scope["headers"]}
-        self.calls.append((scope["method"], scope["path"], body, headers))
-        status, parts = 200, [b"{}"]
-        if scope["path"] in ("/v1/completions", "/generate"):
-            refusal = self._refuse(len(self.generations))
-            self.generations.append(body)
-            status = 500 if refusal else 200
-            parts = [refusal.encode()] if refusal else self._parts(self._stream(body))
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.calls.append((request.method, request.path, body, headers))
+        if request.path not in ("/v1/completions", "/generate"):
+            return web.json_response({})
+        refusal = self._refuse(len(self.generations))
+        self.generations.append(body)
+        if refusal:
+            return web.Response(status=500, text=refusal)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in self._parts(self._stream(body)):
+            await response.write(part)
+        return response
 
     def _stream(self, body: dict[str, Any]) -> bytes:
         make = {"gateway": self._gateway, "vllm": self._vllm, "sglang": self._sglang}[self.kind]
@@ -139,9 +139,11 @@ def make_job() -> Callable[..., Job]:
 
 @pytest.fixture
 def play() -> Callable[[FakeServer, Job], Outcome]:
-    """Return a function that plays a job against a fake server, in this thread."""
+    """Return a function that plays a job against a fake server on this machine."""
 
-    def playing(server: FakeServer, job: Job) -> Outcome:
-        return asyncio.run(load.run(job, httpx.ASGITransport(server)))
+    async def playing(server: FakeServer, job: Job) -> Outcome:
+        async with RawTestServer(server) as running:
+            target = msgspec.structs.replace(job.target, base=f"http://127.0.0.1:{running.port}")
+            return await load.run(msgspec.structs.replace(job, target=target))
 
-    return playing
+    return lambda server, job: asyncio.run(playing(server, job))

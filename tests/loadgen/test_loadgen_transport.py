@@ -1,4 +1,4 @@
-"""The client's own HTTP: bodies of every kind, kept connections, servers that break off."""
+"""The client and its connections: bodies of every kind, reuse, servers that break off."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.loadgen import process
-from agentbench_kv.loadgen.connections import Connections
-from agentbench_kv.loadgen.transport import ChunkDecoder
+from agentbench_kv.loadgen import load, process
+from agentbench_kv.loadgen.client import Player
+from agentbench_kv.loadgen.connections import open_client
+from agentbench_kv.loadgen.jobs import Target
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
+ERRORS = ("ServerDisconnectedError", "ClientResponseError", "ClientPayloadError", "ClientOSError")
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -59,27 +59,31 @@ class RawServer:
         finally:
             writer.close()
 
-    def ask(self, question: Callable[[Connections], Coroutine[Any, Any, Any]]) -> Any:
-        """Run a coroutine against the server, with connections to it."""
+    def ask(
+        self, question: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """Run a coroutine with the load generator's client and the server's URL."""
 
         async def asking() -> Any:
             server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            connections = Connections(f"http://127.0.0.1:{port}")
             try:
-                return await question(connections)
+                async with open_client() as client:
+                    return await question(client, f"http://127.0.0.1:{port}")
             finally:
-                await connections.close()
                 server.close()
                 await server.wait_closed()
 
         return asyncio.run(asking())
 
 
-async def get(connections: Connections, count: int = 1) -> list[bytes]:
-    """Ask one after the other, with one client."""
-    with connections.one() as client:
-        return [(await client.get("/x")).content for _ in range(count)]
+async def get(client: aiohttp.ClientSession, url: str, count: int = 1) -> list[bytes]:
+    """Ask one after the other."""
+    found = []
+    for _ in range(count):
+        async with client.get(f"{url}/x") as response:
+            found.append(await response.read())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -92,24 +96,24 @@ async def get(connections: Connections, count: int = 1) -> list[bytes]:
 )
 def test_bodies_are_read_whole_and_the_connection_is_kept(answer: bytes) -> None:
     server = RawServer([answer] * 3)
-    assert server.ask(lambda connections: get(connections, 3)) == [b"hello"] * 3
+    assert server.ask(lambda client, url: get(client, url, 3)) == [b"hello"] * 3
     assert server.connections == 1
 
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
 def test_a_body_may_end_with_its_connection(head: bytes) -> None:
     server = RawServer([head + b"hello"] * 2, close=True)
-    assert server.ask(lambda connections: get(connections, 2)) == [b"hello"] * 2
+    assert server.ask(lambda client, url: get(client, url, 2)) == [b"hello"] * 2
     assert server.connections == 2
 
 
 def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
     server = RawServer([HEAD + b"Content-Length: 2\r\n\r\nok"] * 2, close=True)
 
-    async def twice(connections: Connections) -> list[bytes]:
-        first = await get(connections)
+    async def twice(client: aiohttp.ClientSession, url: str) -> list[bytes]:
+        first = await get(client, url)
         await asyncio.sleep(0.05)
-        return [*first, *await get(connections)]
+        return [*first, *await get(client, url)]
 
     assert server.ask(twice) == [b"ok", b"ok"]
     assert server.connections == 2
@@ -125,20 +129,45 @@ def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
         HEAD + b"Content-Length: 9\r\n\r\nhello",
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error_of_httpx(answer: bytes | None) -> None:
+def test_an_answer_that_breaks_off_is_a_failed_turn(
+    answer: bytes | None, make_job: Callable[..., Any]
+) -> None:
     server = RawServer([answer], close=True)
-    with pytest.raises(httpx.RemoteProtocolError):
-        server.ask(get)
+
+    async def play(client: aiohttp.ClientSession, url: str) -> Any:
+        job = make_job("vllm", target=Target(url, "vllm", "model"), timeout_s=5.0)
+        return await Player(client, job).play(0, "one", [[1, 2]])
+
+    (turn,) = server.ask(play)
+    assert turn.error
+    assert turn.error.split(":")[0] in ERRORS
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_is_not_there_is_a_failed_turn(make_job: Callable[..., Any]) -> None:
+    outcome = asyncio.run(load.run(make_job(target=Target("http://127.0.0.1:9", "vllm", "model"))))
+    assert [turn.error is not None for turn in outcome.turns] == [True, True]
+    assert all("Cannot connect" in (turn.error or "") for turn in outcome.turns)
+
+
+def test_an_answer_that_takes_too_long_is_a_failed_turn(make_job: Callable[..., Any]) -> None:
+    server = RawServer([CHUNKED + b"2\r\nok\r\n", None])
+
+    async def play(client: aiohttp.ClientSession, url: str) -> Any:
+        job = make_job("vllm", target=Target(url, "vllm", "model"), timeout_s=0.2)
+        return await Player(client, job).play(0, "one", [[1, 2]])
+
+    (turn,) = server.ask(play)
+    assert turn.error == "no whole answer within 0.2 s"
 
 
 def test_an_answer_that_is_left_early_costs_its_connection() -> None:
     server = RawServer([CHUNKED + b"2\r\nok\r\n", HEAD + b"Content-Length: 2\r\n\r\nok"])
 
-    async def leaving(connections: Connections) -> list[bytes]:
-        with connections.one() as client:
-            async with client.stream("GET", "/x") as response:
-                assert response.status_code == 200
-            return [(await client.get("/x")).content]
+    async def leaving(client: aiohttp.ClientSession, url: str) -> list[bytes]:
+        async with client.get(f"{url}/x") as response:
+            assert response.status == 200
+        return await get(client, url)
 
     assert server.ask(leaving) == [b"ok"]
     assert server.connections == 2
@@ -148,34 +177,35 @@ def test_bodies_and_the_key_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_API_KEY", "secret")
     server = RawServer([HEAD + b"Content-Length: 2\r\n\r\nok"])
 
-    async def post(connections: Connections) -> None:
-        with connections.one() as client:
-            await client.post("/v1/x?y=1", json={"a": 1})
+    async def post(client: aiohttp.ClientSession, url: str) -> None:
+        async with client.post(f"{url}/v1/x?y=1", data=b'{"a":1}') as response:
+            await response.read()
 
     server.ask(post)
     (request,) = server.requests
     assert request.startswith(b"POST /v1/x?y=1 HTTP/1.1\r\n")
     assert request.endswith(b'{"a":1}')
     assert b"Authorization: Bearer secret" in request
+    assert b"Accept-Encoding: identity" in request
 
 
-def test_sessions_at_once_have_clients_of_their_own() -> None:
-    connections = Connections("http://nobody")
-    with connections.one() as first, connections.one() as second:
-        assert first is not second
-    with connections.one() as again:
-        assert again in (first, second)
-    asyncio.run(connections.close())
+def test_sessions_at_once_have_connections_of_their_own() -> None:
+    server = RawServer([CHUNKED, CHUNKED])
+
+    async def both(client: aiohttp.ClientSession, url: str) -> None:
+        async with client.get(f"{url}/x"), client.get(f"{url}/x"):
+            assert server.connections == 2
+
+    server.ask(both)
 
 
-@given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.integers(1, 17))
-def test_chunks_are_joined_however_they_are_cut(payloads: list[bytes], step: int) -> None:
-    data, decoder, found = chunked(payloads), ChunkDecoder(), b""
-    for at in range(0, len(data), step):
-        assert not decoder.done
-        found += decoder.feed(data[at : at + step])
-    assert decoder.done
-    assert found == b"".join(payloads)
+def test_any_number_of_sessions_may_be_open_at_once() -> None:
+    async def limit() -> int:
+        async with open_client() as client:
+            assert client.connector is not None
+            return client.connector.limit
+
+    assert asyncio.run(limit()) == 0
 
 
 def test_a_client_process_that_dies_is_one_line(

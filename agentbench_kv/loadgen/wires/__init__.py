@@ -6,8 +6,4 @@ from agentbench_kv.loadgen.wires.sglang import SglangWire
 
 __all__ = ["WIRES", "Call", "Wire"]
 
-WIRES: dict[str, type[Wire]] = {
-    "gateway": GatewayWire,
-    "vllm": VllmWire,
-    "sglang": SglangWire,
-}
+WIRES: dict[str, type[Wire]] = {"gateway": GatewayWire, "vllm": VllmWire, "sglang": SglangWire}

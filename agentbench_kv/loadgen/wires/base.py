@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 from agentbench_kv.loadgen.answers import Answer
 
-__all__ = ["Call", "Wire", "failure"]
-
 
 @dataclass(frozen=True)
 class Call:
@@ -23,22 +21,13 @@ class Call:
 
 
 class Wire(ABC):
-    """Requests and answers of one kind of endpoint. Greedy, and of fixed length.
+    """Requests and answers of one kind of endpoint. Greedy, and of fixed length."""
 
-    Parameters
-    ----------
-    model : str
-        Name to ask for.
-    keep : bool
-        Whether a session has more than one turn, so that the server must know it again.
-    """
-
-    needs_ids: ClassVar[bool] = True
-    """Whether a later turn sends the generated ids back."""
+    needs_ids: ClassVar[bool] = True  # whether a later turn sends the generated ids back
 
     def __init__(self, model: str, *, keep: bool) -> None:
         self.model = model
-        self.keep = keep
+        self.keep = keep  # sessions have more than one turn: the server must know them again
 
     def opening(self, session: str) -> Call | None:  # noqa: ARG002
         """Return what starts a session; None where the first turn does."""
@@ -46,17 +35,9 @@ class Wire(ABC):
 
     @abstractmethod
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> Call:
-        """Return one turn's request.
+        """Return a request for `output` tokens.
 
-        Parameters
-        ----------
-        session : str
-        log : sequence of int
-            All ids of the session so far.
-        new : int
-            How many of them, at the end, the server has not seen.
-        output : int
-            Tokens to generate.
+        `log` holds all ids of the session; the server has not seen the last `new` of them.
         """
 
     @abstractmethod
@@ -69,7 +50,6 @@ class Wire(ABC):
 
 
 def failure(event: dict[str, Any]) -> str | None:
-    """Return the message of an event that reports an error."""
     error = event.get("error")
     if not error:
         return None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
-from urllib.parse import quote
 
 from agentbench_kv.loadgen.answers import Answer
 from agentbench_kv.loadgen.wires.base import Call, Wire, failure
 
-__all__ = ["CompletionsWire", "GatewayWire", "VllmWire"]
 
+class VllmWire(Wire):
+    """vLLM: the prompt is the whole session, as ids; `session_id` is a field of its own.
 
-class CompletionsWire(Wire):
-    """What both have in common: the prompt is the whole session, as ids."""
+    A parked session is dropped when memory is needed, so nothing ends one.
+    """
 
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> Call:  # noqa: ARG002
-        """Return the request; ids of the answer only if another turn follows."""
         body = {
             "model": self.model,
             "prompt": list(log),
@@ -28,15 +28,11 @@ class CompletionsWire(Wire):
         }
         if not self.keep:
             return Call("POST", "/v1/completions", body)
+        # Ids of the answer are asked for only if another turn sends them back.
         body |= {"return_token_ids": True, "session_id": session}
-        return Call("POST", "/v1/completions", body, self.headers(session))
-
-    def headers(self, session: str) -> dict[str, str]:  # noqa: ARG002
-        """Return headers that name the session, besides the field in the body."""
-        return {}
+        return Call("POST", "/v1/completions", body)
 
     def read(self, event: dict[str, Any], answer: Answer, at: float) -> None:
-        """Take one chunk."""
         answer.error = answer.error or failure(event)
         for choice in event.get("choices") or ():
             self.read_choice(choice, answer, at)
@@ -56,19 +52,15 @@ class CompletionsWire(Wire):
             answer.end = at
 
 
-class VllmWire(CompletionsWire):
-    """vLLM: `session_id` is its own field; a parked session is dropped when memory is needed."""
+class GatewayWire(VllmWire):
+    """Our gateway: a header names the session too, which is ended by name."""
 
-
-class GatewayWire(CompletionsWire):
-    """Our gateway: ids come with the last chunk, and a session is ended by name."""
-
-    def headers(self, session: str) -> dict[str, str]:
-        """Return the session header."""
-        return {"X-KVBench-Session": session}
+    def turn(self, session: str, log: Sequence[int], new: int, output: int) -> Call:
+        call = super().turn(session, log, new, output)
+        return replace(call, headers={"X-KVBench-Session": session}) if self.keep else call
 
     def read_choice(self, choice: dict[str, Any], answer: Answer, at: float) -> None:
-        """Take a chunk's only choice; the ids are those of the whole answer."""
+        """Take a chunk's only choice; ids come with the last chunk, for the whole answer."""
         if choice.get("text"):
             answer.arrive(at)
         answer.ids += choice.get("token_ids") or []
@@ -76,5 +68,4 @@ class GatewayWire(CompletionsWire):
             answer.end = at
 
     def closing(self, session: str) -> Call | None:
-        """Return the request that ends the session."""
-        return Call("DELETE", f"/v1/sessions/{quote(session, safe='')}") if self.keep else None
+        return Call("DELETE", f"/v1/sessions/{session}") if self.keep else None

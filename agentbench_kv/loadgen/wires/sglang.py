@@ -8,26 +8,21 @@ from typing import Any, ClassVar
 from agentbench_kv.loadgen.answers import Answer
 from agentbench_kv.loadgen.wires.base import Call, Wire, failure
 
-__all__ = ["SglangWire"]
-
-_CAPACITY = 1 << 24
-"""Characters a session may grow to; larger than any context."""
+_CAPACITY = 1 << 24  # characters a session may grow to; larger than any context
 
 
 class SglangWire(Wire):
-    """`/open_session`, `/generate`, `/close_session`."""
+    """`/open_session`, `/generate`, `/close_session`; needs --enable-streaming-session."""
 
     needs_ids: ClassVar[bool] = False
 
     def opening(self, session: str) -> Call | None:
-        """Return the request that opens a streaming session; needs --enable-streaming-session."""
         if not self.keep:
             return None
         body = {"capacity_of_str_len": _CAPACITY, "session_id": session, "streaming": True}
         return Call("POST", "/open_session", body)
 
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> Call:
-        """Return the request: in a session, only what it has not seen."""
         sampling = {"temperature": 0.0, "max_new_tokens": output, "ignore_eos": True}
         body = {"sampling_params": sampling, "stream": True}
         if self.keep:
@@ -53,5 +48,4 @@ class SglangWire(Wire):
             answer.error = answer.error or str(reason.get("message") or "aborted")
 
     def closing(self, session: str) -> Call | None:
-        """Return the request that frees the session's cache."""
         return Call("POST", "/close_session", {"session_id": session}) if self.keep else None
