@@ -35,8 +35,6 @@ from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["ServingEngine", "scratch_folder"]
-
 RESTARTS = 3
 """Restarts one generation waits for before it gives up."""
 
@@ -48,17 +46,6 @@ class ServingEngine(Engine):
 
     The engine keeps every session's tokens. A backend that dies is started again by the next
     request; its sessions are computed again from their tokens, and counted (`recomputed`).
-
-    Parameters
-    ----------
-    info : EngineInfo
-    wire : Wire
-    folder : Path
-        Private scratch folder; removed at `shutdown`.
-    log : Path
-        Gets what the backend writes.
-    bytes_per_token : int
-        Bytes of keys and values of one token over all layers and heads.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
@@ -130,15 +117,7 @@ class ServingEngine(Engine):
         return state.total()
 
     def reconfigure(self, method: Method) -> None:
-        """Go on with another method; only while no session is open, and not from or to `full`.
-
-        Raises
-        ------
-        UsageError
-            For a method the cache cannot hold.
-        ControlError
-            If sessions are open.
-        """
+        """Go on with another method; only while no session is open, and not from or to `full`."""
         refuse_method(method)
         self._control.call("configure", method=method_document(method, self._folder))
         self._wire.use(method)

@@ -13,24 +13,11 @@ from pathlib import Path
 import agentbench_kv
 from agentbench_kv.errors import UsageError
 
-__all__ = ["link_packages"]
-
 
 def link_packages(
     folder: Path, modules: Iterable[str], entry_points: Mapping[str, Mapping[str, str]]
 ) -> Path:
-    """Fill `folder` and return it.
-
-    Parameters
-    ----------
-    folder : Path
-        Made if it is not there.
-    modules : iterable of str
-        Modules the backend imports besides ours, such as that of a plugged-in method; their
-        top-level packages are linked.
-    entry_points : mapping
-        Group -> name -> object, seen by the backend as those of an installed distribution.
-    """
+    """Fill `folder` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for root in {"agentbench_kv", *(module.partition(".")[0] for module in modules)}:
         source = _source(root)

@@ -6,19 +6,12 @@ from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.methods.full import Full
 
-__all__ = ["ObservedLedger"]
-
 
 class ObservedLedger:
     """One session of a server that evicts nothing within a request.
 
     A prefix cache may have dropped what the session had before; the server says how many tokens it
     found, and the others count as recomputed.
-
-    Parameters
-    ----------
-    bytes_per_token : int
-        Bytes of keys and values of one token over all layers and heads.
     """
 
     def __init__(self, bytes_per_token: int) -> None:

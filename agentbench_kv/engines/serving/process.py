@@ -15,8 +15,6 @@ from pathlib import Path
 from agentbench_kv import own_settings
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 
-__all__ = ["BackendProcess", "BackendStoppedError", "Launch"]
-
 _TAIL_LINES = 12
 _POLL_S = 0.2
 _GRACE_S = 15.0
@@ -30,36 +28,16 @@ class BackendStoppedError(KVBenchError):
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a backend.
-
-    Attributes
-    ----------
-    command : sequence of str
-    environment : mapping
-        Added to this process's own.
-    ready : callable
-        True once the backend answers.
-    start_s : float
-        Seconds it may take until then.
-    """
+    """How to start a backend."""
 
     command: Sequence[str]
-    ready: Callable[[], bool]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    start_s: float = 900.0
+    ready: Callable[[], bool]  # true once the backend answers
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
+    start_s: float = 900.0  # seconds it may take until then
 
 
 class BackendProcess:
-    """Starts a backend and watches it. Its output goes to a file.
-
-    Parameters
-    ----------
-    name : str
-        Of the engine, for messages.
-    launch : Launch
-    log : Path
-        Appended to, over restarts.
-    """
+    """Starts a backend and watches it. Its output goes to a file."""
 
     def __init__(self, name: str, launch: Launch, log: Path) -> None:
         self.name = name
@@ -96,13 +74,7 @@ class BackendProcess:
         return False
 
     def wait_ready(self) -> None:
-        """Wait until the backend answers.
-
-        Raises
-        ------
-        PrerequisiteError
-            If it ended or took too long; with the last lines it wrote.
-        """
+        """Wait until the backend answers."""
         deadline = time.monotonic() + self._launch.start_s
         while not self._launch.ready():
             if not self.alive:

@@ -12,17 +12,9 @@ from agentbench_kv.environments import home
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["engine_info", "log_file", "refuse_method"]
-
 
 def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache a serving engine cannot hold.
-
-    Raises
-    ------
-    UsageError
-        For a kept set per query head.
-    """
+    """Refuse a method whose cache a serving engine cannot hold."""
     if method.per_query_head:
         raise UsageError(
             f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "

@@ -10,8 +10,6 @@ import httpx
 
 from agentbench_kv.errors import KVBenchError
 
-__all__ = ["RequestError", "post_events"]
-
 # A queue of prefills may stand before the first token.
 _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
@@ -21,15 +19,7 @@ class RequestError(KVBenchError):
 
 
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up.
-
-    Raises
-    ------
-    RequestError
-        For an answer that is no stream of events.
-    httpx.TransportError
-        If the connection fails or breaks.
-    """
+    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up."""
     with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
         if response.status_code != httpx.codes.OK:
             text = response.read().decode(errors="replace")

@@ -13,47 +13,25 @@ from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.decoding import StopMatcher
 
-__all__ = ["Request", "Wire", "stop_document"]
-
 
 @dataclass(frozen=True)
 class Request:
-    """One generation.
+    """One generation."""
 
-    Attributes
-    ----------
-    session : str
-        The backend's name of the session.
-    recipe : str
-        How the backend labels its tokens.
-    tokens : sequence of int
-        All tokens of the session.
-    known : int
-        How many of them the backend was given, or gave, before.
-    max_tokens : int
-        What is left of `sampling.max_tokens`, which a restart may have interrupted.
-    usage : dict
-        The wire puts `cached_tokens` here, where a stock engine says how many it had cached.
-    """
-
-    session: str
-    recipe: str
-    tokens: Sequence[int]
-    known: int
+    session: str  # the backend's name of the session
+    recipe: str  # how the backend labels its tokens
+    tokens: Sequence[int]  # all tokens of the session
+    known: int  # how many of them the backend was given, or gave, before
     sampling: Sampling
-    max_tokens: int
+    max_tokens: int  # what is left of `sampling.max_tokens`, which a restart may have interrupted
+    # The wire puts `cached_tokens` here, where a stock engine says how many it had cached.
     usage: dict[str, int] = field(default_factory=dict)
 
 
 class Wire(ABC):
-    """The part of a serving engine that knows its command line and its HTTP surface.
+    """The part of a serving engine that knows its command line and its HTTP surface."""
 
-    Attributes
-    ----------
-    stock : bool
-        The engine as shipped, without our plug-in: nobody answers on the control channel.
-    """
-
+    # The engine as shipped, without our plug-in: nobody answers on the control channel.
     stock: bool = False
 
     @abstractmethod
@@ -62,13 +40,7 @@ class Wire(ABC):
 
     @abstractmethod
     def stream(self, request: Request) -> Generator[int]:
-        """Yield a generation's ids; closing the iterator ends it in the backend.
-
-        Raises
-        ------
-        OSError, httpx.TransportError
-            If the backend is gone.
-        """
+        """Yield a generation's ids; closing the iterator ends it in the backend."""
 
     @abstractmethod
     def use(self, method: Method) -> None:

@@ -17,8 +17,6 @@ from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import KVBenchError, UsageError
 
-__all__ = ["SglangEngine"]
-
 
 class SglangEngine(ServingEngine):
     """Sessions inside SGLang, whose pages go back to its allocator when a method evicts.
@@ -36,15 +34,7 @@ class SglangEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a server.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the server does not start; with its last lines.
-        UsageError
-            For a method SGLang's cache cannot hold.
-        """
+        """Start a server."""
         refuse_method(options.method)
         path = model_path(options.model)
         facts = read_model(path)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.engines.serving.model import ModelFacts
 
-__all__ = ["MARGIN", "flags", "required"]
-
 MARGIN = 8
 """Positions SGLang keeps back at the end of a context; it is told of so many more."""
 
@@ -17,16 +15,7 @@ _CPU_CHUNK = 512
 
 
 def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) -> list[str]:
-    """Return the options of a server, without its address.
-
-    Parameters
-    ----------
-    options : EngineOptions
-    facts : ModelFacts
-    gpu : bool
-    stock : bool
-        As shipped: the radix cache on, no sessions.
-    """
+    """Return the options of a server, without its address."""
     arguments: dict[str, str | None] = {
         "dtype": options.dtype,
         "load-format": options.load_format,

@@ -28,8 +28,6 @@ from agentbench_kv.engines.sglang.flags import flags
 from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["SglangPaths", "SglangWire"]
-
 _BACKEND = "agentbench_kv.engines.sglang.backend"
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 30_000)
@@ -48,17 +46,7 @@ class SglangPaths:
 
 
 class SglangWire(Wire):
-    """One SGLang server on a loopback port, locked with a key of its own.
-
-    Parameters
-    ----------
-    options : EngineOptions
-    facts : ModelFacts
-    paths : SglangPaths
-    gpu : bool
-    stock : bool
-        As shipped: no plug-in, the radix cache finds what a session sent before.
-    """
+    """One SGLang server on a loopback port, locked with a key of its own."""
 
     def __init__(
         self,

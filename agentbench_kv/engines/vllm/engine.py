@@ -12,8 +12,6 @@ from agentbench_kv.engines.serving.setup import engine_info, log_file, refuse_me
 from agentbench_kv.engines.vllm.wire import VllmPaths, VllmWire, on_gpu
 from agentbench_kv.environments import python_of
 
-__all__ = ["VllmEngine"]
-
 
 class VllmEngine(ServingEngine):
     """Sessions inside vLLM, whose blocks go back to its allocator when a method evicts.
@@ -26,15 +24,7 @@ class VllmEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a server.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the server does not start; with its last lines.
-        UsageError
-            For a method vLLM's cache cannot hold.
-        """
+        """Start a server."""
         refuse_method(options.method)
         path = model_path(options.model)
         facts = read_model(path)

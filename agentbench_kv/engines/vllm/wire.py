@@ -23,8 +23,6 @@ from agentbench_kv.engines.serving.streams import post_events
 from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.methods.base import Method
 
-__all__ = ["VllmWire", "on_gpu"]
-
 _BACKEND = "agentbench_kv.engines.vllm.backend"
 _SERVED = "kvbench"
 _CPU_BLOCK = 32
@@ -41,16 +39,7 @@ class VllmPaths:
 
 
 class VllmWire(Wire):
-    """One vLLM server on a Unix socket in a private folder.
-
-    Parameters
-    ----------
-    options : EngineOptions
-    facts : ModelFacts
-    paths : VllmPaths
-    stock : bool
-        As shipped: no plug-in, prefix caching and async scheduling on.
-    """
+    """One vLLM server on a Unix socket in a private folder."""
 
     def __init__(
         self, options: EngineOptions, facts: ModelFacts, paths: VllmPaths, *, stock: bool

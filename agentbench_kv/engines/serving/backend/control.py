@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ControlServer"]
-
 Handler = Callable[[Mapping[str, Any]], Any]
 
 
@@ -19,13 +17,6 @@ class ControlServer:
 
     A request is one line `{"command": NAME, ...}`, its answer one line `{"ok": ...}` or
     `{"error": TEXT}`.
-
-    Parameters
-    ----------
-    path : Path
-        Of the socket; whoever may open it may command the engine, so it lies in a private folder.
-    commands : mapping
-        Name -> function of the request. It runs on the channel's thread.
     """
 
     def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:

@@ -8,27 +8,15 @@ from agentbench_kv.engines.base import KVEvent, KVStats
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.schedule import Schedule
 
-__all__ = ["Cut", "SessionLedger"]
-
 
 @dataclass(frozen=True)
 class Cut:
-    """An event that is due: from how many rows to how many.
+    """An event that is due: from how many rows to how many."""
 
-    Attributes
-    ----------
-    live, keep : int
-        Rows per (layer, KV head) before and after.
-    logical : int
-        Tokens the model has seen.
-    prompt : int
-        Tokens of the session's first prefill.
-    """
-
-    live: int
+    live: int  # rows per (layer, KV head) before and after
     keep: int
-    logical: int
-    prompt: int
+    logical: int  # tokens the model has seen
+    prompt: int  # tokens of the session's first prefill
 
 
 class SessionLedger:
@@ -37,12 +25,6 @@ class SessionLedger:
     Lengths after an event follow from the method alone, so a scheduler can free blocks before the
     worker has moved a row. Calls follow the tokens: `begin_turn`, `forward` for every forward,
     `sampled` after each that samples, `end_turn`.
-
-    Parameters
-    ----------
-    method : Method
-    bytes_per_token : int
-        Bytes of keys and values of one token over all layers and heads.
     """
 
     def __init__(self, method: Method, bytes_per_token: int) -> None:

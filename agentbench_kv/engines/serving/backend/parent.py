@@ -7,8 +7,6 @@ import signal
 import threading
 import time
 
-__all__ = ["follow_parent"]
-
 _LOOK_S = 1.0
 _GRACE_S = 10.0
 

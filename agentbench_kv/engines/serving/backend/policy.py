@@ -12,31 +12,18 @@ from typing import Any, Self
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.calibration import Calibration
 
-__all__ = ["VARIABLE", "Policy", "method_document", "method_from"]
-
 VARIABLE = "KVBENCH_BACKEND"
 """Environment variable with the path of the policy's JSON file."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A backend's instructions.
-
-    Attributes
-    ----------
-    method : Method
-    model_path : Path
-        Folder with config and tokenizer.
-    control : Path
-        Unix socket to answer on.
-    trace : Path or None
-        Folder to write every event's kept positions to.
-    """
+    """A backend's instructions."""
 
     method: Method
-    model_path: Path
-    control: Path
-    trace: Path | None = None
+    model_path: Path  # folder with config and tokenizer
+    control: Path  # unix socket to answer on
+    trace: Path | None = None  # folder to write every event's kept positions to
 
     def document(self, folder: Path) -> dict[str, Any]:
         """Return a JSON object; a calibration goes to a file in `folder`."""
@@ -71,14 +58,7 @@ class Policy:
 
 
 def method_document(method: Method, folder: Path) -> dict[str, Any]:
-    """Describe a method so that `method_from` builds an equal one in another process.
-
-    Parameters
-    ----------
-    method : Method
-    folder : Path
-        Where a calibration is written, if the method has one.
-    """
+    """Describe a method so that `method_from` builds an equal one in another process."""
     cls = type(method)
     calibration: Calibration | None = getattr(method, "calibration", None)
     path = None

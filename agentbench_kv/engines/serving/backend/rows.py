@@ -21,8 +21,6 @@ from agentbench_kv.methods.phases import Phase
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.labellers import Labeller, make_labeller
 
-__all__ = ["Fed", "RowShape", "RowStore", "SessionRows", "WorkerRows"]
-
 
 @dataclass(frozen=True)
 class RowShape:
@@ -44,18 +42,7 @@ class RowStore(Protocol):
         ...
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows to the front, with what belongs to them; return rows moved.
-
-        Parameters
-        ----------
-        kept : Tensor [layers, kv_heads, budget], int64
-            Ascending.
-        positions : Tensor [layers, kv_heads, live], int64
-        extras : sequence of Tensor [layers, kv_heads, live]
-            All moved along, in place.
-        sort : bool
-            Keep the order of `kept` instead of filling holes.
-        """
+        """Move the kept rows to the front, with what belongs to them; return rows moved."""
         ...
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
@@ -74,33 +61,18 @@ class Fed:
 
 @dataclass
 class SessionRows:
-    """What a worker knows of one session besides keys and values.
-
-    Attributes
-    ----------
-    kept : Tensor [layers, kv_heads, budget], int64, or None
-        Original positions of the rows the last event left; rows after them are in order.
-    since : int
-        Logical length at that event.
-    """
+    """What a worker knows of one session besides keys and values."""
 
     labeller: Labeller
     queries: QueryStore
     phases: list[int] = field(default_factory=list)
+    # [layers, kv_heads, budget], int64: Original positions of the rows the last event left; rows after them are in order.
     kept: Tensor | None = None
-    since: int = 0
+    since: int = 0  # logical length at that event
 
 
 class WorkerRows:
-    """All sessions of a worker.
-
-    Parameters
-    ----------
-    policy : Policy
-    shape : RowShape
-    frequencies : Tensor [head_dim / 2], float32
-        RoPE's inverse frequencies, for methods whose positions are the cache's.
-    """
+    """All sessions of a worker."""
 
     def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy
@@ -134,15 +106,7 @@ class WorkerRows:
         self.sums.drop(session)
 
     def feed(self, fed: Sequence[Fed], recipes: dict[str, str]) -> RingWrite | None:
-        """Label a forward's tokens and plan which queries to store.
-
-        Parameters
-        ----------
-        fed : sequence of Fed
-            In the order of their rows in the forward.
-        recipes : dict
-            Session -> how its labeller is made.
-        """
+        """Label a forward's tokens and plan which queries to store."""
         rows: list[int] = []
         slots: list[int] = []
         start = 0
@@ -177,13 +141,7 @@ class WorkerRows:
     def outside(
         self, session: str, recipe: str, live: int, logical: int, spans: Sequence[SpanRange]
     ) -> Tensor:
-        """Return the rows [n] of a session's whole tokens that lie in none of some logical spans.
-
-        Raises
-        ------
-        ValueError
-            If heads keep different tokens.
-        """
+        """Return the rows [n] of a session's whole tokens that lie in none of some logical spans."""
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
         rows = self._sessions.setdefault(session, self._open(recipe))

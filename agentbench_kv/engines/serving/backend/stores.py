@@ -11,17 +11,9 @@ from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 
-__all__ = ["CopiedStore", "PagedStore"]
-
 
 class CopiedStore:
-    """Rows copied out of a cache whose layout no kernel reads; `keys` and `values` go back packed.
-
-    Parameters
-    ----------
-    keys, values : Tensor [layers, kv_heads, live, head_dim]
-        Contiguous copies.
-    """
+    """Rows copied out of a cache whose layout no kernel reads; `keys` and `values` go back packed."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys
@@ -48,15 +40,7 @@ class CopiedStore:
 
 
 class PagedStore:
-    """Rows in blocks, found through a table; kernels move them where they lie.
-
-    Parameters
-    ----------
-    keys, values : PagedRows
-    blocks : Tensor [blocks], int32
-        The session's, in order.
-    live : int
-    """
+    """Rows in blocks, found through a table; kernels move them where they lie."""
 
     def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
         self._keys = keys

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from agentbench_kv.kernels import attention_mass
 
-__all__ = ["AttentionSums"]
-
 BLOCK = 64
 """Queries whose attention probabilities exist at the same time."""
 
@@ -30,14 +28,7 @@ class AttentionSums:
         return self._reserve(session, live)[:, :, :live]
 
     def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what the newest rows' queries attend to, causally.
-
-        Parameters
-        ----------
-        queries : Tensor [q_heads, n, head_dim]
-        keys : Tensor [kv_heads, live, head_dim]
-            The last n rows are the queries' own.
-        """
+        """Add what the newest rows' queries attend to, causally."""
         n, live = queries.shape[1], keys.shape[1]
         sums = self.of(session, live)[layer]
         sums[:, live - n :] = 0.0

@@ -11,18 +11,11 @@ from typing import Any
 
 from agentbench_kv.engines.sglang.backend.book import Book, Held
 
-__all__ = ["Admission"]
-
 Original = Callable[..., Any]
 
 
 class Admission:
-    """Replaces SGLang's estimates of growth.
-
-    Parameters
-    ----------
-    book : Book
-    """
+    """Replaces SGLang's estimates of growth."""
 
     def __init__(self, book: Book) -> None:
         self._book = book

@@ -7,8 +7,6 @@ from typing import Any
 from agentbench_kv.engines.accounting import stats_dict
 from agentbench_kv.engines.sglang.backend.book import Held
 
-__all__ = ["attach"]
-
 _KEY = "kvbench"
 
 

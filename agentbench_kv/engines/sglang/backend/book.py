@@ -13,8 +13,6 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.decoding import StopMatcher
 from agentbench_kv.phases.labellers import MARKERS
 
-__all__ = ["Book", "Held", "StopRule", "wishes"]
-
 MatcherSource = Callable[[dict[str, Any]], StopMatcher]
 
 
@@ -33,65 +31,32 @@ class StopRule:
 
 @dataclass
 class Held:
-    """One session, or one request without a session.
-
-    Attributes
-    ----------
-    lasting : bool
-        Whether it outlives its request.
-    request : object or None
-        The SGLang request in flight.
-    tokens : int
-        Tokens of the session after its last completed turn.
-    starting : int or None
-        New tokens of a turn whose prefill has not begun.
-    samples : int
-        Sampled tokens of the turn that are accounted for.
-    decoding : bool
-        A decode forward is on its way or done that is not accounted for.
-    resampling : int
-        Samples that are counted already and will be drawn again.
-    used : int
-        When it was last at work, in no unit.
-    settled : KVStats or None
-        The accounting after its last turn; None while one runs.
-    parent : str or None
-        The session whose first `shared` rows it reads.
-    """
+    """One session, or one request without a session."""
 
     name: str
     ledger: SessionLedger
-    lasting: bool
+    lasting: bool  # whether it outlives its request
     recipe: str = MARKERS
-    request: Any = None
-    tokens: int = 0
-    starting: int | None = None
-    samples: int = 0
-    decoding: bool = False
-    resampling: int = 0
+    request: Any = None  # the SGLang request in flight
+    tokens: int = 0  # tokens of the session after its last completed turn
+    starting: int | None = None  # new tokens of a turn whose prefill has not begun
+    samples: int = 0  # sampled tokens of the turn that are accounted for
+    decoding: bool = False  # A decode forward is on its way or done that is not accounted for
+    resampling: int = 0  # samples that are counted already and will be drawn again
     stop: StopRule | None = None
-    used: int = 0
-    settled: KVStats | None = None
-    parent: str | None = None
+    used: int = 0  # when it was last at work, in no unit
+    settled: KVStats | None = None  # the accounting after its last turn; None while one runs
+    parent: str | None = None  # the session whose first `shared` rows it reads
     shared: int = 0
 
 
 @dataclass
 class Book:
-    """All sessions.
+    """All sessions."""
 
-    Attributes
-    ----------
-    method : Method
-        For ledgers of new sessions.
-    bytes_per_token : int
-    matcher : callable
-        Makes a matcher of a stop document.
-    """
-
-    method: Method
+    method: Method  # for ledgers of new sessions
     bytes_per_token: int
-    matcher: MatcherSource
+    matcher: MatcherSource  # makes a matcher of a stop document
     sessions: dict[str, Held] = field(default_factory=dict)
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 

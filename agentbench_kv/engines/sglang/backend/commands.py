@@ -12,19 +12,13 @@ from agentbench_kv.engines.sglang.backend.compaction import shorten
 if TYPE_CHECKING:
     from agentbench_kv.engines.sglang.backend.runtime import Runtime
 
-__all__ = ["Commands"]
 
 CAPACITY = 1 << 40
 """Characters a session may grow to; SGLang asks for a limit, ours is the model's context."""
 
 
 class Commands:
-    """Answers to commands; all run on the scheduler's thread.
-
-    Parameters
-    ----------
-    runtime : Runtime
-    """
+    """Answers to commands; all run on the scheduler's thread."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

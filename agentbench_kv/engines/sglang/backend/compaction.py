@@ -13,19 +13,9 @@ from agentbench_kv.engines.serving.backend.orders import Removal
 from agentbench_kv.engines.sglang.backend.book import Held
 from agentbench_kv.engines.sglang.backend.worker import Worker
 
-__all__ = ["Compactor", "ceil_page", "shorten"]
-
 
 class Compactor:
-    """Carries out events.
-
-    Parameters
-    ----------
-    worker : Worker
-    allocator : sglang token-to-KV allocator
-    forward_stream : torch stream or None
-        Where forwards run while the scheduler works ahead.
-    """
+    """Carries out events."""
 
     def __init__(self, worker: Worker, allocator: Any, forward_stream: Any) -> None:
         self._worker = worker

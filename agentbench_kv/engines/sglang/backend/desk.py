@@ -9,21 +9,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["Desk"]
-
 Command = Callable[[Mapping[str, Any]], Any]
 
 _PATIENCE_S = 60.0
 
 
 class Desk:
-    """Takes commands on any thread and hands them to the scheduler's.
-
-    Parameters
-    ----------
-    commands : mapping
-        Name -> function of the request, to be run on the scheduler's thread.
-    """
+    """Takes commands on any thread and hands them to the scheduler's."""
 
     def __init__(self, commands: Mapping[str, Command]) -> None:
         self._waiting: deque[tuple[Command, Mapping[str, Any], Future[Any]]] = deque()

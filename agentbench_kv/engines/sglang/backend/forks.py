@@ -13,26 +13,12 @@ from agentbench_kv.engines.sglang.backend.book import Book, Held
 from agentbench_kv.engines.sglang.backend.compaction import Compactor
 from agentbench_kv.engines.sglang.backend.worker import Worker
 
-__all__ = ["Forks"]
-
 
 class Forks:
-    """Makes forks and keeps their rows apart.
-
-    Parameters
-    ----------
-    book : Book
-    worker : Worker
-    compactor : Compactor
-    scheduler : sglang Scheduler
-
-    Attributes
-    ----------
-    shared, copied : int
-        Rows that forks found in place, and rows that were copied for them, so far.
-    """
+    """Makes forks and keeps their rows apart."""
 
     def __init__(self, book: Book, worker: Worker, compactor: Compactor, scheduler: Any) -> None:
+        # Rows that forks found in place, and rows that were copied for them, so far.
         self.shared = self.copied = 0
         self._book = book
         self._worker = worker
@@ -40,13 +26,7 @@ class Forks:
         self._scheduler = scheduler
 
     def make(self, source: Held, name: str) -> dict[str, int]:
-        """Open a session that has seen what `source`, at rest, has; return shared and copied rows.
-
-        Raises
-        ------
-        ValueError
-            If the source's rows may move, or there is no room.
-        """
+        """Open a session that has seen what `source`, at rest, has; return shared and copied rows."""
         if self._book.method.compresses:
             raise ValueError("a method that evicts by itself would move the shared rows")
         if name in self._book.sessions:
@@ -88,13 +68,7 @@ class Forks:
             fork.parent = heir.name
 
     def check_alone(self, held: Held) -> None:
-        """Refuse to move rows that another session reads.
-
-        Raises
-        ------
-        ValueError
-            Naming the other session.
-        """
+        """Refuse to move rows that another session reads."""
         others = [held.parent] if held.parent else [f.name for f in self._book.forks_of(held)]
         if others:
             raise ValueError(f"session {held.name} shares rows with {others[0]}; close it first")

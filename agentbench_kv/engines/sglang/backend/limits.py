@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["refuse_unsupported"]
-
 
 def refuse_unsupported(runner: Any) -> None:
-    """Refuse options and models that eviction would make wrong.
-
-    Parameters
-    ----------
-    runner : sglang ModelRunner
-        With its memory pools.
-
-    Raises
-    ------
-    ValueError
-        Naming everything that is not supported.
-    """
+    """Refuse options and models that eviction would make wrong."""
     found = [name for name, there in {**_options(runner), **_model(runner)}.items() if there]
     if found:
         raise ValueError(f"kvbench: eviction in SGLang does not support {', '.join(found)}")

@@ -6,17 +6,9 @@ from typing import Any
 
 from agentbench_kv.engines.sglang.backend.book import Book, Held
 
-__all__ = ["Memory"]
-
 
 class Memory:
-    """Frees the rows of sessions that are not generating; they are computed again when they go on.
-
-    Parameters
-    ----------
-    book : Book
-    scheduler : sglang Scheduler
-    """
+    """Frees the rows of sessions that are not generating; they are computed again when they go on."""
 
     def __init__(self, book: Book, scheduler: Any) -> None:
         self._book = book

@@ -15,18 +15,11 @@ from agentbench_kv.engines.sglang.backend.answers import attach
 from agentbench_kv.engines.sglang.backend.book import Held, wishes
 from agentbench_kv.engines.sglang.backend.runtime import Runtime
 
-__all__ = ["Patches"]
-
 Original = Callable[..., Any]
 
 
 class Patches:
-    """All hooks of a process.
-
-    Parameters
-    ----------
-    policy : Policy
-    """
+    """All hooks of a process."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -25,18 +25,9 @@ from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
 from agentbench_kv.phases.decoding import StopMatcher
 
-__all__ = ["Runtime"]
-
 
 class Runtime:
-    """Built in two steps, because CUDA graphs are captured before there is a scheduler.
-
-    Parameters
-    ----------
-    policy : Policy
-    runner : sglang ModelRunner
-        With its memory pools.
-    """
+    """Built in two steps, because CUDA graphs are captured before there is a scheduler."""
 
     def __init__(self, policy: Policy, runner: Any) -> None:
         refuse_unsupported(runner)
@@ -68,13 +59,7 @@ class Runtime:
         self.control = ControlServer(self.policy.control, self.desk.commands)
 
     def configure(self, policy: Policy) -> None:
-        """Go on with another method.
-
-        Raises
-        ------
-        ValueError
-            If CUDA graphs were captured that do not keep the queries it needs.
-        """
+        """Go on with another method."""
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         if self._captured and needed and not self.worker.keeps_queries:
             raise ValueError("CUDA graphs were captured without queries; start the server anew")

@@ -18,18 +18,9 @@ from agentbench_kv.engines.sglang.backend.book import Book, Held
 from agentbench_kv.engines.sglang.backend.compaction import Compactor, shorten
 from agentbench_kv.engines.sglang.backend.worker import DecodedRow, PrefilledRows, Worker
 
-__all__ = ["Steps"]
-
 
 class Steps:
-    """The life of a turn.
-
-    Parameters
-    ----------
-    book : Book
-    worker : Worker
-    compactor : Compactor
-    """
+    """The life of a turn."""
 
     def __init__(self, book: Book, worker: Worker, compactor: Compactor) -> None:
         self._book = book

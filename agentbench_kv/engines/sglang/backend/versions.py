@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 
-__all__ = ["ALLOW", "KEY", "TESTED", "check_version"]
-
 TESTED = "0.5.12"
 ALLOW = "KVBENCH_ALLOW_UNTESTED_ENGINE"
 KEY = "KVBENCH_SGLANG_KEY"

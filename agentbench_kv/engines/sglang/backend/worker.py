@@ -20,26 +20,15 @@ from agentbench_kv.engines.serving.backend.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.serving.backend.stores import PagedStore
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["DecodedRow", "Pool", "PrefilledRows", "Worker"]
-
 
 @dataclass(frozen=True)
 class Pool:
-    """SGLang's cache as the kernels take it.
-
-    Attributes
-    ----------
-    keys, values : PagedRows
-    table : Tensor [rows, slots], int32
-        Slots of every request, by its row.
-    page : int
-        Slots of a page.
-    """
+    """SGLang's cache as the kernels take it."""
 
     keys: PagedRows
     values: PagedRows
-    table: Tensor
-    page: int
+    table: Tensor  # [rows, slots], int32: Slots of every request, by its row
+    page: int  # slots of a page
 
     def store(self, row: int, live: int) -> PagedStore:
         """Return the first `live` rows of a request."""
@@ -73,15 +62,7 @@ class PrefilledRows:
 
 
 class Worker:
-    """What the scheduler's process keeps on the device beside the cache.
-
-    Parameters
-    ----------
-    policy : Policy
-    shape : RowShape
-    frequencies : Tensor [head_dim / 2]
-    pool : Pool
-    """
+    """What the scheduler's process keeps on the device beside the cache."""
 
     def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor, pool: Pool) -> None:
         self.pool = pool

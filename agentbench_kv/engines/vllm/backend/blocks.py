@@ -7,30 +7,15 @@ from typing import Any
 
 from agentbench_kv.engines.serving.backend.ledger import Cut
 
-__all__ = ["SessionBlocks"]
-
 _CLASSES: dict[type, type] = {}
 
 
 class SessionBlocks:
-    """The blocks of all requests, running or at rest.
-
-    Parameters
-    ----------
-    manager : KVCacheManager
-        vLLM's, of a model with full attention in all layers.
-    deficits : mapping
-        Request -> logical minus physical length.
-
-    Attributes
-    ----------
-    freed : int
-        Blocks that events gave back since the start.
-    """
+    """The blocks of all requests, running or at rest."""
 
     def __init__(self, manager: Any, deficits: Mapping[str, int]) -> None:
         (self._single,) = manager.coordinator.single_type_managers
-        self.freed = 0
+        self.freed = 0  # blocks that events gave back since the start
         self._pool = manager.block_pool
         self._single.__class__ = _by_physical_length(type(self._single))
         self._single.kvbench_deficits = deficits

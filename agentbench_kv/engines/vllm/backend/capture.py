@@ -8,8 +8,6 @@ from torch import Tensor
 
 from agentbench_kv.engines.queries import QueryBuffer, RingWrite
 
-__all__ = ["CAPTURE", "Capture"]
-
 
 class Capture:
     """The queries of the forward that is running in this worker.
@@ -34,16 +32,7 @@ class Capture:
         return len(self._buffers[0]) if self._buffers else 0
 
     def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
-        """Name the layers and where their queries go.
-
-        Parameters
-        ----------
-        layers : mapping
-            vLLM's layer name -> index.
-        rings : QueryBuffer
-        keep_all : bool
-            Also keep every query of the forward, for `queries`.
-        """
+        """Name the layers and where their queries go."""
         self._layers = layers
         self._rings = rings
         self.keep_all = keep_all

@@ -11,22 +11,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["SYMBOLS", "Symbol", "problems"]
-
 
 @dataclass(frozen=True)
 class Symbol:
-    """Something that must exist.
+    """Something that must exist."""
 
-    Attributes
-    ----------
-    path : str
-        `module:Name.attribute`.
-    parameters : tuple of str
-        Parameters a function must take, or fields a dataclass must have.
-    """
-
-    path: str
+    path: str  # `module:Name.attribute`
+    # Parameters a function must take, or fields a dataclass must have.
     parameters: tuple[str, ...] = ()
 
 

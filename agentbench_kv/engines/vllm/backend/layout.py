@@ -15,20 +15,11 @@ from torch import Tensor
 from agentbench_kv.engines.serving.backend.stores import CopiedStore, PagedStore
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["PackedStore", "pack_tiles", "paged_store", "unpack_tiles"]
-
 _TILE = 16
 
 
 def unpack_tiles(cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """Return keys and values [blocks, kv_heads, block_size, head_dim] of CPU blocks; copies.
-
-    Parameters
-    ----------
-    cache : Tensor [blocks, kv_heads, block_size, 2 · head_dim]
-    isa : str
-        What vLLM chose: `vec`, `vec16` or `amx`.
-    """
+    """Return keys and values [blocks, kv_heads, block_size, head_dim] of CPU blocks; copies."""
     blocks, heads, size, width = cache.shape
     dim = width // 2
     keys, values = cache.reshape(blocks, heads, 2, size * dim).unbind(2)
@@ -61,15 +52,6 @@ class PackedStore(CopiedStore):
     """A session's rows in CPU tiles: copied out, compacted, packed into its first blocks again.
 
     Rows move within the copy as they would in place; packing rewrites whole blocks.
-
-    Parameters
-    ----------
-    caches : sequence of Tensor [blocks, kv_heads, block_size, 2 · head_dim]
-        One per layer.
-    blocks : list of int
-        The session's, in order.
-    live : int
-    isa : str
     """
 
     def __init__(self, caches: Sequence[Tensor], blocks: list[int], live: int, isa: str) -> None:

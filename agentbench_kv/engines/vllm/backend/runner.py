@@ -18,8 +18,6 @@ from agentbench_kv.engines.serving.backend.rows import Fed, RowShape, RowStore, 
 from agentbench_kv.engines.vllm.backend.capture import CAPTURE
 from agentbench_kv.engines.vllm.backend.layout import PackedStore, paged_store
 
-__all__ = ["EvictingRunner"]
-
 
 class EvictingRunner:
     """Mixed into vLLM's V1 model runner.

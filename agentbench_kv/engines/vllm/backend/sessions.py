@@ -13,42 +13,24 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.decoding import StopMatcher
 from agentbench_kv.phases.labellers import MARKERS
 
-__all__ = ["Held", "SessionBook"]
-
 
 @dataclass
 class Held:
-    """One session.
-
-    Attributes
-    ----------
-    request : str
-        The request that runs, or the one it rested with.
-    lasting : bool
-        Whether it outlives its request; a request without a session id does not.
-    running : bool
-    tokens : list of int
-        At rest: all its tokens, the last one not fed yet.
-    """
+    """One session."""
 
     name: str
     recipe: str
     ledger: SessionLedger
-    request: str
-    lasting: bool
+    request: str  # the request that runs, or the one it rested with
+    lasting: bool  # whether it outlives its request; a request without a session id does not
     running: bool = True
+    # At rest: all its tokens, the last one not fed yet.
     tokens: list[int] = field(default_factory=list)
     stop: StopMatcher | None = None
 
 
 class SessionBook:
-    """All sessions of the scheduler, the ones at rest in the order in which they came to it.
-
-    Parameters
-    ----------
-    method : Method
-    bytes_per_token : int
-    """
+    """All sessions of the scheduler, the ones at rest in the order in which they came to it."""
 
     def __init__(self, method: Method, bytes_per_token: int) -> None:
         self.method = method
