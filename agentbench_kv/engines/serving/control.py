@@ -25,7 +25,7 @@ class ControlClient:
         self._socket: socket.socket | None = None
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """Return the answer to a command."""
+        """Return the answer; OSError if the backend is not there, ControlError if it refused."""
         with self._lock:
             try:
                 answer = self._exchange({"command": command, **arguments})
@@ -45,7 +45,6 @@ class ControlClient:
         return True
 
     def close(self) -> None:
-        """Hang up."""
         with self._lock:
             self._disconnect()
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from agentbench_kv.engines.base import FinishReason, Sampling
 from agentbench_kv.engines.streamed import StreamedGeneration
 
+# Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
 _AHEAD = 4
-"""Tokens the stream may be ahead of its reader, so that a cancel is felt where it was meant."""
 
 
 class ServingGeneration(StreamedGeneration):
-    """Tokens on their way from a backend."""
+    """Tokens on their way from a backend; `play` runs to the end and calls `push` per token."""
 
     def __init__(
         self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]

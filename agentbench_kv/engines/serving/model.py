@@ -30,7 +30,7 @@ class ModelFacts:
 
 
 def read_model(path: Path) -> ModelFacts:
-    """Read a model folder's config."""
+    """Read a model folder's config; PrerequisiteError if it lacks what a decoder's config has."""
     config = _json(path / "config.json")
     try:
         heads = int(config["num_attention_heads"])

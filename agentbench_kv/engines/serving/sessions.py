@@ -21,9 +21,9 @@ class ServingSession:
 
     name: str
     labeller: PhaseLabeller
-    recipe: str = ""
+    recipe: str = field(init=False)
     # What the backend calls it; new after every loss, so that nothing old is taken for it.
-    backend_name: str = ""
+    backend_name: str = field(init=False)
     tokens: list[int] = field(default_factory=list)  # everything it was given or generated
     known: int = 0  # how many of them this backend has seen
     epoch: int = 0  # which start of the backend it lives in; 0: none yet
@@ -32,8 +32,7 @@ class ServingSession:
     observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
 
     def __post_init__(self) -> None:
-        """Give it a name in the backend."""
-        self.recipe = self.recipe or recipe_of(self.labeller)
+        self.recipe = recipe_of(self.labeller)
         self._rename()
 
     def accept(self, token: int) -> None:

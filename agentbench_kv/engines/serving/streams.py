@@ -10,7 +10,7 @@ import httpx
 
 from agentbench_kv.errors import KVBenchError
 
-# A queue of prefills may stand before the first token.
+# A queue of prefills may come before the first token.
 _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
@@ -19,7 +19,10 @@ class RequestError(KVBenchError):
 
 
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up."""
+    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up.
+
+    Raises RequestError for an answer that is no stream of events.
+    """
     with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
         if response.status_code != httpx.codes.OK:
             text = response.read().decode(errors="replace")

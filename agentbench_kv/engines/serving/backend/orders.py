@@ -19,25 +19,23 @@ class Removal:
 
 
 @dataclass
-class Orders:
-    """One step's orders, in the order they are carried out."""
+class StepPlan:
+    """What a worker does around one forward, in this order."""
 
-    # A method's document: no session is open, go on with this one.
-    method: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
     dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
-    # Events of sessions at rest; before the step's forward, which may reuse their blocks.
+    # Events of sessions at rest; the step's forward may reuse their blocks.
     before: list[Removal] = field(default_factory=list)
     # Request -> (session, labeller recipe) for every request of the step.
     sessions: dict[str, tuple[str, str]] = field(default_factory=dict)
     # Request -> logical minus physical length during the forward, where it is not 0.
     deficits: dict[str, int] = field(default_factory=dict)
-    # Request -> event once the forward has run.
-    after: dict[str, Removal] = field(default_factory=dict)
+    after: dict[str, Removal] = field(default_factory=dict)  # request -> its event
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a worker did: rows moved by a session's event."""
+class RowsMoved:
+    """How many rows a session's event moved, which only a worker knows."""
 
     session: str
     number: int

@@ -42,7 +42,11 @@ class RowStore(Protocol):
         ...
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows to the front, with what belongs to them; return rows moved."""
+        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
+
+        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
+        keeps the order of `kept` instead of filling holes.
+        """
         ...
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
@@ -66,13 +70,17 @@ class SessionRows:
     labeller: Labeller
     queries: QueryStore
     phases: list[int] = field(default_factory=list)
-    # [layers, kv_heads, budget], int64: Original positions of the rows the last event left; rows after them are in order.
+    # [layers, kv_heads, budget], int64: original positions of the rows the last event left. The
+    # rows after them are in order.
     kept: Tensor | None = None
     since: int = 0  # logical length at that event
 
 
 class WorkerRows:
-    """All sessions of a worker."""
+    """All sessions of a worker.
+
+    RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
+    """
 
     def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy
@@ -106,7 +114,10 @@ class WorkerRows:
         self.sums.drop(session)
 
     def feed(self, fed: Sequence[Fed], recipes: dict[str, str]) -> RingWrite | None:
-        """Label a forward's tokens and plan which queries to store."""
+        """Label a forward's tokens, in the order of its rows, and plan which queries to store.
+
+        `recipes` says how a session's labeller is made.
+        """
         rows: list[int] = []
         slots: list[int] = []
         start = 0
@@ -141,7 +152,10 @@ class WorkerRows:
     def outside(
         self, session: str, recipe: str, live: int, logical: int, spans: Sequence[SpanRange]
     ) -> Tensor:
-        """Return the rows [n] of a session's whole tokens that lie in none of some logical spans."""
+        """Return the rows [n] of a session's tokens that lie outside some logical spans.
+
+        ValueError if heads keep different tokens.
+        """
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
         rows = self._sessions.setdefault(session, self._open(recipe))
@@ -169,10 +183,13 @@ class WorkerRows:
             )
 
     def _settle(self, removal: Removal, store: RowStore, kept: Tensor, positions: Tensor) -> None:
-        """Take note of what an event left."""
+        """Record what an event left."""
         session, cut = self._sessions[removal.session], removal.cut
         session.kept, session.since = positions[:, :, : cut.keep].clone(), cut.logical
-        self._turn(session, store, kept, cut.live - cut.keep)
+        if self._frequencies is not None:
+            rows = torch.arange(kept.shape[-1], device=kept.device)
+            store.rotate(rows - kept, self._frequencies)
+            session.queries.shift(cut.keep - cut.live, self._frequencies)
         if self.policy.trace is not None:
             _write_trace(self.policy.trace, removal, session.kept)
 
@@ -184,13 +201,6 @@ class WorkerRows:
             LayerView(keys[i], values[i], positions[i], extras[0][i] if extras else None)
             for i in range(self.shape.layers)
         ]
-
-    def _turn(self, session: SessionRows, store: RowStore, kept: Tensor, removed: int) -> None:
-        if self._frequencies is None:
-            return
-        rows = torch.arange(kept.shape[-1], device=kept.device)
-        store.rotate(rows - kept, self._frequencies)
-        session.queries.shift(-removed, self._frequencies)
 
     def _positions(self, session: SessionRows, live: int, logical: int) -> Tensor:
         """Return original positions [layers, kv_heads, live] in cache order; a copy."""

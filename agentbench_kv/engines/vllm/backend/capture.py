@@ -32,7 +32,10 @@ class Capture:
         return len(self._buffers[0]) if self._buffers else 0
 
     def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
-        """Name the layers and where their queries go."""
+        """Name the layers (vLLM's name -> index) and where their queries go.
+
+        With `keep_all`, `queries` has every query of the last forward, too.
+        """
         self._layers = layers
         self._rings = rings
         self.keep_all = keep_all
@@ -75,5 +78,5 @@ class Capture:
             self._all[layer] = query[: self._rows].clone()
 
 
+# The worker's own; vLLM creates attention objects itself, so they find it here.
 CAPTURE = Capture()
-"""The worker's own; vLLM creates attention objects itself, so they find it here."""
