@@ -10,23 +10,13 @@ from typing import Any
 
 from agentbench_kv.errors import KVBenchError
 
-__all__ = ["ControlClient", "ControlError"]
-
 
 class ControlError(KVBenchError):
     """The backend refused a command; the message is its own."""
 
 
 class ControlClient:
-    """Sends commands, one at a time, and reconnects after a restart. Thread-safe.
-
-    Parameters
-    ----------
-    path : Path
-        Of the socket.
-    timeout_s : float
-        For one answer.
-    """
+    """Sends commands, one at a time, and reconnects after a restart. Thread-safe."""
 
     def __init__(self, path: Path, timeout_s: float = 60.0) -> None:
         self._path = path
@@ -35,15 +25,7 @@ class ControlClient:
         self._socket: socket.socket | None = None
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """Return the answer to a command.
-
-        Raises
-        ------
-        OSError
-            If the backend is not there.
-        ControlError
-            If it refused.
-        """
+        """Return the answer; OSError if the backend is not there, ControlError if it refused."""
         with self._lock:
             try:
                 answer = self._exchange({"command": command, **arguments})
@@ -63,7 +45,6 @@ class ControlClient:
         return True
 
     def close(self) -> None:
-        """Hang up."""
         with self._lock:
             self._disconnect()
 

@@ -30,16 +30,11 @@ from agentbench_kv.engines.serving.generation import ServingGeneration
 from agentbench_kv.engines.serving.observed import ObservedLedger
 from agentbench_kv.engines.serving.process import BackendProcess
 from agentbench_kv.engines.serving.sessions import ServingSession, stats_from
-from agentbench_kv.engines.serving.setup import refuse_method
 from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
-from agentbench_kv.errors import ContextLimitError, KVBenchError
+from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["ServingEngine", "scratch_folder"]
-
-RESTARTS = 3
-"""Restarts one generation waits for before it gives up."""
-
+RESTARTS = 3  # restarts one generation waits for before it gives up
 _GONE = (OSError, httpx.TransportError)
 
 
@@ -48,17 +43,6 @@ class ServingEngine(Engine):
 
     The engine keeps every session's tokens. A backend that dies is started again by the next
     request; its sessions are computed again from their tokens, and counted (`recomputed`).
-
-    Parameters
-    ----------
-    info : EngineInfo
-    wire : Wire
-    folder : Path
-        Private scratch folder; removed at `shutdown`.
-    log : Path
-        Gets what the backend writes.
-    bytes_per_token : int
-        Bytes of keys and values of one token over all layers and heads.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
@@ -67,14 +51,14 @@ class ServingEngine(Engine):
         self, info: EngineInfo, wire: Wire, folder: Path, log: Path, bytes_per_token: int
     ) -> None:
         self.info = info
-        self.bytes_per_token = bytes_per_token
+        self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
         self._wire = wire
-        self._folder = folder
+        self._folder = folder  # private; removed at `shutdown`
         self._log = log
         self._control = ControlClient(wire.control)
         self._sessions: dict[str, ServingSession] = {}
         self._starting = threading.Lock()
-        self._epoch = 0
+        self._epoch = 0  # starts of the backend so far
         self._down = False
         self._process: BackendProcess | None = None
         try:
@@ -130,15 +114,7 @@ class ServingEngine(Engine):
         return state.total()
 
     def reconfigure(self, method: Method) -> None:
-        """Go on with another method; only while no session is open, and not from or to `full`.
-
-        Raises
-        ------
-        UsageError
-            For a method the cache cannot hold.
-        ControlError
-            If sessions are open.
-        """
+        """Go on with another method, not from or to `full`; ControlError if sessions are open."""
         refuse_method(method)
         self._control.call("configure", method=method_document(method, self._folder))
         self._wire.use(method)
@@ -188,9 +164,15 @@ class ServingEngine(Engine):
             state.backend_name, state.recipe, tuple(state.tokens), state.known, sampling, left
         )
         state.known = len(state.tokens)
-        if self._wire.stock:
-            return self._watched(state, generation, request)
-        return self._read(state, generation, request)
+        if not self._wire.stock:
+            return self._read(state, generation, request)
+        # A stock server keeps no accounts of a session: they are kept here.
+        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token)
+        ledger.begin(len(request.tokens))
+        reason = self._read(state, generation, request)
+        ledger.end(request.usage.get("cached_tokens"))
+        state.last = ledger.snapshot()
+        return reason
 
     def _read(
         self, state: ServingSession, generation: ServingGeneration, request: Request
@@ -208,24 +190,7 @@ class ServingEngine(Engine):
                 if own_stop is not None and own_stop(token):
                     return FinishReason.STOP
                 last = token
-        return self._reason(state, generation, last)
-
-    def _watched(
-        self, state: ServingSession, generation: ServingGeneration, request: Request
-    ) -> FinishReason:
-        """Read a stock server's tokens, and account for them here."""
-        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token)
-        ledger.begin(len(request.tokens))
-        reason = self._read(state, generation, request)
-        ledger.end(request.usage.get("cached_tokens"))
-        state.last = ledger.snapshot()
-        return reason
-
-    def _reason(
-        self, state: ServingSession, generation: ServingGeneration, last: int | None
-    ) -> FinishReason:
-        """Say why the backend ended a generation."""
-        sampling = generation.sampling
+        # Why the backend ended it.
         if last in sampling.stop_token_ids:
             return FinishReason.STOP
         if generation.produced >= sampling.max_tokens:
@@ -260,6 +225,15 @@ class ServingEngine(Engine):
             raise KVBenchError(f"session {state.name}: {error}") from error
         if document is not None:
             state.last = stats_from(document)
+
+
+def refuse_method(method: Method) -> None:
+    """Refuse a method whose cache a serving engine cannot hold: a kept set per query head."""
+    if method.per_query_head:
+        raise UsageError(
+            f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "
+            "head; use another preset or --engine embedded"
+        )
 
 
 def scratch_folder() -> Path:

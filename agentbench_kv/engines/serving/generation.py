@@ -8,21 +8,12 @@ from collections.abc import Callable
 from agentbench_kv.engines.base import FinishReason, Sampling
 from agentbench_kv.engines.streamed import StreamedGeneration
 
-__all__ = ["ServingGeneration"]
-
+# Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
 _AHEAD = 4
-"""Tokens the stream may be ahead of its reader, so that a cancel is felt where it was meant."""
 
 
 class ServingGeneration(StreamedGeneration):
-    """Tokens on their way from a backend.
-
-    Parameters
-    ----------
-    sampling : Sampling
-    play : callable
-        Runs the generation to its end on a thread; it calls `push` for every token.
-    """
+    """Tokens on their way from a backend; `play` runs to the end and calls `push` per token."""
 
     def __init__(
         self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]

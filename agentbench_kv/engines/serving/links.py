@@ -13,23 +13,14 @@ from pathlib import Path
 import agentbench_kv
 from agentbench_kv.errors import UsageError
 
-__all__ = ["link_packages"]
-
 
 def link_packages(
     folder: Path, modules: Iterable[str], entry_points: Mapping[str, Mapping[str, str]]
 ) -> Path:
     """Fill `folder` and return it.
 
-    Parameters
-    ----------
-    folder : Path
-        Made if it is not there.
-    modules : iterable of str
-        Modules the backend imports besides ours, such as that of a plugged-in method; their
-        top-level packages are linked.
-    entry_points : mapping
-        Group -> name -> object, seen by the backend as those of an installed distribution.
+    The top-level packages of `modules`, such as a plugged-in method's, are linked beside ours. The
+    backend sees `entry_points` (group -> name -> object) as those of an installed distribution.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for root in {"agentbench_kv", *(module.partition(".")[0] for module in modules)}:
@@ -44,8 +35,7 @@ def link_packages(
 
 def _source(root: str) -> Path:
     """Return the folder or file of a top-level module that is imported already."""
-    module = agentbench_kv if root == "agentbench_kv" else sys.modules[root]
-    file = getattr(module, "__file__", None)
+    file = getattr(sys.modules[root], "__file__", None)
     if file is None:
         raise UsageError(
             f"{root} has no file a backend could import; put the method into a package"
@@ -55,9 +45,10 @@ def _source(root: str) -> Path:
 
 
 def _write_metadata(folder: Path, entry_points: Mapping[str, Mapping[str, str]]) -> None:
-    info = folder / f"kvbench_backend-{agentbench_kv.__version__}.dist-info"
+    version = agentbench_kv.__version__
+    info = folder / f"kvbench_backend-{version}.dist-info"
     info.mkdir(exist_ok=True)
-    head = f"Metadata-Version: 2.1\nName: kvbench-backend\nVersion: {agentbench_kv.__version__}\n"
+    head = f"Metadata-Version: 2.1\nName: kvbench-backend\nVersion: {version}\n"
     (info / "METADATA").write_text(head)
     lines = []
     for group, points in entry_points.items():

@@ -9,28 +9,19 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["ModelFacts", "read_model"]
-
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Shapes and limits of a decoder.
-
-    Attributes
-    ----------
-    context_limit : int
-        Last position + 1.
-    eos_token_ids : tuple of int
-    """
+    """Shapes and limits of a decoder."""
 
     family: str
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    context_limit: int
+    context_limit: int  # last position + 1
     eos_token_ids: tuple[int, ...]
 
     def bytes_per_token(self, dtype: str) -> int:
@@ -39,13 +30,7 @@ class ModelFacts:
 
 
 def read_model(path: Path) -> ModelFacts:
-    """Read a model folder's config.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it lacks what a decoder's config has.
-    """
+    """Read a model folder's config; PrerequisiteError if it lacks what a decoder's config has."""
     config = _json(path / "config.json")
     try:
         heads = int(config["num_attention_heads"])

@@ -15,8 +15,6 @@ from pathlib import Path
 from agentbench_kv import own_settings
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 
-__all__ = ["BackendProcess", "BackendStoppedError", "Launch"]
-
 _TAIL_LINES = 12
 _POLL_S = 0.2
 _GRACE_S = 15.0
@@ -30,36 +28,16 @@ class BackendStoppedError(KVBenchError):
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a backend.
-
-    Attributes
-    ----------
-    command : sequence of str
-    environment : mapping
-        Added to this process's own.
-    ready : callable
-        True once the backend answers.
-    start_s : float
-        Seconds it may take until then.
-    """
+    """How to start a backend."""
 
     command: Sequence[str]
-    ready: Callable[[], bool]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    start_s: float = 900.0
+    ready: Callable[[], bool]  # true once the backend answers
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
+    start_s: float = 900.0  # seconds it may take until then
 
 
 class BackendProcess:
-    """Starts a backend and watches it. Its output goes to a file.
-
-    Parameters
-    ----------
-    name : str
-        Of the engine, for messages.
-    launch : Launch
-    log : Path
-        Appended to, over restarts.
-    """
+    """Starts a backend and watches it. Its output goes to a file."""
 
     def __init__(self, name: str, launch: Launch, log: Path) -> None:
         self.name = name
@@ -84,7 +62,6 @@ class BackendProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     def survives(self, patience_s: float = 2.0) -> bool:
@@ -96,13 +73,7 @@ class BackendProcess:
         return False
 
     def wait_ready(self) -> None:
-        """Wait until the backend answers.
-
-        Raises
-        ------
-        PrerequisiteError
-            If it ended or took too long; with the last lines it wrote.
-        """
+        """Wait until the backend answers; PrerequisiteError with its last lines if not."""
         deadline = time.monotonic() + self._launch.start_s
         while not self._launch.ready():
             if not self.alive:
@@ -126,11 +97,8 @@ class BackendProcess:
         self._signal(signal.SIGKILL)
         self._process.wait()
 
-    def tail(self) -> list[str]:
-        """Return the last lines it wrote since this start."""
-        return self._lines()[-_TAIL_LINES:]
-
-    def _lines(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """Return the lines it wrote since this start, without blank ones."""
         with self.log.open("rb") as file:
             file.seek(self._start)
             lines = file.read().decode(errors="replace").splitlines()
@@ -144,9 +112,9 @@ class BackendProcess:
         return self._message(f"{what} (exit code {self._process.poll()})")
 
     def _message(self, what: str) -> str:
-        lines = self._lines()
+        lines = self.lines()
         causes = [line for line in lines if _CAUSE.search(line)]
-        shown = [*causes[:1], *lines[-_TAIL_LINES:]] if causes else lines[-_TAIL_LINES:]
+        shown = [*causes[:1], *lines[-_TAIL_LINES:]]
         last = "\n".join(f"  {line}" for line in shown)
         return f"the {self.name} backend {what}; its last lines ({self.log}):\n{last}"
 
@@ -156,5 +124,5 @@ def _environment() -> dict[str, str]:
     misleading = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
     theirs = own_settings.without(os.environ)
     own = {key: value for key, value in theirs.items() if key not in misleading}
-    # A folder called `vllm` where the user happens to stand must not be imported.
+    # A folder called `vllm` in the user's working directory must not be imported.
     return {**own, "PYTHONSAFEPATH": "1"}

@@ -12,47 +12,27 @@ from agentbench_kv.engines.base import KVEvent, KVStats, PhaseLabeller
 from agentbench_kv.engines.serving.observed import ObservedLedger
 from agentbench_kv.phases.labellers import recipe_of
 
-__all__ = ["ServingSession", "stats_from"]
-
 _numbers = itertools.count(1)
 
 
 @dataclass
 class ServingSession:
-    """One session.
-
-    Attributes
-    ----------
-    backend_name : str
-        What the backend calls it; new after every loss, so that nothing old is taken for it.
-    tokens : list of int
-        Everything it was given or generated.
-    known : int
-        How many of them this backend has seen.
-    epoch : int
-        Which start of the backend it lives in; 0: none yet.
-    carried : KVStats
-        Accounting of backends that died.
-    last : KVStats
-        The living backend's, when it was last asked.
-    observed : ObservedLedger or None
-        The accounting, where the backend keeps none.
-    """
+    """One session."""
 
     name: str
     labeller: PhaseLabeller
-    recipe: str = ""
-    backend_name: str = ""
-    tokens: list[int] = field(default_factory=list)
-    known: int = 0
-    epoch: int = 0
-    carried: KVStats = field(default_factory=KVStats)
-    last: KVStats = field(default_factory=KVStats)
-    observed: ObservedLedger | None = None
+    recipe: str = field(init=False)
+    # What the backend calls it; new after every loss, so that nothing old is taken for it.
+    backend_name: str = field(init=False)
+    tokens: list[int] = field(default_factory=list)  # everything it was given or generated
+    known: int = 0  # how many of them this backend has seen
+    epoch: int = 0  # which start of the backend it lives in; 0: none yet
+    carried: KVStats = field(default_factory=KVStats)  # accounting of backends that died
+    last: KVStats = field(default_factory=KVStats)  # the living backend's, when it was last asked
+    observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
 
     def __post_init__(self) -> None:
-        """Give it a name in the backend."""
-        self.recipe = self.recipe or recipe_of(self.labeller)
+        self.recipe = recipe_of(self.labeller)
         self._rename()
 
     def accept(self, token: int) -> None:

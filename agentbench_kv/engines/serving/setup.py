@@ -1,61 +1,49 @@
-"""What serving engines have in common before they start."""
+"""Starting a server that loads our plug-in; what vLLM and SGLang have in common there."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TypeVar
 
-from agentbench_kv.engines.base import Capability, EngineInfo
-from agentbench_kv.engines.embedded.model import folder_sha
+from agentbench_kv.engines.base import EngineInfo
+from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.model import ModelFacts
-from agentbench_kv.environments import home
-from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import Method
+from agentbench_kv.engines.serving.engine import ServingEngine, refuse_method, scratch_folder
+from agentbench_kv.engines.serving.model import read_model
+from agentbench_kv.engines.serving.wire import PluginWire, ServerSetup
+from agentbench_kv.environments import home, python_of
 
-__all__ = ["engine_info", "log_file", "refuse_method"]
-
-
-def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache a serving engine cannot hold.
-
-    Raises
-    ------
-    UsageError
-        For a kept set per query head.
-    """
-    if method.per_query_head:
-        raise UsageError(
-            f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "
-            "head; use another preset or --engine embedded"
-        )
+_Engine = TypeVar("_Engine", bound=ServingEngine)
 
 
-def engine_info(
+def start_server(
+    engine: type[_Engine],
+    wire_class: type[PluginWire],
     name: str,
     options: EngineOptions,
-    path: Path,
-    facts: ModelFacts,
+    environment: str,
     *,
     gpu: bool,
-    context_limit: int,
-    capabilities: frozenset[Capability],
-) -> EngineInfo:
-    """Describe an engine over a Hugging Face model folder at `path`."""
-    return EngineInfo(
+) -> _Engine:
+    """Return an engine over a new server; one for `full` runs as shipped."""
+    refuse_method(options.method)
+    path = model_path(options.model)
+    facts = read_model(path)
+    python, folder = python_of(environment), scratch_folder()
+    stock = options.method.name == "full"
+    wire = wire_class(ServerSetup(options, facts, python, path, folder, gpu, stock))
+    info = EngineInfo(
         name=name,
         model=options.model,
         model_path=path,
         model_sha=folder_sha(path),
         device="cuda" if gpu else "cpu",
         dtype=options.dtype,
-        context_limit=context_limit,
+        context_limit=wire.context_limit,
         eos_token_ids=facts.eos_token_ids,
-        capabilities=capabilities,
+        capabilities=engine.capabilities,
     )
-
-
-def log_file(name: str, folder: Path) -> Path:
-    """Return where a backend's output goes; it stays when its scratch folder is removed."""
+    # The log stays when the scratch folder is removed.
     logs = home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    return logs / f"{name}-{folder.name}.log"
+    log = logs / f"{name}-{folder.name}.log"
+    return engine(info, wire, folder, log, facts.bytes_per_token(options.dtype))

@@ -10,9 +10,7 @@ import httpx
 
 from agentbench_kv.errors import KVBenchError
 
-__all__ = ["RequestError", "post_events"]
-
-# A queue of prefills may stand before the first token.
+# A queue of prefills may come before the first token.
 _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
@@ -23,12 +21,7 @@ class RequestError(KVBenchError):
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Post a request and yield its events until `[DONE]`; closing the iterator hangs up.
 
-    Raises
-    ------
-    RequestError
-        For an answer that is no stream of events.
-    httpx.TransportError
-        If the connection fails or breaks.
+    Raises RequestError for an answer that is no stream of events.
     """
     with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
         if response.status_code != httpx.codes.OK:

@@ -9,15 +9,12 @@ from typing import ClassVar, Self
 from agentbench_kv.engines.base import Capability, KVStats, SpanRange
 from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_device
 from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.engine import ServingEngine, scratch_folder
-from agentbench_kv.engines.serving.model import read_model
+from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.engines.serving.sessions import ServingSession
-from agentbench_kv.engines.serving.setup import engine_info, log_file, refuse_method
-from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
+from agentbench_kv.engines.serving.setup import start_server
+from agentbench_kv.engines.sglang.wire import SglangWire
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import KVBenchError, UsageError
-
-__all__ = ["SglangEngine"]
 
 
 class SglangEngine(ServingEngine):
@@ -45,24 +42,8 @@ class SglangEngine(ServingEngine):
         UsageError
             For a method SGLang's cache cannot hold.
         """
-        refuse_method(options.method)
-        path = model_path(options.model)
-        facts = read_model(path)
-        folder = scratch_folder()
-        paths = SglangPaths(python_of("sglang"), path, folder)
         gpu = pick_device(options.device).type == "cuda"
-        wire = SglangWire(options, facts, paths, gpu=gpu, stock=options.method.name == "full")
-        info = engine_info(
-            "sglang",
-            options,
-            path,
-            facts,
-            gpu=gpu,
-            context_limit=facts.context_limit,
-            capabilities=cls.capabilities,
-        )
-        size = facts.bytes_per_token(options.dtype)
-        return cls(info, wire, folder, log_file("sglang", folder), size)
+        return start_server(cls, SglangWire, "sglang", options, "sglang", gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:

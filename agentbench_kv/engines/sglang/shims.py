@@ -10,8 +10,6 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["install"]
-
 _OPERATORS = ("nms", "qnms")
 _NATIVE = "sgl_kernel"
 _SUBMODULE = "sgl_kernel.kvcacheio"

@@ -5,108 +5,66 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import secrets
 import socket
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
 from agentbench_kv.engines.serving.control import ControlClient
-from agentbench_kv.engines.serving.links import link_packages
-from agentbench_kv.engines.serving.model import ModelFacts
 from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.streams import RequestError, post_events
-from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
-from agentbench_kv.engines.sglang.backend.versions import ALLOW, KEY
+from agentbench_kv.engines.serving.wire import PluginWire, Request, ServerSetup, stop_document
+from agentbench_kv.engines.sglang.backend.versions import KEY
 from agentbench_kv.engines.sglang.flags import flags
 from agentbench_kv.errors import CapacityError
-from agentbench_kv.methods.base import Method
-
-__all__ = ["SglangPaths", "SglangWire"]
 
 _BACKEND = "agentbench_kv.engines.sglang.backend"
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 30_000)
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 _POLL_S = 0.005
 _requests = itertools.count(1)
 
 
-@dataclass(frozen=True)
-class SglangPaths:
-    """Where things are: the environment's Python, the model, a private folder."""
+class SglangWire(PluginWire):
+    """One SGLang server on a loopback port.
 
-    python: Path
-    model: Path
-    folder: Path
-
-
-class SglangWire(Wire):
-    """One SGLang server on a loopback port, locked with a key of its own.
-
-    Parameters
-    ----------
-    options : EngineOptions
-    facts : ModelFacts
-    paths : SglangPaths
-    gpu : bool
-    stock : bool
-        As shipped: no plug-in, the radix cache finds what a session sent before.
+    As shipped, its radix cache finds what a session sent before.
     """
 
-    def __init__(
-        self,
-        options: EngineOptions,
-        facts: ModelFacts,
-        paths: SglangPaths,
-        *,
-        gpu: bool,
-        stock: bool,
-    ) -> None:
-        self._options = options
-        self._facts = facts
-        self._paths = paths
-        self._gpu = gpu
-        self.stock = stock
-        self._key = secrets.token_hex(16)
-        self._port = 0
-        headers = {"Authorization": f"Bearer {self._key}"}
-        self._client = httpx.Client(headers=headers, limits=_LIMITS, timeout=10.0)
+    def __init__(self, setup: ServerSetup) -> None:
+        super().__init__(setup)
         self._commands = ControlClient(self.control)
-        self._complete: dict[str, int] = {}
-
-    @property
-    def control(self) -> Path:
-        """The control channel's socket; nobody listens on it in a stock server."""
-        return self._paths.folder / "control"
-
-    def use(self, method: Method) -> None:
-        """Start servers with another method from now on."""
-        self._options = replace(self._options, method=method)
+        self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
 
     def launch(self) -> Launch:
         """Return the command that starts the server, on a port that is free now."""
         self._commands.close()
-        self._port = _free_port()
-        command = [str(self._paths.python), "-m", f"{_BACKEND}.launch"]
-        command += ["--model-path", str(self._paths.model), "--host", _HOST]
-        command += ["--port", str(self._port)]
-        command += flags(self._options, self._facts, gpu=self._gpu, stock=self.stock)
-        return Launch(command, self._ready, self._environment())
+        port = _free_port()
+        self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
+        command = [str(self._setup.python), "-m", f"{_BACKEND}.launch"]
+        command += ["--model-path", str(self._setup.model), "--host", _HOST, "--port", str(port)]
+        command += flags(self._options, self._setup.facts, gpu=self._setup.gpu, stock=self.stock)
+        plugins = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
+        if not self._setup.gpu:
+            plugins["kvbench-cpu"] = f"{_BACKEND}.cpu:register"
+        environment = self._environment("sglang.srt.plugins", plugins) | {
+            KEY: self._key,
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # Never opened, but derived from the other port and refused if it is too large.
+            "SGLANG_GRPC_PORT": str(_free_port()),
+        }
+        if not self._setup.gpu:
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        return Launch(command, self._ready, environment)
 
     def stream(self, request: Request) -> Generator[int]:
-        """Yield a generation's ids."""
         name = f"{request.session}.{next(_requests)}"
         body = self._stock_body(request) if self.stock else self._session_body(request)
         read, ended = len(request.tokens), False
         try:
-            for event in post_events(self._client, self._url("/generate"), body | {"rid": name}):
+            for event in post_events(self._client, "/generate", body | {"rid": name}):
                 _refuse_abort(event)
                 request.usage["cached_tokens"] = event["meta_info"].get("cached_tokens", 0)
                 for token in event.get("output_ids") or ():
@@ -119,27 +77,24 @@ class SglangWire(Wire):
                 self._hang_up(request.session, name, read)
 
     def opened(self, session: str) -> None:
-        """Take note of a session that the server does not know yet."""
         self._complete[session] = 0
 
     def forked(self, session: str, new: str) -> None:
-        """Take note of a session that starts with another one's history."""
+        """Let a session start with another one's history."""
         self._complete[new] = self._complete[session]
 
     def forget(self, session: str) -> None:
-        """Take note that a session is closed."""
         self._complete.pop(session, None)
 
     def close(self) -> None:
-        """Close the connections."""
         self._commands.close()
-        self._client.close()
+        super().close()
 
     def _session_body(self, request: Request) -> dict[str, Any]:
         """Return a turn: what the server's session has not completed, and how it ends."""
         complete = self._complete[request.session]
-        if not complete:
-            self._open(request)
+        if not complete and not self._commands.call("known", session=request.session):
+            self._commands.call("open", session=request.session, recipe=request.recipe)
         new = request.tokens[complete:]
         # A request must bring an id, even to go on from the last one.
         ids = new or request.tokens[-1:]
@@ -157,11 +112,6 @@ class SglangWire(Wire):
             "stream": True,
         }
 
-    def _open(self, request: Request) -> None:
-        if self._commands.call("known", session=request.session):
-            return
-        self._commands.call("open", session=request.session, recipe=request.recipe)
-
     def _stock_body(self, request: Request) -> dict[str, Any]:
         """Return a generation over all tokens, as any client would ask for it."""
         stop_ids = request.sampling.stop_token_ids
@@ -175,7 +125,7 @@ class SglangWire(Wire):
     def _hang_up(self, session: str, name: str, read: int) -> None:
         """End a generation nobody reads any more, and see where its session is then."""
         with contextlib.suppress(OSError, httpx.HTTPError):
-            self._client.post(self._url("/abort_request"), json={"rid": name})
+            self._client.post("/abort_request", json={"rid": name})
             if self.stock:
                 return
             while (completed := self._commands.call("completed", session=session)) is None:
@@ -186,44 +136,12 @@ class SglangWire(Wire):
                 completed = 0
             self._complete[session] = completed
 
-    def _url(self, path: str) -> str:
-        return f"http://{_HOST}:{self._port}{path}"
-
     def _ready(self) -> bool:
         try:
-            up = self._client.get(self._url("/model_info")).status_code == httpx.codes.OK
+            up = self._client.get("/model_info").status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
         return up and (self.stock or self._commands.answers())
-
-    def _environment(self) -> dict[str, str]:
-        environment = {
-            "PYTHONPATH": str(self._links()),
-            KEY: self._key,
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            # Never opened, but derived from the other port and refused if it is too large.
-            "SGLANG_GRPC_PORT": str(_free_port()),
-        }
-        if not self._gpu:
-            environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        if not self.stock:
-            policy = Policy(
-                self._options.method, self._paths.model, self.control, self._options.trace
-            )
-            environment[VARIABLE] = str(policy.save(self._paths.folder))
-        if self._options.allow_untested:
-            environment[ALLOW] = "1"
-        return environment
-
-    def _links(self) -> Path:
-        points = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
-        if not self._gpu:
-            points["kvbench-cpu"] = f"{_BACKEND}.cpu:register"
-        module = type(self._options.method).__module__
-        groups = {"sglang.srt.plugins": points} if points else {}
-        return link_packages(self._paths.folder / "path", [module], groups)
 
 
 def _sampling(request: Request) -> dict[str, Any]:

@@ -6,13 +6,10 @@ from typing import ClassVar, Self
 
 from agentbench_kv.engines.embedded.model import check_dtype, model_path
 from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.engine import ServingEngine, scratch_folder
-from agentbench_kv.engines.serving.model import read_model
-from agentbench_kv.engines.serving.setup import engine_info, log_file, refuse_method
-from agentbench_kv.engines.vllm.wire import VllmPaths, VllmWire, on_gpu
+from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.serving.setup import start_server
+from agentbench_kv.engines.vllm.wire import VllmWire, on_gpu
 from agentbench_kv.environments import python_of
-
-__all__ = ["VllmEngine"]
 
 
 class VllmEngine(ServingEngine):
@@ -35,25 +32,8 @@ class VllmEngine(ServingEngine):
         UsageError
             For a method vLLM's cache cannot hold.
         """
-        refuse_method(options.method)
-        path = model_path(options.model)
-        facts = read_model(path)
-        python = python_of(environment_for(options.device))
-        folder = scratch_folder()
-        wire = VllmWire(
-            options, facts, VllmPaths(python, path, folder), stock=options.method.name == "full"
-        )
-        info = engine_info(
-            "vllm",
-            options,
-            path,
-            facts,
-            gpu=on_gpu(options.device),
-            context_limit=wire.context_limit,
-            capabilities=cls.capabilities,
-        )
-        size = facts.bytes_per_token(options.dtype)
-        return cls(info, wire, folder, log_file("vllm", folder), size)
+        environment, gpu = _environment_for(options.device), on_gpu(options.device)
+        return start_server(cls, VllmWire, "vllm", options, environment, gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:
@@ -64,9 +44,8 @@ class VllmEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         """Refuse an unknown dtype, and a missing environment."""
         check_dtype(dtype)
-        python_of(environment_for(device))
+        python_of(_environment_for(device))
 
 
-def environment_for(device: str) -> str:
-    """Return the name of the managed environment for a device."""
+def _environment_for(device: str) -> str:
     return "vllm-cuda" if on_gpu(device) else "vllm"

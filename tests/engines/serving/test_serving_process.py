@@ -79,7 +79,7 @@ def test_the_log_of_a_restart_is_its_own(tmp_path: Path) -> None:
         process = BackendProcess("toy", launch(f"print({word!r})"), log)
         with pytest.raises(PrerequisiteError):
             process.wait_ready()
-    assert process.tail() == ["second"]
+    assert process.lines() == ["second"]
     assert log.read_text().split() == ["first", "second"]
 
 
@@ -117,7 +117,7 @@ def test_a_backend_finds_our_package_and_its_entry_points(tmp_path: Path) -> Non
     )
     with pytest.raises(PrerequisiteError):
         process.wait_ready()
-    file, found = process.tail()
+    file, found = process.lines()
     assert file == str(folder / "agentbench_kv" / "errors.py")
     assert found == "['agentbench_kv.errors:x']"
 
@@ -146,7 +146,7 @@ def test_a_backend_finds_the_kernels_built_before(tmp_path: Path) -> None:
     )
     with pytest.raises(PrerequisiteError):
         process.wait_ready()
-    sources, key = process.tail()
+    sources, key = process.lines()
     assert Path(sources) != SOURCES
     assert key == toolchain("cpu").key
 

@@ -11,29 +11,21 @@ import pytest
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.engines.serving.backend.policy import VARIABLE, method_from
 from agentbench_kv.engines.serving.model import ModelFacts
-from agentbench_kv.engines.serving.wire import Wire
-from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
-from agentbench_kv.engines.vllm.wire import VllmPaths, VllmWire
+from agentbench_kv.engines.serving.wire import PluginWire, ServerSetup
+from agentbench_kv.engines.sglang.wire import SglangWire
+from agentbench_kv.engines.vllm.wire import VllmWire
 from agentbench_kv.registry import make_method
 
 FACTS = ModelFacts("qwen3", 2, 4, 2, 32, 4096, (1,))
 OPTIONS = EngineOptions("micro", make_method("full-constrained", None))
 
 
-def vllm(folder: Path) -> Wire:
-    return VllmWire(OPTIONS, FACTS, VllmPaths(Path("python"), folder, folder), stock=False)
-
-
-def sglang(folder: Path) -> Wire:
-    paths = SglangPaths(Path("python"), folder, folder)
-    return SglangWire(OPTIONS, FACTS, paths, gpu=False, stock=False)
-
-
-@pytest.mark.parametrize("make", [vllm, sglang])
+@pytest.mark.parametrize("wire_class", [VllmWire, SglangWire])
 def test_a_server_starts_with_the_method_in_use(
-    make: Callable[[Path], Wire], tmp_path: Path
+    wire_class: Callable[[ServerSetup], PluginWire], tmp_path: Path
 ) -> None:
-    wire = make(tmp_path)
+    setup = ServerSetup(OPTIONS, FACTS, Path("python"), tmp_path, tmp_path, gpu=False, stock=False)
+    wire = wire_class(setup)
     method = make_method("agentkv", 96, {"interval": 32})
     for expected in (OPTIONS.method, method):
         wire.use(expected)

@@ -15,17 +15,17 @@ from agentbench_kv.engines.serving.backend.ledger import Cut
 from agentbench_kv.engines.serving.backend.policy import Policy
 from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
 from agentbench_kv.engines.serving.model import ModelFacts
-from agentbench_kv.engines.sglang.backend import cpu
-from agentbench_kv.engines.sglang.backend.admission import Admission
+from agentbench_kv.engines.serving.wire import ServerSetup
+from agentbench_kv.engines.sglang.backend import admission, cpu
 from agentbench_kv.engines.sglang.backend.answers import attach
-from agentbench_kv.engines.sglang.backend.book import Book
-from agentbench_kv.engines.sglang.backend.desk import Desk
+from agentbench_kv.engines.sglang.backend.book import SessionTable
+from agentbench_kv.engines.sglang.backend.desk import CommandQueue
 from agentbench_kv.engines.sglang.backend.hooks import TARGETS
 from agentbench_kv.engines.sglang.backend.patches import Patches
 from agentbench_kv.engines.sglang.backend.steps import Steps
 from agentbench_kv.engines.sglang.backend.worker import DecodedRow, Pool, PrefilledRows, Worker
 from agentbench_kv.engines.sglang.flags import flags
-from agentbench_kv.engines.sglang.wire import _refuse_abort
+from agentbench_kv.engines.sglang.wire import SglangWire, _refuse_abort
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import Method
@@ -91,12 +91,12 @@ def request(rid: str, tokens: int, limit: int, session: str | None = None) -> An
     )
 
 
-def book(method: Method) -> Book:
-    return Book(method, 1, lambda _: pytest.fail("no stop text was asked for"))
+def table_of(method: Method) -> SessionTable:
+    return SessionTable(method, 1, lambda _: pytest.fail("no stop text was asked for"))
 
 
 def test_a_session_is_its_request_in_flight_only() -> None:
-    sessions = book(make_method("full-constrained", None))
+    sessions = table_of(make_method("full-constrained", None))
     first = request("r1", 10, 5, "s")
     held = sessions.begin(first)
     assert sessions.of(first) is held
@@ -110,7 +110,7 @@ def test_a_session_is_its_request_in_flight_only() -> None:
 
 
 def test_the_longest_at_rest_comes_first() -> None:
-    sessions = book(make_method("full-constrained", None))
+    sessions = table_of(make_method("full-constrained", None))
     for name in "abc":
         held = sessions.begin(request(name, 10, 5, name))
         held.ledger.forward(10)
@@ -121,7 +121,7 @@ def test_the_longest_at_rest_comes_first() -> None:
 
 
 def test_the_accounting_goes_out_with_the_last_tokens_only() -> None:
-    sessions = book(make_method("full-constrained", None))
+    sessions = table_of(make_method("full-constrained", None))
     first, refused = request("r1", 10, 5, "s"), request("r2", 3, 5)
     held = sessions.begin(first)
     attach(first, held)
@@ -149,7 +149,7 @@ def test_the_accounting_goes_out_with_the_last_tokens_only() -> None:
 def test_admission_counts_with_bounded_growth(
     method: str, budget: int | None, settings: dict[str, Any], growth: int
 ) -> None:
-    sessions = book(make_method(method, budget, settings))
+    sessions = table_of(make_method(method, budget, settings))
     arrived = request("r", 100, 5000, "s")
     sessions.begin(arrived)
     seen = []
@@ -159,14 +159,14 @@ def test_admission_counts_with_bounded_growth(
         seen.append((sampling.max_new_tokens, sampling.ignore_eos, rest))
         return "added"
 
-    admission = Admission(sessions)
-    assert admission.add_one_req(original, None, arrived, has_chunked_req=False) == "added"
+    added = admission.add_one_req(sessions, original, None, arrived, has_chunked_req=False)
+    assert added == "added"
     assert seen == [(growth, False, {"has_chunked_req": False})]
     assert (arrived.sampling_params.max_new_tokens, arrived.sampling_params.ignore_eos) == (
         5000,
         True,
     )
-    running = admission.running_growth(lambda *_: 4096.0, None, arrived)
+    running = admission.running_growth(sessions, lambda *_: 4096.0, None, arrived)
     assert running <= min(4096, growth + 100)
 
 
@@ -198,7 +198,7 @@ class FakeCache:
 
 def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, list[Cut]]:
     """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not."""
-    sessions, worker, cache, cuts = book(method), FakeWorker(), FakeCache(), list[Cut]()
+    sessions, worker, cache, cuts = table_of(method), FakeWorker(), FakeCache(), list[Cut]()
     compactor = SimpleNamespace(carry_out=lambda _held, _row, cut: cuts.append(cut))
     steps = Steps(sessions, worker, compactor)  # type: ignore[arg-type]
     one = request("r", 20, 6, "s")
@@ -238,7 +238,7 @@ def test_working_ahead_changes_nothing(name: str) -> None:
     assert (plain[2].freed, ahead[2].freed) == freed
 
 
-def test_the_desk_carries_out_on_the_scheduler_s_thread() -> None:
+def test_commands_run_on_the_scheduler_s_thread() -> None:
     done: list[tuple[str, int]] = []
 
     def note(order: Any) -> str:
@@ -248,19 +248,19 @@ def test_the_desk_carries_out_on_the_scheduler_s_thread() -> None:
     def fail(_order: Any) -> None:
         raise ValueError("no")
 
-    desk = Desk({"note": note, "fail": fail})
+    queue = CommandQueue({"note": note, "fail": fail})
     answers: list[Any] = []
 
     def ask() -> None:
-        answers.append(desk.commands["note"]({"what": "this"}))
+        answers.append(queue.commands["note"]({"what": "this"}))
         with pytest.raises(ValueError, match="no"):
-            desk.commands["fail"]({})
+            queue.commands["fail"]({})
         answers.append("failed")
 
     asking = threading.Thread(target=ask)
     asking.start()
     while asking.is_alive():
-        desk.serve()
+        queue.serve()
         asking.join(0.01)
     assert answers == ["done", "failed"]
     assert done == [("this", threading.get_ident())]
@@ -339,11 +339,9 @@ def test_no_slots_without_pages() -> None:
 
 
 def test_a_command_line_holds_no_key(tmp_path: Path) -> None:
-    from agentbench_kv.engines.sglang.wire import SglangPaths, SglangWire
-
     options = EngineOptions("micro", make_method("full-constrained", None))
-    paths = SglangPaths(Path("python"), tmp_path, tmp_path)
-    wire = SglangWire(options, FACTS, paths, gpu=False, stock=False)
+    setup = ServerSetup(options, FACTS, Path("python"), tmp_path, tmp_path, gpu=False, stock=False)
+    wire = SglangWire(setup)
     launch = wire.launch()
     wire.close()
     keys = {value for name, value in launch.environment.items() if "KEY" in name}

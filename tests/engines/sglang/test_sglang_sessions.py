@@ -206,7 +206,7 @@ def post(engine: SglangEngine, ids: Sequence[int], out: int, **more: Any) -> dic
     """Send a generation as a client that knows only SGLang would; return its last event's meta."""
     sampling = {"max_new_tokens": out, "temperature": 0.0, "ignore_eos": True}
     body = {"input_ids": list(ids), "sampling_params": sampling, "stream": True, **more}
-    *_, last = post_events(engine._wire._client, engine._wire._url("/generate"), body)
+    *_, last = post_events(engine._wire._client, "/generate", body)
     meta: dict[str, Any] = last["meta_info"]
     return meta
 

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance.engines import engine_suite
-from agentbench_kv.engines.serving.setup import refuse_method
+from agentbench_kv.engines.serving.backend.parent import ALLOW_UNTESTED
+from agentbench_kv.engines.serving.engine import refuse_method
 from agentbench_kv.engines.vllm.backend import launch
 from agentbench_kv.engines.vllm.engine import VllmEngine
 from agentbench_kv.engines.vllm.wire import on_gpu
@@ -32,11 +33,11 @@ def test_every_symbol_the_plugin_uses_is_there(in_vllm: Callable[[str], str]) ->
 def test_a_symbol_that_changed_is_named(in_vllm: Callable[[str], str]) -> None:
     code = """
 from agentbench_kv.engines.vllm.backend import contract
-contract.SYMBOLS = (
-    contract.Symbol("vllm.v1.core.sched.scheduler:Scheduler.schedule", ("moon_phase",)),
-    contract.Symbol("vllm.v1.request:RequestStatus.ASLEEP"),
-    contract.Symbol("vllm.v1.nowhere:x"),
-)
+contract.SYMBOLS = {
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("moon_phase",),
+    "vllm.v1.request:RequestStatus.ASLEEP": (),
+    "vllm.v1.nowhere:x": (),
+}
 print(contract.problems())
 """
     printed = in_vllm(code).splitlines()[-1]
@@ -112,7 +113,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_version", lambda: ("vllm", "0.33.0"))
-    monkeypatch.delenv(launch.ALLOW, raising=False)
+    monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
     with pytest.raises(SystemExit, match=r"0\.33\.0 is here.*--allow-untested-engine"):
         launch.main()
 

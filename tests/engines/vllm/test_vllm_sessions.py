@@ -1,4 +1,4 @@
-"""The book of sessions over a pool of blocks that behaves like vLLM's, without vLLM."""
+"""The table of sessions over a pool of blocks that behaves like vLLM's, without vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentbench_kv.engines.vllm.backend.blocks import SessionBlocks
-from agentbench_kv.engines.vllm.backend.sessions import Held, SessionBook
+from agentbench_kv.engines.vllm.backend.sessions import Session, SessionTable
 from agentbench_kv.registry import make_method
 
 BLOCK, POOL = 8, 40
@@ -33,7 +33,7 @@ class FakePool:
 
 
 class FakeManager:
-    """What the book uses of vLLM's single-type manager."""
+    """What the table uses of vLLM's single-type manager."""
 
     def __init__(self, pool: FakePool) -> None:
         self.block_size = BLOCK
@@ -55,15 +55,14 @@ class FakeManager:
         self.num_cached_block.pop(request_id, None)
 
 
-def new_book(budget: int = 16, trigger: str = "prefill+every") -> tuple[SessionBook, FakeManager]:
+def new_table(budget: int = 16, trigger: str = "prefill+every") -> tuple[SessionTable, FakeManager]:
     pool = FakePool()
     manager = FakeManager(pool)
     outer = SimpleNamespace(
         coordinator=SimpleNamespace(single_type_managers=[manager]), block_pool=pool
     )
-    book = SessionBook(make_method("streamingllm", budget, {"interval": 4, "trigger": trigger}), 1)
-    book.attach(SessionBlocks(outer, book.deficits))
-    return book, manager
+    method = make_method("streamingllm", budget, {"interval": 4, "trigger": trigger})
+    return SessionTable(method, 1, SessionBlocks(outer)), manager
 
 
 def request(number: int, session: str | None, tokens: list[int]) -> Any:
@@ -76,26 +75,26 @@ def request(number: int, session: str | None, tokens: list[int]) -> Any:
     )
 
 
-def feed(book: SessionBook, manager: FakeManager, held: Held, rows: int) -> None:
+def feed(table: SessionTable, manager: FakeManager, session: Session, rows: int) -> None:
     """One forward as the scheduler orders it."""
-    name = held.request
-    needed = manager.get_num_blocks_to_allocate(name, held.ledger.fed + rows, 0, 0, 0, 0)
-    while needed > manager.pool.get_num_free_blocks() and book.lose_oldest():
+    name = session.request
+    needed = manager.get_num_blocks_to_allocate(name, session.ledger.fed + rows, 0, 0, 0, 0)
+    while needed > manager.pool.get_num_free_blocks() and table.lose_oldest():
         pass
-    manager.allocate_new_blocks(name, held.ledger.fed + rows, 0)
-    held.ledger.forward(rows)
-    cut = held.ledger.sampled()
+    manager.allocate_new_blocks(name, session.ledger.fed + rows, 0)
+    session.ledger.forward(rows)
+    cut = session.ledger.sampled()
     if cut is not None:
-        before = book.removal(held, cut).blocks
+        before = table.removal(session, cut).blocks
         assert len(before) == -(-cut.live // BLOCK)
 
 
-class BookMachine(RuleBasedStateMachine):
+class TableMachine(RuleBasedStateMachine):
     """Sessions open, grow, are compressed, rest, go on, are dropped and close, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book, self.manager = new_book()
+        self.table, self.manager = new_table()
         self.logs: dict[str, list[int]] = {}
         self.numbers = 0
 
@@ -104,144 +103,144 @@ class BookMachine(RuleBasedStateMachine):
         log = self.logs.setdefault(name, [])
         log += range(len(log), len(log) + more)
         asked = request(self.numbers, name, list(log))
-        self.book.begin(asked)
-        held = self.book.by_request[asked.request_id]
-        assert asked.num_computed_tokens == held.ledger.fed
-        feed(self.book, self.manager, held, len(log) - held.ledger.fed)
+        self.table.begin(asked)
+        session = self.table.by_request[asked.request_id]
+        assert asked.num_computed_tokens == session.ledger.fed
+        feed(self.table, self.manager, session, len(log) - session.ledger.fed)
         log.append(1000 + len(log))
 
     @rule(name=st.sampled_from("abcdef"), more=st.integers(1, 30))
     def turn(self, name: str, more: int) -> None:
-        held = self.book.sessions.get(name)
-        if held is None or not held.running:
+        session = self.table.sessions.get(name)
+        if session is None or not session.running:
             self.start(name, more)
 
     @rule(name=st.sampled_from("abcdef"), steps=st.integers(1, 12))
     def decode(self, name: str, steps: int) -> None:
-        held = self.book.sessions.get(name)
-        if held is None or not held.running:
+        session = self.table.sessions.get(name)
+        if session is None or not session.running:
             return
         for _ in range(steps):
-            feed(self.book, self.manager, held, 1)
+            feed(self.table, self.manager, session, 1)
             self.logs[name].append(1000 + len(self.logs[name]))
 
     @rule(name=st.sampled_from("abcdef"))
     def rest(self, name: str) -> None:
-        held = self.book.sessions.get(name)
-        if held is not None and held.running:
-            self.book.rest(held, list(self.logs[name]))
+        session = self.table.sessions.get(name)
+        if session is not None and session.running:
+            self.table.rest(session, list(self.logs[name]))
 
     @rule(name=st.sampled_from("abcdef"))
     def close(self, name: str) -> None:
-        held = self.book.sessions.get(name)
-        if held is None:
+        session = self.table.sessions.get(name)
+        if session is None:
             return
-        if held.running:
-            self.book.rest(held, list(self.logs[name]))
-        self.book.end(held)
+        if session.running:
+            self.table.rest(session, list(self.logs[name]))
+        self.table.end(session)
         del self.logs[name]
 
     @rule(name=st.sampled_from("abcdef"))
     def rewrite(self, name: str) -> None:
         """The client's history is not what the session holds."""
-        held = self.book.sessions.get(name)
-        if held is not None and not held.running:
+        session = self.table.sessions.get(name)
+        if session is not None and not session.running:
             self.logs[name][0] = -1 - len(self.logs[name])
 
     @precondition(lambda self: self.manager.pool.get_num_free_blocks() < POOL)
     @rule()
     def pressure(self) -> None:
-        self.book.lose_oldest()
+        self.table.lose_oldest()
 
     @invariant()
     def blocks_are_where_the_rows_are(self) -> None:
         held_ids = [b.block_id for blocks in self.manager.req_to_blocks.values() for b in blocks]
         free = self.manager.pool.free_ids
         assert sorted(held_ids + free) == list(range(1, POOL + 1))
-        for held in self.book.sessions.values():
-            blocks = self.manager.req_to_blocks.get(held.request, [])
-            assert len(blocks) == -(-held.ledger.live // BLOCK)
-            assert self.book.deficits.get(held.request, 0) == held.ledger.deficit
+        for session in self.table.sessions.values():
+            blocks = self.manager.req_to_blocks.get(session.request, [])
+            assert len(blocks) == -(-session.ledger.live // BLOCK)
+            assert self.table.blocks.deficits.get(session.request, 0) == session.ledger.deficit
 
     def teardown(self) -> None:
-        for name in list(self.book.sessions):
+        for name in list(self.table.sessions):
             self.close(name)
         assert self.manager.pool.get_num_free_blocks() == POOL
-        assert not self.book.by_request
-        assert not self.book.deficits
+        assert not self.table.by_request
+        assert not self.table.blocks.deficits
 
 
-BookMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-TestBook = BookMachine.TestCase
+TableMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTable = TableMachine.TestCase
 
 
 def test_a_session_goes_on_where_it_rested() -> None:
-    book, manager = new_book()
+    table, manager = new_table()
     first = request(1, "s", list(range(30)))
-    book.begin(first)
-    held = book.by_request["r1"]
-    feed(book, manager, held, 30)
-    book.rest(held, [*range(30), 99])
+    table.begin(first)
+    session = table.by_request["r1"]
+    feed(table, manager, session, 30)
+    table.rest(session, [*range(30), 99])
     second = request(2, "s", [*range(30), 99, 7, 8])
-    book.begin(second)
+    table.begin(second)
     assert second.num_computed_tokens == 30
-    assert held.request == "r2"
-    assert held.ledger.stats.prefill_tokens == 32
-    assert (book.adoptions, book.mismatches) == (1, 0)
+    assert session.request == "r2"
+    assert session.ledger.stats.prefill_tokens == 32
+    assert (table.adoptions, table.mismatches) == (1, 0)
 
 
 def test_another_history_is_computed_again_and_counted() -> None:
-    book, manager = new_book()
-    book.begin(request(1, "s", list(range(30))))
-    held = book.by_request["r1"]
-    feed(book, manager, held, 30)
-    book.rest(held, [*range(30), 99])
+    table, manager = new_table()
+    table.begin(request(1, "s", list(range(30))))
+    session = table.by_request["r1"]
+    feed(table, manager, session, 30)
+    table.rest(session, [*range(30), 99])
     second = request(2, "s", [5, *range(40)])
-    book.begin(second)
+    table.begin(second)
     assert second.num_computed_tokens == 0
-    assert book.mismatches == 1
-    assert held.ledger.stats.recomputed == 30
-    assert book.dropped == ["s"]
+    assert table.mismatches == 1
+    assert session.ledger.stats.recomputed == 30
+    assert table.dropped == ["s"]
     assert manager.pool.get_num_free_blocks() == POOL
 
 
 def test_a_request_without_session_leaves_nothing() -> None:
-    book, manager = new_book()
-    book.begin(request(1, None, list(range(9))))
-    held = book.by_request["r1"]
-    assert not held.lasting
-    feed(book, manager, held, 9)
+    table, manager = new_table()
+    table.begin(request(1, None, list(range(9))))
+    session = table.by_request["r1"]
+    assert not session.lasting
+    feed(table, manager, session, 9)
     manager.free("r1")
-    book.lose(held)
-    book.end(held)
-    assert not book.sessions
+    table.lose(session)
+    table.end(session)
+    assert not table.sessions
     assert manager.pool.get_num_free_blocks() == POOL
 
 
 def test_an_event_at_rest_waits_for_the_next_step() -> None:
-    book, manager = new_book(trigger="turn")
-    book.begin(request(1, "s", list(range(30))))
-    held = book.by_request["r1"]
-    feed(book, manager, held, 30)
-    book.rest(held, [*range(30), 99])
-    (removal,) = book.before
+    table, manager = new_table(trigger="turn")
+    table.begin(request(1, "s", list(range(30))))
+    session = table.by_request["r1"]
+    feed(table, manager, session, 30)
+    table.rest(session, [*range(30), 99])
+    (removal,) = table.before
     assert (removal.session, removal.cut.live, removal.cut.keep) == ("s", 30, 16)
     assert len(manager.req_to_blocks["r1"]) == 2
-    book.end(held)
-    assert not book.before
+    table.end(session)
+    assert not table.before
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_client_that_stops_a_token_early_goes_on_all_the_same(forgotten: bool) -> None:
-    book, manager = new_book(budget=64)
-    book.begin(request(1, "s", list(range(30))))
-    held = book.by_request["r1"]
-    feed(book, manager, held, 30)
-    feed(book, manager, held, 1)
-    book.rest(held, [*range(30), 98] if forgotten else [*range(30), 98, 99])
+    table, manager = new_table(budget=64)
+    table.begin(request(1, "s", list(range(30))))
+    session = table.by_request["r1"]
+    feed(table, manager, session, 30)
+    feed(table, manager, session, 1)
+    table.rest(session, [*range(30), 98] if forgotten else [*range(30), 98, 99])
     second = request(2, "s", [*range(30), 98, 7, 8])
-    book.begin(second)
+    table.begin(second)
     assert second.num_computed_tokens == 31
-    assert (book.adoptions, book.mismatches) == (1, 0)
-    assert held.ledger.stats.decode_tokens == 1
-    assert held.ledger.stats.recomputed == 0
+    assert (table.adoptions, table.mismatches) == (1, 0)
+    assert session.ledger.stats.decode_tokens == 1
+    assert session.ledger.stats.recomputed == 0

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ControlServer"]
-
 Handler = Callable[[Mapping[str, Any]], Any]
 
 
@@ -18,25 +16,17 @@ class ControlServer:
     """Answers commands on a thread of its own until the process ends.
 
     A request is one line `{"command": NAME, ...}`, its answer one line `{"ok": ...}` or
-    `{"error": TEXT}`.
-
-    Parameters
-    ----------
-    path : Path
-        Of the socket; whoever may open it may command the engine, so it lies in a private folder.
-    commands : mapping
-        Name -> function of the request. It runs on the channel's thread.
+    `{"error": TEXT}`. Handlers run on the channel's threads. Whoever may open the socket may
+    command the engine, so it lies in a private folder.
     """
 
     def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
         path.unlink(missing_ok=True)
         self._server = _Server(str(path), _Connection)
         self._server.commands = commands
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        thread.start()
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -57,7 +47,6 @@ class _Connection(socketserver.StreamRequestHandler):
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             request = json.loads(line)
-            command = self.server.commands[request["command"]]
-            return {"ok": command(request)}
+            return {"ok": self.server.commands[request["command"]](request)}
         except Exception as error:  # noqa: BLE001  the harness shows it; the engine goes on
             return {"error": f"{type(error).__name__}: {error}"}

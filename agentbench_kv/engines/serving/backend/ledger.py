@@ -8,27 +8,15 @@ from agentbench_kv.engines.base import KVEvent, KVStats
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.schedule import Schedule
 
-__all__ = ["Cut", "SessionLedger"]
-
 
 @dataclass(frozen=True)
 class Cut:
-    """An event that is due: from how many rows to how many.
+    """An event that is due: from how many rows to how many."""
 
-    Attributes
-    ----------
-    live, keep : int
-        Rows per (layer, KV head) before and after.
-    logical : int
-        Tokens the model has seen.
-    prompt : int
-        Tokens of the session's first prefill.
-    """
-
-    live: int
-    keep: int
-    logical: int
-    prompt: int
+    live: int  # rows per (layer, KV head) before
+    keep: int  # and after
+    logical: int  # tokens the model has seen
+    prompt: int  # tokens of the session's first prefill
 
 
 class SessionLedger:
@@ -37,25 +25,19 @@ class SessionLedger:
     Lengths after an event follow from the method alone, so a scheduler can free blocks before the
     worker has moved a row. Calls follow the tokens: `begin_turn`, `forward` for every forward,
     `sampled` after each that samples, `end_turn`.
-
-    Parameters
-    ----------
-    method : Method
-    bytes_per_token : int
-        Bytes of keys and values of one token over all layers and heads.
     """
 
     def __init__(self, method: Method, bytes_per_token: int) -> None:
         self.stats = KVStats()
-        self.fed = 0
-        self.live = 0
+        self.fed = 0  # tokens the model has seen
+        self.live = 0  # rows per (layer, KV head)
         self._method = method
-        self._bytes = bytes_per_token
+        self._bytes = bytes_per_token  # keys and values, over all layers and heads
         self._schedule = Schedule(method)
         self._prefilling = False
-        self._cut_last = False
-        self._lost = 0
-        self._prompt = 0
+        self._cut_last = False  # an event fell due with the last sampled token
+        self._lost = 0  # tokens whose rows were lost since the last turn began
+        self._prompt = 0  # tokens of the first prefill
 
     @property
     def deficit(self) -> int:
@@ -123,7 +105,7 @@ class SessionLedger:
         return twin
 
     def lose(self) -> None:
-        """Take note of the loss of all rows; they count as recomputed once a turn begins again."""
+        """Count the loss of all rows; they count as recomputed once a turn begins again."""
         self._lost += self.fed
         self.fed = self.live = 0
         self._prompt = 0
@@ -148,9 +130,9 @@ class SessionLedger:
     def _cut(self, keep: int | None = None) -> Cut:
         keep = self._method.budget_at(self.fed) if keep is None else keep
         cut = Cut(self.live, keep, self.fed, self._prompt)
-        stats = self.stats
-        stats.evicted += cut.live - cut.keep
-        stats.events.append(KVEvent(stats.decode_tokens, self.fed, cut.live, cut.keep, 0))
-        self.live = cut.keep
+        self.stats.evicted += cut.live - keep
+        event = KVEvent(self.stats.decode_tokens, self.fed, cut.live, keep, rows_moved=0)
+        self.stats.events.append(event)
+        self.live = keep
         self._cut_last = True
         return cut

@@ -7,59 +7,35 @@ from typing import Any
 
 from agentbench_kv.engines.serving.backend.ledger import Cut
 
-__all__ = ["Orders", "Outcome", "Removal"]
-
 
 @dataclass(frozen=True)
 class Removal:
-    """An event for the worker: which rows there are, in which blocks.
-
-    Attributes
-    ----------
-    session : str
-    number : int
-        Of the session's events, from 0.
-    blocks : list of int
-        The session's blocks before, in order; the first ones stay its own.
-    """
+    """An event for the worker: which rows there are, in which blocks."""
 
     session: str
-    number: int
+    number: int  # of the session's events, from 0
     cut: Cut
-    blocks: list[int]
+    blocks: list[int]  # the session's blocks before, in order; the first ones stay its own
 
 
 @dataclass
-class Orders:
-    """One step's orders, in the order they are carried out.
+class StepPlan:
+    """What a worker does around one forward, in this order."""
 
-    Attributes
-    ----------
-    method : dict or None
-        A method's document: no session is open, go on with this one.
-    dropped : list of str
-        Sessions whose rows are gone.
-    before : list of Removal
-        Events of sessions at rest; before the step's forward, which may reuse their blocks.
-    sessions : dict
-        Request -> (session, labeller recipe) for every request of the step.
-    deficits : dict
-        Request -> logical minus physical length during the forward, where it is not 0.
-    after : dict
-        Request -> event once the forward has run.
-    """
-
-    method: dict[str, Any] | None = None
-    dropped: list[str] = field(default_factory=list)
+    method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
+    dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
+    # Events of sessions at rest; the step's forward may reuse their blocks.
     before: list[Removal] = field(default_factory=list)
+    # Request -> (session, labeller recipe) for every request of the step.
     sessions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # Request -> logical minus physical length during the forward, where it is not 0.
     deficits: dict[str, int] = field(default_factory=dict)
-    after: dict[str, Removal] = field(default_factory=dict)
+    after: dict[str, Removal] = field(default_factory=dict)  # request -> its event
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a worker did: rows moved by a session's event."""
+class RowsMoved:
+    """How many rows a session's event moved, which only a worker knows."""
 
     session: str
     number: int

@@ -21,8 +21,6 @@ from agentbench_kv.methods.phases import Phase
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.labellers import Labeller, make_labeller
 
-__all__ = ["Fed", "RowShape", "RowStore", "SessionRows", "WorkerRows"]
-
 
 @dataclass(frozen=True)
 class RowShape:
@@ -44,17 +42,10 @@ class RowStore(Protocol):
         ...
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows to the front, with what belongs to them; return rows moved.
+        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
 
-        Parameters
-        ----------
-        kept : Tensor [layers, kv_heads, budget], int64
-            Ascending.
-        positions : Tensor [layers, kv_heads, live], int64
-        extras : sequence of Tensor [layers, kv_heads, live]
-            All moved along, in place.
-        sort : bool
-            Keep the order of `kept` instead of filling holes.
+        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
+        keeps the order of `kept` instead of filling holes.
         """
         ...
 
@@ -74,32 +65,21 @@ class Fed:
 
 @dataclass
 class SessionRows:
-    """What a worker knows of one session besides keys and values.
-
-    Attributes
-    ----------
-    kept : Tensor [layers, kv_heads, budget], int64, or None
-        Original positions of the rows the last event left; rows after them are in order.
-    since : int
-        Logical length at that event.
-    """
+    """What a worker knows of one session besides keys and values."""
 
     labeller: Labeller
     queries: QueryStore
     phases: list[int] = field(default_factory=list)
+    # [layers, kv_heads, budget], int64: original positions of the rows the last event left. The
+    # rows after them are in order.
     kept: Tensor | None = None
-    since: int = 0
+    since: int = 0  # logical length at that event
 
 
 class WorkerRows:
     """All sessions of a worker.
 
-    Parameters
-    ----------
-    policy : Policy
-    shape : RowShape
-    frequencies : Tensor [head_dim / 2], float32
-        RoPE's inverse frequencies, for methods whose positions are the cache's.
+    RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
     """
 
     def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
@@ -134,14 +114,9 @@ class WorkerRows:
         self.sums.drop(session)
 
     def feed(self, fed: Sequence[Fed], recipes: dict[str, str]) -> RingWrite | None:
-        """Label a forward's tokens and plan which queries to store.
+        """Label a forward's tokens, in the order of its rows, and plan which queries to store.
 
-        Parameters
-        ----------
-        fed : sequence of Fed
-            In the order of their rows in the forward.
-        recipes : dict
-            Session -> how its labeller is made.
+        `recipes` says how a session's labeller is made.
         """
         rows: list[int] = []
         slots: list[int] = []
@@ -177,12 +152,9 @@ class WorkerRows:
     def outside(
         self, session: str, recipe: str, live: int, logical: int, spans: Sequence[SpanRange]
     ) -> Tensor:
-        """Return the rows [n] of a session's whole tokens that lie in none of some logical spans.
+        """Return the rows [n] of a session's tokens that lie outside some logical spans.
 
-        Raises
-        ------
-        ValueError
-            If heads keep different tokens.
+        ValueError if heads keep different tokens.
         """
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
@@ -211,10 +183,13 @@ class WorkerRows:
             )
 
     def _settle(self, removal: Removal, store: RowStore, kept: Tensor, positions: Tensor) -> None:
-        """Take note of what an event left."""
+        """Record what an event left."""
         session, cut = self._sessions[removal.session], removal.cut
         session.kept, session.since = positions[:, :, : cut.keep].clone(), cut.logical
-        self._turn(session, store, kept, cut.live - cut.keep)
+        if self._frequencies is not None:
+            rows = torch.arange(kept.shape[-1], device=kept.device)
+            store.rotate(rows - kept, self._frequencies)
+            session.queries.shift(cut.keep - cut.live, self._frequencies)
         if self.policy.trace is not None:
             _write_trace(self.policy.trace, removal, session.kept)
 
@@ -226,13 +201,6 @@ class WorkerRows:
             LayerView(keys[i], values[i], positions[i], extras[0][i] if extras else None)
             for i in range(self.shape.layers)
         ]
-
-    def _turn(self, session: SessionRows, store: RowStore, kept: Tensor, removed: int) -> None:
-        if self._frequencies is None:
-            return
-        rows = torch.arange(kept.shape[-1], device=kept.device)
-        store.rotate(rows - kept, self._frequencies)
-        session.queries.shift(-removed, self._frequencies)
 
     def _positions(self, session: SessionRows, live: int, logical: int) -> Tensor:
         """Return original positions [layers, kv_heads, live] in cache order; a copy."""

@@ -8,31 +8,21 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.kernels import compact as compact_rows
-from agentbench_kv.kernels import paged
+from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
-
-__all__ = ["CopiedStore", "PagedStore"]
 
 
 class CopiedStore:
-    """Rows copied out of a cache whose layout no kernel reads; `keys` and `values` go back packed.
-
-    Parameters
-    ----------
-    keys, values : Tensor [layers, kv_heads, live, head_dim]
-        Contiguous copies.
-    """
+    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys
         self.values = values
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values."""
         return self.keys, self.values
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows of the copies to the front."""
         moved = compact_rows(
             self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
         )
@@ -41,22 +31,11 @@ class CopiedStore:
         return moved
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        """Turn the copies' keys."""
-        from agentbench_kv.kernels import rope_rotate
-
         rope_rotate(self.keys, shifts, frequencies)
 
 
 class PagedStore:
-    """Rows in blocks, found through a table; kernels move them where they lie.
-
-    Parameters
-    ----------
-    keys, values : PagedRows
-    blocks : Tensor [blocks], int32
-        The session's, in order.
-    live : int
-    """
+    """Rows in blocks, found through a table [blocks], int32; kernels move them in place."""
 
     def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
         self._keys = keys
@@ -70,10 +49,11 @@ class PagedStore:
         return keys, gather_rows(self._values, self._table, 0, self._live)
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows to the front, block by block where they lie."""
         lengths = torch.tensor([self._live], device=kept.device)
-        beside = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
-        _move_beside(beside, kept, lengths, sort)
+        # What goes along moves by the same plan, as one block per layer.
+        along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
+        one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
+        paged.compact(along, one_block, kept[None], lengths, sort=sort, check=False)
         moved = paged.compact(
             [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
         )
@@ -81,12 +61,5 @@ class PagedStore:
         return int(moved)
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        """Turn the first rows' keys where they lie."""
         lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
         paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
-
-
-def _move_beside(beside: Sequence[PagedRows], kept: Tensor, lengths: Tensor, sort: bool) -> None:
-    """Move what lies beside the cache in one block per layer, by the same plan."""
-    table = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
-    paged.compact(beside, table, kept[None], lengths, sort=sort, check=False)

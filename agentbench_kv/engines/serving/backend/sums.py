@@ -7,10 +7,7 @@ from torch import Tensor
 
 from agentbench_kv.kernels import attention_mass
 
-__all__ = ["AttentionSums"]
-
-BLOCK = 64
-"""Queries whose attention probabilities exist at the same time."""
+BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
 class AttentionSums:
@@ -27,16 +24,18 @@ class AttentionSums:
 
     def of(self, session: str, live: int) -> Tensor:
         """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
-        return self._reserve(session, live)[:, :, :live]
+        sums = self._sums.get(session)
+        if sums is None or sums.shape[-1] < live:
+            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
+            if sums is not None:
+                grown[:, :, : sums.shape[-1]] = sums
+            sums = self._sums[session] = grown
+        return sums[:, :, :live]
 
     def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what the newest rows' queries attend to, causally.
+        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
 
-        Parameters
-        ----------
-        queries : Tensor [q_heads, n, head_dim]
-        keys : Tensor [kv_heads, live, head_dim]
-            The last n rows are the queries' own.
+        Attention is causal; the last n rows are the queries' own.
         """
         n, live = queries.shape[1], keys.shape[1]
         sums = self.of(session, live)[layer]
@@ -54,14 +53,4 @@ class AttentionSums:
             sums += mass * size
 
     def drop(self, session: str) -> None:
-        """Forget a session."""
         self._sums.pop(session, None)
-
-    def _reserve(self, session: str, live: int) -> Tensor:
-        held = self._sums.get(session)
-        if held is None or held.shape[-1] < live:
-            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
-            if held is not None:
-                grown[:, :, : held.shape[-1]] = held
-            held = self._sums[session] = grown
-        return held

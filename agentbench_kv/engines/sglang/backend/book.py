@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,6 @@ from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.decoding import StopMatcher
 from agentbench_kv.phases.labellers import MARKERS
-
-__all__ = ["Book", "Held", "StopRule", "wishes"]
 
 MatcherSource = Callable[[dict[str, Any]], StopMatcher]
 
@@ -32,128 +30,94 @@ class StopRule:
 
 
 @dataclass
-class Held:
-    """One session, or one request without a session.
-
-    Attributes
-    ----------
-    lasting : bool
-        Whether it outlives its request.
-    request : object or None
-        The SGLang request in flight.
-    tokens : int
-        Tokens of the session after its last completed turn.
-    starting : int or None
-        New tokens of a turn whose prefill has not begun.
-    samples : int
-        Sampled tokens of the turn that are accounted for.
-    decoding : bool
-        A decode forward is on its way or done that is not accounted for.
-    resampling : int
-        Samples that are counted already and will be drawn again.
-    used : int
-        When it was last at work, in no unit.
-    settled : KVStats or None
-        The accounting after its last turn; None while one runs.
-    parent : str or None
-        The session whose first `shared` rows it reads.
-    """
+class Session:
+    """One session, or one request without a session."""
 
     name: str
     ledger: SessionLedger
-    lasting: bool
+    lasting: bool  # it outlives its request
     recipe: str = MARKERS
-    request: Any = None
-    tokens: int = 0
-    starting: int | None = None
-    samples: int = 0
-    decoding: bool = False
-    resampling: int = 0
+    request: Any = None  # the SGLang request in flight, or None
+    tokens: int = 0  # tokens after the last completed turn
+    starting: int | None = None  # new tokens of a turn whose prefill has not begun
+    samples: int = 0  # sampled tokens of the turn that are accounted for
+    decoding: bool = False  # a decode forward is on its way or done that is not accounted for
+    resampling: int = 0  # samples that are counted already and will be drawn again
     stop: StopRule | None = None
-    used: int = 0
-    settled: KVStats | None = None
-    parent: str | None = None
+    used: int = 0  # when it was last at work, in no unit
+    settled: KVStats | None = None  # the accounting after its last turn; None while one runs
+    parent: str | None = None  # the session whose first `shared` rows it reads
     shared: int = 0
 
 
 @dataclass
-class Book:
-    """All sessions.
+class SessionTable:
+    """All sessions."""
 
-    Attributes
-    ----------
-    method : Method
-        For ledgers of new sessions.
-    bytes_per_token : int
-    matcher : callable
-        Makes a matcher of a stop document.
-    """
-
-    method: Method
+    method: Method  # for ledgers of new sessions
     bytes_per_token: int
-    matcher: MatcherSource
-    sessions: dict[str, Held] = field(default_factory=dict)
+    matcher: MatcherSource  # makes a matcher of a stop document
+    sessions: dict[str, Session] = field(default_factory=dict)
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
-    def open(self, name: str, *, lasting: bool, recipe: str = MARKERS) -> Held:
+    def open(self, name: str, *, lasting: bool, recipe: str = MARKERS) -> Session:
         """Return the session of a name, new if there is none."""
-        held = self.sessions.get(name)
-        if held is None:
+        session = self.sessions.get(name)
+        if session is None:
             ledger = SessionLedger(self.method, self.bytes_per_token)
-            held = self.sessions[name] = Held(name, ledger, lasting, recipe)
-        return held
+            session = self.sessions[name] = Session(name, ledger, lasting, recipe)
+        return session
 
-    def of(self, request: Any) -> Held | None:
+    def of(self, request: Any) -> Session | None:
         """Return the session whose turn a request is; None for requests that were refused."""
-        held = self.sessions.get(session_name(request) or request.rid)
-        return held if held is not None and held.request is request else None
+        session = self.sessions.get(_session_name(request) or request.rid)
+        return session if session is not None and session.request is request else None
 
-    def begin(self, request: Any) -> Held:
+    def begin(self, request: Any) -> Session:
         """Start the turn of a request that enters the queue."""
-        session = session_name(request)
-        held = self.open(session or request.rid, lasting=session is not None)
+        name = _session_name(request)
+        session = self.open(name or request.rid, lasting=name is not None)
         wanted = wishes(request.sampling_params)
-        held.request = request
-        held.samples, held.decoding, held.resampling = 0, False, 0
-        held.stop = self._stop_rule(wanted) if wanted else None
-        held.used = next(self._clock)
-        held.settled = None
-        held.starting = int(wanted.get("new", len(request.origin_input_ids) - held.tokens))
-        return held
+        session.request = request
+        session.samples, session.decoding, session.resampling = 0, False, 0
+        session.stop = None
+        if wanted:
+            document = wanted.get("stop")
+            text = None if document is None else self.matcher(document)
+            session.stop = StopRule(frozenset(wanted.get("stop_ids", ())), text)
+        session.used = next(self._clock)
+        session.settled = None
+        session.starting = int(wanted.get("new", len(request.origin_input_ids) - session.tokens))
+        return session
 
-    def end_turn(self, held: Held, tokens: int) -> None:
-        """Let a session rest with so many tokens."""
-        held.request, held.stop, held.decoding = None, None, False
-        held.tokens = tokens
-        held.used = next(self._clock)
-        held.settled = held.ledger.snapshot()
+    def end_turn(self, session: Session, tokens: int) -> None:
+        """Let a session rest with `tokens` tokens."""
+        session.request, session.stop, session.decoding = None, None, False
+        session.tokens = tokens
+        session.used = next(self._clock)
+        session.settled = session.ledger.snapshot()
 
-    def forget(self, held: Held) -> None:
-        """Drop a session from the book."""
-        self.sessions.pop(held.name, None)
+    def forget(self, session: Session) -> None:
+        self.sessions.pop(session.name, None)
 
-    def resting(self) -> Sequence[Held]:
+    def resting(self) -> Sequence[Session]:
         """Return the sessions that hold rows and have no request, the longest at rest first."""
-        idle = [h for h in self.sessions.values() if h.request is None and h.ledger.fed]
-        return sorted(idle, key=lambda held: held.used)
+        every = self.sessions.values()
+        idle = [each for each in every if each.request is None and each.ledger.fed]
+        return sorted(idle, key=lambda session: session.used)
 
-    def forks_of(self, held: Held) -> list[Held]:
+    def forks_of(self, session: Session) -> list[Session]:
         """Return the sessions that read a session's rows."""
-        return [other for other in self.sessions.values() if other.parent == held.name]
-
-    def _stop_rule(self, wanted: Mapping[str, Any]) -> StopRule:
-        document = wanted.get("stop")
-        text = None if document is None else self.matcher(document)
-        return StopRule(frozenset(wanted.get("stop_ids", ())), text)
-
-
-def session_name(request: Any) -> str | None:
-    """Return the streaming session of a request."""
-    session = request.session
-    return session.session_id if session is not None and session.streaming else None
+        return [other for other in self.sessions.values() if other.parent == session.name]
 
 
 def wishes(sampling: Any) -> dict[str, Any]:
-    """Return what the harness asked for beside SGLang's own parameters; empty for others."""
+    """Return what the harness asked for besides SGLang's own parameters; empty for others."""
     found: dict[str, Any] = (sampling.custom_params or {}).get("kvbench", {})
     return found
+
+
+def _session_name(request: Any) -> str | None:
+    """Return the streaming session of a request."""
+    session = request.session
+    return session.session_id if session is not None and session.streaming else None

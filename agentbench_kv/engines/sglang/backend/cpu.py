@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["alloc_decode", "alloc_extend", "register"]
-
 _ALLOCATOR = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator."
 
 

@@ -1,4 +1,4 @@
-"""The harness's commands, carried out on the scheduler's own thread between two steps."""
+"""The harness's commands, queued to run on the scheduler's own thread between two steps."""
 
 from __future__ import annotations
 
@@ -9,39 +9,26 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["Desk"]
-
 Command = Callable[[Mapping[str, Any]], Any]
 
 _PATIENCE_S = 60.0
 
 
-class Desk:
-    """Takes commands on any thread and hands them to the scheduler's.
-
-    Parameters
-    ----------
-    commands : mapping
-        Name -> function of the request, to be run on the scheduler's thread.
-    """
+class CommandQueue:
+    """Takes commands on any thread; `serve` runs them on the scheduler's."""
 
     def __init__(self, commands: Mapping[str, Command]) -> None:
         self._waiting: deque[tuple[Command, Mapping[str, Any], Future[Any]]] = deque()
-        self._bell, self._ring = os.pipe()
-        os.set_blocking(self._bell, False)
+        # Readable when a command waits, for whoever sleeps on file descriptors.
+        self.bell, self._ring = os.pipe()
+        os.set_blocking(self.bell, False)
         self.commands = {name: self._forwarding(command) for name, command in commands.items()}
 
-    @property
-    def bell(self) -> int:
-        """A file descriptor that becomes readable when a command waits."""
-        return self._bell
-
     def serve(self) -> None:
-        """Carry out what waits."""
         while self._waiting:
             command, request, done = self._waiting.popleft()
             with contextlib.suppress(BlockingIOError):
-                os.read(self._bell, 1)
+                os.read(self.bell, 1)
             try:
                 done.set_result(command(request))
             except Exception as error:  # noqa: BLE001  the harness is told; the engine goes on

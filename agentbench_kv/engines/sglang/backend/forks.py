@@ -9,54 +9,41 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from agentbench_kv.engines.sglang.backend.book import Book, Held
+from agentbench_kv.engines.sglang.backend.book import Session, SessionTable
 from agentbench_kv.engines.sglang.backend.compaction import Compactor
 from agentbench_kv.engines.sglang.backend.worker import Worker
 
-__all__ = ["Forks"]
-
 
 class Forks:
-    """Makes forks and keeps their rows apart.
+    """Makes forks and keeps their rows apart."""
 
-    Parameters
-    ----------
-    book : Book
-    worker : Worker
-    compactor : Compactor
-    scheduler : sglang Scheduler
-
-    Attributes
-    ----------
-    shared, copied : int
-        Rows that forks found in place, and rows that were copied for them, so far.
-    """
-
-    def __init__(self, book: Book, worker: Worker, compactor: Compactor, scheduler: Any) -> None:
+    def __init__(
+        self, table: SessionTable, worker: Worker, compactor: Compactor, scheduler: Any
+    ) -> None:
+        # Rows that forks found in place, and rows that were copied for them, so far.
         self.shared = self.copied = 0
-        self._book = book
+        self._table = table
         self._worker = worker
         self._compactor = compactor
         self._scheduler = scheduler
 
-    def make(self, source: Held, name: str) -> dict[str, int]:
-        """Open a session that has seen what `source`, at rest, has; return shared and copied rows.
+    def make(self, source: Session, name: str) -> dict[str, int]:
+        """Open a session that has seen what `source`, at rest, has; count shared and copied rows.
 
-        Raises
-        ------
-        ValueError
-            If the source's rows may move, or there is no room.
+        ValueError if the source's rows may move, or there is no room.
         """
-        if self._book.method.compresses:
+        if self._table.method.compresses:
             raise ValueError("a method that evicts by itself would move the shared rows")
-        if name in self._book.sessions:
+        if name in self._table.sessions:
             raise ValueError(f"session {name} is open already")
         cache, page = self._scheduler.tree_cache, self._worker.pool.page
         slot = cache.slots.get(source.name)
         rows = 0 if slot is None else slot.kv_committed_len
-        self._check_room(rows)
+        partial = rows % page and self._scheduler.token_to_kv_pool_allocator.available_size() < page
+        if partial or not self._scheduler.req_to_token_pool.free_slots:
+            raise ValueError("there is no room for another session; close one first")
         self._open_session(source.name, name)
-        fork = self._book.open(name, lasting=True, recipe=source.recipe)
+        fork = self._table.open(name, lasting=True, recipe=source.recipe)
         fork.ledger = source.ledger.fork()
         fork.tokens = source.tokens
         if not rows:
@@ -68,15 +55,9 @@ class Forks:
         self._worker.rows.fork(source.name, name)
         return {"shared": shared, "copied": rows - shared}
 
-    def _check_room(self, rows: int) -> None:
-        page = self._worker.pool.page
-        partial = rows % page and self._scheduler.token_to_kv_pool_allocator.available_size() < page
-        if partial or not self._scheduler.req_to_token_pool.free_slots:
-            raise ValueError("there is no room for another session; close one first")
-
-    def hand_over(self, owner: Held) -> None:
+    def hand_over(self, owner: Session) -> None:
         """Give an owner's shared rows to a fork before the owner's are freed."""
-        forks = sorted(self._book.forks_of(owner), key=lambda fork: fork.shared)
+        forks = sorted(self._table.forks_of(owner), key=lambda fork: fork.shared)
         slot = self._scheduler.tree_cache.slots.get(owner.name)
         if not forks or slot is None:
             return
@@ -87,17 +68,12 @@ class Forks:
         for fork in forks:
             fork.parent = heir.name
 
-    def check_alone(self, held: Held) -> None:
-        """Refuse to move rows that another session reads.
-
-        Raises
-        ------
-        ValueError
-            Naming the other session.
-        """
-        others = [held.parent] if held.parent else [f.name for f in self._book.forks_of(held)]
-        if others:
-            raise ValueError(f"session {held.name} shares rows with {others[0]}; close it first")
+    def check_alone(self, session: Session) -> None:
+        """Refuse to move rows that another session reads."""
+        forks = [fork.name for fork in self._table.forks_of(session)]
+        other = session.parent or next(iter(forks), None)
+        if other is not None:
+            raise ValueError(f"session {session.name} shares rows with {other}; close it first")
 
     def _open_session(self, source: str, name: str) -> None:
         """Open SGLang's session with the history of another one."""
@@ -144,7 +120,7 @@ class Forks:
                 layer[:, new // page, new % page] = layer[:, old // page, old % page]
         self.copied += len(new)
 
-    def _protect(self, fork: Held, rows: int) -> None:
+    def _protect(self, fork: Session, rows: int) -> None:
         """Say how many of a fork's first rows are not its own."""
         slot = self._scheduler.tree_cache.slots.get(fork.name)
         if slot is not None:

@@ -11,8 +11,6 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["TARGETS", "mismatches"]
-
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 _REQ = "sglang.srt.managers.schedule_batch.Req."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["refuse_unsupported"]
-
 
 def refuse_unsupported(runner: Any) -> None:
-    """Refuse options and models that eviction would make wrong.
-
-    Parameters
-    ----------
-    runner : sglang ModelRunner
-        With its memory pools.
-
-    Raises
-    ------
-    ValueError
-        Naming everything that is not supported.
-    """
+    """Refuse options and models that eviction would make wrong."""
     found = [name for name, there in {**_options(runner), **_model(runner)}.items() if there]
     if found:
         raise ValueError(f"kvbench: eviction in SGLang does not support {', '.join(found)}")
@@ -37,13 +24,9 @@ def _options(runner: Any) -> dict[str, bool]:
         "prefill/decode disaggregation": args.disaggregation_mode != "null",
         "hierarchical caches": args.enable_hierarchical_cache or args.enable_hisparse,
         "two-batch overlap": args.enable_two_batch_overlap,
-        "piecewise CUDA graphs": _piecewise(args),
+        "piecewise CUDA graphs": args.device == "cuda" and not args.disable_piecewise_cuda_graph,
         "a quantised KV cache": args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
     }
-
-
-def _piecewise(args: Any) -> bool:
-    return args.device == "cuda" and not args.disable_piecewise_cuda_graph
 
 
 def _model(runner: Any) -> dict[str, bool]:

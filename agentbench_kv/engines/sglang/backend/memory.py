@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentbench_kv.engines.sglang.backend.book import Book, Held
-
-__all__ = ["Memory"]
+from agentbench_kv.engines.sglang.backend.book import Session, SessionTable
 
 
 class Memory:
-    """Frees the rows of sessions that are not generating; they are computed again when they go on.
+    """Frees the rows of sessions that do not generate; going on, they are computed again."""
 
-    Parameters
-    ----------
-    book : Book
-    scheduler : sglang Scheduler
-    """
-
-    def __init__(self, book: Book, scheduler: Any) -> None:
-        self._book = book
+    def __init__(self, table: SessionTable, scheduler: Any) -> None:
+        self._table = table
         self._scheduler = scheduler
-        self._stuck: str | None = None
+        self._stuck: str | None = None  # the request that was first in vain
         self.drops = 0
         self.retracted = 0
 
@@ -46,7 +38,7 @@ class Memory:
 
     def _drop_one(self) -> bool:
         """Free the rows of one session that does not run; False if there is none."""
-        victim = next(iter(self._book.resting()), None) or self._last_waiting()
+        victim = next(iter(self._table.resting()), None) or self._last_waiting()
         if victim is None:
             return False
         self._scheduler.tree_cache.release_session(victim.name)
@@ -57,12 +49,12 @@ class Memory:
         self.drops += 1
         return True
 
-    def _last_waiting(self) -> Held | None:
+    def _last_waiting(self) -> Session | None:
         """Return the last session in the queue that holds rows, but for the first in it."""
         for request in reversed(self._scheduler.waiting_queue[1:]):
-            held = self._book.of(request)
-            if held is not None and held.lasting and held.ledger.fed:
-                return held
+            session = self._table.of(request)
+            if session is not None and session.lasting and session.ledger.fed:
+                return session
         return None
 
     def _refuse(self, request: Any) -> None:
@@ -71,8 +63,8 @@ class Memory:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         scheduler = self._scheduler
-        held = self._book.of(request)
-        rows = held.ledger.live if held is not None else 0
+        session = self._table.of(request)
+        rows = session.ledger.live if session is not None else 0
         reason = FINISH_ABORT(
             f"the KV cache holds {scheduler.max_total_num_tokens} tokens; a session with {rows} "
             f"rows needs room for {request.extend_input_len} more and what it generates; lower "
@@ -82,16 +74,16 @@ class Memory:
         scheduler.waiting_queue.remove(request)
         abort = AbortReq(finished_reason=reason.to_json(), rid=request.rid)
         scheduler.send_to_tokenizer.send_output(abort, request)
-        if held is not None:
-            self.release_turn(held)
+        if session is not None:
+            self.release_turn(session)
 
-    def release_turn(self, held: Held) -> None:
+    def release_turn(self, session: Session) -> None:
         """End a turn that never started; the session is as it was before it."""
-        request, held.request = held.request, None
+        request, session.request = session.request, None
         if request.session is not None:
             request.session.abort_req()
-        if not held.lasting:
-            self._book.forget(held)
+        if not session.lasting:
+            self._table.forget(session)
 
 
 def _unfinished(batch: Any) -> bool:

@@ -11,22 +11,16 @@ from typing import Any
 import torch
 
 from agentbench_kv.engines.serving.backend.policy import Policy
+from agentbench_kv.engines.sglang.backend import admission
 from agentbench_kv.engines.sglang.backend.answers import attach
-from agentbench_kv.engines.sglang.backend.book import Held, wishes
+from agentbench_kv.engines.sglang.backend.book import Session, wishes
 from agentbench_kv.engines.sglang.backend.runtime import Runtime
-
-__all__ = ["Patches"]
 
 Original = Callable[..., Any]
 
 
 class Patches:
-    """All hooks of a process.
-
-    Parameters
-    ----------
-    policy : Policy
-    """
+    """All hooks of a process."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -40,31 +34,23 @@ class Patches:
         return self._runtime
 
     def hook(self, target: str) -> Original:
-        """Return the hook of a target."""
         hook: Original = getattr(self, target.rpartition(".")[2].lstrip("_"))
         return hook
 
     def init_memory_pool(self, original: Original, runner: Any, memory: int) -> None:
-        """Take note of the cache once it is there; CUDA graphs come later."""
+        """Build our part once the cache is there; CUDA graphs come later."""
         original(runner, memory)
         self._runtime = Runtime(self._policy, runner)
 
     def init_request_dispatcher(self, original: Original, scheduler: Any) -> None:
-        """Take over a scheduler that is complete."""
         original(scheduler)
         self.runtime.attach(scheduler)
 
     def process_input_requests(self, original: Original, scheduler: Any, requests: Any) -> None:
-        """Carry out the harness's commands between two steps."""
         original(scheduler, requests)
-        self.runtime.desk.serve()
+        self.runtime.commands.serve()
 
-    def init_req_max_new_tokens(
-        self,
-        original: Original,  # noqa: ARG002
-        scheduler: Any,
-        request: Any,
-    ) -> None:
+    def init_req_max_new_tokens(self, _: Original, scheduler: Any, request: Any) -> None:
         """Bound an answer by the context alone: only live rows need room in the pool."""
         asked = request.sampling_params.max_new_tokens
         room = scheduler.max_req_len - len(request.origin_input_ids) - 1
@@ -76,7 +62,7 @@ class Patches:
         """Begin a turn with a request that enters the queue for the first time."""
         refused = request.to_finish is not None or request.finished()
         if not is_retracted:
-            attach(request, None if refused else self.runtime.book.begin(request))
+            attach(request, None if refused else self.runtime.table.begin(request))
         original(scheduler, request, is_retracted)
 
     def abort_request(self, original: Original, scheduler: Any, order: Any) -> None:
@@ -85,9 +71,9 @@ class Patches:
         original(scheduler, order)
         left = {id(request) for request in scheduler.waiting_queue}
         for request in before:
-            held = self.runtime.book.of(request)
-            if id(request) not in left and held is not None:
-                self.runtime.memory.release_turn(held)
+            session = self.runtime.table.of(request)
+            if id(request) not in left and session is not None:
+                self.runtime.memory.release_turn(session)
 
     def get_new_batch_prefill(self, original: Original, scheduler: Any) -> Any:
         """Make room for the first waiting request if nothing else will."""
@@ -108,12 +94,10 @@ class Patches:
         return original(scheduler, batch)
 
     def prepare_for_extend(self, original: Original, batch: Any) -> None:
-        """Count a prefill."""
         original(batch)
         self.runtime.steps.prefill(batch.reqs)
 
     def prepare_for_decode(self, original: Original, batch: Any) -> None:
-        """Take note of a decode forward."""
         original(batch)
         self.runtime.steps.decode(batch.reqs)
 
@@ -122,39 +106,39 @@ class Patches:
     ) -> None:
         """Free all rows of a request that is put back; SGLang would keep a session's."""
         request = batch.reqs[index]
-        held = self.runtime.book.of(request)
-        if held is None:
+        session = self.runtime.table.of(request)
+        if session is None:
             original(batch, index, remaining, args)
             return
         self.runtime.memory.retracted += 1
-        if held.lasting:
+        if session.lasting:
             self._release_session_of(batch.tree_cache, request)
             request.reset_for_retract()
         else:
             original(batch, index, remaining, args)
-            self.runtime.steps.lose(held)
-        self.runtime.steps.start_over(request, held)
+            self.runtime.steps.lose(session)
+        self.runtime.steps.start_over(request, session)
         if request.to_finish is not None:
-            self.runtime.memory.release_turn(held)
+            self.runtime.memory.release_turn(session)
 
     def init_next_round_input(
         self, original: Original, request: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Make lengths physical: the first ids only stand for rows that are gone."""
         original(request, *args, **kwargs)
-        held = self.runtime.book.of(request)
-        if held is not None and held.ledger.deficit:
-            request.fill_ids = request.fill_ids[held.ledger.deficit :]
+        session = self.runtime.table.of(request)
+        if session is not None and session.ledger.deficit:
+            request.fill_ids = request.fill_ids[session.ledger.deficit :]
             request.set_extend_input_len(len(request.fill_ids) - len(request.prefix_indices))
 
     def check_token_based_finish(self, original: Original, request: Any, tokens: list[int]) -> bool:
         """End a generation where the harness wants it."""
         from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
-        held = self.runtime.book.of(request)
-        if held is None or held.stop is None:
+        session = self.runtime.table.of(request)
+        if session is None or session.stop is None:
             return bool(original(request, tokens))
-        if not any(held.stop(token) for token in tokens):
+        if not any(session.stop(token) for token in tokens):
             return False
         request.finished_reason = FINISH_MATCHED_TOKEN(matched=tokens[-1])
         request.finished_len = len(request.output_ids)
@@ -163,14 +147,12 @@ class Patches:
     def add_one_req(
         self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Admit with bounded growth."""
-        return self.runtime.admission.add_one_req(original, adder, request, *args, **kwargs)
+        return admission.add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
 
     def get_running_request_total_token_offset(
         self, original: Original, adder: Any, request: Any
     ) -> float:
-        """Bound the growth of what runs."""
-        return self.runtime.admission.running_growth(original, adder, request)
+        return admission.running_growth(self.runtime.table, original, adder, request)
 
     def create_req(
         self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
@@ -201,38 +183,36 @@ class Patches:
     def trim_overshoot(
         self, original: Original, cache: Any, request: Any, finished_len: int
     ) -> None:
-        """End a session's turn with the rows it has."""
-        held = self.runtime.book.of(request)
-        if held is None:
+        session = self.runtime.table.of(request)
+        if session is None:
             original(cache, request, finished_len)
         else:
-            self.runtime.steps.finish(cache, request, held, finished_len)
+            self.runtime.steps.finish(cache, request, session, finished_len)
 
-    def release_session(self, original: Original, cache: Any, session: str) -> None:
+    def release_session(self, original: Original, cache: Any, name: str) -> None:
         """Forget what is known of rows about to be freed."""
-        held = self.runtime.book.sessions.get(session)
-        if held is not None:
-            self._before_release(cache, held)
-        original(cache, session)
+        session = self.runtime.table.sessions.get(name)
+        if session is not None:
+            self._before_release(cache, session)
+        original(cache, name)
 
-    def close(self, original: Original, controller: Any, session: str) -> None:
-        """Forget a session that is closed."""
-        original(controller, session)
-        held = self.runtime.book.sessions.get(session)
-        if held is not None and session not in controller.sessions:
-            self.runtime.book.forget(held)
+    def close(self, original: Original, controller: Any, name: str) -> None:
+        original(controller, name)
+        session = self.runtime.table.sessions.get(name)
+        if session is not None and name not in controller.sessions:
+            self.runtime.table.forget(session)
 
     def cache_finished_req(
         self, original: Original, cache: Any, request: Any, *args: Any, **kwargs: Any
     ) -> None:
         """End the only turn of a request without a session."""
-        held = self.runtime.book.of(request) if request.finished() else None
-        if held is not None:
-            self.runtime.steps.finish_alone(request, held)
+        session = self.runtime.table.of(request) if request.finished() else None
+        if session is not None:
+            self.runtime.steps.finish_alone(request, session)
         original(cache, request, *args, **kwargs)
-        if held is not None:
-            self.runtime.steps.lose(held)
-            self.runtime.book.forget(held)
+        if session is not None:
+            self.runtime.steps.lose(session)
+            self.runtime.table.forget(session)
 
     def init_new(self, original: Original, cls: Any, batch: Any, runner: Any) -> Any:
         """Give a forward the logical positions of its tokens."""
@@ -265,16 +245,16 @@ class Patches:
             worker.add_sums(layer.layer_id, queries)
         return output
 
-    def _before_release(self, cache: Any, held: Held) -> None:
-        runtime, slot = self.runtime, cache.slots.get(held.name)
-        request = held.request
+    def _before_release(self, cache: Any, session: Session) -> None:
+        runtime, slot = self.runtime, cache.slots.get(session.name)
+        request = session.request
         if slot is not None and request is not None and request.req_pool_idx is not None:
             # SGLang takes the longer of the two, but events have shortened the request's.
             slot.kv_allocated_len = request.kv_allocated_len
-        runtime.forks.hand_over(held)
-        runtime.steps.lose(held)
+        runtime.forks.hand_over(session)
+        runtime.steps.lose(session)
         if request is not None and request.finished():
-            runtime.book.end_turn(held, held.tokens)
+            runtime.table.end_turn(session, session.tokens)
 
     def _release_session_of(self, cache: Any, request: Any) -> None:
         """Free all rows of a session whose request is running."""

@@ -7,8 +7,6 @@ from agentbench_kv.engines.sglang.backend.hooks import TARGETS, mismatches
 from agentbench_kv.engines.sglang.backend.patches import Patches
 from agentbench_kv.engines.sglang.backend.versions import check_version
 
-__all__ = ["check_installed", "register"]
-
 
 def register() -> None:
     """Install all hooks, or end the process: SGLang would only log what failed and go on."""

@@ -14,25 +14,16 @@ import torch
 
 from agentbench_kv.engines.serving.backend.ledger import Cut
 from agentbench_kv.engines.serving.backend.rows import Fed
-from agentbench_kv.engines.sglang.backend.book import Book, Held
+from agentbench_kv.engines.sglang.backend.book import Session, SessionTable
 from agentbench_kv.engines.sglang.backend.compaction import Compactor, shorten
 from agentbench_kv.engines.sglang.backend.worker import DecodedRow, PrefilledRows, Worker
 
-__all__ = ["Steps"]
-
 
 class Steps:
-    """The life of a turn.
+    """The life of a turn."""
 
-    Parameters
-    ----------
-    book : Book
-    worker : Worker
-    compactor : Compactor
-    """
-
-    def __init__(self, book: Book, worker: Worker, compactor: Compactor) -> None:
-        self._book = book
+    def __init__(self, table: SessionTable, worker: Worker, compactor: Compactor) -> None:
+        self._table = table
         self._worker = worker
         self._compactor = compactor
 
@@ -41,131 +32,130 @@ class Steps:
         fed, parts, recipes, start = [], [], {}, 0
         for request in requests:
             rows = request.extend_input_len
-            held = self._book.of(request)
-            if held is not None:
-                _begin(held, request)
+            session = self._table.of(request)
+            if session is not None:
+                if session.starting is not None:
+                    # All of its tokens are prefilled if the session has no rows.
+                    total = len(request.origin_input_ids) + len(request.output_ids)
+                    session.ledger.begin_turn(session.starting if session.ledger.fed else total)
+                    session.starting = None
                 tokens = request.fill_ids[len(request.prefix_indices) :]
-                fed.append(Fed(held.name, held.ledger.fed, tokens))
-                held.ledger.forward(rows)
-                self._check(held, request.kv_committed_len)
-                row, live = request.req_pool_idx, held.ledger.live
-                parts.append(PrefilledRows(held.name, row, start, rows, live))
-                recipes[held.name] = held.recipe
-                self._worker.deficits[row] = held.ledger.deficit
+                fed.append(Fed(session.name, session.ledger.fed, tokens))
+                session.ledger.forward(rows)
+                self._check(session, request.kv_committed_len)
+                row, live = request.req_pool_idx, session.ledger.live
+                parts.append(PrefilledRows(session.name, row, start, rows, live))
+                recipes[session.name] = session.recipe
+                self._worker.deficits[row] = session.ledger.deficit
             start += rows
         self._worker.plan_prefill(fed, parts, recipes)
 
     def prepare(self, batch: Any) -> None:
         """Settle a decode batch's last forwards and carry out the events that fall due."""
-        pairs = [(i, request, self._book.of(request)) for i, request in enumerate(batch.reqs)]
-        known = [(i, request, held) for i, request, held in pairs if held is not None]
-        self._label([(request, held) for _, request, held in known])
+        known = [
+            (i, request, session)
+            for i, request in enumerate(batch.reqs)
+            if (session := self._table.of(request)) is not None
+        ]
+        self._label([(request, session) for _, request, session in known])
         removed = {}
-        for i, request, held in known:
-            cut = self._count(held)
-            self._check(held, int(batch.seq_lens_cpu[i]), cut)
+        for i, request, session in known:
+            cut = self._count(session)
+            self._check(session, int(batch.seq_lens_cpu[i]), cut)
             if cut is not None:
-                removed[i] = self._apply(held, request, cut)
+                removed[i] = self._apply(session, request, cut)
         if removed:
             _shorten_batch(batch, removed)
 
     def decode(self, requests: Sequence[Any]) -> None:
-        """Take note of a decode forward that is about to run."""
+        """Mark the sessions of a decode forward that is about to run."""
         for request in requests:
-            held = self._book.of(request)
-            if held is not None:
-                held.decoding = True
+            session = self._table.of(request)
+            if session is not None:
+                session.decoding = True
 
-    def finish(self, cache: Any, request: Any, held: Held, samples: int) -> None:
-        """End a turn after so many sampled tokens; its session rests with the rows it has."""
+    def finish(self, cache: Any, request: Any, session: Session, samples: int) -> None:
+        """End a turn after `samples` sampled tokens; its session rests with the rows it has."""
         request.output_ids = request.output_ids[:samples]
-        cut = self._settle_last(request, held, samples)
-        live = held.ledger.live if cut is None else cut.live
+        cut = self._settle_last(request, session, samples)
+        live = session.ledger.live if cut is None else cut.live
         # The last forward may have been one too many.
         cache._free_kv_aligned(request.req_pool_idx, live, request.kv_allocated_len)
         request.kv_committed_len = request.kv_allocated_len = live
         if cut is not None:
-            self._apply(held, request, cut)
-        last = held.ledger.end_turn()
+            self._apply(session, request, cut)
+        last = session.ledger.end_turn()
         if last is not None:
-            self._apply(held, request, last)
-        self._book.end_turn(held, len(request.origin_input_ids) + samples)
+            self._apply(session, request, last)
+        self._table.end_turn(session, len(request.origin_input_ids) + samples)
 
-    def finish_alone(self, request: Any, held: Held) -> None:
+    def finish_alone(self, request: Any, session: Session) -> None:
         """Account for the only turn of a request without a session; its rows are about to go."""
         samples = request.finished_len or len(request.output_ids)
-        self._settle_last(request, held, samples)
-        held.ledger.end_turn()
-        self._book.end_turn(held, len(request.origin_input_ids) + samples)
+        self._settle_last(request, session, samples)
+        session.ledger.end_turn()
+        self._table.end_turn(session, len(request.origin_input_ids) + samples)
 
-    def lose(self, held: Held) -> None:
+    def lose(self, session: Session) -> None:
         """Forget a session's rows; they are free or about to be."""
-        if held.ledger.fed:
-            held.ledger.lose()
-        held.decoding = False
-        held.parent, held.shared = None, 0
-        self._worker.rows.drop(held.name)
+        if session.ledger.fed:
+            session.ledger.lose()
+        session.decoding = False
+        session.parent, session.shared = None, 0
+        self._worker.rows.drop(session.name)
 
-    def start_over(self, request: Any, held: Held) -> None:
-        """Take note of a running request whose rows were lost."""
+    def start_over(self, request: Any, session: Session) -> None:
+        """Prepare a running request whose rows were lost for another prefill."""
         done = len(request.output_ids)
         # Working ahead, a sample may be counted whose token is thrown away.
-        held.resampling = max(0, held.samples - done)
-        held.samples = done
-        held.starting = 0
+        session.resampling = max(0, session.samples - done)
+        session.samples = done
+        session.starting = 0
 
-    def _settle_last(self, request: Any, held: Held, samples: int) -> Cut | None:
+    def _settle_last(self, request: Any, session: Session, samples: int) -> Cut | None:
         """Account for the last forward of a turn unless it was one too many."""
-        if held.samples >= samples:
+        if session.samples >= samples:
             return None
-        self._label([(request, held)])
-        return self._count(held)
+        self._label([(request, session)])
+        return self._count(session)
 
-    def _label(self, pairs: Sequence[tuple[Any, Held]]) -> None:
+    def _label(self, pairs: Sequence[tuple[Any, Session]]) -> None:
         """Label what was fed to decode forwards and count them."""
         decoded, recipes = [], {}
-        for request, held in pairs:
-            if not held.decoding:
+        for request, session in pairs:
+            if not session.decoding:
                 continue
-            fed = Fed(held.name, held.ledger.fed, [request.output_ids[held.samples - 1]])
-            held.ledger.forward(1)
-            held.decoding = False
-            decoded.append(DecodedRow(fed, request.req_pool_idx, held.ledger.live))
-            recipes[held.name] = held.recipe
+            fed = Fed(session.name, session.ledger.fed, [request.output_ids[session.samples - 1]])
+            session.ledger.forward(1)
+            session.decoding = False
+            decoded.append(DecodedRow(fed, request.req_pool_idx, session.ledger.live))
+            recipes[session.name] = session.recipe
         if decoded and self._worker.keeps_queries:
             self._compactor.wait_for_forward()
         self._worker.settle(decoded, recipes)
 
-    def _count(self, held: Held) -> Cut | None:
+    def _count(self, session: Session) -> Cut | None:
         """Count the token sampled by a settled forward."""
-        held.samples += 1
-        if held.resampling:
-            held.resampling -= 1
+        session.samples += 1
+        if session.resampling:
+            session.resampling -= 1
             return None
-        return held.ledger.sampled()
+        return session.ledger.sampled()
 
-    def _apply(self, held: Held, request: Any, cut: Cut) -> int:
+    def _apply(self, session: Session, request: Any, cut: Cut) -> int:
         """Carry out an event of a request; return the rows removed."""
         removed = cut.live - cut.keep
-        self._compactor.carry_out(held, request.req_pool_idx, cut)
+        self._compactor.carry_out(session, request.req_pool_idx, cut)
         shorten(request, removed)
         return removed
 
-    def _check(self, held: Held, rows: int, cut: Cut | None = None) -> None:
+    def _check(self, session: Session, rows: int, cut: Cut | None = None) -> None:
         """Stop the engine rather than go on with lengths that do not agree."""
-        live = held.ledger.live if cut is None else cut.live
+        live = session.ledger.live if cut is None else cut.live
         if rows != live:
             raise RuntimeError(
-                f"kvbench: session {held.name} has {live} rows, SGLang's batch says {rows}"
+                f"kvbench: session {session.name} has {live} rows, SGLang's batch says {rows}"
             )
-
-
-def _begin(held: Held, request: Any) -> None:
-    """Count the tokens a turn prefills: all, if the session has no rows."""
-    if held.starting is not None:
-        total = len(request.origin_input_ids) + len(request.output_ids)
-        held.ledger.begin_turn(held.starting if held.ledger.fed else total)
-        held.starting = None
 
 
 def _shorten_batch(batch: Any, removed: dict[int, int]) -> None:

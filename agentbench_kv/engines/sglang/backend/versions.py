@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 
-__all__ = ["ALLOW", "KEY", "TESTED", "check_version"]
+from agentbench_kv.engines.serving.backend.parent import refuse_untested
 
 TESTED = "0.5.12"
-ALLOW = "KVBENCH_ALLOW_UNTESTED_ENGINE"
+# The server's key comes this way because everybody may read a command line.
 KEY = "KVBENCH_SGLANG_KEY"
-"""The server's key comes this way because everybody may read a command line."""
 
 
 def check_version() -> None:
@@ -21,8 +19,4 @@ def check_version() -> None:
         raise SystemExit(
             "kvbench: SGLang is not installed here; make it with: kvbench env create sglang"
         ) from None
-    if version != TESTED and not os.environ.get(ALLOW):
-        raise SystemExit(
-            f"kvbench: SGLang {version} is here, the adapter was tested with {TESTED}; "
-            "install that, or go on with --allow-untested-engine"
-        )
+    refuse_untested("SGLang", version, TESTED)

@@ -7,6 +7,7 @@ known, they go from there to the ring of their phase.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,26 +21,15 @@ from agentbench_kv.engines.serving.backend.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.serving.backend.stores import PagedStore
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["DecodedRow", "Pool", "PrefilledRows", "Worker"]
-
 
 @dataclass(frozen=True)
 class Pool:
-    """SGLang's cache as the kernels take it.
-
-    Attributes
-    ----------
-    keys, values : PagedRows
-    table : Tensor [rows, slots], int32
-        Slots of every request, by its row.
-    page : int
-        Slots of a page.
-    """
+    """SGLang's cache as the kernels take it."""
 
     keys: PagedRows
     values: PagedRows
-    table: Tensor
-    page: int
+    table: Tensor  # [rows, slots], int32: slots of every request, by its row
+    page: int  # slots of a page
 
     def store(self, row: int, live: int) -> PagedStore:
         """Return the first `live` rows of a request."""
@@ -73,15 +63,7 @@ class PrefilledRows:
 
 
 class Worker:
-    """What the scheduler's process keeps on the device beside the cache.
-
-    Parameters
-    ----------
-    policy : Policy
-    shape : RowShape
-    frequencies : Tensor [head_dim / 2]
-    pool : Pool
-    """
+    """What the scheduler's process keeps on the device besides the cache."""
 
     def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor, pool: Pool) -> None:
         self.pool = pool
@@ -100,14 +82,8 @@ class Worker:
         self.keeps_queries = self.rows.rings.rings > 0 or self.rows.wants_sums
         if self.keeps_queries and self._staged is None:
             shape = self.shape
-            self._staged = torch.zeros(
-                shape.layers,
-                len(self.pool.table),
-                shape.q_heads,
-                shape.head_dim,
-                dtype=shape.dtype,
-                device=shape.device,
-            )
+            size = (shape.layers, len(self.pool.table), shape.q_heads, shape.head_dim)
+            self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def plan_prefill(
         self, fed: Sequence[Fed], parts: Sequence[PrefilledRows], recipes: dict[str, str]
@@ -148,11 +124,7 @@ class Worker:
             rows = torch.tensor([each.row for each in decoded], device=self.shape.device)
             self.rows.rings.write_all(self._staged[:, rows[write.rows]], write.slots)
         if self.rows.wants_sums:
-            for each in decoded:
-                self._add_decoded(each, self._staged)
-
-    def _add_decoded(self, decoded: DecodedRow, staged: Tensor) -> None:
-        for layer in range(self.shape.layers):
-            keys = self.pool.keys_of(layer, decoded.row, decoded.live)
-            queries = staged[layer, decoded.row, :, None]
-            self.rows.sums.add(decoded.fed.session, layer, queries, keys)
+            for each, layer in itertools.product(decoded, range(self.shape.layers)):
+                keys = self.pool.keys_of(layer, each.row, each.live)
+                queries = self._staged[layer, each.row, :, None]
+                self.rows.sums.add(each.fed.session, layer, queries, keys)

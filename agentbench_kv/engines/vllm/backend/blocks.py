@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from agentbench_kv.engines.serving.backend.ledger import Cut
 
-__all__ = ["SessionBlocks"]
-
-_CLASSES: dict[type, type] = {}
-
 
 class SessionBlocks:
-    """The blocks of all requests, running or at rest.
+    """The blocks of all requests, running or at rest, of a model with one KV cache group.
 
-    Parameters
-    ----------
-    manager : KVCacheManager
-        vLLM's, of a model with full attention in all layers.
-    deficits : mapping
-        Request -> logical minus physical length.
-
-    Attributes
-    ----------
-    freed : int
-        Blocks that events gave back since the start.
+    `manager` is vLLM's `KVCacheManager`.
     """
 
-    def __init__(self, manager: Any, deficits: Mapping[str, int]) -> None:
+    def __init__(self, manager: Any) -> None:
         (self._single,) = manager.coordinator.single_type_managers
-        self.freed = 0
+        self.deficits: dict[str, int] = {}  # request -> logical minus physical length
+        self.freed = 0  # blocks that events gave back since the start
         self._pool = manager.block_pool
-        self._single.__class__ = _by_physical_length(type(self._single))
-        self._single.kvbench_deficits = deficits
+        base: Any = type(self._single)
+        self._single.__class__ = _by_physical_length(base)
+        self._single.kvbench_deficits = self.deficits
 
     @property
     def free(self) -> int:
@@ -50,18 +39,14 @@ class SessionBlocks:
         """Tokens of a block."""
         return int(self._single.block_size)
 
-    def ids(self, request: str) -> list[int]:
-        """Return a request's blocks, in order."""
-        return [block.block_id for block in self._single.req_to_blocks[request]]
-
     def shorten(self, request: str, cut: Cut) -> list[int]:
         """Free what an event leaves empty; return the blocks before.
 
         A block freed here is handed out in a later step, whose forward runs after the event.
         """
-        before = self.ids(request)
-        count = -(-cut.keep // self.size)
         blocks = self._single.req_to_blocks[request]
+        before = [block.block_id for block in blocks]
+        count = -(-cut.keep // self.size)
         self._single.req_to_blocks[request] = blocks[:count]
         self._single.num_cached_block[request] = count
         self._pool.free_blocks(reversed(blocks[count:]))
@@ -79,10 +64,9 @@ class SessionBlocks:
         self._single.free(request)
 
 
+@cache
 def _by_physical_length(base: type) -> type:
     """Return `base` with its token counts made physical."""
-    if base in _CLASSES:
-        return _CLASSES[base]
 
     class Physical(base):
         kvbench_deficits: Mapping[str, int]
@@ -118,5 +102,4 @@ def _by_physical_length(base: type) -> type:
             )
 
     Physical.__name__ = f"Physical{base.__name__}"
-    _CLASSES[base] = Physical
     return Physical

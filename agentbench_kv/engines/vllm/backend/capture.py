@@ -8,8 +8,6 @@ from torch import Tensor
 
 from agentbench_kv.engines.queries import QueryBuffer, RingWrite
 
-__all__ = ["CAPTURE", "Capture"]
-
 
 class Capture:
     """The queries of the forward that is running in this worker.
@@ -34,15 +32,9 @@ class Capture:
         return len(self._buffers[0]) if self._buffers else 0
 
     def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
-        """Name the layers and where their queries go.
+        """Name the layers (vLLM's name -> index) and where their queries go.
 
-        Parameters
-        ----------
-        layers : mapping
-            vLLM's layer name -> index.
-        rings : QueryBuffer
-        keep_all : bool
-            Also keep every query of the forward, for `queries`.
+        With `keep_all`, `queries` has every query of the last forward, too.
         """
         self._layers = layers
         self._rings = rings
@@ -86,5 +78,5 @@ class Capture:
             self._all[layer] = query[: self._rows].clone()
 
 
+# The worker's own; vLLM creates attention objects itself, so they find it here.
 CAPTURE = Capture()
-"""The worker's own; vLLM creates attention objects itself, so they find it here."""

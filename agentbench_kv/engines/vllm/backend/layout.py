@@ -15,19 +15,14 @@ from torch import Tensor
 from agentbench_kv.engines.serving.backend.stores import CopiedStore, PagedStore
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["PackedStore", "pack_tiles", "paged_store", "unpack_tiles"]
-
 _TILE = 16
 
 
 def unpack_tiles(cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """Return keys and values [blocks, kv_heads, block_size, head_dim] of CPU blocks; copies.
 
-    Parameters
-    ----------
-    cache : Tensor [blocks, kv_heads, block_size, 2 · head_dim]
-    isa : str
-        What vLLM chose: `vec`, `vec16` or `amx`.
+    `cache` is [blocks, kv_heads, block_size, 2 · head_dim]; `isa` is vLLM's choice: `vec`, `vec16`
+    or `amx`.
     """
     blocks, heads, size, width = cache.shape
     dim = width // 2
@@ -61,15 +56,6 @@ class PackedStore(CopiedStore):
     """A session's rows in CPU tiles: copied out, compacted, packed into its first blocks again.
 
     Rows move within the copy as they would in place; packing rewrites whole blocks.
-
-    Parameters
-    ----------
-    caches : sequence of Tensor [blocks, kv_heads, block_size, 2 · head_dim]
-        One per layer.
-    blocks : list of int
-        The session's, in order.
-    live : int
-    isa : str
     """
 
     def __init__(self, caches: Sequence[Tensor], blocks: list[int], live: int, isa: str) -> None:
@@ -77,17 +63,18 @@ class PackedStore(CopiedStore):
         self._isa = isa
         self._size = caches[0].shape[2]
         self._blocks = torch.tensor(blocks[: -(-live // self._size)])
-        rows = [_rows(*unpack_tiles(cache[self._blocks], isa), live) for cache in caches]
+        rows = [
+            [_join(part)[:, :live] for part in unpack_tiles(cache[self._blocks], isa)]
+            for cache in caches
+        ]
         super().__init__(torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows]))
 
     def write_back(self) -> None:
         """Pack what is left into the session's first blocks."""
         count = -(-self.keys.shape[2] // self._size)
-        for cache, keys, values in zip(self._caches, self.keys, self.values, strict=True):
-            packed = pack_tiles(
-                _blocks(keys, count, self._size), _blocks(values, count, self._size), self._isa
-            )
-            cache[self._blocks[:count]] = packed
+        for cache, *rows in zip(self._caches, self.keys, self.values, strict=True):
+            keys, values = (_split(part, count, self._size) for part in rows)
+            cache[self._blocks[:count]] = pack_tiles(keys, values, self._isa)
 
 
 def paged_store(caches: Sequence[Tensor], blocks: list[int], live: int) -> PagedStore:
@@ -99,17 +86,13 @@ def paged_store(caches: Sequence[Tensor], blocks: list[int], live: int) -> Paged
     return PagedStore(keys, values, table, live)
 
 
-def _rows(keys: Tensor, values: Tensor, live: int) -> tuple[Tensor, Tensor]:
-    """Join blocks [n, kv_heads, size, d] to rows [kv_heads, live, d]."""
-    return _joined(keys)[:, :live], _joined(values)[:, :live]
-
-
-def _joined(blocks: Tensor) -> Tensor:
+def _join(blocks: Tensor) -> Tensor:
+    """Join blocks [n, kv_heads, size, d] to rows [kv_heads, n · size, d]."""
     return blocks.transpose(0, 1).flatten(1, 2)
 
 
-def _blocks(rows: Tensor, count: int, size: int) -> Tensor:
-    """Cut rows [kv_heads, n, d] into blocks [count, kv_heads, size, d], zeros behind the last."""
+def _split(rows: Tensor, count: int, size: int) -> Tensor:
+    """Split rows [kv_heads, n, d] into blocks [count, kv_heads, size, d], zeros behind the last."""
     heads, n, dim = rows.shape
     padded = rows.new_zeros(heads, count * size, dim)
     padded[:, :n] = rows

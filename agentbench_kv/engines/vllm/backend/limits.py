@@ -7,30 +7,16 @@ from typing import Any
 from agentbench_kv.engines.vllm.backend import contract
 from agentbench_kv.methods.base import Method
 
-__all__ = ["bytes_per_token", "refuse_unknown", "refuse_unsupported"]
-
 
 def refuse_unknown() -> None:
-    """Refuse a vLLM whose insides are not the ones the engine was written against.
-
-    Raises
-    ------
-    ValueError
-        With every difference found.
-    """
+    """Refuse a vLLM whose insides are not the ones the engine was written against."""
     found = contract.problems()
     if found:
         raise ValueError(f"kvbench: this vLLM is not the one the plug-in knows: {'; '.join(found)}")
 
 
 def refuse_unsupported(config: Any, cache: Any, method: Method) -> None:
-    """Refuse what physical eviction would make wrong.
-
-    Raises
-    ------
-    ValueError
-        Naming the first thing that is not supported.
-    """
+    """Refuse what physical eviction would make wrong."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = cache.kv_cache_groups

@@ -12,71 +12,77 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.serving.backend.frequencies import rope_frequencies
-from agentbench_kv.engines.serving.backend.orders import Orders, Outcome, Removal
+from agentbench_kv.engines.serving.backend.orders import Removal, RowsMoved, StepPlan
 from agentbench_kv.engines.serving.backend.policy import Policy
 from agentbench_kv.engines.serving.backend.rows import Fed, RowShape, RowStore, WorkerRows
 from agentbench_kv.engines.vllm.backend.capture import CAPTURE
 from agentbench_kv.engines.vllm.backend.layout import PackedStore, paged_store
-
-__all__ = ["EvictingRunner"]
 
 
 class EvictingRunner:
     """Mixed into vLLM's V1 model runner.
 
     RoPE goes by logical positions, memory and attention by physical lengths; the difference comes
-    with each step's `Orders`.
+    with each step's `StepPlan`.
     """
 
-    _kvbench_outcomes: list[Outcome]
+    _kvbench_moved: list[RowsMoved]
 
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, then find its layers; graphs are captured after this."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self._kvbench_connect(Policy.load())
         if self.device.type != "cpu":
-            self._kvbench_allocate()
+            # CUDA graphs copy queries to buffers as large as the largest captured batch.
+            rows = max(self.compilation_config.cudagraph_capture_sizes or [0])
+            shape = self._kvbench_rows.shape
+            like = torch.empty(0, dtype=shape.dtype, device=shape.device)
+            CAPTURE.allocate(rows, shape.layers, (shape.q_heads, shape.head_dim), like)
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step between what is due before it and what is due after it."""
-        orders: Orders | None = getattr(scheduler_output, "kvbench", None)
-        if orders is None:
+        plan: StepPlan | None = getattr(scheduler_output, "kvbench", None)
+        if plan is None:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        self._kvbench_orders = orders
-        self._kvbench_obey(orders)
+        self._kvbench_plan = plan
+        if plan.method is not None:
+            self._kvbench_connect(self._kvbench_rows.policy.with_method(plan.method))
+        for session in plan.dropped:
+            self._kvbench_rows.drop(session)
+        self._kvbench_remove(plan.before)
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens:
             CAPTURE.finish()
             self._kvbench_sum()
-            self._kvbench_remove(orders.after.values())
-            for request, removal in orders.after.items():
+            self._kvbench_remove(plan.after.values())
+            for request, removal in plan.after.items():
                 self._kvbench_shorten(request, removal)
         return output
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample, and report what was moved."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        outcomes, self._kvbench_outcomes = self._kvbench_outcomes, []
-        if outcomes and hasattr(output, "sampled_token_ids"):
+        moved, self._kvbench_moved = self._kvbench_moved, []
+        if moved and hasattr(output, "sampled_token_ids"):
             # A copy: vLLM shares one empty output between steps.
             output = replace(output)
-            output.kvbench = outcomes
+            output.kvbench = moved
         return output
 
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled)  # type: ignore[misc]
-        orders: Orders | None = getattr(scheduler_output, "kvbench", None)
-        if orders is not None:
-            self._kvbench_feed(orders, num_scheduled)
-            if orders.deficits:
-                self._kvbench_shift(orders, num_scheduled)
+        plan: StepPlan | None = getattr(scheduler_output, "kvbench", None)
+        if plan is not None:
+            self._kvbench_feed(plan, num_scheduled)
+            if plan.deficits:
+                self._kvbench_shift(plan, num_scheduled)
         return prepared
 
-    def _kvbench_shift(self: Any, orders: Orders, num_scheduled: Any) -> None:
+    def _kvbench_shift(self: Any, plan: StepPlan, num_scheduled: Any) -> None:
         """Make lengths and slots physical, and positions too where they are the cache's."""
         count = self.input_batch.num_reqs
         requests = self.input_batch.req_ids[:count]
-        missing = np.array([orders.deficits.get(request, 0) for request in requests])
+        missing = np.array([plan.deficits.get(request, 0) for request in requests])
         lengths = torch.from_numpy(missing).to(self.seq_lens.dtype)
         self.seq_lens[:count] -= lengths.to(self.seq_lens.device)
         if self.optimistic_seq_lens_cpu.data_ptr() != self.seq_lens.data_ptr():
@@ -89,13 +95,13 @@ class EvictingRunner:
         if self._kvbench_rows.cache_positions:
             self.positions[: len(rows)] = physical
 
-    def _kvbench_feed(self: Any, orders: Orders, num_scheduled: Any) -> None:
+    def _kvbench_feed(self: Any, plan: StepPlan, num_scheduled: Any) -> None:
         """Label the step's tokens and tell the attention layers which queries to keep."""
         batch = self.input_batch
         fed: list[Fed] = []
         recipes: dict[str, str] = {}
         for row, request in enumerate(batch.req_ids[: batch.num_reqs]):
-            session, recipe = orders.sessions[request]
+            session, recipe = plan.sessions[request]
             first = int(batch.num_computed_tokens_cpu[row])
             tokens = batch.token_ids_cpu[row, first : first + int(num_scheduled[row])].tolist()
             fed.append(Fed(session, first, tokens))
@@ -103,24 +109,18 @@ class EvictingRunner:
         self._kvbench_fed = fed
         CAPTURE.begin(self._kvbench_rows.feed(fed, recipes), int(num_scheduled.sum()))
 
-    def _kvbench_obey(self: Any, orders: Orders) -> None:
-        if orders.method is not None:
-            self._kvbench_connect(self._kvbench_rows.policy.with_method(orders.method))
-        for session in orders.dropped:
-            self._kvbench_rows.drop(session)
-        self._kvbench_remove(orders.before)
-
     def _kvbench_remove(self: Any, removals: Iterable[Removal]) -> None:
         for removal in removals:
             store = self._kvbench_store(removal.blocks, removal.cut.live)
             moved = self._kvbench_rows.remove(removal, store)
             if isinstance(store, PackedStore):
                 store.write_back()
-            self._kvbench_outcomes.append(Outcome(removal.session, removal.number, moved))
+            self._kvbench_moved.append(RowsMoved(removal.session, removal.number, moved))
 
     def _kvbench_shorten(self: Any, request: str, removal: Removal) -> None:
         """Forget the blocks a running request gave back."""
-        kept = removal.blocks[: -(-removal.cut.keep // self._kvbench_block_size)]
+        size = self._kvbench_caches[0].shape[2]
+        kept = removal.blocks[: -(-removal.cut.keep // size)]
         self.requests[request].block_ids[0][:] = kept
         row = self.input_batch.req_id_to_index.get(request)
         if row is not None:
@@ -134,7 +134,7 @@ class EvictingRunner:
         start = 0
         for part, request in zip(self._kvbench_fed, self.input_batch.req_ids, strict=False):
             live = part.first_position + len(part.tokens)
-            live -= self._kvbench_orders.deficits.get(request, 0)
+            live -= self._kvbench_plan.deficits.get(request, 0)
             keys, _ = self._kvbench_store(self.requests[request].block_ids[0], live).read()
             for layer in range(rows.shape.layers):
                 queries = CAPTURE.queries(layer, start, len(part.tokens))
@@ -143,7 +143,8 @@ class EvictingRunner:
 
     def _kvbench_store(self: Any, blocks: list[int], live: int) -> RowStore:
         if self.device.type == "cpu":
-            return PackedStore(self._kvbench_caches, blocks, live, self._kvbench_isa)
+            isa = str(self._kvbench_layers[0].isa)
+            return PackedStore(self._kvbench_caches, blocks, live, isa)
         return paged_store(self._kvbench_caches, blocks, live)
 
     @cached_property
@@ -159,34 +160,14 @@ class EvictingRunner:
         caches = (layer.kv_cache for layer in self._kvbench_layers)
         return [cache if isinstance(cache, Tensor) else cache[0] for cache in caches]
 
-    @property
-    def _kvbench_block_size(self: Any) -> int:
-        return int(self._kvbench_caches[0].shape[2])
-
-    @property
-    def _kvbench_isa(self: Any) -> str:
-        return str(self._kvbench_layers[0].isa)
-
-    def _kvbench_allocate(self: Any) -> None:
-        """Give CUDA graphs buffers to copy queries to, as large as the largest captured batch."""
-        rows = max(self.compilation_config.cudagraph_capture_sizes or [0])
-        shape = self._kvbench_rows.shape
-        like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        CAPTURE.allocate(rows, shape.layers, (shape.q_heads, shape.head_dim), like)
-
     def _kvbench_connect(self: Any, policy: Policy) -> None:
         layers = self._kvbench_layers
-        shape = RowShape(
-            layers=len(layers),
-            q_heads=layers[0].num_heads,
-            kv_heads=layers[0].num_kv_heads,
-            head_dim=layers[0].head_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
+        head_dim = layers[0].head_size
+        shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
         frequencies = rope_frequencies(policy.model_path).to(self.device)
         rows = WorkerRows(policy, shape, frequencies)
         names = {layer.layer_name: index for index, layer in enumerate(layers)}
         CAPTURE.connect(names, rows.rings, keep_all=rows.wants_sums)
         self._kvbench_rows = rows
-        self._kvbench_outcomes = []
+        self._kvbench_moved = []

@@ -32,6 +32,6 @@ class Worker(BaseWorker):
         return Runner(self.vllm_config, self.device)
 
     def init_device(self) -> None:
-        """Set up the device; the CPU worker makes its runner here and asks nobody."""
         super().init_device()
+        # The CPU worker makes its runner here and does not call `_make_model_runner`.
         self.model_runner.__class__ = Runner
