@@ -11,8 +11,6 @@ from agentbench_kv.adapters.browser.documents import Document
 from agentbench_kv.adapters.browser.task import Question
 from agentbench_kv.errors import UsageError
 
-__all__ = ["FILE", "HINT", "read_evidence", "read_questions"]
-
 FILE = "browsecomp_plus_decrypted.jsonl"
 HINT = "make it with scripts_build_index/decrypt_dataset.py of texttron/BrowseComp-Plus"
 _NEEDED = ("query_id", "query", "answer")

@@ -15,8 +15,6 @@ from agentbench_kv.adapters.browser.seal import seal
 from agentbench_kv.adapters.browser.task import BrowsingTask, Question
 from agentbench_kv.adapters.data import data_file, file_sha256
 
-__all__ = ["BrowseCompPlusSynthetic", "BrowseCompPlusTest"]
-
 
 @dataclass(kw_only=True, eq=False)
 class BrowseCompPlusTest(BrowsingTask):

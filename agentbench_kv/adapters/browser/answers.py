@@ -12,8 +12,6 @@ import unicodedata
 from agentbench_kv.adapters.browser.dates import plain_dates
 from agentbench_kv.adapters.browser.numbers import spelled_numbers
 
-__all__ = ["final_answer", "matches", "normalized"]
-
 _MARKER = re.compile(r"\b(?:final|exact)\s+answer\W*:\W*", re.IGNORECASE)
 _ARTICLES = frozenset({"a", "an", "the"})
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")

@@ -14,8 +14,6 @@ from agentbench_kv.adapters.browser.corpus import Corpus
 from agentbench_kv.adapters.browser.documents import lines_of
 from agentbench_kv.adapters.browser.estimate import TokenCount, estimate_tokens
 
-__all__ = ["VIEW_TOKENS", "Browser", "BrowserError", "View"]
-
 VIEW_TOKENS = 1024
 RESULTS = 10
 _MOST_MATCHES = 50

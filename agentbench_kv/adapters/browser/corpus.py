@@ -18,19 +18,6 @@ from agentbench_kv.adapters.browser.search import Bm25Index, SearchIndex
 from agentbench_kv.adapters.data import VARIABLE, data_folder, file_sha256
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = [
-    "ABOUT",
-    "BM25",
-    "CATALOG",
-    "DENSE",
-    "DOCUMENTS",
-    "Corpus",
-    "CorpusInfo",
-    "corpus_folder",
-    "document_line",
-    "pinned",
-]
-
 ABOUT, DOCUMENTS, CATALOG, BM25, DENSE = (
     "corpus.json", "documents.jsonl", "catalog.jsonl", "bm25", "dense",
 )  # fmt: skip

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["plain_dates"]
-
 _MONTHS = [
     "january", "february", "march", "april", "may", "june", "july", "august", "september",
     "october", "november", "december",

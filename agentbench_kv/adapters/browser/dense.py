@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from agentbench_kv.adapters.browser.search import best_first
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["DenseIndex", "Encoder", "encoder_sha", "load_encoder"]
-
 _WHOLE = 1 << 20
 _EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
 

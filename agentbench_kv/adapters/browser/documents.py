@@ -5,8 +5,6 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-__all__ = ["LINE_WIDTH", "Document", "lines_of"]
-
 LINE_WIDTH = 80
 
 

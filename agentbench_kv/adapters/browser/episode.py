@@ -12,8 +12,6 @@ from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
 from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.results.records import TrialStatus
 
-__all__ = ["Episode", "Limits", "play"]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-__all__ = ["Article", "article"]
-
 _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "math", "nav", "footer"})
 _BLOCKS = frozenset({
     "address", "article", "aside", "blockquote", "br", "caption", "dd", "div", "dl", "dt",

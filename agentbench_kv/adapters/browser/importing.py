@@ -26,8 +26,6 @@ from agentbench_kv.adapters.browser.sources import read_documents
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import writing
 
-__all__ = ["Imported", "import_corpus"]
-
 
 @dataclass(frozen=True)
 class Imported:

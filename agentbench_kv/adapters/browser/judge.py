@@ -14,8 +14,6 @@ import httpx
 
 from agentbench_kv.errors import UsageError
 
-__all__ = ["KEY_VARIABLE", "PROMPT_SHA", "Judge", "Verdict"]
-
 KEY_VARIABLE = "KVBENCH_JUDGE_KEY"
 _ATTEMPTS = 3
 _TIMEOUT_S = 120.0

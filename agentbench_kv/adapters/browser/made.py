@@ -7,8 +7,6 @@ from urllib.parse import unquote
 
 from agentbench_kv.adapters.browser.documents import Document
 
-__all__ = ["made_documents"]
-
 _PADDING_LINES = 120
 
 

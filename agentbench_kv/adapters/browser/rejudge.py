@@ -19,8 +19,6 @@ from agentbench_kv.results.files import json_bytes, write_atomic
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 
-__all__ = ["Judged", "judge_run"]
-
 
 @dataclass(frozen=True)
 class Judged:

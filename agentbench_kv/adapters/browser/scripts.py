@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from agentbench_kv.adapters.base import ScriptedAgent
 
-__all__ = ["NULL_ANSWER", "script"]
-
 NULL_ANSWER = "I would rather not."
 _MOST = 200
 

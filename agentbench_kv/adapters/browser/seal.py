@@ -11,8 +11,6 @@ import hashlib
 import json
 from typing import Any
 
-__all__ = ["SEALED", "seal", "unseal"]
-
 SEALED = "sealed"
 _PHRASE = b"kvbench: benchmark data, not to be published in plain text"
 

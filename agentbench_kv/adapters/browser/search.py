@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["Bm25Index", "SearchIndex", "best_first", "need_bm25s", "words"]
-
 _WORD = re.compile(r"\w+")
 
 

@@ -22,8 +22,6 @@ from agentbench_kv.adapters.browser.corpus import Corpus
 from agentbench_kv.adapters.browser.tools import TOOLS, Observation, call_tool
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["BrowserServer", "run_browser_server"]
-
 _MOST_BODY = 1 << 16
 _MOST_SESSIONS = 4096
 _Handler = Callable[[Request], Awaitable[Response]]

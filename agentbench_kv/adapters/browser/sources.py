@@ -14,8 +14,6 @@ from agentbench_kv.adapters.browser.documents import Document
 from agentbench_kv.adapters.browser.html_text import article
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["read_documents"]
-
 _IDS = ("docid", "_id", "id", "doc_id")
 _URLS = ("url", "link", "source")
 _TITLES = ("title", "name")

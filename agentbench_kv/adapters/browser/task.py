@@ -29,8 +29,6 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import TrialStatus
 
-__all__ = ["EVALUATION", "BrowsingTask", "Question"]
-
 EVALUATION = "evaluation"
 """Role of the transcript's last entry: question, gold answer, what was judged."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from agentbench_kv.adapters.browser.browser import Browser, BrowserError
 
-__all__ = ["TOOLS", "Observation", "call_tool"]
-
 _INTEGER = {"type": "integer"}
 _CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
 

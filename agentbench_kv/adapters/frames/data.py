@@ -11,8 +11,6 @@ from pathlib import Path
 from agentbench_kv.adapters.browser.task import Question
 from agentbench_kv.errors import UsageError
 
-__all__ = ["FILE", "HINT", "SHA256", "SPLITS", "choose", "read_questions"]
-
 FILE = "frames_test_set.csv"
 SHA256 = "88f24731424bf8b9dd93174e4cc30a3c220fe0c8910701b77036b80b88e60ada"
 HINT = "take the test set of google/frames-benchmark as CSV"

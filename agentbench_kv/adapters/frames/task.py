@@ -15,8 +15,6 @@ from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.adapters.frames.data import FILE, HINT, SHA256, SPLITS, choose, read_questions
 from agentbench_kv.params import param
 
-__all__ = ["FramesSynthetic", "FramesTest"]
-
 
 @dataclass(kw_only=True, eq=False)
 class FramesTest(BrowsingTask):

@@ -12,18 +12,6 @@ from typing import Any
 from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = [
-    "CATEGORIES",
-    "SHA256",
-    "Conversation",
-    "Dataset",
-    "Question",
-    "Session",
-    "Utterance",
-    "load",
-    "parse",
-]
-
 FILE = "locomo10.json"
 SHA256 = "79fa87e90f04081343b8c8debecb80a9a6842b76a7aa537dc9fdf651ea698ff4"
 HINT = (

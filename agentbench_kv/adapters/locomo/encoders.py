@@ -15,8 +15,6 @@ from typing import Any
 from agentbench_kv.adapters.locomo.metrics import normalised
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["BertScore", "Compare", "Similarity"]
-
 Compare = Callable[[str, str], float]
 """From answer and gold answer to a figure."""
 

@@ -22,8 +22,6 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["bleu1", "f1", "f1_authors", "normalised", "require_nltk"]
-
 MULTI_HOP = 1
 OPEN_DOMAIN = 3
 _MEM0_SPACES = str.maketrans(dict.fromkeys(".,!?", " "))

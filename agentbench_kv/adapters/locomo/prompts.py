@@ -7,8 +7,6 @@ import re
 from agentbench_kv.adapters.base import Fact, Message
 from agentbench_kv.adapters.locomo.data import Conversation, Question, Session, Utterance
 
-__all__ = ["ask", "facts", "history", "line"]
-
 SYSTEM = (
     "You will read what {0} and {1} said to each other in several sessions, each under its date, "
     "and then be asked about it. Give each answer as a short phrase and nothing else, in the "

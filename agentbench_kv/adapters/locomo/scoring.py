@@ -10,8 +10,6 @@ from agentbench_kv.adapters.locomo import metrics
 from agentbench_kv.adapters.locomo.data import CATEGORIES, Question
 from agentbench_kv.adapters.locomo.encoders import Compare
 
-__all__ = ["COLUMNS", "NOT_AVAILABLE", "Answered", "Scorer", "mean_f1", "trial_metrics"]
-
 COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
 NOT_AVAILABLE = "n/a"
 

@@ -32,8 +32,6 @@ from agentbench_kv.adapters.locomo.scoring import (
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
-__all__ = ["LocomoQA"]
-
 CORRUPT = "qqwx"
 """Answer of the corrupt agent: a word in no gold answer."""
 

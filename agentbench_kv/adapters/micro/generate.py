@@ -31,8 +31,6 @@ from agentbench_kv.adapters.micro.words import (
     draw_code,
 )
 
-__all__ = ["generate"]
-
 T = TypeVar("T")
 
 PREAMBLE = (
@@ -43,23 +41,14 @@ PREAMBLE = (
 
 
 def generate(seed: int, profile: Profile, invented: float = 0.0) -> Episode:
-    """Generate the episode of a seed.
+    """Generate the episode of a seed (see `profiles.held_out_seed` and `train_seed`).
 
-    Parameters
-    ----------
-    seed : int
-        See `profiles.held_out_seed` and `profiles.train_seed`.
-    profile : Profile
-        The sizes to draw from.
-    invented : float
-        Share of tags and plans drawn at random, which nobody can foretell: for training only.
+    `invented` is the share of tags and plans drawn at random, for training only.
     """
     return _Depot(seed, profile, invented).episode()
 
 
 class _Depot:
-    """State of one episode while it is being written."""
-
     def __init__(self, seed: int, profile: Profile, invented: float) -> None:
         self.rng = random.Random(f"{profile.name}/{seed}")
         self.whims = random.Random(f"whims/{seed}")
@@ -89,10 +78,8 @@ class _Depot:
         self.memos = {name: self._handle(name, MEMO) for name in self._shuffled(memos)}
 
     def episode(self) -> Episode:
-        """Write the whole episode."""
-        turns = [self._begin()]
-        for verb, name in self._schedule():
-            turns.append({"store": self._store, "ship": self._ship, "read": self._read}[verb](name))
+        write = {"store": self._store, "ship": self._ship, "read": self._read}
+        turns = [self._begin(), *(write[verb](name) for verb, name in self._schedule())]
         names = ("login", "scan", "open", "ship", *(("read",) if self.profile.reads[1] else ()))
         table = "".join(f"{rule}\n" for rule in self._shuffled(self.rules.values()))
         tools = schemas(names) if self.profile.tools else []
@@ -181,9 +168,11 @@ class _Depot:
         mark = {"page": str(self._handle("page", READING))}
         result = self._result(mark, self.profile.read_log, entry)
         call = Call(f'read "{page}"', "read", {"page": page}, result, ())
-        slot = Slot("think", str(entry), "tool", "local")
-        copied = Slot("reply", str(entry), "tool", "local", copied=True)
-        reply = Reply(str(entry), f'Read "{entry}".', (slot, copied))
+        slots = (
+            Slot("think", str(entry), "tool", "local"),
+            Slot("reply", str(entry), "tool", "local", copied=True),
+        )
+        reply = Reply(str(entry), f'Read "{entry}".', slots)
         return UserTurn(f'Please read "{page}".', (call,), reply)
 
     def _result(
@@ -212,8 +201,7 @@ class _Depot:
         return Slot(where, str(self.rules["pass"]), "others", "recurring", copied)
 
     def _handle(self, name: str, separator: str) -> Handle:
-        code: Code = draw_code(self.rng)
-        return Handle(name, separator, code)
+        return Handle(name, separator, draw_code(self.rng))
 
     def _draw(self, span: Span) -> int:
         return self.rng.randint(*span)

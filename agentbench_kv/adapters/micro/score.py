@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from agentbench_kv.adapters.base import Fact
-from agentbench_kv.adapters.micro.environment import Environment
-
-__all__ = ["Score", "Tally", "score"]
+from agentbench_kv.adapters.micro.environment import Environment, Judged
 
 Tally = tuple[int, int]
 """How many were right, how many were asked for."""
@@ -18,59 +17,36 @@ EVIDENCE = ("recurring", "one_shot")
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one session.
+    """Result of one session; recalled facts are those of the kinds in `EVIDENCE`."""
 
-    Parameters
-    ----------
-    success : bool
-        Whether every call and every reply was exactly as expected.
-    messages : Tally
-        Exact assistant messages.
-    by_source : dict of str to Tally
-        Recalled facts by the phase that stated them: think, act, tool, others.
-    by_kind : dict of str to Tally
-        All facts by kind: recurring, one_shot, derived, local.
-    by_both : dict of str to Tally
-        Recalled facts by `source/kind`.
-    facts : tuple of Fact
-        The recalled facts, in the order they were needed.
-    """
-
-    success: bool
-    messages: Tally
-    by_source: dict[str, Tally]
-    by_kind: dict[str, Tally]
-    by_both: dict[str, Tally]
-    facts: tuple[Fact, ...]
+    success: bool  # every call and every reply was exactly as expected
+    messages: Tally  # exact assistant messages
+    by_source: dict[str, Tally]  # recalled facts by the phase that stated them
+    by_kind: dict[str, Tally]  # all facts: recurring, one_shot, derived, local
+    by_both: dict[str, Tally]  # recalled facts by `source/kind`
+    facts: tuple[Fact, ...]  # the recalled facts, in the order they were needed
 
 
 def score(environment: Environment) -> Score:
-    """Score a session that is over.
-
-    Parameters
-    ----------
-    environment : Environment
-        After its last user turn.
-    """
-    judged = environment.judged
-    facts = [entry for entry in judged if entry.slot.kind in EVIDENCE]
+    """Score a session after its last user turn."""
+    recalled = [entry for entry in environment.judged if entry.slot.kind in EVIDENCE]
     exact = environment.exact
     return Score(
         success=environment.done and all(exact),
         messages=(sum(exact), len(exact)),
-        by_source=_tallies([(entry.slot.source, entry.right) for entry in facts]),
-        by_kind=_tallies([(entry.slot.kind, entry.right) for entry in judged]),
-        by_both=_tallies(
-            [(f"{entry.slot.source}/{entry.slot.kind}", entry.right) for entry in facts]
-        ),
+        by_source=_tallies(recalled, lambda entry: entry.slot.source),
+        by_kind=_tallies(environment.judged, lambda entry: entry.slot.kind),
+        by_both=_tallies(recalled, lambda entry: f"{entry.slot.source}/{entry.slot.kind}"),
         facts=tuple(
             Fact(entry.slot.handle, entry.slot.source, entry.slot.kind, entry.right)
-            for entry in facts
+            for entry in recalled
         ),
     )
 
 
-def _tallies(answers: list[tuple[str, bool]]) -> dict[str, Tally]:
-    asked = Counter(name for name, _ in answers)
-    right = Counter(name for name, is_right in answers if is_right)
-    return {name: (right[name], count) for name, count in sorted(asked.items())}
+def _tallies(entries: Iterable[Judged], name: Callable[[Judged], str]) -> dict[str, Tally]:
+    asked, right = Counter[str](), Counter[str]()
+    for entry in entries:
+        asked[name(entry)] += 1
+        right[name(entry)] += entry.right
+    return {key: (right[key], count) for key, count in sorted(asked.items())}

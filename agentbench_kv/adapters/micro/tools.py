@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PARAMETERS", "schemas"]
-
 PARAMETERS = {
     "login": ("crew",),
     "scan": ("tag",),
@@ -17,13 +15,7 @@ PARAMETERS = {
 
 
 def schemas(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the function schemas of some tools.
-
-    Parameters
-    ----------
-    names : tuple of str
-        Keys of `PARAMETERS`.
-    """
+    """Return the function schemas of the tools named."""
     return [_schema(name) for name in names]
 
 
