@@ -19,13 +19,13 @@ from agentbench_kv.adapters.base import (
     TrialContext,
 )
 from agentbench_kv.adapters.locomo.data import SHA256, Conversation, Dataset, Question, load
-from agentbench_kv.adapters.locomo.encoders import BertScore, Similarity
+from agentbench_kv.adapters.locomo.encoders import BertScore, Compare, Similarity
 from agentbench_kv.adapters.locomo.metrics import require_nltk
 from agentbench_kv.adapters.locomo.prompts import ask, facts, history
 from agentbench_kv.adapters.locomo.scoring import (
     NOT_AVAILABLE,
     Answered,
-    Scorer,
+    marks,
     mean_f1,
     trial_metrics,
 )
@@ -66,11 +66,11 @@ class LocomoQA(Task):
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
         """Return conversations (`conv-26`) or questions (`conv-26/q-0`) in the file's order."""
         require_nltk()
-        _ = self._scorer
+        _ = self._encoders  # refuses models that are not there
         return [
             Sample(id=name, cluster=conversation.id)
             for conversation in self._data.conversations.values()
-            for name in self._names(conversation)
+            for name in self._sample_ids(conversation)
         ][:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
@@ -84,7 +84,12 @@ class LocomoQA(Task):
             status, error = TrialStatus.TIMEOUT, str(reached)
         if status is TrialStatus.SCORED and len(answered) < len(questions):
             status = TrialStatus.CONTEXT_LIMIT
-            error = _over_limit(len(answered), len(questions))
+            error = (
+                "the conversation does not fit into the model's context"
+                if len(questions) == 1
+                else f"the model's context was full after {len(answered)} of {len(questions)} "
+                "questions; use a model with a longer one, or --set ingest=question"
+            )
         return Outcome(
             status,
             score=mean_f1(answered) if status is TrialStatus.SCORED else None,
@@ -130,23 +135,24 @@ class LocomoQA(Task):
         return load(check=self.check == "on")
 
     @cached_property
-    def _scorer(self) -> Scorer:
-        return Scorer(
-            Similarity(Path(self.similarity_model)) if self.similarity_model else None,
-            BertScore(Path(self.bertscore_model)) if self.bertscore_model else None,
-        )
+    def _encoders(self) -> dict[str, Compare]:
+        found: dict[str, Compare] = {}
+        if self.similarity_model:
+            found["similarity"] = Similarity(Path(self.similarity_model))
+        if self.bertscore_model:
+            found["bertscore"] = BertScore(Path(self.bertscore_model))
+        return found
 
     @cached_property
     def _histories(self) -> dict[str, list[Message]]:
         return {name: history(each) for name, each in self._data.conversations.items()}
 
-    def _names(self, conversation: Conversation) -> list[str]:
+    def _sample_ids(self, conversation: Conversation) -> list[str]:
         if self.ingest == "conversation":
             return [conversation.id] if conversation.questions else []
         return [f"{conversation.id}/q-{question.index}" for question in conversation.questions]
 
     def _asked(self, sample: Sample) -> tuple[Conversation, Sequence[Question]]:
-        """Return a sample's conversation and the questions it asks."""
         name, one, index = sample.id.partition("/q-")
         conversation = self._data.conversations[name]
         if not one:
@@ -171,14 +177,5 @@ class LocomoQA(Task):
                 return
             messages.append(reply.message)
             answer = reply.content.strip()
-            marks = self._scorer.marks(question, answer)
-            answered.append(Answered(question, answer, reply.finish_reason, seconds, marks))
-
-
-def _over_limit(answered: int, asked: int) -> str:
-    if asked == 1:
-        return "the conversation does not fit into the model's context"
-    return (
-        f"the model's context was full after {answered} of {asked} questions; "
-        "use a model with a longer one, or --set ingest=question"
-    )
+            found = marks(question, answer, self._encoders)
+            answered.append(Answered(question, answer, reply.finish_reason, seconds, found))
