@@ -8,7 +8,7 @@ one page, so that a cursor names one tool result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agentbench_kv.adapters.browser.corpus import Corpus
 from agentbench_kv.adapters.browser.documents import lines_of
@@ -34,8 +34,7 @@ class View:
     text: str
 
 
-@dataclass(frozen=True)
-class _Link:
+class _Link(NamedTuple):
     document: int
     line: int = 0
 
@@ -60,7 +59,7 @@ class Browser:
     view_tokens : int
         Most tokens of a view, as `count` counts them.
     results : int
-        Search results a query.
+        Results of a search at most.
     count : callable
         Counts tokens; an estimate by default, because views must not depend on the model.
     """
@@ -81,13 +80,7 @@ class Browser:
         self._pages: list[_Page] = []
 
     def search(self, query: str, topn: int = -1) -> View:
-        """Show the best documents for a query, as numbered links.
-
-        Raises
-        ------
-        BrowserError
-            If the query is empty.
-        """
+        """Show the best documents for a query, as numbered links."""
         if not query.strip():
             raise BrowserError("the query is empty")
         count = min(topn, self._results) if topn > 0 else self._results
@@ -132,17 +125,13 @@ class Browser:
         if id == -1:
             return self._push(page, max(loc, 0), num_lines)
         if not 0 <= id < len(page.links):
-            raise BrowserError(f"no link {id} on that page: {_links_there(page)}")
+            last = len(page.links) - 1
+            there = f"its links are 0 to {last}" if page.links else "it has none"
+            raise BrowserError(f"no link {id} on that page: {there}")
         return self._open(page.links[id], loc, num_lines)
 
     def find(self, pattern: str, cursor: int = -1) -> View:
-        """Show where a text occurs in a document, case and line breaks aside.
-
-        Raises
-        ------
-        BrowserError
-            If the pattern is empty or the page is a list of search or find results.
-        """
+        """Show where a text occurs in the document at `cursor`, case and line breaks aside."""
         page = self._page(cursor)
         wanted = " ".join(pattern.casefold().split())
         if not wanted:
@@ -230,7 +219,3 @@ def _places(lines: tuple[str, ...], wanted: str) -> list[int]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _links_there(page: _Page) -> str:
-    return f"its links are 0 to {len(page.links) - 1}" if page.links else "it has none"

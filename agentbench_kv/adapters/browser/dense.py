@@ -28,13 +28,7 @@ class Encoder(Protocol):
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """Load a sentence-transformers model from a folder; nothing is downloaded.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the folder or the library is missing.
-    """
+    """Load a sentence-transformers model from a folder; nothing is downloaded."""
     if not folder.is_dir():
         raise PrerequisiteError(f"no encoder in {folder}: name a sentence-transformers folder")
     if find_spec("sentence_transformers") is None:
@@ -59,16 +53,9 @@ def encoder_sha(folder: Path) -> str:
 
 
 class DenseIndex:
-    """Exact cosine search.
+    """Exact cosine search over embeddings of unit length, [documents, dimension].
 
-    Parameters
-    ----------
-    embeddings : array of float32, shape [documents, dimension]
-        Unit length.
-    encoder : Encoder
-        For queries.
-    sha : str
-        Hash of the encoder that made the embeddings.
+    `sha` is the hash of the encoder that made them.
     """
 
     name = "dense"
@@ -85,13 +72,7 @@ class DenseIndex:
 
     @classmethod
     def load(cls, folder: Path, encoder: Encoder, sha: str) -> Self:
-        """Map saved embeddings into memory.
-
-        Raises
-        ------
-        PrerequisiteError
-            If there are none, or another encoder made them.
-        """
+        """Map embeddings into memory; PrerequisiteError if missing or by another encoder."""
         about = folder / _ABOUT
         if not about.is_file():
             raise PrerequisiteError(
@@ -106,7 +87,6 @@ class DenseIndex:
         return cls(np.load(folder / _EMBEDDINGS, mmap_mode="r"), encoder, sha)
 
     def save(self, folder: Path) -> None:
-        """Write embeddings and the encoder's hash to a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / _EMBEDDINGS, self._embeddings)
         (folder / _ABOUT).write_text(json.dumps({"sha256": self._sha}))

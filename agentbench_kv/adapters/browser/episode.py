@@ -15,51 +15,27 @@ from agentbench_kv.results.records import TrialStatus
 
 @dataclass(frozen=True)
 class Limits:
-    """When an episode ends without an answer.
+    """When an episode ends without an answer."""
 
-    Attributes
-    ----------
-    turns : int
-        Most assistant messages.
-    context : int
-        Most estimated tokens of the conversation; 0: only the model's own limit.
-    """
-
-    turns: int
-    context: int = 0
+    turns: int  # assistant messages
+    context: int = 0  # estimated tokens of the conversation; 0: only the model's own limit
 
 
 @dataclass
 class Episode:
-    """What was said and how it ended.
-
-    Attributes
-    ----------
-    status : TrialStatus
-        `scored` if there is an answer to check.
-    reason : str or None
-        Why there is none.
-    answer : str
-        The agent's last message.
-    calls : Counter
-        Calls by tool; `errors` counts those that could not be answered.
-    """
+    """What was said and how it ended."""
 
     messages: list[Message]
-    status: TrialStatus = TrialStatus.TURN_LIMIT
-    reason: str | None = None
-    answer: str = ""
+    status: TrialStatus = TrialStatus.TURN_LIMIT  # `scored` if there is an answer to check
+    reason: str | None = None  # why there is none
+    answer: str = ""  # the agent's last message
     turns: int = 0
-    calls: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)  # by tool; `errors`: calls not answered
 
     def end(self, status: TrialStatus, reason: str | None = None) -> bool:
         """Set how it ended; return True."""
         self.status, self.reason = status, reason
         return True
-
-    def size(self) -> int:
-        """Return the estimated tokens of the conversation."""
-        return sum(estimate_tokens(_text(message)) for message in self.messages)
 
 
 def play(client: AgentClient, browser: Browser, messages: list[Message], limits: Limits) -> Episode:
@@ -70,7 +46,7 @@ def play(client: AgentClient, browser: Browser, messages: list[Message], limits:
     """
     episode = Episode(messages)
     while episode.turns < limits.turns:
-        if limits.context and episode.size() > limits.context:
+        if limits.context and sum(map(_tokens, messages)) > limits.context:
             reason = f"more than {limits.context} estimated tokens"
             episode.end(TrialStatus.CONTEXT_LIMIT, reason)
             return episode
@@ -115,8 +91,8 @@ def _ended(reply: Reply, episode: Episode) -> bool:
     return episode.end(TrialStatus.SCORED)
 
 
-def _text(message: Message) -> str:
+def _tokens(message: Message) -> int:
     calls = message.get("tool_calls") or ()
     parts = [message.get("content"), message.get("reasoning_content")]
     parts += [f"{call['function']['name']} {call['function']['arguments']}" for call in calls]
-    return "\n".join(str(part) for part in parts if part)
+    return estimate_tokens("\n".join(str(part) for part in parts if part))

@@ -29,11 +29,11 @@ from agentbench_kv.results.files import writing
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import came to."""
+    """A finished import."""
 
     folder: Path
     info: CorpusInfo
-    empty: int
+    empty: int  # documents left out
     duplicates: int
 
 
@@ -52,27 +52,8 @@ def import_corpus(
 ) -> Imported:
     """Write the documents of `source` as a corpus; the folder appears only when it is complete.
 
-    Documents without text are left out, and so are all but the first with the same URL.
-
-    Parameters
-    ----------
-    source : Path
-        See `sources.read_documents`.
-    folder : Path
-        Where to; must not exist.
-    name : str
-        What results call it.
-    synthetic : bool
-        It was made for tests.
-    encoder : Path, optional
-        Also embed every document with this local encoder.
-
-    Raises
-    ------
-    UsageError
-        If the source is unusable or empty, or the folder exists.
-    PrerequisiteError
-        If bm25s, pyarrow or the encoder is missing, or the folder cannot be written.
+    Documents without text are left out, and so are all but the first with the same URL. With an
+    `encoder`, the folder of a local one, every document is also embedded.
     """
     need_bm25s()
     model = load_encoder(encoder) if encoder else None

@@ -13,10 +13,7 @@ _PADDING_LINES = 120
 def made_documents(notes: Iterable[tuple[str, str, str]]) -> list[Document]:
     """Return a document per page: some filler, and the answer of each question that needs it.
 
-    Parameters
-    ----------
-    notes : iterable of (page, question id, answer)
-        Pages are URLs; a page may come several times.
+    A note is (page URL, question id, answer); pages may be repeated.
     """
     found: dict[str, list[str]] = {}
     for page, name, answer in notes:

@@ -34,14 +34,7 @@ def words(text: str) -> list[str]:
 
 
 def best_first(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """Return the indices of the `count` highest scores; of equal ones the lower index first.
-
-    Parameters
-    ----------
-    scores : array of float, shape [documents]
-    count : int
-        At most so many.
-    """
+    """Return the indices of the at most `count` highest `scores`, of equal ones the lower first."""
     count = min(count, len(scores))
     if count < 1:
         return np.empty(0, np.int64)
@@ -52,13 +45,6 @@ def best_first(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
 
 
 def need_bm25s() -> None:
-    """Check that the search library is there.
-
-    Raises
-    ------
-    PrerequisiteError
-        With the command that installs it.
-    """
     if find_spec("bm25s") is None:
         raise PrerequisiteError(
             "searching a corpus needs bm25s, from the extra [browser]: in the clone, "
@@ -79,15 +65,7 @@ class Bm25Index:
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Self:
-        """Index texts in memory; the n-th text is document n.
-
-        Raises
-        ------
-        PrerequisiteError
-            If bm25s is not installed.
-        UsageError
-            If no text holds a word.
-        """
+        """Index texts in memory; the n-th text is document n. UsageError if none holds a word."""
         need_bm25s()
         import bm25s
 
@@ -104,13 +82,7 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Map a saved index into memory.
-
-        Raises
-        ------
-        PrerequisiteError
-            If bm25s is not installed or the index cannot be read.
-        """
+        """Map a saved index into memory; PrerequisiteError if it cannot be read."""
         need_bm25s()
         import bm25s
 
@@ -122,7 +94,6 @@ class Bm25Index:
             ) from error
 
     def save(self, folder: Path) -> None:
-        """Write the index to a folder."""
         self._retriever.save(str(folder), show_progress=False)
 
     def search(self, query: str, count: int) -> list[int]:

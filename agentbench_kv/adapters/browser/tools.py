@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,8 @@ _INTEGER = {"type": "integer"}
 _CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
 
 
-def _tool(name: str, text: str, required: str, properties: dict[str, Any]) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": [required] if required else [],
-    }
+def _tool(name: str, text: str, required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": text, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -27,7 +23,7 @@ TOOLS: list[dict[str, Any]] = [
     _tool(
         "search",
         "Search the corpus. Shows results as links [0], [1], … on a new page.",
-        "query",
+        ["query"],
         {
             "query": {"type": "string"},
             "topn": {**_INTEGER, "description": "Most results to show."},
@@ -37,7 +33,7 @@ TOOLS: list[dict[str, Any]] = [
         "open",
         "Open link `id` of the page at `cursor`, or a URL given as `id`, from line `loc` on. "
         "Without `id`, show another part of the page at `cursor`.",
-        "",
+        [],
         {
             "id": {"type": ["integer", "string"], "description": "Link number, or a URL."},
             "cursor": _CURSOR,
@@ -48,10 +44,11 @@ TOOLS: list[dict[str, Any]] = [
     _tool(
         "find",
         "Find a text in the document at `cursor`. Matches are links that `open` takes.",
-        "pattern",
+        ["pattern"],
         {"pattern": {"type": "string"}, "cursor": _CURSOR},
     ),
 ]
+_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
 @dataclass(frozen=True)
@@ -79,37 +76,17 @@ def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -
     arguments : str or mapping
         JSON text or an object.
     """
-    tools: dict[str, Callable[..., Any]] = {
-        "search": browser.search,
-        "open": browser.open,
-        "find": browser.find,
-    }
     try:
-        if name not in tools:
-            raise BrowserError(f"no tool {name!r}; there are {', '.join(tools)}")
-        view = tools[name](**_checked(name, arguments))
+        if name not in _PARAMETERS:
+            raise BrowserError(f"no tool {name!r}; there are {', '.join(_PARAMETERS)}")
+        view = getattr(browser, name)(**_checked(name, arguments))
     except BrowserError as error:
         return Observation(f"Error: {error}")
     return Observation(view.text, view.cursor)
 
 
 def _checked(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    (function,) = (tool["function"] for tool in TOOLS if tool["function"]["name"] == name)
-    parameters = function["parameters"]
-    given = _object(arguments)
-    if unknown := sorted(set(given) - set(parameters["properties"])):
-        takes = ", ".join(parameters["properties"])
-        raise BrowserError(f"{name} takes {takes}, not {', '.join(map(str, unknown))}")
-    if missing := [each for each in parameters["required"] if given.get(each) is None]:
-        raise BrowserError(f"{name} needs {missing[0]!r}")
-    return {
-        key: _value(key, value, parameters["properties"][key]["type"])
-        for key, value in given.items()
-        if value is not None
-    }
-
-
-def _object(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    properties, required = _PARAMETERS[name]["properties"], _PARAMETERS[name]["required"]
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -117,7 +94,16 @@ def _object(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
             raise BrowserError("the arguments are not JSON") from None
     if not isinstance(arguments, Mapping):
         raise BrowserError("the arguments are not a JSON object")
-    return dict(arguments)
+    if unknown := sorted(set(arguments) - set(properties)):
+        takes = ", ".join(properties)
+        raise BrowserError(f"{name} takes {takes}, not {', '.join(map(str, unknown))}")
+    if missing := [each for each in required if arguments.get(each) is None]:
+        raise BrowserError(f"{name} needs {missing[0]!r}")
+    return {
+        key: _value(key, value, properties[key]["type"])
+        for key, value in arguments.items()
+        if value is not None
+    }
 
 
 def _value(key: str, value: Any, kinds: str | list[str]) -> int | str:
