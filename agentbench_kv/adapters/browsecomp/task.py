@@ -29,16 +29,13 @@ class BrowseCompPlusTest(BrowsingTask):
     real_name: ClassVar[str] = "browsecomp-plus/test"
 
     def questions(self) -> list[Question]:
-        """Read the decrypted questions from the data folder."""
         return read_questions(self._file())
 
     def made_documents(self, questions: Sequence[Question]) -> list[Document]:
         """Take the documents that come with the questions; make pages if there are none."""
-        made = ((page, each.id, each.answer) for each in questions for page in each.pages)
-        return read_evidence(self._file()) or made_documents(made)
+        return read_evidence(self._file()) or made_documents(questions)
 
     def data_provenance(self) -> dict[str, Any]:
-        """Return the file's hash; no published one is known to compare it with."""
         return {"data_sha256": file_sha256(self._file()), "split": "all"}
 
     def transcript(self, entries: list[Message]) -> Any:
@@ -46,7 +43,7 @@ class BrowseCompPlusTest(BrowsingTask):
         return seal(entries)
 
     def _file(self) -> Path:
-        return data_file(FILE, None, HINT)
+        return data_file(FILE, None, HINT)  # no published hash is known to compare it with
 
 
 @dataclass(kw_only=True, eq=False)

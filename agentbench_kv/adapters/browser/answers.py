@@ -27,16 +27,10 @@ def final_answer(text: str) -> tuple[str, bool]:
     found = list(_MARKER.finditer(text))
     if not found:
         return text.strip(), False
-    rest = re.split(r"\n\s*\n", text[_begin(text, found[-1]) :], maxsplit=1)[0]
-    return rest.strip().strip("*").strip(), True
-
-
-def _begin(text: str, marker: re.Match[str]) -> int:
-    """Return where the answer begins: signs and brackets that the marker took belong to it."""
-    colon = text.index(":", marker.start(), marker.end())
-    while colon + 1 < len(text) and text[colon + 1] in " \t\n*_":
-        colon += 1
-    return colon + 1
+    # From the colon on: signs and brackets that the marker took belong to the answer.
+    answer = text[text.index(":", found[-1].start()) + 1 :].lstrip(" \t\n*_")
+    first = re.split(r"\n\s*\n", answer, maxsplit=1)[0]
+    return first.strip().strip("*").strip(), True
 
 
 def normalized(text: str) -> list[str]:

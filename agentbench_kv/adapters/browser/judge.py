@@ -48,29 +48,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """A model behind an OpenAI-compatible endpoint; its key comes from `KVBENCH_JUDGE_KEY`.
+    """A model behind an OpenAI-compatible endpoint; its key comes from `KVBENCH_JUDGE_KEY`."""
 
-    Attributes
-    ----------
-    endpoint : str
-        Base URL, `http://host:port/v1`.
-    model : str
-        Name of the model there.
-    """
-
-    endpoint: str
+    endpoint: str  # base URL, `http://host:port/v1`
     model: str
-    pause_s: float = 1.0
+    pause_s: float = 1.0  # before the second attempt; twice that before the third
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL|MODEL`.
-
-        Raises
-        ------
-        UsageError
-            If it is not that.
-        """
+        """Read `URL|MODEL`; UsageError if it is not that or the URL holds a secret."""
         endpoint, separator, model = text.partition("|")
         address = urlsplit(endpoint)
         if not separator or not model or address.scheme not in {"http", "https"}:

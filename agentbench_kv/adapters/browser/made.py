@@ -6,20 +6,19 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from agentbench_kv.adapters.browser.documents import Document
+from agentbench_kv.adapters.browser.task import Question
 
 _PADDING_LINES = 120
 
 
-def made_documents(notes: Iterable[tuple[str, str, str]]) -> list[Document]:
-    """Return a document per page: some filler, and the answer of each question that needs it.
-
-    A note is (page URL, question id, answer); pages may be repeated.
-    """
+def made_documents(questions: Iterable[Question]) -> list[Document]:
+    """Return a document per page: some filler, and the answer of each question that needs it."""
     found: dict[str, list[str]] = {}
-    for page, name, answer in notes:
-        said = " ".join(answer.split())
-        found.setdefault(page, []).append(f"The answer to {name} is: {said}")
-    return [_document(page, lines) for page, lines in found.items()]
+    for question in questions:
+        note = f"The answer to {question.id} is: {' '.join(question.answer.split())}"
+        for page in question.pages:
+            found.setdefault(page, []).append(note)
+    return [_document(page, notes) for page, notes in found.items()]
 
 
 def _document(page: str, notes: list[str]) -> Document:

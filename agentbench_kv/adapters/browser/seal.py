@@ -29,8 +29,5 @@ def unseal(data: Any) -> Any:
 
 
 def _mixed(data: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(data, _stream(len(data)), strict=True))
-
-
-def _stream(length: int) -> bytes:
-    return hashlib.shake_256(_PHRASE).digest(length)
+    stream = hashlib.shake_256(_PHRASE).digest(len(data))
+    return bytes(a ^ b for a, b in zip(data, stream, strict=True))

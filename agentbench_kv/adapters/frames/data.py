@@ -20,13 +20,7 @@ _NEEDED = ("Prompt", "Answer", "wiki_links")
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Return the questions in the order of the file.
-
-    Raises
-    ------
-    UsageError
-        If columns are missing or it holds no question.
-    """
+    """Return the questions in the order of the file; UsageError if it lacks columns or rows."""
     with path.open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
         missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
@@ -51,17 +45,10 @@ def choose(questions: Sequence[Question], split: str) -> list[Question]:
 
 
 def _question(row: dict[str, str], number: int) -> Question:
-    return Question(
-        id=f"frames-{row.get('id') or number}",
-        question=row["Prompt"].strip(),
-        answer=row["Answer"].strip(),
-        pages=_links(row["wiki_links"]),
-    )
-
-
-def _links(text: str) -> tuple[str, ...]:
     try:
-        links = ast.literal_eval(text)
+        links = ast.literal_eval(row["wiki_links"])
     except (ValueError, SyntaxError):
-        return ()
-    return tuple(dict.fromkeys(str(link).strip() for link in links))
+        links = ()
+    pages = tuple(dict.fromkeys(str(link).strip() for link in links))
+    name = f"frames-{row.get('id') or number}"
+    return Question(name, row["Prompt"].strip(), row["Answer"].strip(), pages)

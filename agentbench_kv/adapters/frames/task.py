@@ -28,17 +28,13 @@ class FramesTest(BrowsingTask):
     split: str = param("all", "all 824, or kvbench-424: a choice of ours", choices=SPLITS)
 
     def questions(self) -> list[Question]:
-        """Read the CSV file from the data folder and choose the split."""
         return choose(read_questions(self._file()), self.split)
 
     def made_documents(self, questions: Sequence[Question]) -> list[Document]:
         """Make a page for every Wikipedia link of the questions."""
-        return made_documents(
-            (page, each.id, each.answer) for each in questions for page in each.pages
-        )
+        return made_documents(questions)
 
     def data_provenance(self) -> dict[str, Any]:
-        """Return the file's hash and the split, with the hash of its ids."""
         ids = "\n".join(sample.id for sample in self.samples(None, 0))
         ours = "chosen by kvbench; no publication uses this split"
         return {
