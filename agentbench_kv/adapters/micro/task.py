@@ -80,7 +80,8 @@ class RecallTask(Task):
         episode = self._episode(sample)
         if agent == "null":
             return ["I would rather not." for _ in episode.turns]
-        texts = [said.raw for turn in episode.turns for said in (*turn.calls, turn.reply)]
+        said = [(*turn.calls, turn.reply) for turn in episode.turns]
+        texts = [message.raw for turn in said for message in turn]
         if agent == "corrupt":
             last = episode.calls[-1]
             name, value = next(iter(last.arguments.items()))
