@@ -28,10 +28,14 @@ class BrowserError(Exception):
 
 @dataclass(frozen=True)
 class View:
-    """What a call shows: the text, and the cursor of the page."""
+    """What a call shows, and the cursor of its page; None if it could not be answered."""
 
-    cursor: int
     text: str
+    cursor: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.cursor is None
 
 
 class _Link(NamedTuple):
@@ -179,7 +183,7 @@ class Browser:
         cursor = len(self._pages)
         text = self._render(page, cursor, loc, num_lines)
         self._pages.append(page)
-        return View(cursor, text)
+        return View(text, cursor)
 
     def _render(self, page: _Page, cursor: int, loc: int, num_lines: int) -> str:
         last = len(page.lines) - 1

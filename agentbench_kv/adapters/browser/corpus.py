@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from agentbench_kv.adapters.browser.dense import DenseIndex, encoder_sha, load_encoder
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.search import Bm25Index, SearchIndex
+from agentbench_kv.adapters.browser.search import Bm25Index
 from agentbench_kv.adapters.data import VARIABLE, data_folder, file_sha256
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
@@ -52,7 +52,7 @@ class Corpus:
         info: CorpusInfo,
         keys: Sequence[tuple[str, str]],
         read: Callable[[int], Document],
-        index: SearchIndex,
+        index: Bm25Index | DenseIndex,
     ) -> None:
         self.info = info
         self.index = index
@@ -90,7 +90,7 @@ class Corpus:
             catalog = [json.loads(line) for line in stream]
         keys = [(name, url) for _, name, url in catalog]
         read = _reader(documents, [offset for offset, _, _ in catalog])
-        index: SearchIndex
+        index: Bm25Index | DenseIndex
         if encoder is None:
             index = Bm25Index.load(folder / BM25)
         else:

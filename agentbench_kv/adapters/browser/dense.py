@@ -92,7 +92,7 @@ class DenseIndex:
         (folder / _ABOUT).write_text(json.dumps({"sha256": self._sha}))
 
     def search(self, query: str, count: int) -> list[int]:
-        """Return the documents nearest to the query, best first."""
+        """Return the numbers of the `count` documents nearest to the query, best first."""
         (vector,) = _unit(_call(self._encoder, "encode_query", [query]))
         return [int(i) for i in best_first(self._embeddings @ vector, count)]
 

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentbench_kv.adapters.browser.corpus import (
@@ -37,16 +38,6 @@ class Imported:
     duplicates: int
 
 
-@dataclass
-class _Tally:
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-    offset: int = 0
-    kept: int = 0
-    empty: int = 0
-    duplicates: int = 0
-    urls: set[str] = field(default_factory=set)
-
-
 def import_corpus(
     source: Path, folder: Path, name: str, *, synthetic: bool = False, encoder: Path | None = None
 ) -> Imported:
@@ -63,40 +54,39 @@ def import_corpus(
     try:
         with writing(folder):
             part.mkdir(parents=True)
-            tally = _write_documents(read_documents(source), part)
-            if not tally.kept:
+            sha256, kept, left_out = _write_documents(read_documents(source), part)
+            if not kept:
                 raise UsageError(f"{source} holds no document with text")
-            info = CorpusInfo(name, tally.digest.hexdigest(), tally.kept, synthetic)
+            info = CorpusInfo(name, sha256, kept, synthetic)
             Bm25Index.build(_texts(part)).save(part / BM25)
             if model and encoder:
-                sha = encoder_sha(encoder)
-                DenseIndex.build(list(_texts(part)), model, sha).save(part / DENSE)
+                index = DenseIndex.build(list(_texts(part)), model, encoder_sha(encoder))
+                index.save(part / DENSE)
             about = json.dumps({**asdict(info), "source": source.name}, indent=1)
             (part / ABOUT).write_text(about + "\n", encoding="utf-8")
             part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return Imported(folder, info, tally.empty, tally.duplicates)
+    return Imported(folder, info, left_out["empty"], left_out["duplicates"])
 
 
-def _write_documents(documents: Iterable[Document], folder: Path) -> _Tally:
-    tally = _Tally()
+def _write_documents(documents: Iterable[Document], folder: Path) -> tuple[str, int, Counter[str]]:
+    """Write the documents and their catalogue; return hash, count, and the counts left out."""
+    digest, urls, left_out = hashlib.sha256(), set[str](), Counter[str]()
     with (folder / DOCUMENTS).open("wb") as out, (folder / CATALOG).open("wb") as catalog:
         for document in documents:
             if not document.text.strip():
-                tally.empty += 1
-            elif document.url in tally.urls:
-                tally.duplicates += 1
+                left_out["empty"] += 1
+            elif document.url in urls:
+                left_out["duplicates"] += 1
             else:
-                line = document_line(document)
-                row = json.dumps([tally.offset, document.id, document.url])
+                row = json.dumps([out.tell(), document.id, document.url])
                 catalog.write(f"{row}\n".encode())
+                line = document_line(document)
                 out.write(line)
-                tally.digest.update(line)
-                tally.offset += len(line)
-                tally.kept += 1
-                tally.urls.add(document.url)
-    return tally
+                digest.update(line)
+                urls.add(document.url)
+    return digest.hexdigest(), len(urls), left_out
 
 
 def _texts(folder: Path) -> Iterator[str]:

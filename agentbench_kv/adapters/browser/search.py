@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,6 @@ from numpy.typing import NDArray
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 _WORD = re.compile(r"\w+")
-
-
-class SearchIndex(Protocol):
-    """Ranks the documents of a corpus."""
-
-    name: str
-
-    def search(self, query: str, count: int) -> list[int]:
-        """Return the numbers of at most `count` documents, best first."""
-        ...
 
 
 def words(text: str) -> list[str]:
@@ -97,7 +87,7 @@ class Bm25Index:
         self._retriever.save(str(folder), show_progress=False)
 
     def search(self, query: str, count: int) -> list[int]:
-        """Return the documents that share a word with the query, best first."""
+        """Return the numbers of at most `count` documents with a word of the query, best first."""
         known = [word for word in words(query) if word in self._retriever.vocab_dict]
         if not known:
             return []

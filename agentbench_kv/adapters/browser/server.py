@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentbench_kv.adapters.browser.browser import Browser
+from agentbench_kv.adapters.browser.browser import Browser, View
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.tools import TOOLS, Observation, call_tool
+from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
 from agentbench_kv.errors import PrerequisiteError
 
 _MOST_BODY = 1 << 16
@@ -40,7 +40,7 @@ class _Session:
         self._browser = browser
         self._lock = threading.Lock()
 
-    def call(self, tool: str, arguments: dict[str, object]) -> Observation:
+    def call(self, tool: str, arguments: dict[str, object]) -> View:
         with self._lock:
             return call_tool(self._browser, tool, arguments)
 

@@ -10,19 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from agentbench_kv.adapters.base import (
-    Message,
-    Outcome,
-    Sample,
-    ScriptedAgent,
-    Task,
-    TrialContext,
-)
+from agentbench_kv.adapters.base import Message, Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.browser.answers import final_answer, matches
 from agentbench_kv.adapters.browser.browser import RESULTS, VIEW_TOKENS, Browser
 from agentbench_kv.adapters.browser.corpus import Corpus, CorpusInfo, corpus_folder, pinned
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.episode import Episode, Limits, play
+from agentbench_kv.adapters.browser.episode import Episode, play
 from agentbench_kv.adapters.browser.judge import Judge
 from agentbench_kv.adapters.browser.scripts import script
 from agentbench_kv.errors import PrerequisiteError, UsageError
@@ -119,7 +112,7 @@ class BrowsingTask(Task):
             {"role": "system", "content": _SYSTEM},
             {"role": "user", "content": question.question},
         ]
-        episode = play(context.client, browser, opening, Limits(self.turns, self.context))
+        episode = play(context.client, browser, opening, turns=self.turns, context=self.context)
         return self._outcome(question, browser, episode)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from agentbench_kv.adapters.browser.browser import Browser, BrowserError
+from agentbench_kv.adapters.browser.browser import Browser, BrowserError, View
 
 _INTEGER = {"type": "integer"}
 _CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
@@ -24,10 +23,7 @@ TOOLS: list[dict[str, Any]] = [
         "search",
         "Search the corpus. Shows results as links [0], [1], … on a new page.",
         ["query"],
-        {
-            "query": {"type": "string"},
-            "topn": {**_INTEGER, "description": "Most results to show."},
-        },
+        {"query": {"type": "string"}, "topn": {**_INTEGER, "description": "Most results to show."}},
     ),
     _tool(
         "open",
@@ -51,38 +47,18 @@ TOOLS: list[dict[str, Any]] = [
 _PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a tool answers: the text for the agent, and the cursor of the page it pushed, if any."""
-
-    text: str
-    cursor: int | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the call could not be answered."""
-        return self.cursor is None
-
-
-def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> Observation:
+def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> View:
     """Answer a tool call; whatever is wrong with it comes back as text.
 
-    Parameters
-    ----------
-    browser : Browser
-        The session's browser.
-    name : str
-        As the model wrote it.
-    arguments : str or mapping
-        JSON text or an object.
+    `arguments` are an object or, as models write them, its JSON text.
     """
     try:
         if name not in _PARAMETERS:
             raise BrowserError(f"no tool {name!r}; there are {', '.join(_PARAMETERS)}")
-        view = getattr(browser, name)(**_checked(name, arguments))
+        view: View = getattr(browser, name)(**_checked(name, arguments))
     except BrowserError as error:
-        return Observation(f"Error: {error}")
-    return Observation(view.text, view.cursor)
+        return View(f"Error: {error}")
+    return view
 
 
 def _checked(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:

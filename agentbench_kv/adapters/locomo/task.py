@@ -10,14 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.base import (
-    Message,
-    Outcome,
-    Sample,
-    ScriptedAgent,
-    Task,
-    TrialContext,
-)
+from agentbench_kv.adapters.base import Message, Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.locomo.data import SHA256, Conversation, Dataset, Question, load
 from agentbench_kv.adapters.locomo.encoders import BertScore, Compare, Similarity
 from agentbench_kv.adapters.locomo.metrics import require_nltk
@@ -56,9 +49,7 @@ class LocomoQA(Task):
         choices=("conversation", "question"),
     )
     check: str = param(
-        "on",
-        "off takes another file of the same form for locomo10.json",
-        choices=("on", "off"),
+        "on", "off takes another file of the same form for locomo10.json", choices=("on", "off")
     )
     similarity_model: str = param("", "local sentence-transformers folder for the similarity")
     bertscore_model: str = param("", "local model folder (roberta-large) for BERTScore")

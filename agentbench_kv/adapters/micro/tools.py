@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PARAMETERS = {
@@ -14,7 +15,7 @@ PARAMETERS = {
 """Argument names of every tool, in the order they are written."""
 
 
-def schemas(names: tuple[str, ...]) -> list[dict[str, Any]]:
+def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the function schemas of the tools named."""
     return [_schema(name) for name in names]
 
