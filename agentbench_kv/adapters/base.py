@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrialContext:
-    """Everything a trial gets besides its sample.
+    """Everything a trial gets in addition to its sample.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class Task(ABC):
     """A benchmark slice. Subclasses are registered under `agentbench_kv.tasks`.
 
     A task with settings is a keyword-only dataclass whose fields are declared with
-    `agentbench_kv.params.param`; `--set` takes them beside the method's.
+    `agentbench_kv.params.param`; `--set` takes them along with the method's.
 
     Attributes
     ----------

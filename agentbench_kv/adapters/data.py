@@ -1,4 +1,4 @@
-"""Data sets that users bring: where they lie and whether they are the published ones."""
+"""Data sets that users bring: where they are and whether they are the published ones."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Guard:
 
     def allow(self, host: str, port: int) -> None:
         """Let sockets connect to `host:port`."""
-        # Held while names are looked up: who finds the host known finds its addresses, too.
+        # Held during the lookup, so that a caller to whom the host is known has its addresses.
         with self._adding:
             if (host, port) in self._hosts:
                 return
@@ -158,7 +158,7 @@ class Server:
         threading.Thread(target=loop, daemon=True).start()
 
     def load(self, module_file: Path) -> None:
-        # A package that stands for the module's folder: its parts may import one another
+        # A package that represents the module's folder: its parts may import one another
         # relatively, without the folder being on the search path or its __init__ being run.
         package = types.ModuleType("kvbench_worker")
         package.__path__ = [str(module_file.parent)]

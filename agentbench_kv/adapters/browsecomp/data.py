@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.task import Question
+from agentbench_kv.adapters.browser.made import Question
 from agentbench_kv.errors import UsageError
 
 FILE = "browsecomp_plus_decrypted.jsonl"
@@ -26,7 +26,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def read_evidence(path: Path) -> list[Document]:
-    """Return the documents that come with the questions, as far as their texts do."""
+    """Return the documents that come with the questions, those with a text."""
     found: dict[str, Document] = {}
     for row in _rows(path):
         for each in _documents(row, (*_PAGES, "negative_docs")):

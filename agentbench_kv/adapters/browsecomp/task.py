@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.browsecomp.data import FILE, HINT, read_evidence, read_questions
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.made import made_documents
+from agentbench_kv.adapters.browser.made import Question
 from agentbench_kv.adapters.browser.seal import seal
-from agentbench_kv.adapters.browser.task import BrowsingTask, Question
+from agentbench_kv.adapters.browser.task import BrowsingTask
 from agentbench_kv.adapters.data import data_file, file_sha256
 
 
@@ -26,20 +26,19 @@ class BrowseCompPlusTest(BrowsingTask):
 
     name: ClassVar[str] = "browsecomp-plus/test"
     summary: ClassVar[str] = "BrowseComp-Plus: hard questions over its corpus; data from you"
-    real_name: ClassVar[str] = "browsecomp-plus/test"
 
     def questions(self) -> list[Question]:
         return read_questions(self._file())
 
     def made_documents(self, questions: Sequence[Question]) -> list[Document]:
         """Take the documents that come with the questions; make pages if there are none."""
-        return read_evidence(self._file()) or made_documents(questions)
+        return read_evidence(self._file()) or super().made_documents(questions)
 
     def data_provenance(self) -> dict[str, Any]:
         return {"data_sha256": file_sha256(self._file()), "split": "all"}
 
     def transcript(self, entries: list[Message]) -> Any:
-        """Seal the transcript: questions and answers never lie in plain text in a run."""
+        """Seal the transcript: a run never holds questions and answers in plain text."""
         return seal(entries)
 
     def _file(self) -> Path:

@@ -63,6 +63,6 @@ def _plain(text: str) -> str:
     plain = re.sub(r"['\u2018\u2019`]", "", plain)
     # Abbreviations lose their points as a whole: U.S. is us, not u and s.
     plain = re.sub(r"\b(?:[a-z]\.){2,}", lambda found: found[0].replace(".", ""), plain)
-    # A minus sign stands before a number and behind no word; every other dash is a space.
+    # A minus sign precedes a number and follows no word; every other dash is a space.
     plain = _MINUS.sub("\0", plain).replace("-", " ").replace("\0", " -").replace("_", " ")
     return plain.replace("&", " and ")

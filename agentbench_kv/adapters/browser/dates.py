@@ -27,7 +27,7 @@ _FORMS = tuple(
 def plain_dates(text: str) -> str:
     """Return a case-folded text with its dates as `date<year>m<month>d<day>`.
 
-    Parts not given are left out. Days and months in figures alone (`4/7/1776`) stay, because their
+    Parts not given are left out. Days and months in digits alone (`4/7/1776`) stay, because their
     order is not known.
 
     >>> plain_dates("on 4th of july, 1776")

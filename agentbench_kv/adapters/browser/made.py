@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.task import Question
 
 _PADDING_LINES = 120
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item of a benchmark."""
+
+    id: str
+    question: str
+    answer: str
+    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
 
 
 def made_documents(questions: Iterable[Question]) -> list[Document]:

@@ -23,7 +23,7 @@ from agentbench_kv.results.records import TrialRecord
 
 @dataclass(frozen=True)
 class Judged:
-    """What judging a run came to."""
+    """The result of judging a run."""
 
     path: Path  # the file with every verdict
     trials: int  # finished ones

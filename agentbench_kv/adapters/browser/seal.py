@@ -1,4 +1,4 @@
-"""Transcripts that must not lie in plain text where a crawler or a report could pick them up.
+"""Transcripts that must not be in plain text where a crawler or a report could pick them up.
 
 This hides, it does not protect: whoever has this file can open them. It is what the authors of
 BrowseComp ask for, so that their questions do not end up in training data.

@@ -28,10 +28,8 @@ def best_first(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
     count = min(count, len(scores))
     if count < 1:
         return np.empty(0, np.int64)
-    threshold = np.partition(scores, len(scores) - count)[len(scores) - count]
-    candidates = np.flatnonzero(scores >= threshold)
-    order = np.lexsort((candidates, -scores[candidates].astype(np.float64)))
-    return candidates[order][:count]
+    candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
 def need_bm25s() -> None:

@@ -17,6 +17,7 @@ from agentbench_kv.adapters.browser.corpus import Corpus, CorpusInfo, corpus_fol
 from agentbench_kv.adapters.browser.documents import Document
 from agentbench_kv.adapters.browser.episode import Episode, play
 from agentbench_kv.adapters.browser.judge import Judge
+from agentbench_kv.adapters.browser.made import Question, made_documents
 from agentbench_kv.adapters.browser.scripts import script
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
@@ -33,16 +34,6 @@ Base the answer on what you read. When you know it, write no further call but on
 Final answer: <the answer, as short as possible>"""
 
 
-@dataclass(frozen=True)
-class Question:
-    """One item of the benchmark."""
-
-    id: str
-    question: str
-    answer: str
-    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
-
-
 class _Loaded(NamedTuple):
     questions: dict[str, Question]
     corpus: Corpus
@@ -53,7 +44,6 @@ class BrowsingTask(Task):
     """A ReAct loop over the local browser; the score is EM-norm, an LLM judge a second column."""
 
     synthetic: ClassVar[bool] = False
-    real_name: ClassVar[str]
 
     corpus: str = param("", "imported corpus: a folder, or a name in the data folder")
     turns: int = param(40, "most assistant messages", low=1)
@@ -89,9 +79,9 @@ class BrowsingTask(Task):
     def questions(self) -> list[Question]:
         """Read the benchmark's questions from the data folder, in their order."""
 
-    @abstractmethod
     def made_documents(self, questions: Sequence[Question]) -> list[Document]:
         """Make documents for the synthetic variant when no corpus is named."""
+        return made_documents(questions)
 
     def data_provenance(self) -> dict[str, Any]:
         """Return hashes of the data and which split of it was taken."""
@@ -155,12 +145,13 @@ class BrowsingTask(Task):
 
     def _check_kind(self, info: CorpusInfo) -> None:
         """Keep made corpora and the benchmark's name apart."""
+        family = self.name.partition("/")[0]
         if self.synthetic and not info.synthetic:
-            raise UsageError(f"corpus {info.name!r} is not synthetic; use --task {self.real_name}")
+            raise UsageError(f"corpus {info.name!r} is not synthetic; use --task {family}/test")
         if info.synthetic and not self.synthetic:
             raise UsageError(
                 f"corpus {info.name!r} is synthetic, and what is measured on it must not be "
-                f"called {self.name}; use --task {self.name.partition('/')[0]}/synthetic"
+                f"called {self.name}; use --task {family}/synthetic"
             )
 
     def _outcome(self, question: Question, browser: Browser, episode: Episode) -> Outcome:

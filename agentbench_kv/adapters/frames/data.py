@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentbench_kv.adapters.browser.task import Question
+from agentbench_kv.adapters.browser.made import Question
 from agentbench_kv.errors import UsageError
 
 FILE = "frames_test_set.csv"

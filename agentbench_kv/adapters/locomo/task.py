@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.base import Message, Outcome, Sample, ScriptedAgent, Task, TrialContext
+from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.locomo.data import SHA256, Conversation, Dataset, Question, load
 from agentbench_kv.adapters.locomo.encoders import BertScore, Compare, Similarity
 from agentbench_kv.adapters.locomo.metrics import require_nltk
@@ -110,12 +110,11 @@ class LocomoQA(Task):
 
     def provenance(self) -> dict[str, Any]:
         """Return the data's hash and size, and what computed the metrics."""
-        data = self._data
         return {
-            "data_sha256": data.sha256,
-            "published_data": data.sha256 == SHA256,
-            "conversations": len(data.conversations),
-            "questions": data.questions,
+            "data_sha256": self._data.sha256,
+            "published_data": self._data.sha256 == SHA256,
+            "conversations": len(self._data.conversations),
+            "questions": self._data.questions,
             "nltk": version("nltk"),
             "similarity_model": Path(self.similarity_model).name or NOT_AVAILABLE,
             "bertscore_model": Path(self.bertscore_model).name or NOT_AVAILABLE,
@@ -133,10 +132,6 @@ class LocomoQA(Task):
         if self.bertscore_model:
             found["bertscore"] = BertScore(Path(self.bertscore_model))
         return found
-
-    @cached_property
-    def _histories(self) -> dict[str, list[Message]]:
-        return {name: history(each) for name, each in self._data.conversations.items()}
 
     def _sample_ids(self, conversation: Conversation) -> list[str]:
         if self.ingest == "conversation":
@@ -158,7 +153,7 @@ class LocomoQA(Task):
         answered: list[Answered],
     ) -> None:
         """Ask one question after the other; stop where the context is full."""
-        messages = list(self._histories[conversation.id])
+        messages = history(conversation)
         for question in questions:
             messages.append(ask(question))
             started = time.perf_counter()

@@ -127,7 +127,7 @@ class _Depot:
         else:
             gate, way = self.rules[self.gates[item]], f'via "{self.gates[item]}"'
         calls = (self._open(), self._send(item, gate))
-        # What the slip of the last result says stands just above the reply.
+        # The slip of the last result, just above the reply.
         slip = calls[1].result["slip"]
         reply = Reply(None, f'Shipped "{slip}".', (Slot("reply", slip, "tool", "local"),))
         return UserTurn(f'Please ship "{item}" {way}.', calls, reply, item)

@@ -8,7 +8,7 @@ Span = tuple[int, int]
 """Inclusive range that a count is drawn from."""
 
 TEST_SEEDS = 1 << 32
-"""Test seeds lie below this number, training seeds from it on."""
+"""Test seeds are below this number, training seeds from it on."""
 
 
 def held_out_seed(index: int) -> int:

@@ -22,7 +22,7 @@ from agentbench_kv.adapters.micro.environment import Environment
 from agentbench_kv.adapters.micro.episode import Episode
 from agentbench_kv.adapters.micro.generate import generate
 from agentbench_kv.adapters.micro.profiles import PROFILES, TEST_SEEDS, held_out_seed
-from agentbench_kv.adapters.micro.score import EVIDENCE, Score, score
+from agentbench_kv.adapters.micro.score import score
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import Metric, TrialStatus
 
@@ -63,7 +63,7 @@ class RecallTask(Task):
         return Outcome(
             TrialStatus.SCORED,
             score=float(result.success),
-            metrics=_metrics(result),
+            metrics=result.metrics,
             transcript=messages,
             facts=result.facts,
         )
@@ -73,7 +73,7 @@ class RecallTask(Task):
         environment = Environment(self._episode(sample))
         while not environment.done:
             environment.abandon()
-        return _metrics(score(environment))
+        return score(environment).metrics
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         """Return what the gold, corrupt (last call wrong) or null agent says."""
@@ -150,16 +150,3 @@ def _act(environment: Environment, reply: Reply, messages: list[Message]) -> boo
         if observation.turn_over:
             return True
     return False
-
-
-def _metrics(result: Score) -> dict[str, Metric]:
-    tallies = {
-        "messages": result.messages,
-        **result.by_source,
-        **{kind: result.by_kind[kind] for kind in EVIDENCE if kind in result.by_kind},
-        **{name.replace("/", "_"): tally for name, tally in result.by_both.items()},
-    }
-    metrics: dict[str, Metric] = {}
-    for name, (right, asked) in tallies.items():
-        metrics[f"{name}_right"], metrics[f"{name}_asked"] = right, asked
-    return metrics
