@@ -37,6 +37,7 @@ def play(
     tokens; 0 leaves the model's own limit.
     """
     episode = Episode(messages, reason=f"no answer in {turns} turns")
+    end: _End | None
     while episode.turns < turns:
         if context and sum(map(_tokens, messages)) > context:
             end = TrialStatus.CONTEXT_LIMIT, f"more than {context} estimated tokens"

@@ -88,7 +88,10 @@ class Judge:
             except (ValueError, KeyError, IndexError, TypeError):
                 error = "the judge's endpoint did not answer with a chat completion"
             else:
-                return _read(reply)
+                found = _VERDICT.findall(reply)
+                if not found:
+                    return Verdict(None, reply, "the judge gave no verdict")
+                return Verdict(found[-1].lower() == "correct", reply)
         return Verdict(None, error=error)
 
     def _ask(self, prompt: str) -> str:
@@ -110,10 +113,3 @@ class Judge:
         if not isinstance(content, str):
             raise TypeError("no text")
         return content
-
-
-def _read(reply: str) -> Verdict:
-    found = _VERDICT.findall(reply)
-    if not found:
-        return Verdict(None, reply, "the judge gave no verdict")
-    return Verdict(found[-1].lower() == "correct", reply)

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from agentbench_kv.adapters.browser.documents import Document
 
 _PADDING_LINES = 120
+_NOTICE = "This page was made by kvbench to test its browser. It is not an article."
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,10 @@ def made_documents(questions: Iterable[Question]) -> list[Document]:
         note = f"The answer to {question.id} is: {' '.join(question.answer.split())}"
         for page in question.pages:
             found.setdefault(page, []).append(note)
-    return [_document(page, notes) for page, notes in found.items()]
-
-
-def _document(page: str, notes: list[str]) -> Document:
-    title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
-    opening = f"{title}\n\nThis page was made by kvbench to test its browser. It is not an article."
-    filler = [f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES)]
-    return Document(page, page, title, "\n".join([opening, *filler, *notes]))
+    documents = []
+    for page, notes in found.items():
+        title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
+        filler = (f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES))
+        text = "\n".join([title, "", _NOTICE, *filler, *notes])
+        documents.append(Document(page, page, title, text))
+    return documents

@@ -68,18 +68,15 @@ class BrowserServer:
 
     def _guarded(self, handler: _Handler) -> _Handler:
         async def answer(request: Request) -> Response:
+            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
             try:
-                self._check_key(request)
+                if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
+                    raise _RefusedError(401, "send the key as Authorization: Bearer KEY")
                 return await handler(request)
             except _RefusedError as error:
                 return JSONResponse({"error": str(error)}, error.status)
 
         return answer
-
-    def _check_key(self, request: Request) -> None:
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
-            raise _RefusedError(401, "send the key as Authorization: Bearer KEY")
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"corpus": self._corpus.provenance()})

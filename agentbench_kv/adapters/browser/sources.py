@@ -80,16 +80,14 @@ def _parquet(path: Path, root: Path) -> Iterator[Document]:
         raise UsageError(f"{path} is not a parquet file: {error}") from error
 
 
-def _plain(path: Path, root: Path) -> Iterator[Document]:
-    name = _name(path, root)
+def _whole_file(path: Path, root: Path) -> Iterator[Document]:
+    name, title = _name(path, root), path.stem.replace("_", " ")
     text = path.read_text(encoding="utf-8", errors="replace")
-    yield Document(name, name, path.stem.replace("_", " "), text)
-
-
-def _html(path: Path, root: Path) -> Iterator[Document]:
-    name = _name(path, root)
-    page = article(path.read_text(encoding="utf-8", errors="replace"))
-    yield Document(name, page.url or name, page.title or path.stem.replace("_", " "), page.text)
+    if path.suffix.lower() in {".html", ".htm"}:
+        page = article(text)
+        yield Document(name, page.url or name, page.title or title, page.text)
+    else:
+        yield Document(name, name, title, text)
 
 
 def _from_row(row: Mapping[str, Any], fallback: str) -> Document:
@@ -120,8 +118,8 @@ _READERS: dict[str, Callable[[Path, Path], Iterator[Document]]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".parquet": _parquet,
-    ".txt": _plain,
-    ".md": _plain,
-    ".html": _html,
-    ".htm": _html,
+    ".txt": _whole_file,
+    ".md": _whole_file,
+    ".html": _whole_file,
+    ".htm": _whole_file,
 }

@@ -112,7 +112,10 @@ def _conversation(entry: Mapping[str, Any]) -> Conversation:
     sessions = tuple(
         Session(
             str(talk[f"session_{number}_date_time"]),
-            tuple(_utterance(each) for each in talk[f"session_{number}"]),
+            tuple(
+                Utterance(each["dia_id"], each["speaker"], each["text"], each.get("blip_caption"))
+                for each in talk[f"session_{number}"]
+            ),
         )
         for number in numbers
     )
@@ -124,10 +127,6 @@ def _conversation(entry: Mapping[str, Any]) -> Conversation:
     )
     speakers = (str(talk["speaker_a"]), str(talk["speaker_b"]))
     return Conversation(str(entry["sample_id"]), speakers, sessions, questions)
-
-
-def _utterance(entry: Mapping[str, Any]) -> Utterance:
-    return Utterance(entry["dia_id"], entry["speaker"], entry["text"], entry.get("blip_caption"))
 
 
 def _question(index: int, entry: Mapping[str, Any], known: set[str]) -> Question:

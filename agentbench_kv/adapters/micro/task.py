@@ -80,8 +80,9 @@ class RecallTask(Task):
         episode = self._episode(sample)
         if agent == "null":
             return ["I would rather not." for _ in episode.turns]
-        said = [(*turn.calls, turn.reply) for turn in episode.turns]
-        texts = [message.raw for turn in said for message in turn]
+        texts: list[str] = []
+        for turn in episode.turns:
+            texts += [*(call.raw for call in turn.calls), turn.reply.raw]
         if agent == "corrupt":
             last = episode.calls[-1]
             name, value = next(iter(last.arguments.items()))

@@ -17,10 +17,9 @@ PARAMETERS = {
 
 def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the function schemas of the tools named."""
-    return [_schema(name) for name in names]
-
-
-def _schema(name: str) -> dict[str, Any]:
-    properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+    found = []
+    for name in names:
+        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
+        parameters = {"type": "object", "properties": properties}
+        found.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    return found
