@@ -71,29 +71,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that had to be remembered, from tasks that know what an answer needs.
+    """Something that had to be remembered, from tasks that know what an answer needs."""
 
-    Attributes
-    ----------
-    text : str
-        As it stands in the session where it was first stated.
-    source : str
-        Phase of that text: think, act, tool or others.
-    kind : str
-        `recurring` (needed again and again) or `one_shot`.
-    right : bool
-        Whether the agent knew it.
-    """
-
-    text: str
-    source: str
-    kind: str
-    right: bool
+    text: str  # as the session first stated it
+    source: str  # phase of that text: think, act, tool or others
+    kind: str  # `recurring` (needed again and again) or `one_shot`
+    right: bool  # whether the agent knew it
 
 
 @dataclass
 class Outcome:
-    """What one trial came to. `score` is set only when `status` is `scored`."""
+    """The result of one trial; `score` is set only when `status` is `scored`."""
 
     status: TrialStatus
     score: float | None = None
@@ -105,7 +93,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrialContext:
-    """Everything a trial gets besides its sample.
+    """Everything a trial gets in addition to its sample.
 
     Attributes
     ----------
@@ -120,7 +108,7 @@ class TrialContext:
     temperature, max_tokens : float, int
         Sampling of every assistant message, for workers that send it themselves.
     timeout_s : float
-        Most seconds the trial may take; a task past it raises TimeoutError.
+        Seconds the trial may take at most; a task past it raises TimeoutError.
     """
 
     trial: int
@@ -137,15 +125,15 @@ class Task(ABC):
     """A benchmark slice. Subclasses are registered under `agentbench_kv.tasks`.
 
     A task with settings is a keyword-only dataclass whose fields are declared with
-    `agentbench_kv.params.param`; `--set` takes them beside the method's.
+    `agentbench_kv.params.param`; `--set` takes them along with the method's.
 
     Attributes
     ----------
     needs_endpoint : bool
         Trials talk to an HTTP server, because the benchmark runs in a worker process.
     corrupt_score : float or None
-        What the corrupt agent scores in every sample; None where that depends on the sample, then
-        its mean must lie below gold's.
+        Score of the corrupt agent in every sample; None if that depends on the sample: then its
+        mean must be below gold's.
     """
 
     name: ClassVar[str]
@@ -194,10 +182,10 @@ class Task(ABC):
         """Return the raw assistant texts of an agent whose score is known in advance."""
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:  # noqa: ARG002
-        """Return the metrics of a trial that failed: `x_right` 0 of all that `x_asked` counts.
+        """Return a failed trial's metrics: `x_right` 0 of all that `x_asked` counts.
 
-        A failed trial is 0 in the score, so it must be in the parts of the score, too. Empty if
-        there are none, or if what is asked depends on the agent.
+        As it counts 0 in the score, it does in the parts of the score. Empty if there are none, or
+        if what is asked depends on the agent.
         """
         return {}
 
@@ -205,6 +193,5 @@ class Task(ABC):
         """Return data hashes and versions for the run record."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Stop workers and free what the task holds."""
-        return None

@@ -1,4 +1,4 @@
-"""Data sets that users bring: where they lie and whether they are the published ones."""
+"""Data sets that users bring: where they are and whether they are the published ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 from agentbench_kv.environments import home
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["VARIABLE", "data_file", "data_folder", "file_sha256"]
-
 VARIABLE = "KVBENCH_DATA"
-_CHUNK = 1 << 20
 
 
 def data_folder() -> Path:
@@ -22,21 +19,9 @@ def data_folder() -> Path:
 
 
 def data_file(name: str, sha256: str | None, hint: str) -> Path:
-    """Return a data file (or folder) by its published name.
+    """Return a file (or folder, without a hash) of the data folder.
 
-    Parameters
-    ----------
-    name : str
-        File name, or a path relative to the data folder.
-    sha256 : str or None
-        Hash of the published file; None if it has none or `name` is a folder.
-    hint : str
-        Where users get it, for the error.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is not there or is another file.
+    PrerequisiteError, with the hint where users get it, if it is missing or has another hash.
     """
     path = data_folder() / name
     if not path.exists():
@@ -52,9 +37,5 @@ def data_file(name: str, sha256: str | None, hint: str) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from agentbench_kv.adapters.worker_process import (
@@ -32,16 +31,7 @@ from agentbench_kv.adapters.worker_process import (
 )
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = [
-    "Limits",
-    "RemoteError",
-    "Timing",
-    "WorkerCancelledError",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerPool",
-    "WorkerTimeoutError",
-]
+__all__ = ["RemoteError", "WorkerDiedError", "WorkerError", "WorkerPool", "WorkerTimeoutError"]
 
 _CHILD = Path(__file__).with_name("worker_child.py")
 _FAILED_STARTS_ALLOWED = 3
@@ -51,73 +41,37 @@ _INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one worker process; None leaves a resource alone.
+    """Resource limits of one worker process; None leaves a resource alone."""
 
-    Attributes
-    ----------
-    cpu_s : int or None
-        Processor seconds over the worker's life.
-    address_space, file_size : int or None
-        Bytes.
-    open_files : int or None
-        File descriptors.
-    """
-
-    cpu_s: int | None = 4 * 3600
-    address_space: int | None = 4 << 30
-    file_size: int | None = 64 << 20
+    cpu_s: int | None = 4 * 3600  # processor seconds over the worker's life
+    address_space: int | None = 4 << 30  # bytes
+    file_size: int | None = 64 << 20  # bytes
     open_files: int | None = 256
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to wait for a worker, in seconds.
+    """How long to wait for a worker, in seconds."""
 
-    Attributes
-    ----------
-    heartbeat : float
-        Interval of the worker's heartbeats.
-    start : float
-        Until a new worker is ready.
-    stall : float
-        Without any event, before a worker counts as hung.
-    grace : float
-        For a cancelled request, or a closed worker, to end by itself.
-    """
-
-    heartbeat: float = 1.0
-    start: float = 120.0
-    stall: float = 30.0
-    grace: float = 10.0
+    heartbeat: float = 1.0  # between the worker's heartbeats
+    start: float = 120.0  # until a new worker is ready
+    stall: float = 30.0  # without any event, before a worker counts as hung
+    grace: float = 10.0  # for a cancelled request, or a closed worker, to end by itself
 
 
 @dataclass
 class _Slot:
-    """A place in the pool; its process is replaced when it ends."""
-
     index: int
-    process: WorkerProcess | None = None
-    failed_starts: int = 0
+    process: WorkerProcess | None = None  # replaced when it ends
+    failed_starts: int = 0  # in a row
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class WorkerPool:
-    """`n` worker processes that answer commands defined by `module_file`.
+    """`n` worker processes that answer the commands of `module_file`, as `worker_child` loads it.
 
-    Parameters
-    ----------
-    python : Path
-        Interpreter of the environment that the worker needs.
-    module_file : Path
-        Python file with `setup(guard) -> {command: handler(request)}`; see `worker_child`.
-    n : int
-        Processes. Each holds any number of requests at a time.
-    environment : mapping, optional
-        Variables for the workers. `{scratch}` in a value becomes the worker's own scratch folder.
-    limits : Limits
-        Resource limits of each process.
-    timing : Timing
-        Heartbeat, start, stall and grace times.
+    Each process holds any number of requests at a time. `{scratch}` in a value of `environment`
+    becomes the worker's own scratch folder.
     """
 
     def __init__(
@@ -148,18 +102,10 @@ class WorkerPool:
         cancel: threading.Event | None = None,
         on_log: Callable[[str], None] | None = None,
     ) -> Any:
-        """Run one command in the least busy worker and return its result.
+        """Run one command in the least busy worker and return its JSON result.
 
-        Parameters
-        ----------
-        command, args
-            Handler to call, and its JSON arguments.
-        timeout : float, optional
-            Seconds before the request is cancelled.
-        cancel : threading.Event, optional
-            Setting it cancels the request.
-        on_log : callable, optional
-            Gets the lines that the handler logs.
+        After `timeout` seconds, or when `cancel` is set, the request is cancelled; `on_log` gets
+        the lines that the handler logs.
 
         Raises
         ------
@@ -192,16 +138,9 @@ class WorkerPool:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Self:
-        """Return the pool; leaving the block closes it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the pool."""
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _worker(self) -> WorkerProcess:
@@ -210,20 +149,17 @@ class WorkerPool:
         slot = min(self._slots, key=lambda s: s.process.load() if s.process else 0)
         with slot.lock:
             if slot.process is None or not slot.process.alive:
-                self._judge_start(slot)
+                if slot.process is not None:
+                    self._check_starts(slot, slot.process)
                 slot.process = self._start(slot)
             return slot.process
 
-    def _judge_start(self, slot: _Slot) -> None:
-        """Count starts that failed in a row, and give up on the third."""
-        if slot.process is None:
-            return
-        failed = not slot.process.was_ready
-        slot.failed_starts = slot.failed_starts + 1 if failed else 0
+    def _check_starts(self, slot: _Slot, ended: WorkerProcess) -> None:
+        slot.failed_starts = 0 if ended.was_ready else slot.failed_starts + 1
         if slot.failed_starts >= _FAILED_STARTS_ALLOWED:
             raise PrerequisiteError(
                 f"the worker {self._module.name} does not start under {self._python}: "
-                f"{slot.process.end_reason()}; rebuild its environment (kvbench env list)"
+                f"{ended.end_reason()}; rebuild its environment (kvbench env list)"
             )
 
     def _start(self, slot: _Slot) -> WorkerProcess:
@@ -235,11 +171,10 @@ class WorkerPool:
             "limits": asdict(self._limits),
         }
         return WorkerProcess(
-            python=self._python,
-            child=_CHILD,
-            config=config,
-            scratch=scratch,
-            environment=self._process_environment(scratch),
+            (str(self._python), str(_CHILD)),
+            config,
+            scratch,
+            self._process_environment(scratch),
             start_s=self._timing.start,
             stall_s=self._timing.stall,
         )

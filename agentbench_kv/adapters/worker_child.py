@@ -37,6 +37,12 @@ _LOOKUP_EVENTS = frozenset({
     "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr", "socket.getnameinfo",
 })  # fmt: skip
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_LIMITS = {
+    "cpu_s": resource.RLIMIT_CPU,
+    "address_space": resource.RLIMIT_AS,
+    "file_size": resource.RLIMIT_FSIZE,
+    "open_files": resource.RLIMIT_NOFILE,
+}
 
 
 class RefusedError(PermissionError):
@@ -57,7 +63,7 @@ class Guard:
 
     def allow(self, host: str, port: int) -> None:
         """Let sockets connect to `host:port`."""
-        # Held while names are looked up: who finds the host known finds its addresses, too.
+        # Held during the lookup, so that a caller to whom the host is known has its addresses.
         with self._adding:
             if (host, port) in self._hosts:
                 return
@@ -78,35 +84,24 @@ class Guard:
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if event in _PROCESS_EVENTS or event in _FILE_EVENTS:
             raise RefusedError(f"refused in this worker: {event}")
-        if event == "open" and _writes(args):
+        if event == "open" and isinstance(args[2], int) and args[2] & _WRITE_FLAGS:
             raise RefusedError(f"refused in this worker: writing {args[0]!r}")
-        if event in _ADDRESS_EVENTS and not self._known(args[1]):
-            raise RefusedError(f"refused in this worker: {event} to {args[1]!r}")
+        if event in _ADDRESS_EVENTS:
+            address = args[1]
+            if not isinstance(address, tuple) or tuple(address[:2]) not in self._addresses:
+                raise RefusedError(f"refused in this worker: {event} to {address!r}")
         if event in _LOOKUP_EVENTS and tuple(args[:2]) not in self._hosts:
             raise RefusedError(f"refused in this worker: {event} of {args[0]!r}")
 
-    def _known(self, address: Any) -> bool:
-        return isinstance(address, tuple) and tuple(address[:2]) in self._addresses
-
 
 class Request:
-    """One request in progress.
-
-    Attributes
-    ----------
-    args : dict
-        What the caller sent.
-    cancelled : threading.Event
-        Set when the caller no longer wants the answer.
-    guard : Guard
-        To allow the endpoint that the request names.
-    """
+    """One request in progress."""
 
     def __init__(self, number: str, args: dict[str, Any], guard: Guard, port: Port) -> None:
         self.id = number
         self.args = args
-        self.cancelled = threading.Event()
-        self.guard = guard
+        self.cancelled = threading.Event()  # set when the caller no longer wants the answer
+        self.guard = guard  # to allow the endpoint that the request names
         self._port = port
         self._on_cancel: Callable[[], None] | None = None
 
@@ -121,7 +116,6 @@ class Request:
             action()
 
     def cancel(self) -> None:
-        """Ask the handler to stop."""
         self.cancelled.set()
         if self._on_cancel is not None:
             self._on_cancel()
@@ -135,7 +129,6 @@ class Port:
         self._lock = threading.Lock()
 
     def send(self, number: str | None, event: str, data: Any) -> None:
-        """Write one event."""
         fields = {"v": PROTOCOL, "id": number, "event": event, "data": data}
         # Escaped: model text may hold lone surrogates, which no encoding can write.
         line = json.dumps(fields, default=repr)
@@ -156,37 +149,36 @@ class Server:
 
     def beat(self, every_s: float) -> None:
         """Send heartbeats from a thread of their own."""
-        tick = threading.Event()
 
         def loop() -> None:
             while True:
                 self._port.send(None, "heartbeat", {"ready": self._ready})
-                tick.wait(every_s)
+                threading.Event().wait(every_s)
 
         threading.Thread(target=loop, daemon=True).start()
 
     def load(self, module_file: Path) -> None:
-        """Import the worker module and let it set itself up."""
-        module = _import(module_file)
+        # A package that represents the module's folder: its parts may import one another
+        # relatively, without the folder being on the search path or its __init__ being run.
+        package = types.ModuleType("kvbench_worker")
+        package.__path__ = [str(module_file.parent)]
+        sys.modules[package.__name__] = package
+        module = importlib.import_module(f"{package.__name__}.{module_file.stem}")
         self._handlers = module.setup(self._guard)
         self._ready = True
         self._port.send(None, "heartbeat", {"ready": True})
 
     def serve(self, lines: TextIO) -> None:
-        """Answer every request line."""
         for line in lines:
             message = json.loads(line)
             if message["cmd"] == "cancel":
-                self._cancel(message["args"]["target"])
+                if target := self._running.get(message["args"]["target"]):
+                    target.cancel()
                 continue
             request = Request(message["id"], message["args"], self._guard, self._port)
             self._running[request.id] = request
             work = (request, message["cmd"])
             threading.Thread(target=self._answer, args=work, daemon=True).start()
-
-    def _cancel(self, target: str) -> None:
-        if request := self._running.get(target):
-            request.cancel()
 
     def _answer(self, request: Request, command: str) -> None:
         try:
@@ -201,14 +193,8 @@ class Server:
 
 def limit_resources(limits: dict[str, int | None]) -> None:
     """Set the limits that the parent asked for, and never write a core file."""
-    kinds = {
-        "cpu_s": resource.RLIMIT_CPU,
-        "address_space": resource.RLIMIT_AS,
-        "file_size": resource.RLIMIT_FSIZE,
-        "open_files": resource.RLIMIT_NOFILE,
-    }
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for name, kind in kinds.items():
+    for name, kind in _LIMITS.items():
         if (wanted := limits.get(name)) is not None:
             hard = resource.getrlimit(kind)[1]
             value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -218,31 +204,12 @@ def limit_resources(limits: dict[str, int | None]) -> None:
                 sys.stderr.write(f"limit {name}={value} not set: {error}\n")
 
 
-def _writes(open_args: tuple[Any, ...]) -> bool:
-    flags = open_args[2]
-    return isinstance(flags, int) and bool(flags & _WRITE_FLAGS)
-
-
-def _import(module_file: Path) -> types.ModuleType:
-    # A package that stands for the module's folder: its parts may import one another relatively,
-    # without the folder being on the search path or its __init__ being run.
-    package = types.ModuleType("kvbench_worker")
-    package.__path__ = [str(module_file.parent)]
-    sys.modules[package.__name__] = package
-    return importlib.import_module(f"{package.__name__}.{module_file.stem}")
-
-
-def _private_stdout() -> TextIO:
-    # Whatever prints, in Python or below it, must not end up between protocol lines.
-    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return stream
-
-
 def main() -> None:
     """Serve until the parent closes standard input."""
     config = json.loads(sys.argv[1])
-    port = Port(_private_stdout())
+    # Whatever prints, in Python or below it, must not end up between protocol lines.
+    port = Port(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)
     server = Server(port, Guard())
     limit_resources(config["limits"])
     server.beat(config["heartbeat_s"])

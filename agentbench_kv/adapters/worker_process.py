@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 PROTOCOL = 1
 LONGEST_LINE = 256 << 20
@@ -41,13 +40,7 @@ class WorkerCancelledError(WorkerError):
 
 
 class RemoteError(WorkerError):
-    """The handler raised.
-
-    Attributes
-    ----------
-    kind, message : str
-        Class name of the exception in the worker, and its text.
-    """
+    """The handler raised: `kind` is the exception's class name in the worker."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -55,43 +48,27 @@ class RemoteError(WorkerError):
         self.message = message
 
 
-@dataclass
-class _Pending:
-    future: Future[Any]
-    on_log: Callable[[str], None] | None
-
-
 class WorkerProcess:
     """A started worker, and the thread that reads its events.
 
-    Parameters
-    ----------
-    python, child : Path
-        Interpreter, and the script that serves the protocol.
-    config : mapping
-        Handed to the script as its only argument.
-    scratch : Path
-        Working folder; `stderr.log` in it collects standard error over restarts.
-    environment : mapping
-        The process's whole environment.
-    start_s, stall_s : float
-        Seconds allowed until it is ready, and between two events after that.
+    `command` gets `config` as its last argument and `environment` as its whole environment;
+    `stderr.log` in its working folder `scratch` collects standard error over restarts. `start_s`
+    and `stall_s` are the seconds allowed until it is ready, and between two events after that.
     """
 
     def __init__(
         self,
-        *,
-        python: Path,
-        child: Path,
+        command: tuple[str, ...],
         config: Mapping[str, Any],
         scratch: Path,
         environment: Mapping[str, str],
+        *,
         start_s: float,
         stall_s: float,
     ) -> None:
         self._start_s, self._stall_s = start_s, stall_s
         self._stderr = scratch / "stderr.log"
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, tuple[Future[Any], Callable[[str], None] | None]] = {}
         self._numbers = itertools.count(1)
         self._state = threading.Lock()
         self._writing = threading.Lock()
@@ -101,7 +78,7 @@ class WorkerProcess:
         self.alive = True
         with self._stderr.open("ab") as stderr:
             self._process = subprocess.Popen(
-                (str(python), str(child), json.dumps(config)),
+                (*command, json.dumps(config)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -111,6 +88,8 @@ class WorkerProcess:
                 # Ctrl-C is for the parent, which closes its workers in order.
                 start_new_session=True,
             )
+        self._stdin = cast("IO[bytes]", self._process.stdin)
+        self._stdout = cast("IO[bytes]", self._process.stdout)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -123,13 +102,13 @@ class WorkerProcess:
     ) -> tuple[str, Future[Any]]:
         """Send a request; the future fails if the worker ends before it answers."""
         number = f"r{next(self._numbers)}"
-        pending = _Pending(Future(), on_log)
+        future: Future[Any] = Future()
         with self._state:
             if not self.alive:
                 raise WorkerDiedError(self.end_reason())
-            self._pending[number] = pending
+            self._pending[number] = future, on_log
         self._write({"v": PROTOCOL, "id": number, "cmd": command, "args": args})
-        return number, pending.future
+        return number, future
 
     def cancel(self, number: str) -> None:
         """Ask the worker to stop a request."""
@@ -138,7 +117,7 @@ class WorkerProcess:
     def close_input(self) -> None:
         """Tell the worker that no more requests will come."""
         with contextlib.suppress(OSError):
-            self._pipe(self._process.stdin).close()
+            self._stdin.close()
 
     def kill(self, reason: str) -> None:
         """End the worker now; `reason` goes to the requests it held."""
@@ -155,54 +134,40 @@ class WorkerProcess:
             self._reader.join()
 
     def end_reason(self) -> str:
-        """Say why the worker ended, with the last it wrote to standard error."""
+        """Say why the worker ended, with the last line it wrote to standard error."""
         reason = self._reason or f"it ended with exit code {self._process.returncode}"
-        tail = self._stderr_tail()
-        return f"{reason}; its last words: {tail}" if tail else reason
-
-    def _stderr_tail(self) -> str:
         try:
-            text = self._stderr.read_bytes()[-_STDERR_TAIL:].decode("utf-8", "replace")
+            text = self._stderr.read_bytes()[-_STDERR_TAIL:].decode("utf-8", "replace").strip()
         except OSError:
-            return ""
-        lines = text.strip().splitlines()
-        return lines[-1] if lines else ""
-
-    @staticmethod
-    def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-        if stream is None:
-            raise WorkerDiedError("the worker was started without pipes")
-        return stream
+            text = ""
+        return f"{reason}; its last words: {text.splitlines()[-1]}" if text else reason
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        view = memoryview(line)
-        # A dead worker is noticed by the reader, which fails the requests; a closed pipe means
-        # the same.
+        view = memoryview(json.dumps(message).encode() + b"\n")
+        # The reader sees that a worker died and fails its requests; a closed pipe means the same.
         with self._writing, contextlib.suppress(OSError, ValueError):
             while view:
-                view = view[self._pipe(self._process.stdin).write(view) :]
+                view = view[self._stdin.write(view) :]
 
     def _read(self) -> None:
-        stdout = self._pipe(self._process.stdout)
         try:
-            self._read_events(stdout)
+            self._read_events()
         finally:
             self._process.kill()
             self._process.wait()
-            stdout.close()
+            self._stdout.close()
             self.close_input()
             self._fail_pending()
 
-    def _read_events(self, stdout: IO[bytes]) -> None:
+    def _read_events(self) -> None:
         buffer = bytearray()
         last = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
+            selector.register(self._stdout, selectors.EVENT_READ)
             while not self._stalled(last):
                 if not selector.select(_POLL_S):
                     continue
-                chunk = os.read(stdout.fileno(), _CHUNK)
+                chunk = os.read(self._stdout.fileno(), _CHUNK)
                 last = time.monotonic()
                 if not chunk or not self._take(buffer, chunk):
                     return
@@ -241,34 +206,28 @@ class WorkerProcess:
         return bool(valid)
 
     def _dispatch(self, number: str | None, event: str, data: Any) -> None:
-        if number is None:
-            self._about_itself(event, data)
+        if number is None:  # about the worker itself
+            if event == "heartbeat":
+                self.was_ready = self.was_ready or bool(data["ready"])
+            elif event == "error":
+                self._reason = f"{data['kind']}: {data['message']}"
         elif event == "log":
-            pending = self._pending.get(number)
-            if pending and pending.on_log:
-                pending.on_log(str(data))
-        elif event != "heartbeat" and (pending := self._pending.pop(number, None)):
-            _settle(pending.future, event, data)
-
-    def _about_itself(self, event: str, data: Any) -> None:
-        if event == "heartbeat":
-            self.was_ready = self.was_ready or bool(data["ready"])
-        elif event == "error":
-            self._reason = f"{data['kind']}: {data['message']}"
+            _, on_log = self._pending.get(number, (None, None))
+            if on_log:
+                on_log(str(data))
+        elif event != "heartbeat" and number in self._pending:
+            future, _ = self._pending.pop(number)
+            if event == "result":
+                future.set_result(data)
+            else:
+                error = data if isinstance(data, dict) else {"kind": "Error", "message": data}
+                failure = RemoteError(str(error.get("kind")), str(error.get("message")))
+                future.set_exception(failure)
 
     def _fail_pending(self) -> None:
         with self._state:
             self.alive = False
             lost, self._pending = self._pending, {}
-        for pending in lost.values():
+        for future, _ in lost.values():
             with contextlib.suppress(InvalidStateError):
-                pending.future.set_exception(WorkerDiedError(self.end_reason()))
-
-
-def _settle(future: Future[Any], event: str, data: Any) -> None:
-    if event == "result":
-        future.set_result(data)
-    elif isinstance(data, dict):
-        future.set_exception(RemoteError(str(data.get("kind")), str(data.get("message"))))
-    else:
-        future.set_exception(RemoteError("Error", str(data)))
+                future.set_exception(WorkerDiedError(self.end_reason()))

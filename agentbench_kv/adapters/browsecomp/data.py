@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.task import Question
+from agentbench_kv.adapters.browser.made import Question
 from agentbench_kv.errors import UsageError
-
-__all__ = ["FILE", "HINT", "read_evidence", "read_questions"]
 
 FILE = "browsecomp_plus_decrypted.jsonl"
 HINT = "make it with scripts_build_index/decrypt_dataset.py of texttron/BrowseComp-Plus"
@@ -20,13 +18,7 @@ _PAGES = ("gold_docs", "evidence_docs")
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Return the questions in the order of the file.
-
-    Raises
-    ------
-    UsageError
-        If a line is not an object with the expected fields, or there is none.
-    """
+    """Return the questions in the order of the file; UsageError if it holds none, or others."""
     questions = [_question(row) for row in _rows(path)]
     if not questions:
         raise UsageError(f"{path} holds no question")
@@ -34,10 +26,10 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def read_evidence(path: Path) -> list[Document]:
-    """Return the documents that come with the questions, as far as their texts do."""
+    """Return the documents that come with the questions, those with a text."""
     found: dict[str, Document] = {}
     for row in _rows(path):
-        for each in (*_documents(row, _PAGES), *_documents(row, ("negative_docs",))):
+        for each in _documents(row, (*_PAGES, "negative_docs")):
             name, text = str(each.get("docid", "")), str(each.get("text") or "")
             if name and text:
                 url = str(each.get("url") or name)
@@ -61,13 +53,10 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _question(row: Mapping[str, Any]) -> Question:
-    pages = (str(each["docid"]) for each in _documents(row, _PAGES) if "docid" in each)
-    return Question(
-        id=f"browsecomp-plus-{row['query_id']}",
-        question=str(row["query"]).strip(),
-        answer=str(row["answer"]).strip(),
-        pages=tuple(dict.fromkeys(pages)),
-    )
+    listed = (str(each["docid"]) for each in _documents(row, _PAGES) if "docid" in each)
+    name, text, answer = (str(row[field]) for field in _NEEDED)
+    pages = tuple(dict.fromkeys(listed))
+    return Question(f"browsecomp-plus-{name}", text.strip(), answer.strip(), pages)
 
 
 def _documents(row: Mapping[str, Any], fields: tuple[str, ...]) -> list[Mapping[str, Any]]:

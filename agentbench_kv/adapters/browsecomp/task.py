@@ -10,12 +10,10 @@ from typing import Any, ClassVar
 from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.browsecomp.data import FILE, HINT, read_evidence, read_questions
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.made import made_documents
+from agentbench_kv.adapters.browser.made import Question
 from agentbench_kv.adapters.browser.seal import seal
-from agentbench_kv.adapters.browser.task import BrowsingTask, Question
+from agentbench_kv.adapters.browser.task import BrowsingTask
 from agentbench_kv.adapters.data import data_file, file_sha256
-
-__all__ = ["BrowseCompPlusSynthetic", "BrowseCompPlusTest"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,27 +26,23 @@ class BrowseCompPlusTest(BrowsingTask):
 
     name: ClassVar[str] = "browsecomp-plus/test"
     summary: ClassVar[str] = "BrowseComp-Plus: hard questions over its corpus; data from you"
-    real_name: ClassVar[str] = "browsecomp-plus/test"
 
     def questions(self) -> list[Question]:
-        """Read the decrypted questions from the data folder."""
         return read_questions(self._file())
 
     def made_documents(self, questions: Sequence[Question]) -> list[Document]:
         """Take the documents that come with the questions; make pages if there are none."""
-        made = ((page, each.id, each.answer) for each in questions for page in each.pages)
-        return read_evidence(self._file()) or made_documents(made)
+        return read_evidence(self._file()) or super().made_documents(questions)
 
     def data_provenance(self) -> dict[str, Any]:
-        """Return the file's hash; no published one is known to compare it with."""
         return {"data_sha256": file_sha256(self._file()), "split": "all"}
 
     def transcript(self, entries: list[Message]) -> Any:
-        """Seal the transcript: questions and answers never lie in plain text in a run."""
+        """Seal the transcript: a run never holds questions and answers in plain text."""
         return seal(entries)
 
     def _file(self) -> Path:
-        return data_file(FILE, None, HINT)
+        return data_file(FILE, None, HINT)  # no published hash is known to compare it with
 
 
 @dataclass(kw_only=True, eq=False)

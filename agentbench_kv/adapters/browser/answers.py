@@ -12,8 +12,6 @@ import unicodedata
 from agentbench_kv.adapters.browser.dates import plain_dates
 from agentbench_kv.adapters.browser.numbers import spelled_numbers
 
-__all__ = ["final_answer", "matches", "normalized"]
-
 _MARKER = re.compile(r"\b(?:final|exact)\s+answer\W*:\W*", re.IGNORECASE)
 _ARTICLES = frozenset({"a", "an", "the"})
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -29,16 +27,10 @@ def final_answer(text: str) -> tuple[str, bool]:
     found = list(_MARKER.finditer(text))
     if not found:
         return text.strip(), False
-    rest = re.split(r"\n\s*\n", text[_begin(text, found[-1]) :], maxsplit=1)[0]
-    return rest.strip().strip("*").strip(), True
-
-
-def _begin(text: str, marker: re.Match[str]) -> int:
-    """Return where the answer begins: signs and brackets that the marker took belong to it."""
-    colon = text.index(":", marker.start(), marker.end())
-    while colon + 1 < len(text) and text[colon + 1] in " \t\n*_":
-        colon += 1
-    return colon + 1
+    # From the colon on: signs and brackets that the marker took belong to the answer.
+    answer = text[text.index(":", found[-1].start()) + 1 :].lstrip(" \t\n*_")
+    first = re.split(r"\n\s*\n", answer, maxsplit=1)[0]
+    return first.strip().strip("*").strip(), True
 
 
 def normalized(text: str) -> list[str]:
@@ -71,6 +63,6 @@ def _plain(text: str) -> str:
     plain = re.sub(r"['\u2018\u2019`]", "", plain)
     # Abbreviations lose their points as a whole: U.S. is us, not u and s.
     plain = re.sub(r"\b(?:[a-z]\.){2,}", lambda found: found[0].replace(".", ""), plain)
-    # A minus sign stands before a number and behind no word; every other dash is a space.
+    # A minus sign precedes a number and follows no word; every other dash is a space.
     plain = _MINUS.sub("\0", plain).replace("-", " ").replace("\0", " -").replace("_", " ")
     return plain.replace("&", " and ")

@@ -8,13 +8,11 @@ one page, so that a cursor names one tool result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agentbench_kv.adapters.browser.corpus import Corpus
 from agentbench_kv.adapters.browser.documents import lines_of
 from agentbench_kv.adapters.browser.estimate import TokenCount, estimate_tokens
-
-__all__ = ["VIEW_TOKENS", "Browser", "BrowserError", "View"]
 
 VIEW_TOKENS = 1024
 RESULTS = 10
@@ -30,14 +28,17 @@ class BrowserError(Exception):
 
 @dataclass(frozen=True)
 class View:
-    """What a call shows: the text, and the cursor of the page."""
+    """What a call shows, and the cursor of its page; None if it could not be answered."""
 
-    cursor: int
     text: str
+    cursor: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.cursor is None
 
 
-@dataclass(frozen=True)
-class _Link:
+class _Link(NamedTuple):
     document: int
     line: int = 0
 
@@ -62,7 +63,7 @@ class Browser:
     view_tokens : int
         Most tokens of a view, as `count` counts them.
     results : int
-        Search results a query.
+        Results of a search at most.
     count : callable
         Counts tokens; an estimate by default, because views must not depend on the model.
     """
@@ -83,13 +84,7 @@ class Browser:
         self._pages: list[_Page] = []
 
     def search(self, query: str, topn: int = -1) -> View:
-        """Show the best documents for a query, as numbered links.
-
-        Raises
-        ------
-        BrowserError
-            If the query is empty.
-        """
+        """Show the best documents for a query, as numbered links."""
         if not query.strip():
             raise BrowserError("the query is empty")
         count = min(topn, self._results) if topn > 0 else self._results
@@ -134,17 +129,13 @@ class Browser:
         if id == -1:
             return self._push(page, max(loc, 0), num_lines)
         if not 0 <= id < len(page.links):
-            raise BrowserError(f"no link {id} on that page: {_links_there(page)}")
+            last = len(page.links) - 1
+            there = f"its links are 0 to {last}" if page.links else "it has none"
+            raise BrowserError(f"no link {id} on that page: {there}")
         return self._open(page.links[id], loc, num_lines)
 
     def find(self, pattern: str, cursor: int = -1) -> View:
-        """Show where a text occurs in a document, case and line breaks aside.
-
-        Raises
-        ------
-        BrowserError
-            If the pattern is empty or the page is a list of search or find results.
-        """
+        """Show where a text occurs in the document at `cursor`, case and line breaks aside."""
         page = self._page(cursor)
         wanted = " ".join(pattern.casefold().split())
         if not wanted:
@@ -192,7 +183,7 @@ class Browser:
         cursor = len(self._pages)
         text = self._render(page, cursor, loc, num_lines)
         self._pages.append(page)
-        return View(cursor, text)
+        return View(text, cursor)
 
     def _render(self, page: _Page, cursor: int, loc: int, num_lines: int) -> str:
         last = len(page.lines) - 1
@@ -232,7 +223,3 @@ def _places(lines: tuple[str, ...], wanted: str) -> list[int]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _links_there(page: _Page) -> str:
-    return f"its links are 0 to {len(page.links) - 1}" if page.links else "it has none"

@@ -14,50 +14,24 @@ from urllib.parse import unquote
 
 from agentbench_kv.adapters.browser.dense import DenseIndex, encoder_sha, load_encoder
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.search import Bm25Index, SearchIndex
+from agentbench_kv.adapters.browser.search import Bm25Index
 from agentbench_kv.adapters.data import VARIABLE, data_folder, file_sha256
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = [
-    "ABOUT",
-    "BM25",
-    "CATALOG",
-    "DENSE",
-    "DOCUMENTS",
-    "Corpus",
-    "CorpusInfo",
-    "corpus_folder",
-    "document_line",
-    "pinned",
-]
-
-ABOUT, DOCUMENTS, CATALOG, BM25, DENSE = (
-    "corpus.json", "documents.jsonl", "catalog.jsonl", "bm25", "dense",
-)  # fmt: skip
+ABOUT, DOCUMENTS, CATALOG = "corpus.json", "documents.jsonl", "catalog.jsonl"
+BM25, DENSE = "bm25", "dense"
 _PIN = re.compile(r"@([0-9a-f]{12})\Z")
 _MEND = "kvbench data import-corpus SOURCE --name NAME"
 
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What every result over a corpus says about it.
+    """What every result over a corpus says about it."""
 
-    Attributes
-    ----------
-    name : str
-        Chosen at import.
-    sha256 : str
-        Of its documents in their order.
-    documents : int
-        How many.
-    synthetic : bool
-        Made for tests: nothing measured on it is a benchmark's result.
-    """
-
-    name: str
-    sha256: str
+    name: str  # chosen at import
+    sha256: str  # of its documents in their order
     documents: int
-    synthetic: bool
+    synthetic: bool  # made for tests: nothing measured on it is a benchmark's result
 
     @property
     def label(self) -> str:
@@ -69,16 +43,8 @@ class CorpusInfo:
 class Corpus:
     """Documents by number, by URL and by search.
 
-    Parameters
-    ----------
-    info : CorpusInfo
-        Its name and hash.
-    keys : sequence of (id, url)
-        Of every document.
-    read : callable
-        From a document's number to the document; called from many threads.
-    index : SearchIndex
-        Ranks them.
+    `keys` are (id, URL) of every document; `read`, from a document's number to the document, is
+    called from many threads.
     """
 
     def __init__(
@@ -86,7 +52,7 @@ class Corpus:
         info: CorpusInfo,
         keys: Sequence[tuple[str, str]],
         read: Callable[[int], Document],
-        index: SearchIndex,
+        index: Bm25Index | DenseIndex,
     ) -> None:
         self.info = info
         self.index = index
@@ -98,15 +64,7 @@ class Corpus:
     def from_documents(
         cls, documents: Iterable[Document], name: str, *, synthetic: bool = False
     ) -> Self:
-        """Build a corpus in memory.
-
-        Raises
-        ------
-        UsageError
-            If there are no documents.
-        PrerequisiteError
-            If bm25s is not installed.
-        """
+        """Build a corpus in memory; UsageError if there are no documents."""
         held = list(documents)
         if not held:
             raise UsageError(f"corpus {name!r} has no documents")
@@ -119,17 +77,8 @@ class Corpus:
     def load(cls, folder: Path, encoder: Path | None = None) -> Self:
         """Open an imported corpus; documents are read from disk as they are opened.
 
-        Parameters
-        ----------
-        folder : Path
-            What `kvbench data import-corpus` wrote.
-        encoder : Path, optional
-            Folder of a local encoder: dense search instead of BM25.
-
-        Raises
-        ------
-        PrerequisiteError
-            If it is not a corpus, was damaged or changed, or a library is missing.
+        With the folder of a local `encoder` search is dense instead of BM25. PrerequisiteError if
+        it is not a corpus, was damaged or changed, or a library is missing.
         """
         info = _info(folder)
         documents = folder / DOCUMENTS
@@ -141,7 +90,12 @@ class Corpus:
             catalog = [json.loads(line) for line in stream]
         keys = [(name, url) for _, name, url in catalog]
         read = _reader(documents, [offset for offset, _, _ in catalog])
-        return cls(info, keys, read, _index(folder, encoder))
+        index: Bm25Index | DenseIndex
+        if encoder is None:
+            index = Bm25Index.load(folder / BM25)
+        else:
+            index = DenseIndex.load(folder / DENSE, load_encoder(encoder), encoder_sha(encoder))
+        return cls(info, keys, read, index)
 
     def number(self, key: str) -> int | None:
         """Return the number of the document with a URL or id; None if there is none."""
@@ -152,22 +106,14 @@ class Corpus:
         return None
 
     def provenance(self) -> dict[str, Any]:
-        """Return what results record."""
         return {**asdict(self.info), "retrieval": self.index.name}
 
 
 def corpus_folder(name: str) -> Path:
     """Return the folder of a corpus given as a path, or as its name in the data folder.
 
-    Parameters
-    ----------
-    name : str
-        Behind an `@` may stand the first 12 digits of the hash it must have.
-
-    Raises
-    ------
-    PrerequisiteError
-        If there is none, or it has another hash.
+    `@` and the first 12 digits of the hash it must have may follow. PrerequisiteError if there is
+    none, or it has another hash.
     """
     pin = _PIN.search(name)
     name = _PIN.sub("", name)
@@ -200,7 +146,7 @@ def pinned(name: str) -> str:
 
 
 def document_line(document: Document) -> bytes:
-    """Return a document as it stands in `documents.jsonl`."""
+    """Return the document's line of `documents.jsonl`."""
     text = json.dumps(asdict(document), ensure_ascii=False, sort_keys=True) + "\n"
     return text.encode("utf-8", "replace")
 
@@ -222,9 +168,3 @@ def _reader(path: Path, offsets: Sequence[int]) -> Callable[[int], Document]:
         return Document(**json.loads(mapped[offsets[number] : ends[number]]))
 
     return read
-
-
-def _index(folder: Path, encoder: Path | None) -> SearchIndex:
-    if encoder is None:
-        return Bm25Index.load(folder / BM25)
-    return DenseIndex.load(folder / DENSE, load_encoder(encoder), encoder_sha(encoder))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["plain_dates"]
-
 _MONTHS = [
     "january", "february", "march", "april", "may", "june", "july", "august", "september",
     "october", "november", "december",
@@ -29,7 +27,7 @@ _FORMS = tuple(
 def plain_dates(text: str) -> str:
     """Return a case-folded text with its dates as `date<year>m<month>d<day>`.
 
-    Parts not given are left out. Days and months in figures alone (`4/7/1776`) stay, because their
+    Parts not given are left out. Days and months in digits alone (`4/7/1776`) stay, because their
     order is not known.
 
     >>> plain_dates("on 4th of july, 1776")

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from agentbench_kv.adapters.browser.search import best_first
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["DenseIndex", "Encoder", "encoder_sha", "load_encoder"]
-
 _WHOLE = 1 << 20
 _EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
 
@@ -30,13 +28,7 @@ class Encoder(Protocol):
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """Load a sentence-transformers model from a folder; nothing is downloaded.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the folder or the library is missing.
-    """
+    """Load a sentence-transformers model from a folder; nothing is downloaded."""
     if not folder.is_dir():
         raise PrerequisiteError(f"no encoder in {folder}: name a sentence-transformers folder")
     if find_spec("sentence_transformers") is None:
@@ -61,16 +53,9 @@ def encoder_sha(folder: Path) -> str:
 
 
 class DenseIndex:
-    """Exact cosine search.
+    """Exact cosine search over embeddings of unit length, [documents, dimension].
 
-    Parameters
-    ----------
-    embeddings : array of float32, shape [documents, dimension]
-        Unit length.
-    encoder : Encoder
-        For queries.
-    sha : str
-        Hash of the encoder that made the embeddings.
+    `sha` is the hash of the encoder that made them.
     """
 
     name = "dense"
@@ -87,13 +72,7 @@ class DenseIndex:
 
     @classmethod
     def load(cls, folder: Path, encoder: Encoder, sha: str) -> Self:
-        """Map saved embeddings into memory.
-
-        Raises
-        ------
-        PrerequisiteError
-            If there are none, or another encoder made them.
-        """
+        """Map embeddings into memory; PrerequisiteError if missing or by another encoder."""
         about = folder / _ABOUT
         if not about.is_file():
             raise PrerequisiteError(
@@ -108,13 +87,12 @@ class DenseIndex:
         return cls(np.load(folder / _EMBEDDINGS, mmap_mode="r"), encoder, sha)
 
     def save(self, folder: Path) -> None:
-        """Write embeddings and the encoder's hash to a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / _EMBEDDINGS, self._embeddings)
         (folder / _ABOUT).write_text(json.dumps({"sha256": self._sha}))
 
     def search(self, query: str, count: int) -> list[int]:
-        """Return the documents nearest to the query, best first."""
+        """Return the numbers of the `count` documents nearest to the query, best first."""
         (vector,) = _unit(_call(self._encoder, "encode_query", [query]))
         return [int(i) for i in best_first(self._embeddings @ vector, count)]
 

@@ -5,27 +5,15 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-__all__ = ["LINE_WIDTH", "Document", "lines_of"]
-
 LINE_WIDTH = 80
 
 
 @dataclass(frozen=True)
 class Document:
-    """One page of a corpus.
+    """One page of a corpus, in plain text."""
 
-    Attributes
-    ----------
-    id : str
-        Its name in the source (`docid`, file path); the URL if it has none.
-    url : str
-        What `open` takes; unique in a corpus.
-    title, text : str
-        Plain text.
-    """
-
-    id: str
-    url: str
+    id: str  # name in the source (`docid`, file path); the URL if it has none
+    url: str  # what `open` takes; unique in a corpus
     title: str
     text: str
 

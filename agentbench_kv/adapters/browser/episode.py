@@ -5,93 +5,64 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from agentbench_kv.adapters.base import AgentClient, Message, Reply
+from agentbench_kv.adapters.base import AgentClient, Message
 from agentbench_kv.adapters.browser.browser import Browser
 from agentbench_kv.adapters.browser.estimate import estimate_tokens
 from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
 from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.results.records import TrialStatus
 
-__all__ = ["Episode", "Limits", "play"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When an episode ends without an answer.
-
-    Attributes
-    ----------
-    turns : int
-        Most assistant messages.
-    context : int
-        Most estimated tokens of the conversation; 0: only the model's own limit.
-    """
-
-    turns: int
-    context: int = 0
+_End = tuple[TrialStatus, str | None]
 
 
 @dataclass
 class Episode:
-    """What was said and how it ended.
-
-    Attributes
-    ----------
-    status : TrialStatus
-        `scored` if there is an answer to check.
-    reason : str or None
-        Why there is none.
-    answer : str
-        The agent's last message.
-    calls : Counter
-        Calls by tool; `errors` counts those that could not be answered.
-    """
+    """What was said and how it ended."""
 
     messages: list[Message]
-    status: TrialStatus = TrialStatus.TURN_LIMIT
-    reason: str | None = None
-    answer: str = ""
+    status: TrialStatus = TrialStatus.TURN_LIMIT  # `scored` if there is an answer to check
+    reason: str | None = None  # why there is none
+    answer: str = ""  # the agent's last message
     turns: int = 0
-    calls: Counter[str] = field(default_factory=Counter)
-
-    def end(self, status: TrialStatus, reason: str | None = None) -> bool:
-        """Set how it ended; return True."""
-        self.status, self.reason = status, reason
-        return True
-
-    def size(self) -> int:
-        """Return the estimated tokens of the conversation."""
-        return sum(estimate_tokens(_text(message)) for message in self.messages)
+    calls: Counter[str] = field(default_factory=Counter)  # by tool; `errors`: calls not answered
 
 
-def play(client: AgentClient, browser: Browser, messages: list[Message], limits: Limits) -> Episode:
+def play(
+    client: AgentClient, browser: Browser, messages: list[Message], *, turns: int, context: int = 0
+) -> Episode:
     """Let the agent browse until it answers, cannot be read, or reaches a limit.
 
     An assistant message without a call is the answer. A call that the browser cannot answer gets
-    an error as its result, and the episode goes on.
+    an error as its result, and the episode goes on. `context` limits the conversation's estimated
+    tokens; 0 leaves the model's own limit.
     """
-    episode = Episode(messages)
-    while episode.turns < limits.turns:
-        if limits.context and episode.size() > limits.context:
-            reason = f"more than {limits.context} estimated tokens"
-            episode.end(TrialStatus.CONTEXT_LIMIT, reason)
-            return episode
-        if _step(client, browser, episode):
-            return episode
-    episode.end(TrialStatus.TURN_LIMIT, f"no answer in {limits.turns} turns")
+    episode = Episode(messages, reason=f"no answer in {turns} turns")
+    end: _End | None
+    while episode.turns < turns:
+        if context and sum(map(_tokens, messages)) > context:
+            end = TrialStatus.CONTEXT_LIMIT, f"more than {context} estimated tokens"
+        else:
+            end = _step(client, browser, episode)
+        if end:
+            episode.status, episode.reason = end
+            break
     return episode
 
 
-def _step(client: AgentClient, browser: Browser, episode: Episode) -> bool:
-    """Take one assistant message and run its calls; True if the episode is over."""
+def _step(client: AgentClient, browser: Browser, episode: Episode) -> _End | None:
+    """Take one assistant message and run its calls; how the episode ended, if it did."""
     try:
         reply = client.chat(episode.messages, TOOLS)
     except ContextLimitError as error:
-        return episode.end(TrialStatus.CONTEXT_LIMIT, str(error))
+        return TrialStatus.CONTEXT_LIMIT, str(error)
     episode.turns += 1
     episode.messages.append(reply.message)
-    if _ended(reply, episode):
-        return True
+    if reply.finish_reason == "context_limit":
+        return TrialStatus.CONTEXT_LIMIT, "the model's own limit"
+    if reply.finish_reason == "length":
+        return TrialStatus.UNPARSABLE, "the message was cut off at max_tokens"
+    if reply.unparsable:
+        return TrialStatus.UNPARSABLE, "a tool call that is not JSON"
     for call in reply.tool_calls:
         function = call["function"]
         seen = call_tool(browser, function["name"], function["arguments"])
@@ -99,26 +70,16 @@ def _step(client: AgentClient, browser: Browser, episode: Episode) -> bool:
         episode.calls["errors"] += seen.failed
         answer = {"role": "tool", "tool_call_id": call["id"], "content": seen.text}
         episode.messages.append(answer)
-    return False
-
-
-def _ended(reply: Reply, episode: Episode) -> bool:
-    if reply.finish_reason == "context_limit":
-        return episode.end(TrialStatus.CONTEXT_LIMIT, "the model's own limit")
-    if reply.finish_reason == "length":
-        return episode.end(TrialStatus.UNPARSABLE, "the message was cut off at max_tokens")
-    if reply.unparsable:
-        return episode.end(TrialStatus.UNPARSABLE, "a tool call that is not JSON")
     if reply.tool_calls:
-        return False
+        return None
     if not reply.content.strip():
-        return episode.end(TrialStatus.UNPARSABLE, "neither a call nor an answer")
+        return TrialStatus.UNPARSABLE, "neither a call nor an answer"
     episode.answer = reply.content
-    return episode.end(TrialStatus.SCORED)
+    return TrialStatus.SCORED, None
 
 
-def _text(message: Message) -> str:
+def _tokens(message: Message) -> int:
     calls = message.get("tool_calls") or ()
     parts = [message.get("content"), message.get("reasoning_content")]
     parts += [f"{call['function']['name']} {call['function']['arguments']}" for call in calls]
-    return "\n".join(str(part) for part in parts if part)
+    return estimate_tokens("\n".join(str(part) for part in parts if part))

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-__all__ = ["TokenCount", "estimate_tokens"]
-
 TokenCount = Callable[[str], int]
 """Counts the tokens of a text; a real tokenizer's `len(encode(text))` is one too."""
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-__all__ = ["Article", "article"]
-
 _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "math", "nav", "footer"})
 _BLOCKS = frozenset({
     "address", "article", "aside", "blockquote", "br", "caption", "dd", "div", "dl", "dt",
     "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main",
     "ol", "p", "pre", "section", "table", "tbody", "thead", "tr", "ul",
 })  # fmt: skip
-_CELLS = frozenset({"td", "th"})
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 
 
@@ -35,35 +32,29 @@ class Article(HTMLParser):
         return _BLANK_LINES.sub("\n\n", "\n".join(lines)).strip()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Open a tag."""
         fields = dict(attrs)
         if tag == "link" and fields.get("rel") == "canonical":
             self.url = fields.get("href") or ""
         self._hidden += tag in _HIDDEN
         # Drawings have titles too.
         self._in_title = self._in_title or (tag == "title" and not self._hidden)
-        self._break(tag)
+        if tag in _BLOCKS:
+            self._parts.append("\n")
+        elif tag in {"td", "th"}:
+            self._parts.append(" | ")
 
     def handle_endtag(self, tag: str) -> None:
-        """Close a tag."""
         self._hidden = max(0, self._hidden - (tag in _HIDDEN))
         self._in_title = self._in_title and tag != "title"
         if tag in _BLOCKS:
             self._parts.append("\n")
 
     def handle_data(self, data: str) -> None:
-        """Take text."""
         if self._in_title:
             self.title += data
         elif not self._hidden:
             # Line breaks of the source mean nothing.
             self._parts.append(re.sub(r"\s+", " ", data))
-
-    def _break(self, tag: str) -> None:
-        if tag in _BLOCKS:
-            self._parts.append("\n")
-        elif tag in _CELLS:
-            self._parts.append(" | ")
 
 
 def article(html: str) -> Article:

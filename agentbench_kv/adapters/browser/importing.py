@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentbench_kv.adapters.browser.corpus import (
@@ -26,27 +27,15 @@ from agentbench_kv.adapters.browser.sources import read_documents
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import writing
 
-__all__ = ["Imported", "import_corpus"]
-
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import came to."""
+    """A finished import."""
 
     folder: Path
     info: CorpusInfo
-    empty: int
+    empty: int  # documents left out
     duplicates: int
-
-
-@dataclass
-class _Tally:
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-    offset: int = 0
-    kept: int = 0
-    empty: int = 0
-    duplicates: int = 0
-    urls: set[str] = field(default_factory=set)
 
 
 def import_corpus(
@@ -54,27 +43,8 @@ def import_corpus(
 ) -> Imported:
     """Write the documents of `source` as a corpus; the folder appears only when it is complete.
 
-    Documents without text are left out, and so are all but the first with the same URL.
-
-    Parameters
-    ----------
-    source : Path
-        See `sources.read_documents`.
-    folder : Path
-        Where to; must not exist.
-    name : str
-        What results call it.
-    synthetic : bool
-        It was made for tests.
-    encoder : Path, optional
-        Also embed every document with this local encoder.
-
-    Raises
-    ------
-    UsageError
-        If the source is unusable or empty, or the folder exists.
-    PrerequisiteError
-        If bm25s, pyarrow or the encoder is missing, or the folder cannot be written.
+    Documents without text are left out, and so are all but the first with the same URL. With an
+    `encoder`, the folder of a local one, every document is also embedded.
     """
     need_bm25s()
     model = load_encoder(encoder) if encoder else None
@@ -84,40 +54,39 @@ def import_corpus(
     try:
         with writing(folder):
             part.mkdir(parents=True)
-            tally = _write_documents(read_documents(source), part)
-            if not tally.kept:
+            sha256, kept, left_out = _write_documents(read_documents(source), part)
+            if not kept:
                 raise UsageError(f"{source} holds no document with text")
-            info = CorpusInfo(name, tally.digest.hexdigest(), tally.kept, synthetic)
+            info = CorpusInfo(name, sha256, kept, synthetic)
             Bm25Index.build(_texts(part)).save(part / BM25)
             if model and encoder:
-                sha = encoder_sha(encoder)
-                DenseIndex.build(list(_texts(part)), model, sha).save(part / DENSE)
+                index = DenseIndex.build(list(_texts(part)), model, encoder_sha(encoder))
+                index.save(part / DENSE)
             about = json.dumps({**asdict(info), "source": source.name}, indent=1)
             (part / ABOUT).write_text(about + "\n", encoding="utf-8")
             part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return Imported(folder, info, tally.empty, tally.duplicates)
+    return Imported(folder, info, left_out["empty"], left_out["duplicates"])
 
 
-def _write_documents(documents: Iterable[Document], folder: Path) -> _Tally:
-    tally = _Tally()
+def _write_documents(documents: Iterable[Document], folder: Path) -> tuple[str, int, Counter[str]]:
+    """Write the documents and their catalogue; return hash, count, and the counts left out."""
+    digest, urls, left_out = hashlib.sha256(), set[str](), Counter[str]()
     with (folder / DOCUMENTS).open("wb") as out, (folder / CATALOG).open("wb") as catalog:
         for document in documents:
             if not document.text.strip():
-                tally.empty += 1
-            elif document.url in tally.urls:
-                tally.duplicates += 1
+                left_out["empty"] += 1
+            elif document.url in urls:
+                left_out["duplicates"] += 1
             else:
-                line = document_line(document)
-                row = json.dumps([tally.offset, document.id, document.url])
+                row = json.dumps([out.tell(), document.id, document.url])
                 catalog.write(f"{row}\n".encode())
+                line = document_line(document)
                 out.write(line)
-                tally.digest.update(line)
-                tally.offset += len(line)
-                tally.kept += 1
-                tally.urls.add(document.url)
-    return tally
+                digest.update(line)
+                urls.add(document.url)
+    return digest.hexdigest(), len(urls), left_out
 
 
 def _texts(folder: Path) -> Iterator[str]:

@@ -14,8 +14,6 @@ import httpx
 
 from agentbench_kv.errors import UsageError
 
-__all__ = ["KEY_VARIABLE", "PROMPT_SHA", "Judge", "Verdict"]
-
 KEY_VARIABLE = "KVBENCH_JUDGE_KEY"
 _ATTEMPTS = 3
 _TIMEOUT_S = 120.0
@@ -50,29 +48,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """A model behind an OpenAI-compatible endpoint; its key comes from `KVBENCH_JUDGE_KEY`.
+    """A model behind an OpenAI-compatible endpoint; its key comes from `KVBENCH_JUDGE_KEY`."""
 
-    Attributes
-    ----------
-    endpoint : str
-        Base URL, `http://host:port/v1`.
-    model : str
-        Name of the model there.
-    """
-
-    endpoint: str
+    endpoint: str  # base URL, `http://host:port/v1`
     model: str
-    pause_s: float = 1.0
+    pause_s: float = 1.0  # before the second attempt; twice that before the third
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL|MODEL`.
-
-        Raises
-        ------
-        UsageError
-            If it is not that.
-        """
+        """Read `URL|MODEL`; UsageError if it is not that or the URL holds a secret."""
         endpoint, separator, model = text.partition("|")
         address = urlsplit(endpoint)
         if not separator or not model or address.scheme not in {"http", "https"}:
@@ -104,7 +88,10 @@ class Judge:
             except (ValueError, KeyError, IndexError, TypeError):
                 error = "the judge's endpoint did not answer with a chat completion"
             else:
-                return _read(reply)
+                found = _VERDICT.findall(reply)
+                if not found:
+                    return Verdict(None, reply, "the judge gave no verdict")
+                return Verdict(found[-1].lower() == "correct", reply)
         return Verdict(None, error=error)
 
     def _ask(self, prompt: str) -> str:
@@ -126,10 +113,3 @@ class Judge:
         if not isinstance(content, str):
             raise TypeError("no text")
         return content
-
-
-def _read(reply: str) -> Verdict:
-    found = _VERDICT.findall(reply)
-    if not found:
-        return Verdict(None, reply, "the judge gave no verdict")
-    return Verdict(found[-1].lower() == "correct", reply)

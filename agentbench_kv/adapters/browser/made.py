@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from agentbench_kv.adapters.browser.documents import Document
 
-__all__ = ["made_documents"]
-
 _PADDING_LINES = 120
+_NOTICE = "This page was made by kvbench to test its browser. It is not an article."
 
 
-def made_documents(notes: Iterable[tuple[str, str, str]]) -> list[Document]:
-    """Return a document per page: some filler, and the answer of each question that needs it.
+@dataclass(frozen=True)
+class Question:
+    """One item of a benchmark."""
 
-    Parameters
-    ----------
-    notes : iterable of (page, question id, answer)
-        Pages are URLs; a page may come several times.
-    """
+    id: str
+    question: str
+    answer: str
+    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
+
+
+def made_documents(questions: Iterable[Question]) -> list[Document]:
+    """Return a document per page: some filler, and the answer of each question that needs it."""
     found: dict[str, list[str]] = {}
-    for page, name, answer in notes:
-        said = " ".join(answer.split())
-        found.setdefault(page, []).append(f"The answer to {name} is: {said}")
-    return [_document(page, lines) for page, lines in found.items()]
-
-
-def _document(page: str, notes: list[str]) -> Document:
-    title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
-    opening = f"{title}\n\nThis page was made by kvbench to test its browser. It is not an article."
-    filler = [f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES)]
-    return Document(page, page, title, "\n".join([opening, *filler, *notes]))
+    for question in questions:
+        note = f"The answer to {question.id} is: {' '.join(question.answer.split())}"
+        for page in question.pages:
+            found.setdefault(page, []).append(note)
+    documents = []
+    for page, notes in found.items():
+        title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
+        filler = (f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES))
+        text = "\n".join([title, "", _NOTICE, *filler, *notes])
+        documents.append(Document(page, page, title, text))
+    return documents

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.adapters.browser.judge import Judge, Verdict
+from agentbench_kv.adapters.browser.judge import Judge
 from agentbench_kv.adapters.browser.seal import unseal
 from agentbench_kv.adapters.browser.task import EVALUATION
 from agentbench_kv.errors import UsageError
@@ -19,32 +20,17 @@ from agentbench_kv.results.files import json_bytes, write_atomic
 from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 
-__all__ = ["Judged", "judge_run"]
-
 
 @dataclass(frozen=True)
 class Judged:
-    """What judging a run came to.
+    """The result of judging a run."""
 
-    Attributes
-    ----------
-    path : Path
-        The file with every verdict.
-    trials, judged, asked : int
-        Finished trials; those with a verdict; those the judge was asked about just now.
-    mean : float or None
-        Share of right answers over all trials that have a verdict or no answer (these count as
-        wrong); None as long as answers wait for a verdict.
-    errors : tuple of str
-        Why verdicts are missing, each reason once.
-    """
-
-    path: Path
-    trials: int
-    judged: int
-    asked: int
-    mean: float | None
-    errors: tuple[str, ...]
+    path: Path  # the file with every verdict
+    trials: int  # finished ones
+    judged: int  # those with a verdict, or without an answer: these count as wrong
+    asked: int  # those the judge was asked about just now
+    mean: float | None  # share of right answers; None as long as answers wait for a verdict
+    errors: tuple[str, ...]  # why verdicts are missing, each reason once
 
 
 @dataclass(frozen=True)
@@ -53,27 +39,23 @@ class _Item:
     evaluation: dict[str, Any] | None
     sealed: bool
 
+    @property
+    def response_sha(self) -> str:
+        response = str((self.evaluation or {}).get("response", ""))
+        return hashlib.sha256(response.encode("utf-8", "replace")).hexdigest()
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.record.sample_id, self.record.trial, self.response_sha
+
 
 def judge_run(
     run: Path, judge: Judge, *, concurrency: int = 8, report: Callable[[int], None] | None = None
 ) -> Judged:
-    """Ask a judge about every answer of a run that it has not judged yet.
+    """Ask a judge about every answer of a browsing run that it has not judged yet.
 
-    Parameters
-    ----------
-    run : Path
-        A run directory of a browsing task.
-    concurrency : int
-        Requests at once.
-    report : callable, optional
-        Told how many answers have been judged so far.
-
-    Raises
-    ------
-    UsageError
-        If it is not a run, or its transcripts hold no answers to judge.
-    PrerequisiteError
-        If the verdicts cannot be written.
+    At most `concurrency` requests run at once; `report` is told how many answers have been judged.
+    UsageError if `run` is not a run, or its transcripts hold no answers to judge.
     """
     reader = RunReader(run)
     reader.info  # noqa: B018  refuses what is not a run
@@ -83,16 +65,25 @@ def judge_run(
         raise UsageError(f"{run} holds no answers to judge; only browsing tasks have them")
     path = run / _file_name(judge)
     known = _known(path)
-    todo = [item for item in answered if known.get(_key(item)) is None]
+    todo = [item for item in answered if item.key not in known]
     with ThreadPoolExecutor(concurrency) as pool:
-        for count, (item, row) in enumerate(pool.map(lambda i: _ask(i, judge), todo), start=1):
-            known[_key(item)] = row
+        rows = pool.map(partial(_ask, judge), todo)
+        for count, (item, row) in enumerate(zip(todo, rows, strict=True), start=1):
+            known[item.key] = row
             if report:
                 report(count)
-    rows = [known.get(_key(item)) or _unanswered(item) for item in items]
-    result = _result(path, rows, len(todo))
-    write_atomic(path, json_bytes(_document(judge, result, rows), indent=1))
-    return result
+    trials = [known.get(item.key) or _unanswered(item.record) for item in items]
+    marks = [row["judge"] for row in trials if row["judge"] is not None]
+    errors = sorted({row["error"] for row in trials if row["error"] and row["judge"] is None})
+    mean = sum(marks) / len(marks) if len(marks) == len(trials) else None
+    document = {
+        "judge": judge.provenance(),
+        "note": "A judge's verdicts; the score of the run is EM-norm and stays as it is.",
+        "mean": mean,
+        "trials": trials,
+    }
+    write_atomic(path, json_bytes(document, indent=1))
+    return Judged(path, len(trials), len(marks), len(todo), mean, tuple(errors))
 
 
 def _items(reader: RunReader) -> Iterator[_Item]:
@@ -105,17 +96,13 @@ def _items(reader: RunReader) -> Iterator[_Item]:
             yield _Item(record, last if found else None, entries is not stored)
 
 
-def _ask(item: _Item, judge: Judge) -> tuple[_Item, dict[str, Any]]:
+def _ask(judge: Judge, item: _Item) -> dict[str, Any]:
     fields = item.evaluation or {}
     verdict = judge.verdict(fields["question"], fields["gold"], fields["response"])
-    return item, _row(item, verdict)
-
-
-def _row(item: _Item, verdict: Verdict) -> dict[str, Any]:
     return {
         "sample_id": item.record.sample_id,
         "trial": item.record.trial,
-        "response_sha256": _response_sha(item),
+        "response_sha256": item.response_sha,
         "score": item.record.score,
         "judge": None if verdict.correct is None else float(verdict.correct),
         "error": verdict.error,
@@ -124,14 +111,14 @@ def _row(item: _Item, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _unanswered(item: _Item) -> dict[str, Any]:
+def _unanswered(record: TrialRecord) -> dict[str, Any]:
     return {
-        "sample_id": item.record.sample_id,
-        "trial": item.record.trial,
-        "score": item.record.score,
+        "sample_id": record.sample_id,
+        "trial": record.trial,
+        "score": record.score,
         "judge": 0.0,
         "error": None,
-        "status": str(item.record.status),
+        "status": str(record.status),
     }
 
 
@@ -147,33 +134,7 @@ def _known(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
     }
 
 
-def _result(path: Path, rows: list[dict[str, Any]], asked: int) -> Judged:
-    marks = [row["judge"] for row in rows if row["judge"] is not None]
-    complete = len(marks) == len(rows)
-    errors = sorted({row["error"] for row in rows if row["error"] and row["judge"] is None})
-    mean = sum(marks) / len(marks) if complete else None
-    return Judged(path, len(rows), len(marks), asked, mean, tuple(errors))
-
-
-def _document(judge: Judge, result: Judged, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "judge": judge.provenance(),
-        "note": "A judge's verdicts; the score of the run is EM-norm and stays as it is.",
-        "mean": result.mean,
-        "trials": rows,
-    }
-
-
 def _file_name(judge: Judge) -> str:
     spelled = json.dumps(judge.provenance(), sort_keys=True)
     slug = re.sub(r"[^A-Za-z0-9.-]+", "_", judge.model).strip("._")[:40] or "model"
     return f"judge-{slug}-{hashlib.sha256(spelled.encode()).hexdigest()[:8]}.json"
-
-
-def _key(item: _Item) -> tuple[str, int, str]:
-    return item.record.sample_id, item.record.trial, _response_sha(item)
-
-
-def _response_sha(item: _Item) -> str:
-    response = str((item.evaluation or {}).get("response", ""))
-    return hashlib.sha256(response.encode("utf-8", "replace")).hexdigest()

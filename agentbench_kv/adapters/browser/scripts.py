@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from agentbench_kv.adapters.base import ScriptedAgent
 
-__all__ = ["NULL_ANSWER", "script"]
-
 NULL_ANSWER = "I would rather not."
 _MOST = 200
 
@@ -16,17 +14,10 @@ _MOST = 200
 def script(
     agent: ScriptedAgent, question: str, answer: str, pages: Sequence[str], turns: int
 ) -> list[str]:
-    """Write what an agent says, one text a turn.
+    """Write what an agent says, one text a turn, with only the calls that fit into `turns`.
 
-    Parameters
-    ----------
-    agent : str
-        `gold` searches, opens each page, looks the answer up and gives it; `corrupt` does the same
-        and gives another answer; `null` answers nothing.
-    pages : sequence of str
-        URLs of the corpus that the answer needs.
-    turns : int
-        The limit: of the calls, as many are made as fit before the answer.
+    `gold` searches, opens each of `pages` (URLs), looks the answer up and gives it; `corrupt` does
+    the same and gives another answer; `null` answers nothing.
     """
     if agent == "null":
         return [NULL_ANSWER]

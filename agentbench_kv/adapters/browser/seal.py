@@ -1,4 +1,4 @@
-"""Transcripts that must not lie in plain text where a crawler or a report could pick them up.
+"""Transcripts that must not be in plain text where a crawler or a report could pick them up.
 
 This hides, it does not protect: whoever has this file can open them. It is what the authors of
 BrowseComp ask for, so that their questions do not end up in training data.
@@ -10,8 +10,6 @@ import base64
 import hashlib
 import json
 from typing import Any
-
-__all__ = ["SEALED", "seal", "unseal"]
 
 SEALED = "sealed"
 _PHRASE = b"kvbench: benchmark data, not to be published in plain text"
@@ -31,8 +29,5 @@ def unseal(data: Any) -> Any:
 
 
 def _mixed(data: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(data, _stream(len(data)), strict=True))
-
-
-def _stream(length: int) -> bytes:
-    return hashlib.shake_256(_PHRASE).digest(length)
+    stream = hashlib.shake_256(_PHRASE).digest(len(data))
+    return bytes(a ^ b for a, b in zip(data, stream, strict=True))

@@ -7,26 +7,14 @@ import unicodedata
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["Bm25Index", "SearchIndex", "best_first", "need_bm25s", "words"]
-
 _WORD = re.compile(r"\w+")
-
-
-class SearchIndex(Protocol):
-    """Ranks the documents of a corpus."""
-
-    name: str
-
-    def search(self, query: str, count: int) -> list[int]:
-        """Return the numbers of at most `count` documents, best first."""
-        ...
 
 
 def words(text: str) -> list[str]:
@@ -36,31 +24,15 @@ def words(text: str) -> list[str]:
 
 
 def best_first(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """Return the indices of the `count` highest scores; of equal ones the lower index first.
-
-    Parameters
-    ----------
-    scores : array of float, shape [documents]
-    count : int
-        At most so many.
-    """
+    """Return the indices of the at most `count` highest `scores`, of equal ones the lower first."""
     count = min(count, len(scores))
     if count < 1:
         return np.empty(0, np.int64)
-    threshold = np.partition(scores, len(scores) - count)[len(scores) - count]
-    candidates = np.flatnonzero(scores >= threshold)
-    order = np.lexsort((candidates, -scores[candidates].astype(np.float64)))
-    return candidates[order][:count]
+    candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
 def need_bm25s() -> None:
-    """Check that the search library is there.
-
-    Raises
-    ------
-    PrerequisiteError
-        With the command that installs it.
-    """
     if find_spec("bm25s") is None:
         raise PrerequisiteError(
             "searching a corpus needs bm25s, from the extra [browser]: in the clone, "
@@ -81,15 +53,7 @@ class Bm25Index:
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Self:
-        """Index texts in memory; the n-th text is document n.
-
-        Raises
-        ------
-        PrerequisiteError
-            If bm25s is not installed.
-        UsageError
-            If no text holds a word.
-        """
+        """Index texts in memory; the n-th text is document n. UsageError if none holds a word."""
         need_bm25s()
         import bm25s
 
@@ -106,13 +70,7 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Map a saved index into memory.
-
-        Raises
-        ------
-        PrerequisiteError
-            If bm25s is not installed or the index cannot be read.
-        """
+        """Map a saved index into memory; PrerequisiteError if it cannot be read."""
         need_bm25s()
         import bm25s
 
@@ -124,11 +82,10 @@ class Bm25Index:
             ) from error
 
     def save(self, folder: Path) -> None:
-        """Write the index to a folder."""
         self._retriever.save(str(folder), show_progress=False)
 
     def search(self, query: str, count: int) -> list[int]:
-        """Return the documents that share a word with the query, best first."""
+        """Return the numbers of at most `count` documents with a word of the query, best first."""
         known = [word for word in words(query) if word in self._retriever.vocab_dict]
         if not known:
             return []

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,12 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentbench_kv.adapters.browser.browser import Browser
+from agentbench_kv.adapters.browser.browser import Browser, View
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.tools import TOOLS, Observation, call_tool
+from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
 from agentbench_kv.errors import PrerequisiteError
-
-__all__ = ["BrowserServer", "run_browser_server"]
 
 _MOST_BODY = 1 << 16
 _MOST_SESSIONS = 4096
@@ -35,23 +33,22 @@ class _RefusedError(Exception):
         self.status = status
 
 
-@dataclass
 class _Session:
-    browser: Browser
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A browser, used by one request at a time."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._lock = threading.Lock()
+
+    def call(self, tool: str, arguments: dict[str, object]) -> View:
+        with self._lock:
+            return call_tool(self._browser, tool, arguments)
 
 
 class BrowserServer:
     """Browsers by session id over one corpus; `app` is the ASGI application.
 
-    Parameters
-    ----------
-    corpus : Corpus
-        Shared by all sessions.
-    view_tokens : int
-        Most estimated tokens of a view.
-    api_key : str, optional
-        What clients must send as `Authorization: Bearer KEY`.
+    Clients must send `api_key`, if there is one, as `Authorization: Bearer KEY`.
     """
 
     def __init__(self, corpus: Corpus, *, view_tokens: int, api_key: str | None = None) -> None:
@@ -71,18 +68,15 @@ class BrowserServer:
 
     def _guarded(self, handler: _Handler) -> _Handler:
         async def answer(request: Request) -> Response:
+            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
             try:
-                self._check_key(request)
+                if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
+                    raise _RefusedError(401, "send the key as Authorization: Bearer KEY")
                 return await handler(request)
             except _RefusedError as error:
                 return JSONResponse({"error": str(error)}, error.status)
 
         return answer
-
-    def _check_key(self, request: Request) -> None:
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
-            raise _RefusedError(401, "send the key as Authorization: Bearer KEY")
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"corpus": self._corpus.provenance()})
@@ -93,9 +87,7 @@ class BrowserServer:
     async def _call(self, request: Request) -> Response:
         arguments = await _arguments(request)
         session = self._session(request.path_params["session"])
-        seen = await asyncio.to_thread(
-            _locked_call, session, request.path_params["tool"], arguments
-        )
+        seen = await asyncio.to_thread(session.call, request.path_params["tool"], arguments)
         return JSONResponse({**asdict(seen), "failed": seen.failed})
 
     async def _end(self, request: Request) -> Response:
@@ -130,19 +122,8 @@ async def _arguments(request: Request) -> dict[str, object]:
     return arguments
 
 
-def _locked_call(session: _Session, tool: str, arguments: dict[str, object]) -> Observation:
-    with session.lock:
-        return call_tool(session.browser, tool, arguments)
-
-
 def run_browser_server(server: BrowserServer, host: str, port: int) -> None:
-    """Serve until interrupted.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the port is taken.
-    """
+    """Serve until interrupted; PrerequisiteError if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)

@@ -14,8 +14,6 @@ from agentbench_kv.adapters.browser.documents import Document
 from agentbench_kv.adapters.browser.html_text import article
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["read_documents"]
-
 _IDS = ("docid", "_id", "id", "doc_id")
 _URLS = ("url", "link", "source")
 _TITLES = ("title", "name")
@@ -29,14 +27,8 @@ def read_documents(source: Path) -> Iterator[Document]:
 
     JSON lines (`.jsonl`, `.jsonl.gz`) and parquet hold a document a row: `text` (or `contents`,
     `content`, `body`) and, where there are, `title`, `url`, `docid` or `id`. Text, Markdown and
-    HTML files are a document each.
-
-    Raises
-    ------
-    UsageError
-        If the source is not there, holds nothing of these kinds, or a row has no text field.
-    PrerequisiteError
-        If reading parquet needs a package that is not installed.
+    HTML files are a document each. UsageError if the source is missing, holds nothing of these
+    kinds, or a row has no text field.
     """
     if not source.exists():
         raise UsageError(f"no {source}: name a folder, .jsonl, .jsonl.gz or .parquet file")
@@ -60,18 +52,15 @@ def _json_lines(path: Path, root: Path) -> Iterator[Document]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield _from_row(_row(line, path, number), f"{_named(path, root)}:{number}")
-
-
-def _row(line: str, path: Path, number: int) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{path} line {number} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise UsageError(f"{path} line {number} is not a JSON object")
-    return row
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise UsageError(f"{path} line {number} is not a JSON object")
+            yield _from_row(row, f"{_name(path, root)}:{number}")
 
 
 def _parquet(path: Path, root: Path) -> Iterator[Document]:
@@ -86,21 +75,19 @@ def _parquet(path: Path, root: Path) -> Iterator[Document]:
         with parquet.ParquetFile(path) as file:
             rows = (row for batch in file.iter_batches(_BATCH) for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield _from_row(row, f"{_named(path, root)}:{number}")
+                yield _from_row(row, f"{_name(path, root)}:{number}")
     except pyarrow.ArrowInvalid as error:
         raise UsageError(f"{path} is not a parquet file: {error}") from error
 
 
-def _plain(path: Path, root: Path) -> Iterator[Document]:
+def _whole_file(path: Path, root: Path) -> Iterator[Document]:
+    name, title = _name(path, root), path.stem.replace("_", " ")
     text = path.read_text(encoding="utf-8", errors="replace")
-    name = _named(path, root)
-    yield Document(name, name, path.stem.replace("_", " "), text)
-
-
-def _html(path: Path, root: Path) -> Iterator[Document]:
-    page = article(path.read_text(encoding="utf-8", errors="replace"))
-    name = _named(path, root)
-    yield Document(name, page.url or name, page.title or path.stem.replace("_", " "), page.text)
+    if path.suffix.lower() in {".html", ".htm"}:
+        page = article(text)
+        yield Document(name, page.url or name, page.title or title, page.text)
+    else:
+        yield Document(name, name, title, text)
 
 
 def _from_row(row: Mapping[str, Any], fallback: str) -> Document:
@@ -113,12 +100,9 @@ def _from_row(row: Mapping[str, Any], fallback: str) -> Document:
     url = _first(row, _URLS)
     name = _first(row, _IDS) or url or fallback
     url = url or name
-    return Document(name, url, _first(row, _TITLES) or _title_inside(text) or url, text)
-
-
-def _title_inside(text: str) -> str | None:
-    found = _FRONT_MATTER_TITLE.match(text[:2000])
-    return found[1].strip() if found else None
+    inside = _FRONT_MATTER_TITLE.match(text[:2000])
+    title = _first(row, _TITLES) or (inside[1].strip() if inside else "") or url
+    return Document(name, url, title, text)
 
 
 def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -126,7 +110,7 @@ def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return next((text for value in values if (text := str(value).strip())), None)
 
 
-def _named(path: Path, root: Path) -> str:
+def _name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix()
 
 
@@ -134,8 +118,8 @@ _READERS: dict[str, Callable[[Path, Path], Iterator[Document]]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".parquet": _parquet,
-    ".txt": _plain,
-    ".md": _plain,
-    ".html": _html,
-    ".htm": _html,
+    ".txt": _whole_file,
+    ".md": _whole_file,
+    ".html": _whole_file,
+    ".htm": _whole_file,
 }

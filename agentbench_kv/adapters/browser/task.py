@@ -8,28 +8,20 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from agentbench_kv.adapters.base import (
-    Message,
-    Outcome,
-    Sample,
-    ScriptedAgent,
-    Task,
-    TrialContext,
-)
+from agentbench_kv.adapters.base import Message, Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.browser.answers import final_answer, matches
 from agentbench_kv.adapters.browser.browser import RESULTS, VIEW_TOKENS, Browser
-from agentbench_kv.adapters.browser.corpus import Corpus, corpus_folder, pinned
+from agentbench_kv.adapters.browser.corpus import Corpus, CorpusInfo, corpus_folder, pinned
 from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.episode import Episode, Limits, play
+from agentbench_kv.adapters.browser.episode import Episode, play
 from agentbench_kv.adapters.browser.judge import Judge
+from agentbench_kv.adapters.browser.made import Question, made_documents
 from agentbench_kv.adapters.browser.scripts import script
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
-from agentbench_kv.results.records import TrialStatus
-
-__all__ = ["EVALUATION", "BrowsingTask", "Question"]
+from agentbench_kv.results.records import Metric, TrialStatus
 
 EVALUATION = "evaluation"
 """Role of the transcript's last entry: question, gold answer, what was judged."""
@@ -42,24 +34,7 @@ Base the answer on what you read. When you know it, write no further call but on
 Final answer: <the answer, as short as possible>"""
 
 
-@dataclass(frozen=True)
-class Question:
-    """One item.
-
-    Attributes
-    ----------
-    pages : tuple of str
-        URLs or ids of the documents the answer is known to need.
-    """
-
-    id: str
-    question: str
-    answer: str
-    pages: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Loaded:
+class _Loaded(NamedTuple):
     questions: dict[str, Question]
     corpus: Corpus
 
@@ -69,7 +44,6 @@ class BrowsingTask(Task):
     """A ReAct loop over the local browser; the score is EM-norm, an LLM judge a second column."""
 
     synthetic: ClassVar[bool] = False
-    real_name: ClassVar[str]
 
     corpus: str = param("", "imported corpus: a folder, or a name in the data folder")
     turns: int = param(40, "most assistant messages", low=1)
@@ -105,9 +79,9 @@ class BrowsingTask(Task):
     def questions(self) -> list[Question]:
         """Read the benchmark's questions from the data folder, in their order."""
 
-    @abstractmethod
     def made_documents(self, questions: Sequence[Question]) -> list[Document]:
         """Make documents for the synthetic variant when no corpus is named."""
+        return made_documents(questions)
 
     def data_provenance(self) -> dict[str, Any]:
         """Return hashes of the data and which split of it was taken."""
@@ -118,26 +92,23 @@ class BrowsingTask(Task):
         return entries
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        """Return the questions in their order, the first `limit` of them."""
         return [Sample(id=name) for name in self._loaded().questions][:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Let the agent browse and compare its answer."""
-        held = self._loaded()
-        question = held.questions[sample.id]
-        browser = Browser(held.corpus, view_tokens=self.view_tokens, results=self.results)
+        questions, corpus = self._loaded()
+        question = questions[sample.id]
+        browser = Browser(corpus, view_tokens=self.view_tokens, results=self.results)
         opening: list[Message] = [
             {"role": "system", "content": _SYSTEM},
             {"role": "user", "content": question.question},
         ]
-        episode = play(context.client, browser, opening, Limits(self.turns, self.context))
+        episode = play(context.client, browser, opening, turns=self.turns, context=self.context)
         return self._outcome(question, browser, episode)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        """Return the raw texts of a gold, corrupt or null agent."""
-        held = self._loaded()
-        question = held.questions[sample.id]
-        pages = [page for page in question.pages if held.corpus.number(page) is not None]
+        questions, corpus = self._loaded()
+        question = questions[sample.id]
+        pages = [page for page in question.pages if corpus.number(page) is not None]
         return script(agent, question.question, question.answer, pages, self.turns)
 
     def provenance(self) -> dict[str, Any]:
@@ -161,7 +132,9 @@ class BrowsingTask(Task):
     def _open_corpus(self, questions: Sequence[Question]) -> Corpus:
         if self.corpus:
             encoder = Path(self.encoder).expanduser() if self.encoder else None
-            return self._allowed(Corpus.load(corpus_folder(self.corpus), encoder))
+            corpus = Corpus.load(corpus_folder(self.corpus), encoder)
+            self._check_kind(corpus.info)
+            return corpus
         if not self.synthetic:
             raise PrerequisiteError(
                 f"{self.name} needs a corpus: kvbench data import-corpus SOURCE --name NAME, then "
@@ -170,18 +143,16 @@ class BrowsingTask(Task):
         made = self.made_documents(questions)
         return Corpus.from_documents(made, f"made-for-{self.name}", synthetic=True)
 
-    def _allowed(self, corpus: Corpus) -> Corpus:
+    def _check_kind(self, info: CorpusInfo) -> None:
         """Keep made corpora and the benchmark's name apart."""
-        if corpus.info.synthetic == self.synthetic:
-            return corpus
-        if self.synthetic:
+        family = self.name.partition("/")[0]
+        if self.synthetic and not info.synthetic:
+            raise UsageError(f"corpus {info.name!r} is not synthetic; use --task {family}/test")
+        if info.synthetic and not self.synthetic:
             raise UsageError(
-                f"corpus {corpus.info.name!r} is not synthetic; use --task {self.real_name}"
+                f"corpus {info.name!r} is synthetic, and what is measured on it must not be "
+                f"called {self.name}; use --task {family}/synthetic"
             )
-        raise UsageError(
-            f"corpus {corpus.info.name!r} is synthetic, and what is measured on it must not be "
-            f"called {self.name}; use --task {self.name.partition('/')[0]}/synthetic"
-        )
 
     def _outcome(self, question: Question, browser: Browser, episode: Episode) -> Outcome:
         scored = episode.status is TrialStatus.SCORED
@@ -190,7 +161,11 @@ class BrowsingTask(Task):
         metrics = _metrics(question, browser, episode)
         if scored:
             metrics |= {"em_norm": right, "answer_marked": int(marked)}
-            metrics |= self._judged(question, episode.answer)
+        if scored and self.judge:
+            judge = Judge.parse(self.judge)
+            verdict = judge.verdict(question.question, question.answer, episode.answer)
+            metrics["judge"] = None if verdict.correct is None else float(verdict.correct)
+            metrics["judge_error"] = verdict.error
         entry: Message = {
             "role": EVALUATION,
             "content": f"EM-norm {right:g}: {answer!r} against {question.answer!r}",
@@ -207,17 +182,8 @@ class BrowsingTask(Task):
             error=episode.reason,
         )
 
-    def _judged(self, question: Question, response: str) -> dict[str, float | int | str | None]:
-        if not self.judge:
-            return {}
-        verdict = Judge.parse(self.judge).verdict(question.question, question.answer, response)
-        mark = None if verdict.correct is None else float(verdict.correct)
-        return {"judge": mark, "judge_error": verdict.error}
 
-
-def _metrics(
-    question: Question, browser: Browser, episode: Episode
-) -> dict[str, float | int | str | None]:
+def _metrics(question: Question, browser: Browser, episode: Episode) -> dict[str, Metric]:
     corpus = browser.corpus
     needed = {number for page in question.pages if (number := corpus.number(page)) is not None}
     seen = {corpus.number(url) for url in browser.opened}

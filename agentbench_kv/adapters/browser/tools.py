@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from agentbench_kv.adapters.browser.browser import Browser, BrowserError
-
-__all__ = ["TOOLS", "Observation", "call_tool"]
+from agentbench_kv.adapters.browser.browser import Browser, BrowserError, View
 
 _INTEGER = {"type": "integer"}
 _CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
 
 
-def _tool(name: str, text: str, required: str, properties: dict[str, Any]) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": [required] if required else [],
-    }
+def _tool(name: str, text: str, required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": text, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -29,17 +22,14 @@ TOOLS: list[dict[str, Any]] = [
     _tool(
         "search",
         "Search the corpus. Shows results as links [0], [1], … on a new page.",
-        "query",
-        {
-            "query": {"type": "string"},
-            "topn": {**_INTEGER, "description": "Most results to show."},
-        },
+        ["query"],
+        {"query": {"type": "string"}, "topn": {**_INTEGER, "description": "Most results to show."}},
     ),
     _tool(
         "open",
         "Open link `id` of the page at `cursor`, or a URL given as `id`, from line `loc` on. "
         "Without `id`, show another part of the page at `cursor`.",
-        "",
+        [],
         {
             "id": {"type": ["integer", "string"], "description": "Link number, or a URL."},
             "cursor": _CURSOR,
@@ -50,68 +40,29 @@ TOOLS: list[dict[str, Any]] = [
     _tool(
         "find",
         "Find a text in the document at `cursor`. Matches are links that `open` takes.",
-        "pattern",
+        ["pattern"],
         {"pattern": {"type": "string"}, "cursor": _CURSOR},
     ),
 ]
+_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a tool answers: the text for the agent, and the cursor of the page it pushed, if any."""
-
-    text: str
-    cursor: int | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the call could not be answered."""
-        return self.cursor is None
-
-
-def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> Observation:
+def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> View:
     """Answer a tool call; whatever is wrong with it comes back as text.
 
-    Parameters
-    ----------
-    browser : Browser
-        The session's browser.
-    name : str
-        As the model wrote it.
-    arguments : str or mapping
-        JSON text or an object.
+    `arguments` are an object or, as models write them, its JSON text.
     """
-    tools: dict[str, Callable[..., Any]] = {
-        "search": browser.search,
-        "open": browser.open,
-        "find": browser.find,
-    }
     try:
-        if name not in tools:
-            raise BrowserError(f"no tool {name!r}; there are {', '.join(tools)}")
-        view = tools[name](**_checked(name, arguments))
+        if name not in _PARAMETERS:
+            raise BrowserError(f"no tool {name!r}; there are {', '.join(_PARAMETERS)}")
+        view: View = getattr(browser, name)(**_checked(name, arguments))
     except BrowserError as error:
-        return Observation(f"Error: {error}")
-    return Observation(view.text, view.cursor)
+        return View(f"Error: {error}")
+    return view
 
 
 def _checked(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    (function,) = (tool["function"] for tool in TOOLS if tool["function"]["name"] == name)
-    parameters = function["parameters"]
-    given = _object(arguments)
-    if unknown := sorted(set(given) - set(parameters["properties"])):
-        takes = ", ".join(parameters["properties"])
-        raise BrowserError(f"{name} takes {takes}, not {', '.join(map(str, unknown))}")
-    if missing := [each for each in parameters["required"] if given.get(each) is None]:
-        raise BrowserError(f"{name} needs {missing[0]!r}")
-    return {
-        key: _value(key, value, parameters["properties"][key]["type"])
-        for key, value in given.items()
-        if value is not None
-    }
-
-
-def _object(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    properties, required = _PARAMETERS[name]["properties"], _PARAMETERS[name]["required"]
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -119,7 +70,16 @@ def _object(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
             raise BrowserError("the arguments are not JSON") from None
     if not isinstance(arguments, Mapping):
         raise BrowserError("the arguments are not a JSON object")
-    return dict(arguments)
+    if unknown := sorted(set(arguments) - set(properties)):
+        takes = ", ".join(properties)
+        raise BrowserError(f"{name} takes {takes}, not {', '.join(map(str, unknown))}")
+    if missing := [each for each in required if arguments.get(each) is None]:
+        raise BrowserError(f"{name} needs {missing[0]!r}")
+    return {
+        key: _value(key, value, properties[key]["type"])
+        for key, value in arguments.items()
+        if value is not None
+    }
 
 
 def _value(key: str, value: Any, kinds: str | list[str]) -> int | str:

@@ -8,10 +8,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentbench_kv.adapters.browser.task import Question
+from agentbench_kv.adapters.browser.made import Question
 from agentbench_kv.errors import UsageError
-
-__all__ = ["FILE", "HINT", "SHA256", "SPLITS", "choose", "read_questions"]
 
 FILE = "frames_test_set.csv"
 SHA256 = "88f24731424bf8b9dd93174e4cc30a3c220fe0c8910701b77036b80b88e60ada"
@@ -22,13 +20,7 @@ _NEEDED = ("Prompt", "Answer", "wiki_links")
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Return the questions in the order of the file.
-
-    Raises
-    ------
-    UsageError
-        If columns are missing or it holds no question.
-    """
+    """Return the questions in the order of the file; UsageError if it lacks columns or rows."""
     with path.open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
         missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
@@ -53,17 +45,10 @@ def choose(questions: Sequence[Question], split: str) -> list[Question]:
 
 
 def _question(row: dict[str, str], number: int) -> Question:
-    return Question(
-        id=f"frames-{row.get('id') or number}",
-        question=row["Prompt"].strip(),
-        answer=row["Answer"].strip(),
-        pages=_links(row["wiki_links"]),
-    )
-
-
-def _links(text: str) -> tuple[str, ...]:
     try:
-        links = ast.literal_eval(text)
+        links = ast.literal_eval(row["wiki_links"])
     except (ValueError, SyntaxError):
-        return ()
-    return tuple(dict.fromkeys(str(link).strip() for link in links))
+        links = ()
+    pages = tuple(dict.fromkeys(str(link).strip() for link in links))
+    name = f"frames-{row.get('id') or number}"
+    return Question(name, row["Prompt"].strip(), row["Answer"].strip(), pages)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.made import made_documents
-from agentbench_kv.adapters.browser.task import BrowsingTask, Question
+from agentbench_kv.adapters.browser.made import Question
+from agentbench_kv.adapters.browser.task import BrowsingTask
 from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.adapters.frames.data import FILE, HINT, SHA256, SPLITS, choose, read_questions
 from agentbench_kv.params import param
-
-__all__ = ["FramesSynthetic", "FramesTest"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,23 +20,14 @@ class FramesTest(BrowsingTask):
 
     name: ClassVar[str] = "frames/test"
     summary: ClassVar[str] = "FRAMES: 824 multi-hop questions, browsing a corpus of yours"
-    real_name: ClassVar[str] = "frames/test"
     published_sha256: ClassVar[str | None] = SHA256
 
     split: str = param("all", "all 824, or kvbench-424: a choice of ours", choices=SPLITS)
 
     def questions(self) -> list[Question]:
-        """Read the CSV file from the data folder and choose the split."""
         return choose(read_questions(self._file()), self.split)
 
-    def made_documents(self, questions: Sequence[Question]) -> list[Document]:
-        """Make a page for every Wikipedia link of the questions."""
-        return made_documents(
-            (page, each.id, each.answer) for each in questions for page in each.pages
-        )
-
     def data_provenance(self) -> dict[str, Any]:
-        """Return the file's hash and the split, with the hash of its ids."""
         ids = "\n".join(sample.id for sample in self.samples(None, 0))
         ours = "chosen by kvbench; no publication uses this split"
         return {

@@ -12,18 +12,6 @@ from typing import Any
 from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = [
-    "CATEGORIES",
-    "SHA256",
-    "Conversation",
-    "Dataset",
-    "Question",
-    "Session",
-    "Utterance",
-    "load",
-    "parse",
-]
-
 FILE = "locomo10.json"
 SHA256 = "79fa87e90f04081343b8c8debecb80a9a6842b76a7aa537dc9fdf651ea698ff4"
 HINT = (
@@ -40,48 +28,36 @@ _REFERENCE = re.compile(r"D:?(\d+):0*(\d+)")
 
 @dataclass(frozen=True)
 class Utterance:
-    """One turn of the dialogue; `caption` describes the image that came with it, if any."""
+    """One turn of the dialogue."""
 
     id: str
     speaker: str
     text: str
-    caption: str | None = None
+    caption: str | None  # of the image that came with it
 
 
 @dataclass(frozen=True)
 class Session:
-    """What was said on one occasion, and when, as the file writes it."""
+    """What was said on one occasion."""
 
-    date: str
+    date: str  # as the file writes it
     utterances: tuple[Utterance, ...]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """A question of categories 1 to 4."""
 
-    Attributes
-    ----------
-    index : int
-        Place in the file's list of the conversation, adversarial ones counted.
-    text, answer : str
-        Some answers of the file are numbers; here all are text.
-    category : int
-        A key of `CATEGORIES`.
-    evidence : tuple of str
-        Ids of the utterances the answer comes from; those that exist.
-    """
-
-    index: int
+    index: int  # in the file's list of the conversation, adversarial ones counted
     text: str
-    answer: str
-    category: int
-    evidence: tuple[str, ...] = ()
+    answer: str  # some of the file's are numbers; here all are text
+    category: int  # key of `CATEGORIES`
+    evidence: tuple[str, ...]  # ids of the utterances it comes from; those that exist
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Two people's sessions in order, and the questions of categories 1 to 4 about them."""
+    """Two people's sessions in order, and the questions about them."""
 
     id: str
     speakers: tuple[str, str]
@@ -90,7 +66,6 @@ class Conversation:
 
     @property
     def utterances(self) -> dict[str, Utterance]:
-        """Every utterance by its id."""
         return {each.id: each for session in self.sessions for each in session.utterances}
 
 
@@ -108,30 +83,18 @@ class Dataset:
 
 
 def load(*, check: bool = True) -> Dataset:
-    """Read the user's copy.
+    """Read the user's copy, which must be the published file unless `check` is False.
 
-    Parameters
-    ----------
-    check : bool
-        Whether it has to be the published file; else any file of that name and form will do.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is not there, is another file, or is not of the published form.
+    PrerequisiteError if it is missing, is another file, or is not of the published form.
     """
     path = data_file(FILE, SHA256 if check else None, HINT)
     return Dataset(_read(path), file_sha256(path))
 
 
-def parse(document: list[dict[str, Any]]) -> dict[str, Conversation]:
-    """Return the conversations of a file's JSON document by id."""
-    return {each["sample_id"]: _conversation(each) for each in document}
-
-
 def _read(path: Path) -> dict[str, Conversation]:
     try:
-        conversations = parse(json.loads(path.read_text(encoding="utf-8")))
+        document = json.loads(path.read_text(encoding="utf-8"))
+        conversations = {each["sample_id"]: _conversation(each) for each in document}
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise PrerequisiteError(
@@ -144,40 +107,31 @@ def _read(path: Path) -> dict[str, Conversation]:
 
 def _conversation(entry: Mapping[str, Any]) -> Conversation:
     talk = entry["conversation"]
-    sessions = _sessions(talk)
+    # By number, not by date: some dates of the file have no session.
+    numbers = sorted(int(found[1]) for found in map(_SESSION.fullmatch, talk) if found)
+    sessions = tuple(
+        Session(
+            str(talk[f"session_{number}_date_time"]),
+            tuple(
+                Utterance(each["dia_id"], each["speaker"], each["text"], each.get("blip_caption"))
+                for each in talk[f"session_{number}"]
+            ),
+        )
+        for number in numbers
+    )
     known = {each.id for session in sessions for each in session.utterances}
-    questions = (
+    questions = tuple(
         _question(index, each, known)
         for index, each in enumerate(entry["qa"])
         if each["category"] in CATEGORIES
     )
     speakers = (str(talk["speaker_a"]), str(talk["speaker_b"]))
-    return Conversation(str(entry["sample_id"]), speakers, sessions, tuple(questions))
-
-
-def _sessions(talk: Mapping[str, Any]) -> tuple[Session, ...]:
-    """Return the sessions by number; some dates of the file have no session."""
-    numbers = sorted(int(found[1]) for found in map(_SESSION.fullmatch, talk) if found)
-    return tuple(
-        Session(
-            date=str(talk[f"session_{number}_date_time"]),
-            utterances=tuple(_utterance(each) for each in talk[f"session_{number}"]),
-        )
-        for number in numbers
-    )
-
-
-def _utterance(entry: Mapping[str, Any]) -> Utterance:
-    return Utterance(entry["dia_id"], entry["speaker"], entry["text"], entry.get("blip_caption"))
+    return Conversation(str(entry["sample_id"]), speakers, sessions, questions)
 
 
 def _question(index: int, entry: Mapping[str, Any], known: set[str]) -> Question:
     found = _REFERENCE.findall(" ".join(entry.get("evidence", ())))
     ids = dict.fromkeys(f"D{session}:{turn}" for session, turn in found)
-    return Question(
-        index=index,
-        text=str(entry["question"]),
-        answer=str(entry["answer"]),
-        category=entry["category"],
-        evidence=tuple(each for each in ids if each in known),
-    )
+    evidence = tuple(each for each in ids if each in known)
+    text, answer = str(entry["question"]), str(entry["answer"])
+    return Question(index, text, answer, entry["category"], evidence)

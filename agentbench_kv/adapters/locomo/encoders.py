@@ -15,8 +15,6 @@ from typing import Any
 from agentbench_kv.adapters.locomo.metrics import normalised
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["BertScore", "Compare", "Similarity"]
-
 Compare = Callable[[str, str], float]
 """From answer and gold answer to a figure."""
 
@@ -30,9 +28,8 @@ class _Encoder:
         self._lock = threading.Lock()
 
     def __call__(self, answer: str, gold: str) -> float:
-        """Compare an answer with the gold answer; an empty one is worth 0."""
         if not answer.strip():
-            return 0.0
+            return 0.0  # an empty answer
         with self._lock:
             self._model = self._model or self._load()
             return self._compare(answer, gold)
@@ -45,13 +42,7 @@ class _Encoder:
 
 
 class Similarity(_Encoder):
-    """Cosine of two sentence embeddings, in [-1, 1]; Mem0's evaluation uses all-MiniLM-L6-v2.
-
-    Parameters
-    ----------
-    folder : Path
-        A sentence-transformers model.
-    """
+    """Cosine of two sentence-transformers embeddings, in [-1, 1]; Mem0 uses all-MiniLM-L6-v2."""
 
     def __init__(self, folder: Path) -> None:
         _require("similarity_model", folder, "sentence_transformers", "sentence-transformers")
@@ -72,10 +63,7 @@ class Similarity(_Encoder):
 class BertScore(_Encoder):
     """BERTScore F1 as LoCoMo's authors use it: rescaled with the English baseline, at least 0.
 
-    Parameters
-    ----------
-    folder : Path
-        A model; its name (`roberta-large`) says which layer and which baseline count.
+    The folder's name (`roberta-large`) says which layer and which baseline count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +100,6 @@ def _require(setting: str, folder: Path, module: str, package: str) -> None:
 
 
 def _baseline(model: str) -> Path:
-    """Return bert-score's file of baselines for a model."""
     (package,) = find_spec("bert_score").submodule_search_locations  # type: ignore[union-attr,misc]
     folder = Path(package) / "rescale_baseline" / "en"
     path = folder / f"{model}.tsv"

@@ -14,15 +14,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Collection
 from functools import cache
 from importlib.util import find_spec
 from statistics import fmean
-from typing import Any
+from types import SimpleNamespace
 
 from agentbench_kv.errors import PrerequisiteError
-
-__all__ = ["bleu1", "f1", "f1_authors", "normalised", "require_nltk"]
 
 MULTI_HOP = 1
 OPEN_DOMAIN = 3
@@ -32,7 +29,6 @@ _LITTLE_WORDS = re.compile(r"\b(?:a|an|the|and)\b")
 
 
 def require_nltk() -> None:
-    """Raise PrerequisiteError if nltk is not installed."""
     if find_spec("nltk") is None:
         raise PrerequisiteError(
             "locomo/qa needs nltk for BLEU-1 and for the authors' F1: "
@@ -42,8 +38,8 @@ def require_nltk() -> None:
 
 def f1(answer: str, gold: str) -> float:
     """Return Mem0's F1, in [0, 1]: over sets of lower-case words, `. , ! ?` taken as spaces."""
-    said, wanted = _mem0_words(answer), _mem0_words(gold)
-    return _harmonic(len(said & wanted), said, wanted)
+    said, wanted = (set(text.lower().translate(_MEM0_SPACES).split()) for text in (answer, gold))
+    return _harmonic(len(said & wanted), len(said) + len(wanted))
 
 
 def bleu1(answer: str, gold: str) -> float:
@@ -52,22 +48,16 @@ def bleu1(answer: str, gold: str) -> float:
     said, wanted = (tools.tokenize(text.strip().lower()) for text in (answer, gold))
     if not said:
         return 0.0
-    return float(
-        tools.sentence_bleu(
-            [wanted], said, weights=(1, 0, 0, 0), smoothing_function=tools.smoothing
-        )
-    )
+    weights = (1, 0, 0, 0)
+    found = tools.sentence_bleu([wanted], said, weights, smoothing_function=tools.smoothing)
+    return float(found)
 
 
 def f1_authors(answer: str, gold: str, category: int) -> float:
     """Return the authors' F1, in [0, 1].
 
-    Parameters
-    ----------
-    answer, gold : str
-    category : int
-        1: the parts between the commas of the gold answer are looked for one by one. 3: only what
-        stands before its first semicolon counts.
+    Of a multi-hop gold answer the parts between commas are looked for one by one; of an open-domain
+    one only the text before the first semicolon counts.
     """
     if category == OPEN_DOMAIN:
         gold = gold.partition(";")[0]
@@ -82,39 +72,30 @@ def normalised(text: str) -> str:
     return " ".join(_LITTLE_WORDS.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def _mem0_words(text: str) -> set[str]:
-    return set(text.lower().translate(_MEM0_SPACES).split())
-
-
 def _stems(text: str) -> Counter[str]:
     return Counter(_nltk().stem(word) for word in normalised(text).split())
 
 
 def _stem_f1(said: Counter[str], wanted: Counter[str]) -> float:
-    common = (said & wanted).total()
-    return _harmonic(common, list(said.elements()), list(wanted.elements()))
+    return _harmonic((said & wanted).total(), said.total() + wanted.total())
 
 
-def _harmonic(common: int, said: Collection[str], wanted: Collection[str]) -> float:
-    """Return the harmonic mean of precision and recall."""
-    return 2 * common / (len(said) + len(wanted)) if common else 0.0
-
-
-class _Nltk:
-    """What is used of nltk; importing it takes a moment."""
-
-    def __init__(self) -> None:
-        require_nltk()
-        from nltk.stem import PorterStemmer
-        from nltk.tokenize import NLTKWordTokenizer
-        from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-
-        self.tokenize: Any = NLTKWordTokenizer().tokenize
-        self.stem: Any = PorterStemmer().stem
-        self.sentence_bleu: Any = sentence_bleu
-        self.smoothing: Any = SmoothingFunction().method1
+def _harmonic(common: int, words: int) -> float:
+    """Return the harmonic mean of precision and recall, from the words of both answers."""
+    return 2 * common / words if common else 0.0
 
 
 @cache
-def _nltk() -> _Nltk:
-    return _Nltk()
+def _nltk() -> SimpleNamespace:
+    """Return what is used of nltk; importing it takes a moment."""
+    require_nltk()
+    from nltk.stem import PorterStemmer
+    from nltk.tokenize import NLTKWordTokenizer
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+
+    return SimpleNamespace(
+        tokenize=NLTKWordTokenizer().tokenize,
+        stem=PorterStemmer().stem,
+        sentence_bleu=sentence_bleu,
+        smoothing=SmoothingFunction().method1,
+    )

@@ -7,8 +7,6 @@ import re
 from agentbench_kv.adapters.base import Fact, Message
 from agentbench_kv.adapters.locomo.data import Conversation, Question, Session, Utterance
 
-__all__ = ["ask", "facts", "history", "line"]
-
 SYSTEM = (
     "You will read what {0} and {1} said to each other in several sessions, each under its date, "
     "and then be asked about it. Give each answer as a short phrase and nothing else, in the "
@@ -29,12 +27,10 @@ def history(conversation: Conversation) -> list[Message]:
 
 
 def ask(question: Question) -> Message:
-    """Return the user message that asks."""
     return _user(QUESTION.format(question.text))
 
 
-def line(utterance: Utterance) -> str:
-    """Write one turn of the dialogue, an image as its caption."""
+def _line(utterance: Utterance) -> str:
     shown = f" [image: {utterance.caption}]" if utterance.caption else ""
     return f"{utterance.speaker}: {utterance.text}{shown}"
 
@@ -42,17 +38,17 @@ def line(utterance: Utterance) -> str:
 def facts(conversation: Conversation, question: Question, f1: float) -> list[Fact]:
     """Return the turns a question's answer comes from, for an audit of what was evicted.
 
-    Their longest stretch of ASCII stands for them: a token may hold part of another character, and
-    then the text of single tokens does not add up to the text that was sent.
+    Each is represented by its longest stretch of ASCII: a token may hold part of another character,
+    and then the text of single tokens does not add up to the text that was sent.
     """
     utterances = conversation.utterances
-    texts = (max(_PLAIN.findall(line(utterances[id])), key=len) for id in question.evidence)
+    texts = (max(_PLAIN.findall(_line(utterances[id])), key=len) for id in question.evidence)
     return [Fact(text, "others", "one_shot", f1 >= RIGHT_FROM) for text in texts]
 
 
 def _lines(session: Session) -> list[str]:
     """Write a session; its first turn carries the date."""
-    lines = [line(each) for each in session.utterances]
+    lines = [_line(each) for each in session.utterances]
     return [f"[{session.date}]\n{text}" if at == 0 else text for at, text in enumerate(lines)]
 
 

@@ -9,35 +9,21 @@ from statistics import fmean
 from agentbench_kv.adapters.locomo import metrics
 from agentbench_kv.adapters.locomo.data import CATEGORIES, Question
 from agentbench_kv.adapters.locomo.encoders import Compare
-
-__all__ = ["COLUMNS", "NOT_AVAILABLE", "Answered", "Scorer", "mean_f1", "trial_metrics"]
+from agentbench_kv.results.records import Metric
 
 COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
 NOT_AVAILABLE = "n/a"
 
-Metric = float | int | str | None
-
 
 @dataclass(frozen=True)
 class Answered:
-    """A question and what came back.
-
-    Attributes
-    ----------
-    answer : str
-        The visible text of the reply.
-    finish_reason : str
-    seconds : float
-        From the question to the whole answer.
-    marks : dict
-        By column, in [0, 1] (similarity in [-1, 1]); None where no model was given.
-    """
+    """A question and what came back."""
 
     question: Question
-    answer: str
+    answer: str  # visible text of the reply
     finish_reason: str
-    seconds: float
-    marks: dict[str, float | None]
+    seconds: float  # from the question to the whole answer
+    marks: dict[str, float | None]  # see `marks`
 
     def document(self) -> dict[str, Metric]:
         """Return it as JSON data."""
@@ -49,33 +35,22 @@ class Answered:
             "answer": self.answer,
             "finish_reason": self.finish_reason,
             "seconds": self.seconds,
-            **{name: _shown(value) for name, value in self.marks.items()},
+            **{k: NOT_AVAILABLE if mark is None else mark for k, mark in self.marks.items()},
         }
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """Marks answers in every column.
-
-    Parameters
-    ----------
-    similarity, bertscore : callable or None
-        Comparisons by a model; without one the column is not available.
-    """
-
-    similarity: Compare | None = None
-    bertscore: Compare | None = None
-
-    def marks(self, question: Question, answer: str) -> dict[str, float | None]:
-        """Compare an answer with the question's gold answer."""
-        gold = question.answer
-        return {
-            "f1": metrics.f1(answer, gold),
-            "bleu1": metrics.bleu1(answer, gold),
-            "f1_authors": metrics.f1_authors(answer, gold, question.category),
-            "similarity": self.similarity(answer, gold) if self.similarity else None,
-            "bertscore": self.bertscore(answer, gold) if self.bertscore else None,
-        }
+def marks(
+    question: Question, answer: str, encoders: Mapping[str, Compare]
+) -> dict[str, float | None]:
+    """Mark an answer in every column, in [0, 1] (similarity in [-1, 1]); None without its model."""
+    gold = question.answer
+    return {
+        "f1": metrics.f1(answer, gold),
+        "bleu1": metrics.bleu1(answer, gold),
+        "f1_authors": metrics.f1_authors(answer, gold, question.category),
+        "similarity": encoders["similarity"](answer, gold) if "similarity" in encoders else None,
+        "bertscore": encoders["bertscore"](answer, gold) if "bertscore" in encoders else None,
+    }
 
 
 def mean_f1(answered: Sequence[Answered]) -> float:
@@ -96,7 +71,11 @@ def trial_metrics(asked: Sequence[Question], answered: Sequence[Answered]) -> di
         "truncated_answers": sum(each.finish_reason == "length" for each in answered),
     }
     for name in COLUMNS:
-        found |= _column(name, asked, answered)
+        if not answered or any(each.marks[name] is None for each in answered):
+            found[name] = NOT_AVAILABLE
+        else:
+            total = _total(name, answered)
+            found |= {name: total / len(asked), **_sub_score(name, total, len(asked))}
     for category, name in CATEGORIES.items():
         count = sum(each.category == category for each in asked)
         if count:
@@ -105,22 +84,9 @@ def trial_metrics(asked: Sequence[Question], answered: Sequence[Answered]) -> di
     return found
 
 
-def _column(
-    name: str, asked: Sequence[Question], answered: Sequence[Answered]
-) -> Mapping[str, Metric]:
-    if not answered or any(each.marks[name] is None for each in answered):
-        return {name: NOT_AVAILABLE}
-    total = _total(name, answered)
-    return {name: total / len(asked), **_sub_score(name, total, len(asked))}
-
-
 def _sub_score(name: str, right: float, asked: int) -> dict[str, Metric]:
     return {f"{name}_right": right, f"{name}_asked": asked}
 
 
 def _total(name: str, answered: Sequence[Answered]) -> float:
     return sum(each.marks[name] or 0.0 for each in answered)
-
-
-def _shown(value: float | None) -> Metric:
-    return NOT_AVAILABLE if value is None else value

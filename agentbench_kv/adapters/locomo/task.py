@@ -10,29 +10,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.base import (
-    Message,
-    Outcome,
-    Sample,
-    ScriptedAgent,
-    Task,
-    TrialContext,
-)
+from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.locomo.data import SHA256, Conversation, Dataset, Question, load
-from agentbench_kv.adapters.locomo.encoders import BertScore, Similarity
+from agentbench_kv.adapters.locomo.encoders import BertScore, Compare, Similarity
 from agentbench_kv.adapters.locomo.metrics import require_nltk
 from agentbench_kv.adapters.locomo.prompts import ask, facts, history
 from agentbench_kv.adapters.locomo.scoring import (
     NOT_AVAILABLE,
     Answered,
-    Scorer,
+    marks,
     mean_f1,
     trial_metrics,
 )
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
-
-__all__ = ["LocomoQA"]
 
 CORRUPT = "qqwx"
 """Answer of the corrupt agent: a word in no gold answer."""
@@ -58,9 +49,7 @@ class LocomoQA(Task):
         choices=("conversation", "question"),
     )
     check: str = param(
-        "on",
-        "off takes another file of the same form for locomo10.json",
-        choices=("on", "off"),
+        "on", "off takes another file of the same form for locomo10.json", choices=("on", "off")
     )
     similarity_model: str = param("", "local sentence-transformers folder for the similarity")
     bertscore_model: str = param("", "local model folder (roberta-large) for BERTScore")
@@ -68,11 +57,11 @@ class LocomoQA(Task):
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
         """Return conversations (`conv-26`) or questions (`conv-26/q-0`) in the file's order."""
         require_nltk()
-        _ = self._scorer
+        _ = self._encoders  # refuses models that are not there
         return [
             Sample(id=name, cluster=conversation.id)
             for conversation in self._data.conversations.values()
-            for name in self._names(conversation)
+            for name in self._sample_ids(conversation)
         ][:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
@@ -86,7 +75,12 @@ class LocomoQA(Task):
             status, error = TrialStatus.TIMEOUT, str(reached)
         if status is TrialStatus.SCORED and len(answered) < len(questions):
             status = TrialStatus.CONTEXT_LIMIT
-            error = _over_limit(len(answered), len(questions))
+            error = (
+                "the conversation does not fit into the model's context"
+                if len(questions) == 1
+                else f"the model's context was full after {len(answered)} of {len(questions)} "
+                "questions; use a model with a longer one, or --set ingest=question"
+            )
         return Outcome(
             status,
             score=mean_f1(answered) if status is TrialStatus.SCORED else None,
@@ -116,12 +110,11 @@ class LocomoQA(Task):
 
     def provenance(self) -> dict[str, Any]:
         """Return the data's hash and size, and what computed the metrics."""
-        data = self._data
         return {
-            "data_sha256": data.sha256,
-            "published_data": data.sha256 == SHA256,
-            "conversations": len(data.conversations),
-            "questions": data.questions,
+            "data_sha256": self._data.sha256,
+            "published_data": self._data.sha256 == SHA256,
+            "conversations": len(self._data.conversations),
+            "questions": self._data.questions,
             "nltk": version("nltk"),
             "similarity_model": Path(self.similarity_model).name or NOT_AVAILABLE,
             "bertscore_model": Path(self.bertscore_model).name or NOT_AVAILABLE,
@@ -132,23 +125,20 @@ class LocomoQA(Task):
         return load(check=self.check == "on")
 
     @cached_property
-    def _scorer(self) -> Scorer:
-        return Scorer(
-            Similarity(Path(self.similarity_model)) if self.similarity_model else None,
-            BertScore(Path(self.bertscore_model)) if self.bertscore_model else None,
-        )
+    def _encoders(self) -> dict[str, Compare]:
+        found: dict[str, Compare] = {}
+        if self.similarity_model:
+            found["similarity"] = Similarity(Path(self.similarity_model))
+        if self.bertscore_model:
+            found["bertscore"] = BertScore(Path(self.bertscore_model))
+        return found
 
-    @cached_property
-    def _histories(self) -> dict[str, list[Message]]:
-        return {name: history(each) for name, each in self._data.conversations.items()}
-
-    def _names(self, conversation: Conversation) -> list[str]:
+    def _sample_ids(self, conversation: Conversation) -> list[str]:
         if self.ingest == "conversation":
             return [conversation.id] if conversation.questions else []
         return [f"{conversation.id}/q-{question.index}" for question in conversation.questions]
 
     def _asked(self, sample: Sample) -> tuple[Conversation, Sequence[Question]]:
-        """Return a sample's conversation and the questions it asks."""
         name, one, index = sample.id.partition("/q-")
         conversation = self._data.conversations[name]
         if not one:
@@ -163,7 +153,7 @@ class LocomoQA(Task):
         answered: list[Answered],
     ) -> None:
         """Ask one question after the other; stop where the context is full."""
-        messages = list(self._histories[conversation.id])
+        messages = history(conversation)
         for question in questions:
             messages.append(ask(question))
             started = time.perf_counter()
@@ -173,14 +163,5 @@ class LocomoQA(Task):
                 return
             messages.append(reply.message)
             answer = reply.content.strip()
-            marks = self._scorer.marks(question, answer)
-            answered.append(Answered(question, answer, reply.finish_reason, seconds, marks))
-
-
-def _over_limit(answered: int, asked: int) -> str:
-    if asked == 1:
-        return "the conversation does not fit into the model's context"
-    return (
-        f"the model's context was full after {answered} of {asked} questions; "
-        "use a model with a longer one, or --set ingest=question"
-    )
+            found = marks(question, answer, self._encoders)
+            answered.append(Answered(question, answer, reply.finish_reason, seconds, found))

@@ -14,20 +14,10 @@ from typing import Any
 
 from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot, UserTurn
 
-__all__ = ["Environment", "Judged", "Observation"]
-
 
 @dataclass(frozen=True)
 class Judged:
-    """One handle that was asked for.
-
-    Parameters
-    ----------
-    slot : Slot
-        What was asked.
-    right : bool
-        Whether the agent wrote exactly that.
-    """
+    """A handle that was asked for, and whether the agent wrote exactly that."""
 
     slot: Slot
     right: bool
@@ -35,36 +25,20 @@ class Judged:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the environment answers.
+    """What the environment answers to an assistant message."""
 
-    Parameters
-    ----------
-    text : str
-        The tool's JSON or, after a reply, the next request; empty when the session is over.
-    exact : bool
-        Whether the message was exactly right.
-    turn_over : bool
-        Whether the user turn ended: after a reply, or after an error that cannot be mended.
-    """
-
-    text: str
-    exact: bool
-    turn_over: bool
+    text: str  # the tool's JSON or, after a reply, the next request; empty when the session is over
+    exact: bool  # whether the message was exactly right
+    turn_over: bool  # after a reply, or after an error that cannot be mended
 
 
 @dataclass
 class Environment:
-    """One session with an agent.
-
-    Parameters
-    ----------
-    episode : Episode
-        What is asked, expected and answered.
-    """
+    """One session with an agent."""
 
     episode: Episode
     judged: list[Judged] = field(default_factory=list)
-    exact: list[bool] = field(default_factory=list)
+    exact: list[bool] = field(default_factory=list)  # per expected message
     _turn: int = 0
     _step: int = 0
     _cursor: int = 0
@@ -76,7 +50,6 @@ class Environment:
 
     @property
     def done(self) -> bool:
-        """Whether all user turns are over."""
         return self._turn >= len(self.episode.turns)
 
     @property
@@ -84,15 +57,7 @@ class Environment:
         return self.episode.turns[self._turn]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """Execute a tool call.
-
-        Parameters
-        ----------
-        name : str
-            The tool the agent named.
-        arguments : mapping
-            The arguments it gave.
-        """
+        """Execute a tool call."""
         expected = self._expected()
         cursor, self._cursor = self._cursor, self._cursor + 1
         if not isinstance(expected, Call) or expected.name != name:
@@ -107,22 +72,14 @@ class Environment:
         return Observation(expected.result_json(cursor), exact, turn_over=False)
 
     def reply(self, text: str) -> Observation:
-        """Take the agent's last message of a user turn and hand out the next request.
-
-        Parameters
-        ----------
-        text : str
-            The message without its thoughts.
-        """
+        """Take the last message of a user turn, thoughts removed, and hand out the next request."""
         expected = self._expected()
-        exact = isinstance(expected, Reply) and text.strip() == expected.text
-        if isinstance(expected, Reply):
-            said = [Judged(slot, slot.handle in text) for slot in _spoken(expected)]
-            self.judged.extend(said)
-            self.exact.append(exact)
-            self._next_turn()
-        else:
-            self._fail_turn()
+        if not isinstance(expected, Reply):
+            return self.abandon()
+        exact = text.strip() == expected.text
+        self.judged.extend(Judged(slot, slot.handle in text) for slot in _spoken(expected))
+        self.exact.append(exact)
+        self._next_turn()
         return Observation(self.request or "", exact, turn_over=True)
 
     def abandon(self) -> Observation:
@@ -131,7 +88,6 @@ class Environment:
         return Observation(self.request or "", exact=False, turn_over=True)
 
     def _expected(self) -> Call | Reply:
-        """Return the message that should come now."""
         if self.done:
             raise RuntimeError("the session is over")
         calls = self._current.calls

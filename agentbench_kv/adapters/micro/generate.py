@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from typing import TypeVar
 
 from agentbench_kv.adapters.micro.episode import Call, Episode, Kind, Reply, Slot, UserTurn
 from agentbench_kv.adapters.micro.profiles import Profile, Span
@@ -31,10 +30,6 @@ from agentbench_kv.adapters.micro.words import (
     draw_code,
 )
 
-__all__ = ["generate"]
-
-T = TypeVar("T")
-
 PREAMBLE = (
     "You are a depot agent. Think, call one tool, then reply.\n"
     "To ship, open with route, pass, crew and session.\n"
@@ -43,33 +38,25 @@ PREAMBLE = (
 
 
 def generate(seed: int, profile: Profile, invented: float = 0.0) -> Episode:
-    """Generate the episode of a seed.
+    """Generate the episode of a seed (see `profiles.held_out_seed` and `train_seed`).
 
-    Parameters
-    ----------
-    seed : int
-        See `profiles.held_out_seed` and `profiles.train_seed`.
-    profile : Profile
-        The sizes to draw from.
-    invented : float
-        Share of tags and plans drawn at random, which nobody can foretell: for training only.
+    `invented` is the share of tags and plans drawn at random, for training only.
     """
     return _Depot(seed, profile, invented).episode()
 
 
 class _Depot:
-    """State of one episode while it is being written."""
-
     def __init__(self, seed: int, profile: Profile, invented: float) -> None:
         self.rng = random.Random(f"{profile.name}/{seed}")
         self.whims = random.Random(f"whims/{seed}")
         self.invented = invented
         self.seed = seed
         self.profile = profile
-        self.reading = self._handle("now", READING)
-        self.plans: dict[str, Handle] = {}
-        self.tags: dict[str, Handle] = {}
-        self.ports: dict[str, Handle] = {}
+        self.reading = self._fact("now", READING)
+        # Handles by the name of the item they are about.
+        self.plans: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.ports: dict[str, str] = {}
         self._cast()
 
     def _cast(self) -> None:
@@ -89,15 +76,13 @@ class _Depot:
         self.memos = {name: self._handle(name, MEMO) for name in self._shuffled(memos)}
 
     def episode(self) -> Episode:
-        """Write the whole episode."""
-        turns = [self._begin()]
-        for verb, name in self._schedule():
-            turns.append({"store": self._store, "ship": self._ship, "read": self._read}[verb](name))
-        names = ("login", "scan", "open", "ship", *(("read",) if self.profile.reads[1] else ()))
-        table = "".join(f"{rule}\n" for rule in self._shuffled(self.rules.values()))
-        tools = schemas(names) if self.profile.tools else []
-        system = (PREAMBLE if self.profile.tools else "") + table.rstrip("\n")
-        return Episode(self.seed, self.profile.name, system, tools, tuple(turns))
+        write = {"store": self._store, "ship": self._ship, "read": self._read}
+        turns = (self._begin(), *(write[verb](name) for verb, name in self._schedule()))
+        table = "\n".join(self._shuffled(self.rules.values()))
+        if not self.profile.tools:
+            return Episode(self.seed, self.profile.name, table, [], turns)
+        tools = ["login", "scan", "open", "ship", *(["read"] if self.profile.reads[1] else [])]
+        return Episode(self.seed, self.profile.name, PREAMBLE + table, schemas(tools), turns)
 
     def _schedule(self) -> list[tuple[str, str]]:
         """Order the requests: a ship comes anywhere after its store, more often late."""
@@ -111,46 +96,44 @@ class _Depot:
         return order
 
     def _begin(self) -> UserTurn:
-        job = self._handle("job", HINT)
+        job = self._fact("job", HINT)
         memos = "".join(f"\n{memo}" for memo in self.memos.values())
         text = f'Please begin "{job}" at "{self.reading}".\nKeep:{memos}'
         self.crew, kind = self._tag("crew", job)
-        crew_slot = Slot("crew", str(self.crew), "act", kind)
+        crew = Slot("crew", self.crew, "act", kind)
         self.session = self._handle("sess", TOOL)
-        result = self._result({"session": str(self.session)}, self.profile.ship_log)
-        call = Call("login", "login", {"crew": str(self.crew)}, result, (crew_slot,))
+        result = self._result({"session": self.session}, self.profile.ship_log)
+        call = Call("login", "login", {"crew": self.crew}, result, (crew,))
         self.route, kind = self._plan("route", job)
-        route_slot = Slot("think", str(self.route), "think", kind)
-        said = f'Ready with "{self.rules["pass"]}".'
-        reply = Reply(str(self.route), said, (route_slot, self._pass("reply")))
+        slots = (Slot("think", self.route, "think", kind), self._pass("reply"))
+        reply = Reply(self.route, f'Ready with "{self.rules["pass"]}".', slots)
         return UserTurn(text, (call,), reply)
 
     def _store(self, item: str) -> UserTurn:
-        job = self._handle("job", HINT)
+        job = self._fact("job", HINT)
         tag, kind = self._tag(item, job)
-        self.tags[item] = tag
-        port = self.ports[item] = self._handle(item, TOOL)
-        result = self._result({"port": str(port)}, self.profile.scan_log)
-        tag_slot = Slot("tag", str(tag), "act", kind)
-        call = Call(f'scan "{item}"', "scan", {"tag": str(tag)}, result, (tag_slot,))
+        slot = Slot("tag", tag, "act", kind)
+        port = self._handle(item, TOOL)
+        result = self._result({"port": port}, self.profile.scan_log)
+        call = Call(f'scan "{item}"', "scan", {"tag": tag}, result, (slot,))
         plan, kind = self._plan(item, job)
-        self.plans[item] = plan
-        reply = Reply(str(plan), "Stored.", (Slot("think", str(plan), "think", kind),))
+        reply = Reply(plan, "Stored.", (Slot("think", plan, "think", kind),))
+        self.tags[item], self.ports[item], self.plans[item] = tag, port, plan
         return UserTurn(f'Please store "{item}" for "{job}".', (call,), reply, item)
 
     def _ship(self, item: str) -> UserTurn:
-        badge = item in self.by_badge
-        gate = self.memos[item] if badge else self.rules[self.gates[item]]
-        way = "by badge" if badge else f'via "{gate.name}"'
+        if item in self.by_badge:
+            gate, way = self.memos[item], "by badge"
+        else:
+            gate, way = self.rules[self.gates[item]], f'via "{self.gates[item]}"'
         calls = (self._open(), self._send(item, gate))
-        # What the slip of the last result says stands just above the reply.
+        # The slip of the last result, just above the reply.
         slip = calls[1].result["slip"]
         reply = Reply(None, f'Shipped "{slip}".', (Slot("reply", slip, "tool", "local"),))
         return UserTurn(f'Please ship "{item}" {way}.', calls, reply, item)
 
     def _open(self) -> Call:
-        route, rule = str(self.route), str(self.rules["pass"])
-        crew, session = str(self.crew), str(self.session)
+        route, rule, crew, session = self.route, self.rules["pass"], self.crew, self.session
         slots = (
             Slot("think", route, "think", "recurring"),
             self._pass("think"),
@@ -160,64 +143,68 @@ class _Depot:
             Slot("session", session, "tool", "recurring"),
         )
         arguments = {"route": route, "pass": rule, "crew": crew, "session": session}
-        result = self._result({"door": str(self._handle("door", READING))}, self.profile.ship_log)
+        result = self._result({"door": self._handle("door", READING)}, self.profile.ship_log)
         return Call(f"{route}\n{rule}", "open", arguments, result, slots)
 
-    def _send(self, item: str, gate: Handle) -> Call:
-        plan, port, tag = str(self.plans[item]), str(self.ports[item]), str(self.tags[item])
+    def _send(self, item: str, gate: str) -> Call:
+        plan, port, tag = self.plans[item], self.ports[item], self.tags[item]
         slots = (
             Slot("think", plan, "think", "one_shot"),
             Slot("plan", plan, "think", "one_shot", copied=True),
-            Slot("gate", str(gate), "others", "one_shot"),
+            Slot("gate", gate, "others", "one_shot"),
             Slot("port", port, "tool", "one_shot"),
             Slot("tag", tag, "act", "one_shot"),
         )
-        arguments = {"plan": plan, "gate": str(gate), "port": port, "tag": tag}
-        result = self._result({"slip": str(self._handle(item, READING))}, self.profile.ship_log)
+        arguments = {"plan": plan, "gate": gate, "port": port, "tag": tag}
+        result = self._result({"slip": self._handle(item, READING)}, self.profile.ship_log)
         return Call(plan, "ship", arguments, result, slots)
 
     def _read(self, page: str) -> UserTurn:
         entry = self._handle(page, READING)
-        mark = {"page": str(self._handle("page", READING))}
+        mark = {"page": self._handle("page", READING)}
         result = self._result(mark, self.profile.read_log, entry)
         call = Call(f'read "{page}"', "read", {"page": page}, result, ())
-        slot = Slot("think", str(entry), "tool", "local")
-        copied = Slot("reply", str(entry), "tool", "local", copied=True)
-        reply = Reply(str(entry), f'Read "{entry}".', (slot, copied))
+        slots = (
+            Slot("think", entry, "tool", "local"),
+            Slot("reply", entry, "tool", "local", copied=True),
+        )
+        reply = Reply(entry, f'Read "{entry}".', slots)
         return UserTurn(f'Please read "{page}".', (call,), reply)
 
     def _result(
-        self, fields: dict[str, str], log: Span, entry: Handle | None = None
+        self, fields: dict[str, str], log: Span, entry: str | None = None
     ) -> dict[str, str]:
         """Fill a tool's answer: its subject, a log of noise (with `entry` in it), a new reading."""
         names = self.rng.sample(self.extras, max(1, self._draw(log)))
         noise = [self._handle(name, self.rng.choice((TOOL, READING))) for name in names]
         if entry:
             noise[self.rng.randrange(len(noise))] = entry
-        self.reading = self._handle("now", READING)
-        return {**fields, "log": ",".join(map(str, noise)), "now": str(self.reading)}
+        self.reading = self._fact("now", READING)
+        return {**fields, "log": ",".join(noise), "now": str(self.reading)}
 
-    def _tag(self, name: str, job: Handle) -> tuple[Handle, Kind]:
+    def _tag(self, name: str, job: Handle) -> tuple[str, Kind]:
         return self._mixed(name, ACT, (self.reading.code[0], job.code[1]))
 
-    def _plan(self, name: str, job: Handle) -> tuple[Handle, Kind]:
+    def _plan(self, name: str, job: Handle) -> tuple[str, Kind]:
         return self._mixed(name, THINK, (job.code[0], self.reading.code[1]))
 
-    def _mixed(self, name: str, separator: str, code: Code) -> tuple[Handle, Kind]:
+    def _mixed(self, name: str, separator: str, code: Code) -> tuple[str, Kind]:
         if self.whims.random() < self.invented:
-            return Handle(name, separator, draw_code(self.whims)), "invented"
-        return Handle(name, separator, code), "derived"
+            return str(Handle(name, separator, draw_code(self.whims))), "invented"
+        return str(Handle(name, separator, code)), "derived"
 
     def _pass(self, where: str, copied: bool = False) -> Slot:
-        return Slot(where, str(self.rules["pass"]), "others", "recurring", copied)
+        return Slot(where, self.rules["pass"], "others", "recurring", copied)
 
-    def _handle(self, name: str, separator: str) -> Handle:
-        code: Code = draw_code(self.rng)
-        return Handle(name, separator, code)
+    def _fact(self, name: str, separator: str) -> Handle:
+        return Handle(name, separator, draw_code(self.rng))
+
+    def _handle(self, name: str, separator: str) -> str:
+        return str(self._fact(name, separator))
 
     def _draw(self, span: Span) -> int:
         return self.rng.randint(*span)
 
-    def _shuffled(self, things: Iterable[T]) -> list[T]:
+    def _shuffled(self, things: Iterable[str]) -> list[str]:
         listed = list(things)
         return self.rng.sample(listed, len(listed))

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from agentbench_kv.adapters.micro.episode import Call, Episode, UserTurn
-
-__all__ = ["TRIGGER", "Cursor", "auxiliary_reply", "cursors"]
+from agentbench_kv.adapters.micro.episode import Call, Episode
 
 TRIGGER = "** Memory management mode **"
 """The user message that asks for it."""
@@ -20,47 +18,26 @@ TRIGGER = "** Memory management mode **"
 
 @dataclass(frozen=True)
 class Cursor:
-    """One tool result of a session.
-
-    Parameters
-    ----------
-    number : int
-        The cursor of the result.
-    subject : str
-        Name in its first field, such as the item scanned.
-    stale : bool
-        Whether nothing that follows can need it.
-    """
+    """One tool result of a session."""
 
     number: int
-    subject: str
-    stale: bool
+    subject: str  # name in its first field, such as the item scanned
+    stale: bool  # nothing that follows can need it
 
 
 def cursors(episode: Episode, turns: int) -> list[Cursor]:
-    """List the results of an episode's first user turns.
+    """List the results of an episode's first `turns` user turns."""
+    calls = [call for turn in episode.turns[:turns] for call in turn.calls]
+    shipped = {_subject(call) for call in calls if call.name == "ship"}
 
-    Parameters
-    ----------
-    episode : Episode
-        The session.
-    turns : int
-        How many user turns are over.
-    """
-    over = episode.turns[:turns]
-    shipped = {turn.subject for turn in over if _ships(turn)}
-    calls = [call for turn in over for call in turn.calls]
-    return [_cursor(number, call, shipped) for number, call in enumerate(calls)]
+    def stale(call: Call) -> bool:
+        return call.name != "login" and (call.name != "scan" or _subject(call) in shipped)
+
+    return [Cursor(number, _subject(call), stale(call)) for number, call in enumerate(calls)]
 
 
 def auxiliary_reply(listed: Collection[Cursor]) -> str:
-    """Write the answer to the trigger, as the model should emit it.
-
-    Parameters
-    ----------
-    listed : collection of Cursor
-        The results that are still in the cache.
-    """
+    """Write the answer to the trigger over the results still in the cache, as the model should."""
     lines = (
         f"{cursor.number},{cursor.subject},{'done' if cursor.stale else 'keep'}\n"
         for cursor in listed
@@ -69,12 +46,6 @@ def auxiliary_reply(listed: Collection[Cursor]) -> str:
     return f'<think>\n{"".join(lines)}</think>\n\n{{"del_cursors": {stale}}}'
 
 
-def _ships(turn: UserTurn) -> bool:
-    return any(call.name == "ship" for call in turn.calls)
-
-
-def _cursor(number: int, call: Call, shipped: set[str]) -> Cursor:
+def _subject(call: Call) -> str:
     handle = next(iter(call.result.values()))
-    subject = handle.split("/")[0].split("+")[0]
-    needed = call.name == "login" or (call.name == "scan" and subject not in shipped)
-    return Cursor(number, subject, not needed)
+    return handle.split("/")[0].split("+")[0]

@@ -4,53 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CURRICULUM", "PROFILES", "Profile", "Span", "held_out_seed", "train_seed"]
-
 Span = tuple[int, int]
 """Inclusive range that a count is drawn from."""
 
 TEST_SEEDS = 1 << 32
-"""Test seeds lie below this number, training seeds from it on."""
+"""Test seeds are below this number, training seeds from it on."""
 
 
 def held_out_seed(index: int) -> int:
-    """Return the seed of the `index`-th held-out episode."""
     return index % TEST_SEEDS
 
 
 def train_seed(index: int) -> int:
-    """Return the seed of the `index`-th training episode."""
     return TEST_SEEDS + index
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How long an episode is and how far apart its facts lie.
+    """How long an episode is and how far apart its facts lie."""
 
-    Parameters
-    ----------
-    name : str
-        Part of the random state: equal seeds of two profiles are unrelated episodes.
-    stores, ships, reads : Span
-        User turns of each sort; ships never outnumber stores.
-    rules, memos : Span
-        Handles in the system prompt's table and in the first user message.
-    scan_log, ship_log, read_log : Span
-        Handles of noise in the results of the tools.
-    tools : bool
-        Whether the schemas stand in the system prompt (left out of the shortest training rows).
-    """
-
-    name: str
-    stores: Span
-    ships: Span
+    name: str  # part of the random state: equal seeds of two profiles are unrelated episodes
+    stores: Span  # user turns of each sort
+    ships: Span  # never more than stores
     reads: Span
-    rules: Span
-    memos: Span
-    scan_log: Span
+    rules: Span  # handles in the system prompt's table
+    memos: Span  # handles in the first user message
+    scan_log: Span  # handles of noise in the results of the tools
     ship_log: Span
     read_log: Span
-    tools: bool = True
+    tools: bool = True  # schemas in the system prompt; the shortest training rows have none
 
 
 PROFILES = {

@@ -19,10 +19,10 @@ from agentbench_kv.adapters.base import (
     TrialContext,
 )
 from agentbench_kv.adapters.micro.environment import Environment
-from agentbench_kv.adapters.micro.episode import Call, Episode, UserTurn
+from agentbench_kv.adapters.micro.episode import Episode
 from agentbench_kv.adapters.micro.generate import generate
 from agentbench_kv.adapters.micro.profiles import PROFILES, TEST_SEEDS, held_out_seed
-from agentbench_kv.adapters.micro.score import Score, Tally, score
+from agentbench_kv.adapters.micro.score import score
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import Metric, TrialStatus
 
@@ -34,9 +34,9 @@ MAX_MESSAGE_TOKENS = 192
 class RecallTask(Task):
     """Sessions of one profile; a session scores 1 if every call and reply was exactly right.
 
-    Sub-scores in every record say which phase the needed evidence was in (`think`, `act`, `tool`,
-    `others`) and whether it is needed again and again or once, long after (`recurring`,
-    `one_shot`), also crossed (`tool_one_shot`).
+    Sub-scores are by the phase of the needed evidence (`think`, `act`, `tool`, `others`), by
+    whether it is needed again and again (`recurring`) or once, long after (`one_shot`), and by both
+    (`tool_one_shot`).
     """
 
     profile: ClassVar[str]
@@ -53,7 +53,6 @@ class RecallTask(Task):
         return [Sample(id=f"{self.profile}-{first + index}") for index in range(count)]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Play the session and score it."""
         episode = self._episode(sample)
         environment = Environment(episode)
         messages: list[Message] = [{"role": "system", "content": episode.system}]
@@ -64,7 +63,7 @@ class RecallTask(Task):
         return Outcome(
             TrialStatus.SCORED,
             score=float(result.success),
-            metrics=_metrics(result),
+            metrics=result.metrics,
             transcript=messages,
             facts=result.facts,
         )
@@ -74,17 +73,21 @@ class RecallTask(Task):
         environment = Environment(self._episode(sample))
         while not environment.done:
             environment.abandon()
-        return _metrics(score(environment))
+        return score(environment).metrics
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         """Return what the gold, corrupt (last call wrong) or null agent says."""
         episode = self._episode(sample)
         if agent == "null":
             return ["I would rather not." for _ in episode.turns]
-        texts = [text for turn in episode.turns for text in _raw_texts(turn)]
+        texts: list[str] = []
+        for turn in episode.turns:
+            texts += [*(call.raw for call in turn.calls), turn.reply.raw]
         if agent == "corrupt":
             last = episode.calls[-1]
-            texts[texts.index(last.raw)] = _corrupted(last).raw
+            name, value = next(iter(last.arguments.items()))
+            wrong = replace(last, arguments={**last.arguments, name: value + "x"})
+            texts[texts.index(last.raw)] = wrong.raw
         return texts
 
     def provenance(self) -> dict[str, Any]:
@@ -138,44 +141,13 @@ def _act(environment: Environment, reply: Reply, messages: list[Message]) -> boo
         return environment.abandon().turn_over
     if not reply.tool_calls:
         return environment.reply(reply.content).turn_over
-    turn_over = False
     for call in reply.tool_calls:
-        if turn_over:
-            break
         function = call["function"]
-        observation = environment.call(function["name"], _arguments(function["arguments"]))
-        answer = {"role": "tool", "tool_call_id": call["id"], "content": observation.text}
-        messages.append(answer)
-        turn_over = observation.turn_over
-    return turn_over
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    parsed = json.loads(text)
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _raw_texts(turn: UserTurn) -> list[str]:
-    return [*(call.raw for call in turn.calls), turn.reply.raw]
-
-
-def _corrupted(call: Call) -> Call:
-    name = next(iter(call.arguments))
-    return replace(call, arguments={**call.arguments, name: call.arguments[name] + "x"})
-
-
-def _metrics(result: Score) -> dict[str, float | int | str | None]:
-    tallies: dict[str, Tally] = {
-        "messages": result.messages,
-        **result.by_source,
-        **{
-            kind: result.by_kind[kind]
-            for kind in ("recurring", "one_shot")
-            if kind in result.by_kind
-        },
-        **{name.replace("/", "_"): tally for name, tally in result.by_both.items()},
-    }
-    metrics: dict[str, float | int | str | None] = {}
-    for name, (right, asked) in tallies.items():
-        metrics[f"{name}_right"], metrics[f"{name}_asked"] = right, asked
-    return metrics
+        arguments = json.loads(function["arguments"])
+        observation = environment.call(
+            function["name"], arguments if isinstance(arguments, dict) else {}
+        )
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": observation.text})
+        if observation.turn_over:
+            return True
+    return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-__all__ = ["PARAMETERS", "schemas"]
 
 PARAMETERS = {
     "login": ("crew",),
@@ -16,18 +15,11 @@ PARAMETERS = {
 """Argument names of every tool, in the order they are written."""
 
 
-def schemas(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the function schemas of some tools.
-
-    Parameters
-    ----------
-    names : tuple of str
-        Keys of `PARAMETERS`.
-    """
-    return [_schema(name) for name in names]
-
-
-def _schema(name: str) -> dict[str, Any]:
-    properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the function schemas of the tools named."""
+    found = []
+    for name in names:
+        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
+        parameters = {"type": "object", "properties": properties}
+        found.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    return found

@@ -10,22 +10,6 @@ import random
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "ACT",
-    "HANDLE",
-    "HINT",
-    "MEMO",
-    "NAMES",
-    "READING",
-    "RULE",
-    "SYLLABLES",
-    "THINK",
-    "TOOL",
-    "Code",
-    "Handle",
-    "draw_code",
-]
-
 # Left out: syllables that would merge with the words of the chat template when tokenised.
 CLASHING = {"ge", "gi", "me", "ne", "ra", "te"}
 SYLLABLES = tuple(c + v for c in "bdfghklmnprstv" for v in "aeiou" if c + v not in CLASHING)
@@ -55,27 +39,15 @@ Code = tuple[str, str]
 
 @dataclass(frozen=True)
 class Handle:
-    """A named fact.
+    """A named fact, as `str` writes it in texts."""
 
-    Parameters
-    ----------
-    name : str
-        What the fact is about.
-    separator : str
-        Where it was first stated.
-    code : Code
-        Its two syllables.
-    """
-
-    name: str
-    separator: str
+    name: str  # what the fact is about
+    separator: str  # where it was first stated
     code: Code
 
     def __str__(self) -> str:
-        """Write the handle as it stands in texts."""
         return self.name + self.separator + "".join(self.code)
 
 
 def draw_code(rng: random.Random) -> Code:
-    """Draw two independent syllables."""
     return rng.choice(SYLLABLES), rng.choice(SYLLABLES)

@@ -11,11 +11,10 @@ import pytest
 from agentbench_kv.adapters.base import Message, Reply
 from agentbench_kv.adapters.browser.browser import Browser
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.episode import Episode, Limits, play
+from agentbench_kv.adapters.browser.episode import Episode, play
 from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.results.records import TrialStatus
 
-FIVE_TURNS = Limits(5)
 SEARCH = ("search", {"query": "heron"})
 
 
@@ -59,8 +58,9 @@ class Agent:
         return said
 
 
-def run(corpus: Corpus, agent: Agent, limits: Limits = FIVE_TURNS) -> Episode:
-    return play(agent, Browser(corpus), [{"role": "user", "content": "Which bird?"}], limits)
+def run(corpus: Corpus, agent: Agent, context: int = 0) -> Episode:
+    messages: list[Message] = [{"role": "user", "content": "Which bird?"}]
+    return play(agent, Browser(corpus), messages, turns=5, context=context)
 
 
 def test_an_answer_ends_it(corpus: Corpus) -> None:
@@ -106,9 +106,9 @@ def test_the_ways_of_not_completing(
 
 
 def test_the_context_limit_in_estimated_tokens(corpus: Corpus) -> None:
-    wide = run(corpus, Agent(says("", SEARCH)), Limits(5, 10_000))
+    wide = run(corpus, Agent(says("", SEARCH)), 10_000)
     assert wide.status is TrialStatus.TURN_LIMIT
-    tight = run(corpus, Agent(says("", SEARCH)), Limits(5, 150))
+    tight = run(corpus, Agent(says("", SEARCH)), 150)
     assert tight.status is TrialStatus.CONTEXT_LIMIT
     assert tight.turns < 5
     assert "150 estimated tokens" in str(tight.reason)
