@@ -40,21 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How one library is compiled.
+    """How one library is compiled."""
 
-    Attributes
-    ----------
-    kind : str
-        `cpu` or `cuda`.
-    command : tuple of str
-        Everything but the output's name.
-    about : str
-        The compiler's version and what it compiles for.
-    """
-
-    kind: str
-    command: tuple[str, ...]
-    about: str
+    kind: str  # `cpu` or `cuda`
+    command: tuple[str, ...]  # all but the output's name
+    about: str  # the compiler's version and what it compiles for
 
     @property
     def key(self) -> str:
@@ -68,23 +58,19 @@ class Toolchain:
 
 
 def toolchain(kind: str) -> Toolchain:
-    """Find the compiler for `cpu` or `cuda`.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is not on this machine, or (cuda) PyTorch sees no GPU.
-    """
-    return _cpu_toolchain() if kind == "cpu" else _cuda_toolchain()
+    """Find the compiler for `cpu` or `cuda` (PrerequisiteError without it, or without a GPU)."""
+    if kind == "cpu":
+        return _cpu_toolchain()
+    if not torch.cuda.is_available():
+        raise PrerequisiteError("PyTorch sees no CUDA device; see kvbench doctor")
+    major, minor = torch.cuda.get_device_capability()
+    return _nvcc_toolchain((f"{major}{minor}",))
 
 
 def library(kind: str) -> Path:
     """Return the compiled library, building it if this machine has not yet.
 
-    Raises
-    ------
-    PrerequisiteError
-        Without a compiler, or if it fails; one line with its first complaint.
+    A PrerequisiteError carries the compiler's first complaint, in one line.
     """
     tools = toolchain(kind)
     folder = cache_folder()
@@ -117,13 +103,7 @@ def cache_folder() -> Path:
 
 
 def compile_cuda(output: Path, architectures: tuple[str, ...] = PORTABLE_ARCHITECTURES) -> None:
-    """Compile the CUDA library for some architectures, with or without a GPU here.
-
-    Raises
-    ------
-    PrerequisiteError
-        Without nvcc, or if it fails.
-    """
+    """Compile the CUDA library for some architectures, with or without a GPU here."""
     _compile(_nvcc_toolchain(architectures), output)
 
 
@@ -138,13 +118,6 @@ def _cpu_toolchain() -> Toolchain:
     flags = ("-x", "c++", "-std=c++17", "-O3", native, "-fPIC", "-shared", "-pthread", "-Wno-psabi")
     command = (*shlex.split(found), *flags, *_extra_flags(), str(SOURCES / "kvbench.cu"))
     return Toolchain("cpu", command, f"{_version(found)}, {native} on {_processor()}")
-
-
-def _cuda_toolchain() -> Toolchain:
-    if not torch.cuda.is_available():
-        raise PrerequisiteError("PyTorch sees no CUDA device; see kvbench doctor")
-    major, minor = torch.cuda.get_device_capability()
-    return _nvcc_toolchain((f"{major}{minor}",))
 
 
 def _nvcc_toolchain(architectures: tuple[str, ...]) -> Toolchain:
@@ -196,12 +169,7 @@ def _compile(tools: Toolchain, output: Path) -> None:
 def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise PrerequisiteError(f"cannot run {command[0]}: {error}") from error
@@ -217,9 +185,7 @@ def _workplace(folder: Path) -> Iterator[Path]:
     except OSError as error:
         logger.warning(
             "cannot write the kernel cache %s (%s): compiling for this process only; set %s",
-            folder,
-            error.strerror,
-            CACHE_VARIABLE,
+            *(folder, error.strerror, CACHE_VARIABLE),
         )
         place = Path(tempfile.mkdtemp(prefix="kvb-"))
     try:
