@@ -19,40 +19,21 @@ from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["LlamaCppWire"]
-
-SETTINGS = "KVBENCH_LLAMACPP"
-"""Environment variable of the backend; see `backend.server.Settings`."""
-_BACKEND = "agentbench_kv.engines.llamacpp.backend.server"
+SETTINGS = "KVBENCH_LLAMACPP"  # environment variable of the backend; see `backend.server.Settings`
 _START_S = 300.0
-_ANSWER_S = 3600.0
-"""A queue of prefills may stand before a token."""
+_ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
 
 
 class LlamaCppWire(Wire):
-    """One backend on two Unix sockets in a private folder.
-
-    Parameters
-    ----------
-    options : EngineOptions
-    python : Path
-        The environment's interpreter.
-    model : Path
-        GGUF file.
-    tokenizer : Path
-        Folder of its tokenizer.
-    cells : int
-        Cached tokens of all sessions together.
-    folder : Path
-    """
+    """One backend on two Unix sockets in a private folder."""
 
     def __init__(
         self,
         options: EngineOptions,
-        python: Path,
-        model: Path,
-        tokenizer: Path,
-        cells: int,
+        python: Path,  # the environment's interpreter
+        model: Path,  # GGUF file
+        tokenizer: Path,  # its folder
+        cells: int,  # cached tokens of all sessions together
         folder: Path,
     ) -> None:
         self._options = options
@@ -61,26 +42,19 @@ class LlamaCppWire(Wire):
         self._tokenizer = tokenizer
         self._cells = cells
         self._folder = folder
+        self._stream = folder / "stream"
 
     def details(self) -> dict[str, str]:
-        """Return what a run's record says of the backend."""
         return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
 
     def use(self, method: Method) -> None:
-        """Start backends with another method from now on."""
         self._options = replace(self._options, method=method)
 
     @property
     def control(self) -> Path:
-        """The control channel's socket."""
         return self._folder / "control"
 
-    @property
-    def _stream(self) -> Path:
-        return self._folder / "stream"
-
     def launch(self) -> Launch:
-        """Return the command that starts the backend."""
         options = self._options
         policy = Policy(options.method, self._tokenizer, self.control, options.trace)
         settings = {
@@ -98,7 +72,7 @@ class LlamaCppWire(Wire):
             "TRANSFORMERS_OFFLINE": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [str(self._python), "-m", _BACKEND]
+        command = [str(self._python), "-m", "agentbench_kv.engines.llamacpp.backend.server"]
         return Launch(command, self._ready, environment, _START_S)
 
     def _ready(self) -> bool:
@@ -106,18 +80,14 @@ class LlamaCppWire(Wire):
             return self._stream.exists() and control.answers()
 
     def stream(self, request: Request) -> Generator[int]:
-        """Yield a generation's ids."""
         document = _document(request)
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(str(self._stream))
             with connection.makefile("rb") as lines:
                 connection.sendall(json.dumps(document).encode() + b"\n")
-                while True:
-                    answer = _answer(lines.readline())
-                    if answer is None:
-                        return
-                    yield answer
+                while (token := _answer(lines.readline())) is not None:
+                    yield token
                     if document["stepwise"]:
                         connection.sendall(b"\n")
 

@@ -22,8 +22,6 @@ from agentbench_kv.engines.llamacpp.shape import ModelShape
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import rope_rotate
 
-__all__ = ["Blob", "RowFormat"]
-
 MAGIC = 0xAF143CD8
 _HEADER = struct.Struct("<IiII")
 CELL_NUMBERS = 3
@@ -36,18 +34,7 @@ _DTYPES = {0: torch.float32, 1: torch.float16}
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a context stores rows.
-
-    Attributes
-    ----------
-    shape : ModelShape
-    row_type : int
-        ggml's number of the element type.
-    row_bytes : int
-        Bytes of the keys (or values) of one token in one layer, all heads.
-    transposed : bool
-        Values lie channel by channel instead of token by token.
-    """
+    """How a context stores rows."""
 
     shape: ModelShape
     row_type: int
@@ -56,14 +43,6 @@ class RowFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The element type.
-
-        Raises
-        ------
-        KVBenchError
-            For quantised rows: arithmetic on them would quantise twice, and keys may be stored
-            rotated by a Hadamard matrix.
-        """
         if self.row_type not in _DTYPES:
             raise KVBenchError("rows of a quantised cache cannot be read; only saved and restored")
         return _DTYPES[self.row_type]
@@ -82,19 +61,7 @@ class RowFormat:
 
 
 class Blob:
-    """Rows of some tokens, outside the cache.
-
-    Parameters
-    ----------
-    form : RowFormat
-    data : bytearray
-        As llama.cpp wrote it.
-
-    Raises
-    ------
-    KVBenchError
-        If it is not laid out as the pinned version does.
-    """
+    """Rows of some tokens, outside the cache."""
 
     def __init__(self, form: RowFormat, data: bytearray) -> None:
         self.form = form
@@ -165,13 +132,7 @@ class Blob:
         return made
 
     def rotate(self, by: int) -> None:
-        """Move the tokens by some positions: keys rotate, labels follow.
-
-        Raises
-        ------
-        KVBenchError
-            If the rows are quantised.
-        """
+        """Move the tokens by some positions: keys rotate, labels follow."""
         native = plugin.find_plugin()
         if native is None:
             self._rotate_by_kernels(by)

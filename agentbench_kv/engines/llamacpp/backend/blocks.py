@@ -17,28 +17,15 @@ from agentbench_kv.engines.llamacpp.backend.scheduler import Scheduler
 from agentbench_kv.engines.llamacpp.backend.session import BackendSession
 from agentbench_kv.errors import UsageError
 
-__all__ = ["Blocks"]
-
 
 class Blocks:
-    """The primitives over a scheduler's sessions.
-
-    Parameters
-    ----------
-    scheduler : Scheduler
-    """
+    """The primitives over a scheduler's sessions."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
-        """Return the RoPE position of the first token of [start, end), and the rows' bytes.
-
-        Raises
-        ------
-        UsageError
-            If a token is not in the cache, or they are no neighbours.
-        """
+        """Return the RoPE position of the first token of [start, end), and the rows' bytes."""
         session = self._session(name)
         rows = session.rows
         chosen = _inside(rows.logical, [(start, end)])
@@ -74,15 +61,7 @@ class Blocks:
         return before - rows.live
 
     def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
-        """Put saved rows back, as logical positions from `start`, without a forward pass.
-
-        Raises
-        ------
-        UsageError
-            If the positions are in the cache, were never seen, or are taken.
-        CapacityError
-            If the cache has no room.
-        """
+        """Put saved rows back, as logical positions from `start`, without a forward pass."""
         blob = Blob(self._scheduler.cells.form, data)
         session = self._session(name, more=blob.tokens)
         rows, before = session.rows, session.rows.live

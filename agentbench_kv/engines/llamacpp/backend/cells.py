@@ -18,8 +18,6 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import paged
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["Cells"]
-
 TAG = 0x6B76_6265 << 32
 """Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes."""
 LOST = "a restored block is not where it was put"
@@ -28,13 +26,7 @@ SEARCHED = 1024
 
 
 class Cells:
-    """Keys and values of all cells, as views of llama.cpp's own memory.
-
-    Parameters
-    ----------
-    context : Context
-        After its warm-up.
-    """
+    """Keys and values of all cells, as views of llama.cpp's own memory."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -91,17 +83,6 @@ class Cells:
         """Move the kept rows of a session to its last cells, in place; return the rows moved.
 
         The last cells have the largest labels, so that the next position still follows them.
-
-        Parameters
-        ----------
-        cells : Tensor [rows], int64
-            The session's cells by ascending label.
-        kept : Tensor [layers, kv_heads, budget], int64
-            Rows to keep, ascending.
-        beside : sequence of Tensor [layers, kv_heads, rows]
-            What else belongs to rows; what belongs to the last cells goes to the front.
-        sort : bool
-            Keep the order of `kept` instead of filling holes.
         """
         rows, budget = len(cells), kept.shape[-1]
         # Compaction fills the first rows of its table: from behind, these are the last cells.
@@ -165,11 +146,6 @@ class Cells:
         """Add a blob's rows to a sequence; return their cells [tokens], int64.
 
         They go into a scratch sequence first: llama.cpp empties the one it writes to.
-
-        Raises
-        ------
-        CapacityError
-            If there are not as many free cells; nothing has changed then.
         """
         native = plugin.find_plugin()
         if native is None:

@@ -18,8 +18,6 @@ from agentbench_kv.engines.llamacpp.metadata import read_metadata
 from agentbench_kv.engines.llamacpp.shape import ModelShape, model_shape
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 
-__all__ = ["Batch", "Context", "free_threads"]
-
 MOST_SEQUENCES = 256
 """LLAMA_MAX_SEQ."""
 ROPE_TYPES = {False: 2, True: 0}
@@ -146,15 +144,7 @@ class Context:
         return ctypes.cast(address, ctypes.POINTER(Tensor)).contents
 
     def decode(self, batch: Batch) -> torch.Tensor:
-        """Run the model; return logits [wanted, vocabulary], a copy.
-
-        Raises
-        ------
-        CapacityError
-            If the cache has not as many free cells as the batch has tokens.
-        KVBenchError
-            If llama.cpp refuses the batch: a sequence's next position must follow its last one.
-        """
+        """Run the model; return logits [wanted, vocabulary], a copy."""
         raw = self._batch
         raw.n_tokens = len(batch.tokens)
         wanted = set(batch.wanted)
@@ -187,7 +177,6 @@ class Context:
         self._llama.llama_memory_seq_cp(self.memory, source, target, start, end)
 
     def last_position(self, sequence: int) -> int:
-        """Return the largest position of a sequence, -1 if it is empty."""
         return int(self._llama.llama_memory_seq_pos_max(self.memory, sequence))
 
     def state(self, sequence: int) -> bytearray:
@@ -201,20 +190,13 @@ class Context:
         return data
 
     def set_state(self, sequence: int, data: bytearray) -> None:
-        """Replace a sequence by the cells in `data`.
-
-        Raises
-        ------
-        CapacityError
-            If the cache has not as many free cells.
-        """
+        """Replace a sequence by the cells in `data`."""
         view = (ctypes.c_uint8 * len(data)).from_buffer(data)
         got = self._llama.llama_state_seq_set_data(self._context, view, len(data), sequence)
         if got != len(data):
             raise self.no_room()
 
     def no_room(self) -> CapacityError:
-        """Return the error for rows that do not fit."""
         return CapacityError(f"the cache of {self.cells} tokens has no room for a block")
 
     @property
@@ -223,7 +205,6 @@ class Context:
         return self._context
 
     def close(self) -> None:
-        """Free model and cache; the context is unusable afterwards."""
         if self._context:
             self._llama.llama_batch_free(self._batch)
             self._llama.llama_free(self._context)

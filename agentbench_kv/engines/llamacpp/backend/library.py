@@ -12,8 +12,6 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["GGML_VERSION", "PINNED", "Tensor", "ggml", "library_folder", "llama", "op_number"]
-
 PINNED = "0.3.36"
 """Version of llama-cpp-python; struct layouts and the state format are this one's."""
 GGML_VERSION = "0.25.3"
@@ -46,13 +44,7 @@ class Tensor(ctypes.Structure):
 
 @cache
 def llama() -> Any:
-    """Import the binding, quiet but for errors, and check its version.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is not installed, or of another version.
-    """
+    """Import the binding, quiet but for errors, and check its version."""
     # Without it an assertion of ggml starts a debugger for the backtrace.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
@@ -68,13 +60,7 @@ def llama() -> Any:
 
 @cache
 def ggml() -> Any:
-    """Load the tensor library that the binding loaded, and check that its structs are known.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is of another version or has tensors of another size.
-    """
+    """Load the tensor library that the binding loaded, and check that its structs are known."""
     llama()
     base: Any = ctypes.CDLL(str(library_folder() / "libggml-base.so"))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -19,8 +19,6 @@ from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, library
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.kernels.build import cache_folder
 
-__all__ = ["NO_PLUGIN", "NO_ROOM", "Cells", "Keys", "State", "find_plugin", "load_plugin"]
-
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parents[1] / "csrc"
@@ -81,14 +79,7 @@ def find_plugin() -> Any:
 
 @cache
 def load_plugin() -> Any:
-    """Return the compiled plug-in, building it if this machine has not yet.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is switched off, without a compiler or headers, or if its structs are others than the
-        library's.
-    """
+    """Return the compiled plug-in, building it if this machine has not yet."""
     if os.environ.get(NO_PLUGIN, "").lower() == "off":
         raise PrerequisiteError(f"switched off by {NO_PLUGIN}=off")
     ggml()

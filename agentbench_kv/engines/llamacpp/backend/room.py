@@ -9,19 +9,12 @@ from agentbench_kv.engines.llamacpp.backend.session import BackendGeneration, Ba
 from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["Room"]
-
 
 class Room:
     """Cells and sequences of one context, lent to sessions.
 
     A session at rest whose cells are needed is parked: its rows are copied out of the cache and put
     back by its next turn, to the last bit. Sessions that generate are never touched.
-
-    Parameters
-    ----------
-    context : Context
-    method : Method
     """
 
     def __init__(self, context: Context, method: Method) -> None:
@@ -37,13 +30,7 @@ class Room:
         running: Sequence[BackendGeneration],
         sessions: Iterable[BackendSession],
     ) -> bool:
-        """Lend a generation's session its cells; False if it must wait for those that run.
-
-        Raises
-        ------
-        CapacityError
-            If nothing runs and it still does not fit.
-        """
+        """Lend a generation's session its cells; False if it must wait for those that run."""
         session = generation.session
         need = self._need(generation)
         busy = {id(each.session) for each in running}
@@ -61,13 +48,7 @@ class Room:
     def bring_in(
         self, session: BackendSession, cells: int, sessions: Iterable[BackendSession]
     ) -> None:
-        """Put a resting session's rows back into the cache, with room for `cells` in all.
-
-        Raises
-        ------
-        CapacityError
-            If those that run leave no room.
-        """
+        """Put a resting session's rows back into the cache, with room for `cells` in all."""
         everyone = list(sessions)
         busy = {id(each) for each in everyone if each.generating}
         if not self._make_room(session, cells, busy, everyone):

@@ -16,21 +16,12 @@ from torch import Tensor
 from agentbench_kv.engines.llamacpp.backend.blob import Blob
 from agentbench_kv.engines.llamacpp.backend.cells import Cells
 
-__all__ = ["SequenceRows", "runs"]
-
 
 class SequenceRows:
     """Rows of one session, by ascending label.
 
     After a per-head compaction a row's heads hold different tokens, so that `rope` and `logical`
     mean nothing any more; cells and labels do.
-
-    Attributes
-    ----------
-    sequence : int
-        llama.cpp's number; -1 while the rows are parked outside of the cache.
-    next : int
-        RoPE position of the next token.
     """
 
     def __init__(self, cells: Cells) -> None:
@@ -121,14 +112,7 @@ class SequenceRows:
         return self._sorted(self._cells.save(self.sequence, runs(self.labels[chosen].tolist())))
 
     def restore(self, blob: Blob, logical: Tensor) -> None:
-        """Put rows back at the positions the blob names, neighbours that no row has.
-
-        Parameters
-        ----------
-        blob : Blob
-        logical : Tensor [tokens], int64
-            Which of the session's tokens they are.
-        """
+        """Put rows back at the positions the blob names, neighbours that no row has."""
         rope = blob.positions
         if self._stand_ins:
             self._free_labels(rope)

@@ -29,8 +29,6 @@ from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import QueryKind
 
-__all__ = ["PREFILL_CHUNK", "STEP_TOKENS", "Scheduler"]
-
 PREFILL_CHUNK = 512
 STEP_TOKENS = 1024
 ASK_S = 0.005
@@ -44,11 +42,6 @@ class Scheduler:
 
     Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
     events fall on the same tokens.
-
-    Parameters
-    ----------
-    context : Context
-    policy : Policy
     """
 
     def __init__(self, context: Context, policy: Policy) -> None:
@@ -78,19 +71,11 @@ class Scheduler:
         self.context.watch.want_queries(needed)
 
     def configure(self, policy: Policy) -> None:
-        """Go on with another method; on the own thread.
-
-        Raises
-        ------
-        UsageError
-            If sessions are open.
-        """
         if self.sessions:
             raise UsageError(f"{len(self.sessions)} sessions are open; close them first")
         self._use(policy)
 
     def start(self, request: dict[str, Any], sampling: Sampling, stream: Stream) -> None:
-        """Queue a generation of a session, which is opened if it is new."""
         stream.stepwise = request["stepwise"]
 
         def begin() -> None:
@@ -130,21 +115,7 @@ class Scheduler:
             self._work.notify_all()
 
     def idle_session(self, name: str, more: int = 0) -> BackendSession:
-        """Return a session at rest, its rows in the cache; on the own thread.
-
-        Parameters
-        ----------
-        name : str
-        more : int
-            Rows that it is about to get.
-
-        Raises
-        ------
-        KVBenchError
-            If it is unknown.
-        CapacityError
-            If there is no room for its rows.
-        """
+        """Return a session at rest, its rows in the cache; on the own thread."""
         session = self.sessions.get(name)
         if session is None:
             raise KVBenchError(f"session {name} is not open")

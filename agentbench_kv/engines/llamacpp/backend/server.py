@@ -26,29 +26,13 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.phases.decoding import StopMatcher
 
-__all__ = ["SETTINGS", "Settings", "main"]
-
 SETTINGS = "KVBENCH_LLAMACPP"
 """Environment variable with the settings as JSON."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the backend is started with, besides its `Policy`.
-
-    Attributes
-    ----------
-    model : str
-        GGUF file.
-    stream : str
-        Unix socket for generations.
-    dtype : str
-        Of cached rows.
-    cells : int
-        Cached tokens of all sessions together.
-    sessions : int
-        Sessions that generate at once.
-    """
+    """What the backend is started with, besides its `Policy`."""
 
     model: str
     stream: str
@@ -58,8 +42,6 @@ class Settings:
 
 
 class Backend:
-    """Answers the harness."""
-
     def __init__(self, settings: Settings, policy: Policy) -> None:
         self._settings = settings
         self._policy = policy
@@ -79,7 +61,6 @@ class Backend:
         self._files = 0
 
     def commands(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
-        """Return what the control channel answers."""
         return {
             "ping": lambda _: True,
             "stats": self._stats,
@@ -94,7 +75,6 @@ class Backend:
         }
 
     def start(self, request: dict[str, Any], stream: Stream) -> None:
-        """Start a generation."""
         self.scheduler.start(request, self._sampling(request), stream)
 
     def _sampling(self, request: Mapping[str, Any]) -> Sampling:
@@ -135,7 +115,6 @@ class Backend:
         return self.scheduler.call(self.scheduler.pool)
 
     def _save(self, request: Mapping[str, Any]) -> Any:
-        """Save a block; its bytes go through a file, whose reader deletes it."""
         at, data = self.scheduler.call(
             lambda: self._blocks.save(request["session"], request["start"], request["end"])
         )
@@ -165,7 +144,6 @@ class Backend:
 
 
 def main() -> int:
-    """Serve until told to end; an error before that is one line and exit code 2."""
     follow_parent()
     settings = Settings(**json.loads(os.environ[SETTINGS]))
     policy = Policy.load()

@@ -15,27 +15,11 @@ from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
 
-__all__ = ["BackendGeneration", "BackendSession", "EventStore"]
-
 _clock = itertools.count(1)
 
 
 class BackendSession:
-    """State of one session.
-
-    Attributes
-    ----------
-    tokens : list of int
-        All it was given or generated; the last ones may not be fed yet.
-    rows : SequenceRows
-    ledger : SessionLedger
-    used : int
-        Rises with every turn: the session with the smallest was not used for longest.
-    reserved : int
-        Cells it may need before its turn ends.
-    generating : bool
-        Whether it has been admitted and has not ended.
-    """
+    """State of one session."""
 
     def __init__(self, name: str, recipe: str, method: Method, cells: Cells, size: int) -> None:
         self.name = name
@@ -67,7 +51,6 @@ class BackendSession:
         self.ledger.forward(len(cells))
 
     def accept(self, token: int) -> None:
-        """Add a generated token; the next forward feeds it."""
         self.tokens.append(token)
 
     def lose(self) -> None:
@@ -76,7 +59,6 @@ class BackendSession:
         self.ledger.lose()
 
     def stats(self) -> KVStats:
-        """Return the accounting as of now."""
         snapshot = self.ledger.snapshot()
         snapshot.logical = len(self.tokens)
         return snapshot
@@ -90,7 +72,6 @@ class EventStore:
         self._rows = rows
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Copy keys and values."""
         return self._cells.read(self._rows.cells)
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
@@ -106,15 +87,7 @@ class EventStore:
 
 
 class BackendGeneration:
-    """A turn that runs: prompt tokens to feed, then tokens to sample.
-
-    Parameters
-    ----------
-    session : BackendSession
-    sampling : Sampling
-    stream : Stream
-        Where tokens go; it says when the next one is wanted.
-    """
+    """A turn that runs: prompt tokens to feed, then tokens to sample."""
 
     def __init__(self, session: BackendSession, sampling: Sampling, stream: Stream) -> None:
         self.session = session

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Stream", "StreamServer"]
-
 
 class Stream:
     """One connection, written by the scheduler's thread and read by its own."""
@@ -58,17 +56,7 @@ class Stream:
 
 
 class StreamServer:
-    """Takes generations on threads of its own.
-
-    Parameters
-    ----------
-    path : Path
-        Of the socket.
-    start : callable
-        Takes a request and its stream; what it raises ends the stream.
-    wake : callable
-        Tells the scheduler that a stream has changed.
-    """
+    """Takes generations on threads of its own."""
 
     def __init__(
         self,
@@ -83,7 +71,6 @@ class StreamServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Stop taking generations."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -18,8 +18,6 @@ import torch
 from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, llama, op_number
 from agentbench_kv.engines.llamacpp.backend.plugin import find_plugin, load_plugin
 
-__all__ = ["NativeWatch", "PythonWatch", "Watch", "make_watch"]
-
 CACHE_NAME = re.compile(rb"cache_([kv])_l(\d+)$")
 QUERY_NAME = re.compile(rb"Qcur-(\d+)$")
 INT64 = 27
@@ -27,14 +25,7 @@ _NUMPY = {0: np.float32, 1: np.float16}
 
 
 class Watch(ABC):
-    """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch.
-
-    Parameters
-    ----------
-    layers : int
-    queries : bool
-        Whether to keep queries.
-    """
+    """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch."""
 
     def __init__(self, layers: int, queries: bool) -> None:
         self.layers = layers
@@ -78,13 +69,7 @@ def make_watch(layers: int, queries: bool) -> Watch:
 
 
 class NativeWatch(Watch):
-    """The plug-in's watch.
-
-    Raises
-    ------
-    PrerequisiteError
-        Without a compiler, or if its headers are not those of the libraries.
-    """
+    """The plug-in's watch."""
 
     def __init__(self, layers: int, queries: bool) -> None:
         super().__init__(layers, queries)
@@ -93,37 +78,30 @@ class NativeWatch(Watch):
         self.want_queries(queries)
 
     def want_queries(self, wanted: bool) -> None:
-        """Keep queries from the next decode on, or no longer."""
         super().want_queries(wanted)
         self._plugin.kvb_watch_want_queries(self._watch, int(wanted))
 
     @property
     def callback(self) -> Any:
-        """The C++ function."""
         kind = llama().ggml_backend_sched_eval_callback
         return ctypes.cast(self._plugin.kvb_watch_callback(), kind)
 
     @property
     def data(self) -> int | None:
-        """The C++ object."""
         return int(self._watch)
 
     def begin(self) -> None:
-        """Forget the last batch."""
         self._plugin.kvb_watch_begin(self._watch)
 
     def base(self, kind: str, layer: int) -> int:
-        """Return the address of a cache tensor."""
         return int(self._plugin.kvb_watch_base(self._watch, int(kind == "v"), layer) or 0)
 
     def cells(self) -> torch.Tensor:
-        """Return the cells."""
         count = ctypes.c_int64()
         first = self._plugin.kvb_watch_cells(self._watch, ctypes.byref(count))
         return _copied(first, count.value, torch.int64)
 
     def queries(self, layer: int, heads: int) -> torch.Tensor:
-        """Return one layer's queries."""
         count = ctypes.c_int64()
         first = self._plugin.kvb_watch_queries(self._watch, layer, ctypes.byref(count))
         rows = _copied(first, count.value, torch.float32)
@@ -137,15 +115,7 @@ def _copied(first: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class PythonWatch(Watch):
-    """The watch in Python. It can also keep any other tensor of the graph by name.
-
-    Parameters
-    ----------
-    layers, queries
-        As for `Watch`.
-    names : collection of str
-        Further tensors to keep in `kept`, for example `kq_soft_max-0`.
-    """
+    """The watch in Python. It can also keep any other tensor of the graph by name."""
 
     def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:
         super().__init__(layers, queries)
@@ -160,25 +130,20 @@ class PythonWatch(Watch):
 
     @property
     def callback(self) -> Any:
-        """The Python function."""
         return self._callback
 
     def begin(self) -> None:
-        """Forget the last batch."""
         self._cells.clear()
         self._queries.clear()
         self.kept.clear()
 
     def base(self, kind: str, layer: int) -> int:
-        """Return the address of a cache tensor."""
         return self._bases.get((kind, layer), 0)
 
     def cells(self) -> torch.Tensor:
-        """Return the cells."""
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self._cells]))
 
     def queries(self, layer: int, heads: int) -> torch.Tensor:  # noqa: ARG002
-        """Return one layer's queries."""
         return torch.from_numpy(np.concatenate(self._queries[layer])).transpose(0, 1)
 
     def _call(self, address: int, asking: bool, _data: object) -> bool:
