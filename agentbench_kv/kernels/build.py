@@ -107,13 +107,18 @@ def compile_cuda(output: Path, architectures: tuple[str, ...] = PORTABLE_ARCHITE
     _compile(_nvcc_toolchain(architectures), output)
 
 
-def _cpu_toolchain() -> Toolchain:
+def find_compiler() -> str:
+    """Return the C++ compiler's command, `$CXX` if that is set."""
     chosen = os.environ.get("CXX", "").strip()
-    wanted = [chosen] if chosen else ["g++", "clang++", "c++"]
-    found = next((name for name in wanted if shutil.which(shlex.split(name)[0])), None)
-    if found is None:
-        said = f"CXX={chosen} is not on this machine; unset it" if chosen else "none found"
-        raise PrerequisiteError(f"no C++ compiler ({said}, or install g++)")
+    for name in [chosen] if chosen else ["g++", "clang++", "c++"]:
+        if shutil.which(shlex.split(name)[0]):
+            return name
+    said = f"CXX={chosen} is not on this machine; unset it" if chosen else "none found"
+    raise PrerequisiteError(f"no C++ compiler ({said}, or install g++)")
+
+
+def _cpu_toolchain() -> Toolchain:
+    found = find_compiler()
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = ("-x", "c++", "-std=c++17", "-O3", native, "-fPIC", "-shared", "-pthread", "-Wno-psabi")
     command = (*shlex.split(found), *flags, *_extra_flags(), str(SOURCES / "kvbench.cu"))
@@ -138,7 +143,7 @@ def _extra_flags() -> list[str]:
 @cache
 def _version(compiler: str) -> str:
     """Return the line of `--version` that carries a number."""
-    done = _run((*shlex.split(compiler), "--version"))
+    done = run_compiler((*shlex.split(compiler), "--version"))
     lines = [line.strip() for line in done.stdout.splitlines() if any(c.isdigit() for c in line)]
     return next((line for line in reversed(lines) if "release" in line), lines[0] if lines else "?")
 
@@ -156,7 +161,7 @@ def _processor() -> str:
 
 
 def _compile(tools: Toolchain, output: Path) -> None:
-    done = _run((*tools.command, "-o", str(output)))
+    done = run_compiler((*tools.command, "-o", str(output)))
     if done.returncode or not output.exists():
         said = (done.stderr or done.stdout).strip().splitlines()
         complaint = next((line for line in said if "error" in line), said[-1] if said else "")
@@ -166,7 +171,8 @@ def _compile(tools: Toolchain, output: Path) -> None:
         )
 
 
-def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def run_compiler(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run a command; PrerequisiteError if it cannot be started, or takes `TIMEOUT_S`."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PART = 4096
-"""Rows that are float32 at the same time."""
+PART = 4096  # rows that are float32 at the same time
 
 
 class Embeddings:

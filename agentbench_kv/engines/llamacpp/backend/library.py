@@ -12,11 +12,10 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
+# Version of llama-cpp-python; struct layouts and the state format are this one's.
 PINNED = "0.3.36"
-"""Version of llama-cpp-python; struct layouts and the state format are this one's."""
 GGML_VERSION = "0.25.3"
-TENSOR_OVERHEAD = 32
-"""Bytes ggml adds to a tensor in a context (sizeof(struct ggml_object))."""
+TENSOR_OVERHEAD = 32  # bytes that a context adds to a tensor (sizeof(struct ggml_object))
 ERROR_LEVEL = 4
 MEND = "build the environment again: kvbench env create llamacpp --recreate"
 

@@ -26,11 +26,11 @@ class SequenceRows:
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
-        self.sequence = -1
+        self.sequence = -1  # llama.cpp's number; -1 while the rows are parked outside of the cache
         self._clear()
 
     def _clear(self) -> None:
-        self.next = 0
+        self.next = 0  # RoPE position of the next token
         self._table = torch.zeros(4, 0, dtype=torch.int64)
         self._stand_ins = False
         self._parked: Blob | None = None
@@ -66,7 +66,7 @@ class SequenceRows:
         return 0 if self._parked is not None else self.live
 
     def append(self, cells: Tensor, first_logical: int) -> None:
-        """Take note of rows that a decode wrote at the next positions."""
+        """Add rows that a decode wrote at the next positions."""
         each = torch.arange(len(cells))
         places = self.next + each
         self._insert(self.live, cells, places, places, first_logical + each)
@@ -112,7 +112,10 @@ class SequenceRows:
         return self._sorted(self._cells.save(self.sequence, runs(self.labels[chosen].tolist())))
 
     def restore(self, blob: Blob, logical: Tensor) -> None:
-        """Put rows back at the positions the blob names, neighbours that no row has."""
+        """Put rows back at the positions the blob names, neighbours that no row has.
+
+        `logical` [tokens] says which of the session's tokens they are.
+        """
         rope = blob.positions
         if self._stand_ins:
             self._free_labels(rope)
@@ -136,7 +139,7 @@ class SequenceRows:
         self._table[1] = labels
 
     def pack(self) -> None:
-        """Turn every key to the position of its row in the cache, and number rows so."""
+        """Turn every key to the position of its row in the cache, and number rows by it."""
         places = torch.arange(self.live)
         shape = self._cells.form.shape
         shifts = (places - self.rope).expand(shape.layers, shape.kv_heads, -1)

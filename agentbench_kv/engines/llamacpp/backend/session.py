@@ -24,12 +24,12 @@ class BackendSession:
     def __init__(self, name: str, recipe: str, method: Method, cells: Cells, size: int) -> None:
         self.name = name
         self.recipe = recipe
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # given or generated; the last ones may not be fed yet
         self.rows = SequenceRows(cells)
         self.ledger = SessionLedger(method, size)
-        self.reserved = 0
-        self.generating = False
-        self.used = 0
+        self.reserved = 0  # cells it may need before its turn ends
+        self.generating = False  # admitted, and not ended
+        self.used = 0  # rises with every turn: the smallest was not used for longest
 
     @property
     def pending(self) -> int:
@@ -49,9 +49,6 @@ class BackendSession:
         """Account for a forward that wrote the next tokens into `cells`."""
         self.rows.append(cells, self.ledger.fed)
         self.ledger.forward(len(cells))
-
-    def accept(self, token: int) -> None:
-        self.tokens.append(token)
 
     def lose(self) -> None:
         """Start over: everything must be computed again."""
@@ -81,7 +78,7 @@ class EventStore:
         return moved
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:  # noqa: ARG002
-        """Turn the keys to the positions of their rows, and number rows so."""
+        """Turn the keys to the positions of their rows, and number rows by them."""
         self._cells.rotate(self._rows.cells, shifts)
         self._rows.renumber()
 

@@ -23,10 +23,8 @@ class Stream:
         self._wake = wake
         self._lock = threading.Lock()
         self.stepwise = False
-        self.ready = True
-        """Whether the harness waits for the next token."""
-        self.closed = False
-        """Whether the harness has hung up."""
+        self.ready = True  # the harness waits for the next token
+        self.closed = False  # the harness has hung up
         self.ended = threading.Event()
 
     def send(self, document: dict[str, Any]) -> None:
@@ -44,25 +42,26 @@ class Stream:
         self.ended.set()
 
     def asked(self) -> None:
-        """Note that the harness wants the next token."""
+        """Say that the harness wants the next token."""
         with self._lock:
             self.ready = True
         self._wake()
 
     def hung_up(self) -> None:
-        """Note that the harness is gone."""
+        """Say that the harness is gone."""
         self.closed = True
         self._wake()
 
 
 class StreamServer:
-    """Takes generations on threads of its own."""
+    """Takes generations on threads of its own.
+
+    `start` takes a request and its stream, and what it raises ends the stream; `wake` tells the
+    scheduler that a stream has changed.
+    """
 
     def __init__(
-        self,
-        path: Path,
-        start: Callable[[dict[str, Any], Stream], None],
-        wake: Callable[[], None],
+        self, path: Path, start: Callable[[dict[str, Any], Stream], None], wake: Callable[[], None]
     ) -> None:
         path.unlink(missing_ok=True)
         self._server = _Server(str(path), _Connection)

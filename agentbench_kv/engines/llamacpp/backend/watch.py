@@ -27,23 +27,13 @@ _NUMPY = {0: np.float32, 1: np.float16}
 class Watch(ABC):
     """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch."""
 
-    def __init__(self, layers: int, queries: bool) -> None:
-        self.layers = layers
-        self.wants_queries = queries
+    callback: Any  # value of `llama_context_params.cb_eval`
+    data: int | None = None  # value of `llama_context_params.cb_eval_user_data`
+    wants_queries: bool
 
     def want_queries(self, wanted: bool) -> None:
         """Keep queries from the next decode on, or no longer."""
         self.wants_queries = wanted
-
-    @property
-    @abstractmethod
-    def callback(self) -> Any:
-        """Value of `llama_context_params.cb_eval`."""
-
-    @property
-    def data(self) -> int | None:
-        """Value of `llama_context_params.cb_eval_user_data`."""
-        return None
 
     @abstractmethod
     def begin(self) -> None:
@@ -69,26 +59,19 @@ def make_watch(layers: int, queries: bool) -> Watch:
 
 
 class NativeWatch(Watch):
-    """The plug-in's watch."""
+    """The plug-in's watch; PrerequisiteError where that cannot be built."""
 
     def __init__(self, layers: int, queries: bool) -> None:
-        super().__init__(layers, queries)
         self._plugin = load_plugin()
         self._watch = self._plugin.kvb_watch_new(layers)
+        kind = llama().ggml_backend_sched_eval_callback
+        self.callback = ctypes.cast(self._plugin.kvb_watch_callback(), kind)
+        self.data = int(self._watch)
         self.want_queries(queries)
 
     def want_queries(self, wanted: bool) -> None:
         super().want_queries(wanted)
         self._plugin.kvb_watch_want_queries(self._watch, int(wanted))
-
-    @property
-    def callback(self) -> Any:
-        kind = llama().ggml_backend_sched_eval_callback
-        return ctypes.cast(self._plugin.kvb_watch_callback(), kind)
-
-    @property
-    def data(self) -> int | None:
-        return int(self._watch)
 
     def begin(self) -> None:
         self._plugin.kvb_watch_begin(self._watch)
@@ -115,10 +98,10 @@ def _copied(first: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class PythonWatch(Watch):
-    """The watch in Python. It can also keep any other tensor of the graph by name."""
+    """The watch in Python. In `kept` it has further tensors by `names`, `kq_soft_max-0` say."""
 
-    def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:
-        super().__init__(layers, queries)
+    def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:  # noqa: ARG002
+        self.wants_queries = queries
         self.names = frozenset(name.encode() for name in names)
         self.kept: dict[str, list[Any]] = {}
         self._ggml = ggml()
@@ -126,11 +109,9 @@ class PythonWatch(Watch):
         self._bases: dict[tuple[str, int], int] = {}
         self._cells: list[Any] = []
         self._queries: dict[int, list[Any]] = {}
-        self._callback = llama().ggml_backend_sched_eval_callback(self._call)
-
-    @property
-    def callback(self) -> Any:
-        return self._callback
+        self.callback = llama().ggml_backend_sched_eval_callback(
+            lambda address, asking, _: self._ask(address) if asking else self._take(address)
+        )
 
     def begin(self) -> None:
         self._cells.clear()
@@ -145,9 +126,6 @@ class PythonWatch(Watch):
 
     def queries(self, layer: int, heads: int) -> torch.Tensor:  # noqa: ARG002
         return torch.from_numpy(np.concatenate(self._queries[layer])).transpose(0, 1)
-
-    def _call(self, address: int, asking: bool, _data: object) -> bool:
-        return self._ask(address) if asking else self._take(address)
 
     def _ask(self, address: int) -> bool:
         name: bytes = self._ggml.ggml_get_name(address)
