@@ -33,7 +33,6 @@ FLAGS_VARIABLE = "KVBENCH_KERNEL_FLAGS"
 TIMEOUT_S = 600
 STALE_S = 3600
 PATIENCE_S = 1.0
-PORTABLE_ARCHITECTURES = ("80", "90")
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +99,6 @@ def cache_folder() -> Path:
         return Path(chosen).expanduser().absolute()
     cached = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cached).expanduser().absolute() / "kvbench" / "kernels"
-
-
-def compile_cuda(output: Path, architectures: tuple[str, ...] = PORTABLE_ARCHITECTURES) -> None:
-    """Compile the CUDA library for some architectures, with or without a GPU here."""
-    _compile(_nvcc_toolchain(architectures), output)
 
 
 def find_compiler() -> str:

@@ -38,7 +38,8 @@ class TorchBackend:
         heads, n, _ = queries.shape
         grouped = queries.reshape(kv_heads, heads // kv_heads, n, head_dim)
         flat = grouped.float().flatten(1, 2) / math.sqrt(head_dim)
-        logits = torch.bmm(flat, keys.float().transpose(1, 2)).unflatten(1, grouped.shape[1:3])
+        logits = torch.bmm(flat, keys.float().transpose(1, 2))
+        logits = logits.reshape(*grouped.shape[:3], keys.shape[1])
         causal = query_positions is not None and key_positions is not None
         if query_positions is not None and key_positions is not None:
             later = key_positions[:, None, None, :] > query_positions[None, None, :, None]

@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,20 @@ _START_S = 300.0
 _ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
 
 
+@dataclass(eq=False)
 class LlamaCppWire(Wire):
     """One backend on two Unix sockets in a private folder."""
 
-    def __init__(
-        self,
-        options: EngineOptions,
-        python: Path,  # the environment's interpreter
-        model: Path,  # GGUF file
-        tokenizer: Path,  # its folder
-        cells: int,  # cached tokens of all sessions together
-        folder: Path,
-    ) -> None:
-        self._options = options
-        self._python = python
-        self._model = model
-        self._tokenizer = tokenizer
-        self._cells = cells
-        self._folder = folder
-        self._stream = folder / "stream"
+    _options: EngineOptions
+    _python: Path  # the environment's interpreter
+    _model: Path  # GGUF file
+    _tokenizer: Path  # its folder
+    _cells: int  # cached tokens of all sessions together
+    _folder: Path
+
+    @property
+    def _stream(self) -> Path:
+        return self._folder / "stream"
 
     def details(self) -> dict[str, str]:
         return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
@@ -94,6 +89,7 @@ class LlamaCppWire(Wire):
 
 def _document(request: Request) -> dict[str, Any]:
     sampling, stop = request.sampling, stop_document(request.sampling)
+    alike = ("temperature", "top_p", "top_k", "seed")
     return {
         "session": request.session,
         "recipe": request.recipe,
@@ -103,10 +99,7 @@ def _document(request: Request) -> dict[str, Any]:
         "stepwise": sampling.stop is not None and stop is None,
         "sampling": {
             "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "seed": sampling.seed,
+            **{name: getattr(sampling, name) for name in alike},
             "stop_token_ids": sorted(sampling.stop_token_ids),
         },
     }

@@ -29,8 +29,7 @@ from agentbench_kv.engines.llamacpp.shape import ROW_TYPES
 CONTEXT_TOKENS = 2048
 BLOCK_START = 256
 BATCH = 512
-ROUNDS = 5
-"""Restores per prefill: they take a hundredth of the time."""
+ROUNDS = 5  # restores per prefill: they take a hundredth of the time
 
 
 class Bench:
@@ -42,14 +41,9 @@ class Bench:
         )
         self.cells = Cells(self.context)
         draw = torch.Generator().manual_seed(3)
-        size = (CONTEXT_TOKENS,)
-        self.tokens = torch.randint(0, self.context.shape.vocabulary, size, generator=draw).tolist()
+        words = self.context.shape.vocabulary
+        self.tokens = torch.randint(0, words, (CONTEXT_TOKENS,), generator=draw).tolist()
         self.rows = SequenceRows(self.cells)
-
-    def start(self, tokens: int) -> None:
-        self.rows.free()
-        self.rows.sequence = 0
-        self.feed(self.tokens[:tokens])
 
     def feed(self, tokens: list[int]) -> None:
         """Compute tokens behind the last one."""
@@ -67,7 +61,9 @@ def measure(bench: Bench, protocol: str, tokens: int, repeats: int) -> dict[str,
     Every step is repeated on warm caches; the first repetition does not count.
     """
     start, context = (0, tokens) if protocol == "empty" else (BLOCK_START, CONTEXT_TOKENS)
-    bench.start(context)
+    bench.rows.free()
+    bench.rows.sequence = 0
+    bench.feed(bench.tokens[:context])
     moved = 0 if protocol == "empty" else context - start
     rounds = [
         _there_and_back(bench.rows, start, tokens, moved) for _ in range(ROUNDS * repeats + 1)

@@ -138,22 +138,19 @@ class Blob:
         if native is None:
             self._rotate_by_kernels(by)
         else:
-            keys = self._described_keys()
-            native.kvb_turn(ctypes.byref(keys), by, self.form.frequencies.data_ptr())
+            form, shape = self.form, self.form.shape
+            first = _address(self.data) + _keys_at(form, self.tokens, 0)
+            layer_bytes = _ROWS.size + self.tokens * form.row_bytes
+            keys = plugin.Keys(
+                *(first, shape.layers, layer_bytes, self.tokens, shape.kv_heads, shape.head_dim),
+                *(form.dtype is torch.float16, shape.interleaved),
+            )
+            native.kvb_turn(ctypes.byref(keys), by, form.frequencies.data_ptr())
         self._cells[:, 0] += by
 
     def _rotate_by_kernels(self, by: int) -> None:
         frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
         rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
-
-    def _described_keys(self) -> plugin.Keys:
-        form, shape = self.form, self.form.shape
-        first = _address(self.data) + _keys_at(form, self.tokens, 0)
-        layer_bytes = _ROWS.size + self.tokens * form.row_bytes
-        return plugin.Keys(
-            *(first, shape.layers, layer_bytes, self.tokens, shape.kv_heads, shape.head_dim),
-            *(form.dtype is torch.float16, shape.interleaved),
-        )
 
     def described(self) -> plugin.State:
         """Return where the blob lies, for the plug-in; valid while the blob lives."""

@@ -149,9 +149,6 @@ class Context:
         """Make a sequence's cells in [start, end) also the target's; nothing is copied."""
         self._llama.llama_memory_seq_cp(self.memory, source, target, start, end)
 
-    def last_position(self, sequence: int) -> int:
-        return int(self._llama.llama_memory_seq_pos_max(self.memory, sequence))
-
     def state(self, sequence: int) -> bytearray:
         """Return the cells of a sequence in llama.cpp's state format."""
         size = self._llama.llama_state_seq_get_size(self.handle, sequence)

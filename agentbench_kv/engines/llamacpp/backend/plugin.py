@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, library_folder
+from agentbench_kv.engines.llamacpp.backend.library import Tensor, declare, ggml, library_folder
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.kernels.build import cache_folder, find_compiler, run_compiler
 
@@ -54,6 +54,22 @@ class Keys(ctypes.Structure):
     )
 
 
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_NUMBERS, _FLOATS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_float)
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "kvb_tensor_size": (ctypes.c_size_t,),
+    "kvb_watch_new": (_P, _I),
+    "kvb_watch_want_queries": (None, _P, _I),
+    "kvb_watch_callback": (_P,),
+    "kvb_watch_begin": (None, _P),
+    "kvb_watch_base": (_P, _P, _I, _I),
+    "kvb_watch_cells": (_NUMBERS, _P, _NUMBERS),
+    "kvb_watch_queries": (_FLOATS, _P, _I, _NUMBERS),
+    "kvb_load": (_I, _P, ctypes.POINTER(State), ctypes.POINTER(Cells), _L, _I, _I, _P),
+    "kvb_turn": (None, ctypes.POINTER(Keys), _L, _P),
+}
+
+
 @cache
 def find_plugin() -> Any:
     """Return the plug-in, or None with one warning that says why there is none."""
@@ -75,31 +91,10 @@ def load_plugin() -> Any:
         raise PrerequisiteError(f"switched off by {NO_PLUGIN}=off")
     ggml()
     plugin: Any = ctypes.CDLL(str(_library()))
-    _declare(plugin)
+    declare(plugin, _SIGNATURES)
     if plugin.kvb_tensor_size() != ctypes.sizeof(Tensor):
         raise PrerequisiteError("the installed ggml headers are not those of the libraries")
     return plugin
-
-
-def _declare(plugin: Any) -> None:
-    pointer, number = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
-    plugin.kvb_tensor_size.restype = ctypes.c_size_t
-    plugin.kvb_watch_new.restype = pointer
-    plugin.kvb_watch_want_queries.argtypes = (pointer, ctypes.c_int)
-    plugin.kvb_watch_want_queries.restype = None
-    plugin.kvb_watch_callback.restype = pointer
-    plugin.kvb_watch_begin.argtypes, plugin.kvb_watch_begin.restype = (pointer,), None
-    plugin.kvb_watch_base.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
-    plugin.kvb_watch_base.restype = pointer
-    plugin.kvb_watch_cells.argtypes = (pointer, number)
-    plugin.kvb_watch_cells.restype = number
-    plugin.kvb_watch_queries.argtypes = (pointer, ctypes.c_int, number)
-    plugin.kvb_watch_queries.restype = ctypes.POINTER(ctypes.c_float)
-    sequence = ctypes.c_int32
-    blob, cells = ctypes.POINTER(State), ctypes.POINTER(Cells)
-    plugin.kvb_load.argtypes = (pointer, blob, cells, ctypes.c_int64, sequence, sequence, pointer)
-    plugin.kvb_turn.argtypes = (ctypes.POINTER(Keys), ctypes.c_int64, pointer)
-    plugin.kvb_turn.restype = None
 
 
 def _library() -> Path:

@@ -31,28 +31,24 @@ class SequenceRows:
 
     def _clear(self) -> None:
         self.next = 0  # RoPE position of the next token
-        self._table = torch.zeros(4, 0, dtype=torch.int64)
+        self._table = torch.zeros(4, 0, dtype=torch.int64)  # cells, labels, RoPE, logical
         self._stand_ins = False
         self._parked: Blob | None = None
 
     @property
     def cells(self) -> Tensor:
-        """Cell of every row."""
         return self._table[0]
 
     @property
     def labels(self) -> Tensor:
-        """Position that llama.cpp knows of every row, ascending."""
         return self._table[1]
 
     @property
     def rope(self) -> Tensor:
-        """Position that every row's key is rotated to."""
         return self._table[2]
 
     @property
     def logical(self) -> Tensor:
-        """Which of the session's tokens every row is."""
         return self._table[3]
 
     @property
@@ -128,16 +124,6 @@ class SequenceRows:
         if not behind:
             self._anchor()
 
-    def relabel(self, labels: Tensor) -> None:
-        """Give every row another label, ascending; keys stay as they are."""
-        if not self.live:
-            return
-        blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
-        blob.set_positions(labels)
-        self._cells.context.remove(self.sequence)
-        self._table[0] = self._cells.load(self.sequence, blob)
-        self._table[1] = labels
-
     def pack(self) -> None:
         """Turn every key to the position of its row in the cache, and number rows by it."""
         places = torch.arange(self.live)
@@ -149,8 +135,12 @@ class SequenceRows:
     def renumber(self) -> None:
         """Give rows the positions of their places; their keys are turned to them already."""
         places = torch.arange(self.live)
-        self.relabel(places)
-        self._table[2] = places
+        if self.live:
+            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
+            blob.set_positions(places)
+            self._cells.context.remove(self.sequence)
+            self._table[0] = self._cells.load(self.sequence, blob)
+        self._table[1:3] = places
         self.next = self.live
 
     def _select(self, kept: Tensor) -> None:

@@ -243,11 +243,12 @@ class Scheduler:
         packed, fed, ready = Batch([], [], [], []), [], []
         for generation in batch:
             session = generation.session
-            tokens, first = session.chunk(PREFILL_CHUNK), session.rows.next
+            seen, first = session.ledger.fed, session.rows.next
+            tokens = session.tokens[seen : seen + PREFILL_CHUNK]
             packed.tokens += tokens
             packed.positions += range(first, first + len(tokens))
             packed.sequences += [session.rows.sequence] * len(tokens)
-            fed.append(Fed(session.name, session.ledger.fed, tokens))
+            fed.append(Fed(session.name, seen, tokens))
             if len(tokens) == session.pending:
                 packed.wanted.append(len(packed.tokens) - 1)
                 ready.append(generation)

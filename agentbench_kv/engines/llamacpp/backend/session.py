@@ -41,10 +41,6 @@ class BackendSession:
         self.ledger.begin_turn(prompt)
         self.used = next(_clock)
 
-    def chunk(self, limit: int) -> list[int]:
-        """Return the next tokens to feed, `limit` at the most."""
-        return self.tokens[self.ledger.fed : self.ledger.fed + limit]
-
     def fed(self, cells: Tensor) -> None:
         """Account for a forward that wrote the next tokens into `cells`."""
         self.rows.append(cells, self.ledger.fed)
