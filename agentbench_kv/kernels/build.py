@@ -177,7 +177,7 @@ def run_compiler(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def _workplace(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside the target, or a temporary one where the cache cannot be written."""
+    """Yield a folder next to the target, or a temporary one where the cache cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)

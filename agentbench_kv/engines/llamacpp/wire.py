@@ -89,7 +89,7 @@ class LlamaCppWire(Wire):
 
 def _document(request: Request) -> dict[str, Any]:
     sampling, stop = request.sampling, stop_document(request.sampling)
-    alike = ("temperature", "top_p", "top_k", "seed")
+    same = ("temperature", "top_p", "top_k", "seed")
     return {
         "session": request.session,
         "recipe": request.recipe,
@@ -99,7 +99,7 @@ def _document(request: Request) -> dict[str, Any]:
         "stepwise": sampling.stop is not None and stop is None,
         "sampling": {
             "max_tokens": request.max_tokens,
-            **{name: getattr(sampling, name) for name in alike},
+            **{name: getattr(sampling, name) for name in same},
             "stop_token_ids": sorted(sampling.stop_token_ids),
         },
     }

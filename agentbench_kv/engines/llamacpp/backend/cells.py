@@ -72,12 +72,12 @@ class Cells:
         return self.form.shape.in_halves(keys), values
 
     def compact(
-        self, cells: Tensor, kept: Tensor, beside: Sequence[Tensor] = (), *, sort: bool = False
+        self, cells: Tensor, kept: Tensor, extras: Sequence[Tensor] = (), *, sort: bool = False
     ) -> int:
         """Move the kept rows of a session to its last cells, in place; return the rows moved.
 
         `cells` [rows] are by ascending label; `kept` [layers, kv_heads, budget] are ascending rows.
-        Of the tensors `beside` [layers, kv_heads, rows], what belongs to the last cells goes to the
+        Of the tensors `extras` [layers, kv_heads, rows], what belongs to the last cells goes to the
         front. `sort` keeps the order of `kept` instead of filling holes.
         """
         # The last cells have the largest labels, so that the next position still follows them.
@@ -89,7 +89,7 @@ class Cells:
         if self.form.transposed:
             channels = plan.repeat_interleave(self.form.shape.head_dim, 2)
             _move([self._channels], table, channels, rows, sort)
-        for tensor in beside:
+        for tensor in extras:
             mirrored = tensor.flip(-1)
             one_block = PagedRows(tuple(layer[:, None] for layer in mirrored.unbind()))
             _move([one_block], torch.zeros(1, 1, dtype=torch.int32), plan, rows, sort)
