@@ -13,8 +13,6 @@ from torch import Tensor
 from agentbench_kv.kernels.dispatch import Backend
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["MODELS", "OPERATIONS", "Cell", "Measurement", "ModelShape", "measure"]
-
 REPRESENTATIVES = 32
 INDEX_BLOCK = 16
 COPY_BYTES = 1 << 28
@@ -48,7 +46,6 @@ class Cell:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's heads."""
         return MODELS[self.model]
 
     @property
@@ -60,33 +57,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians of one cell.
-
-    Attributes
-    ----------
-    native_us, torch_us, library_us : float
-        Microseconds of the compiled kernel, the PyTorch reference, and (where there is one) a
-        single library call that does the nearest thing.
-    bytes_moved : int
-        Bytes that must be read or written.
-    share_of_copy : float
-        Time of a plain copy that reads and writes as many bytes, over the kernel's.
-    rows_moved : int
-        Cache rows moved (compaction only).
-    """
+    """Medians of one cell, in microseconds."""
 
     cell: Cell
-    native_us: float
-    torch_us: float
-    library_us: float | None
-    bytes_moved: int
-    share_of_copy: float
-    rows_moved: int
+    native_us: float  # the compiled kernel
+    torch_us: float  # the PyTorch reference
+    library_us: float | None  # one library call that does the nearest thing, where there is one
+    bytes_moved: int  # that must be read or written
+    share_of_copy: float  # time of a plain copy of as many bytes, over the kernel's
+    rows_moved: int  # compaction only
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operation on made data: how to run it on a backend, and what it has to move."""
+    """One operation on random data: how to run it on a backend, and what it has to move."""
 
     run: Callable[[Backend], Tensor | int | None]
     bytes_moved: int
@@ -106,20 +90,15 @@ class Scene:
         self.table = shuffled.reshape(cell.sessions, self.blocks_each)
         self.lengths = torch.full((cell.sessions,), cell.tokens, device=cell.device)
         # Keys and values of a token lie side by side, as in vLLM.
-        cache = torch.empty(
-            (blocks, shape.kv_heads, cell.block, 2 * shape.head_dim),
-            dtype=cell.dtype,
-            device=cell.device,
-        ).normal_()
+        cache = self.normal(blocks, shape.kv_heads, cell.block, 2 * shape.head_dim)
         self.keys = PagedRows.of(cache[..., : shape.head_dim], "bhrd")
         self.values = PagedRows.of(cache[..., shape.head_dim :], "bhrd")
         positions = torch.zeros(blocks, shape.kv_heads, cell.block, dtype=torch.int64)
         self.positions = PagedRows.of(positions.to(cell.device), "bhr")
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return random values of the cell's dtype on its device."""
-        values = torch.empty(shape, dtype=dtype or self.cell.dtype, device=self.cell.device)
-        return values.normal_()
+        cell = self.cell
+        return torch.empty(shape, dtype=dtype or cell.dtype, device=cell.device).normal_()
 
     def kept(self) -> Tensor:
         """Choose `budget` rows of every head at random, ascending."""
@@ -241,7 +220,7 @@ OPERATIONS: dict[str, Callable[[Scene], Work]] = {
 
 
 class Copy:
-    """A plain copy of so many bytes, from cold memory to cold memory."""
+    """A plain copy from cold memory to cold memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -259,19 +238,11 @@ class Copy:
 def measure(
     cells: Sequence[Cell], native: Backend, reference: Backend, repeats: int
 ) -> Iterator[Measurement]:
-    """Measure cell by cell; arms are interleaved, the first repetition warms up.
-
-    Parameters
-    ----------
-    cells : sequence of Cell
-    native, reference : Backend
-    repeats : int
-        Repetitions whose median counts.
-    """
-    copy = Copy(cells[0].device) if cells else None
+    """Measure cell by cell; arms are interleaved, and a repetition before `repeats` warms up."""
+    copy = None
     for cell in cells:
-        if copy is not None:
-            yield _measured(cell, native, reference, repeats, copy)
+        copy = copy or Copy(cell.device)
+        yield _measured(cell, native, reference, repeats, copy)
 
 
 def _measured(
@@ -292,26 +263,21 @@ def _measured(
             times[name].append(_timed(run, cell.device) * 1e6)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     moved = work.run(native) if cell.operation == "compact" else 0
-    return Measurement(
-        cell=cell,
-        native_us=medians["native"],
-        torch_us=medians["torch"],
-        library_us=medians.get("library"),
-        bytes_moved=work.bytes_moved,
-        share_of_copy=medians["copy"] / medians["native"],
-        rows_moved=int(moved) if moved is not None else 0,
-    )
+    copy_us, native_us, torch_us = (medians[name] for name in ("copy", "native", "torch"))
+    library_us, share = medians.get("library"), copy_us / native_us
+    rows_moved = 0 if moved is None else int(moved)
+    return Measurement(cell, native_us, torch_us, library_us, work.bytes_moved, share, rows_moved)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
     """Return seconds until the device is done."""
-    _wait(device)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
     began = time.perf_counter()
     run()
-    _wait(device)
+    wait()
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -33,28 +33,17 @@ FLAGS_VARIABLE = "KVBENCH_KERNEL_FLAGS"
 TIMEOUT_S = 600
 STALE_S = 3600
 PATIENCE_S = 1.0
-PORTABLE_ARCHITECTURES = ("80", "90")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How one library is compiled.
+    """How one library is compiled."""
 
-    Attributes
-    ----------
-    kind : str
-        `cpu` or `cuda`.
-    command : tuple of str
-        Everything but the output's name.
-    about : str
-        The compiler's version and what it compiles for.
-    """
-
-    kind: str
-    command: tuple[str, ...]
-    about: str
+    kind: str  # `cpu` or `cuda`
+    command: tuple[str, ...]  # all but the output's name
+    about: str  # the compiler's version and what it compiles for
 
     @property
     def key(self) -> str:
@@ -68,23 +57,19 @@ class Toolchain:
 
 
 def toolchain(kind: str) -> Toolchain:
-    """Find the compiler for `cpu` or `cuda`.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is not on this machine, or (cuda) PyTorch sees no GPU.
-    """
-    return _cpu_toolchain() if kind == "cpu" else _cuda_toolchain()
+    """Find the compiler for `cpu` or `cuda` (PrerequisiteError without it, or without a GPU)."""
+    if kind == "cpu":
+        return _cpu_toolchain()
+    if not torch.cuda.is_available():
+        raise PrerequisiteError("PyTorch sees no CUDA device; see kvbench doctor")
+    major, minor = torch.cuda.get_device_capability()
+    return _nvcc_toolchain((f"{major}{minor}",))
 
 
 def library(kind: str) -> Path:
     """Return the compiled library, building it if this machine has not yet.
 
-    Raises
-    ------
-    PrerequisiteError
-        Without a compiler, or if it fails; one line with its first complaint.
+    A PrerequisiteError carries the compiler's first complaint, in one line.
     """
     tools = toolchain(kind)
     folder = cache_folder()
@@ -116,35 +101,22 @@ def cache_folder() -> Path:
     return Path(cached).expanduser().absolute() / "kvbench" / "kernels"
 
 
-def compile_cuda(output: Path, architectures: tuple[str, ...] = PORTABLE_ARCHITECTURES) -> None:
-    """Compile the CUDA library for some architectures, with or without a GPU here.
-
-    Raises
-    ------
-    PrerequisiteError
-        Without nvcc, or if it fails.
-    """
-    _compile(_nvcc_toolchain(architectures), output)
+def find_compiler() -> str:
+    """Return the C++ compiler's command, `$CXX` if that is set."""
+    chosen = os.environ.get("CXX", "").strip()
+    for name in [chosen] if chosen else ["g++", "clang++", "c++"]:
+        if shutil.which(shlex.split(name)[0]):
+            return name
+    said = f"CXX={chosen} is not on this machine; unset it" if chosen else "none found"
+    raise PrerequisiteError(f"no C++ compiler ({said}, or install g++)")
 
 
 def _cpu_toolchain() -> Toolchain:
-    chosen = os.environ.get("CXX", "").strip()
-    wanted = [chosen] if chosen else ["g++", "clang++", "c++"]
-    found = next((name for name in wanted if shutil.which(shlex.split(name)[0])), None)
-    if found is None:
-        said = f"CXX={chosen} is not on this machine; unset it" if chosen else "none found"
-        raise PrerequisiteError(f"no C++ compiler ({said}, or install g++)")
+    found = find_compiler()
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = ("-x", "c++", "-std=c++17", "-O3", native, "-fPIC", "-shared", "-pthread", "-Wno-psabi")
     command = (*shlex.split(found), *flags, *_extra_flags(), str(SOURCES / "kvbench.cu"))
     return Toolchain("cpu", command, f"{_version(found)}, {native} on {_processor()}")
-
-
-def _cuda_toolchain() -> Toolchain:
-    if not torch.cuda.is_available():
-        raise PrerequisiteError("PyTorch sees no CUDA device; see kvbench doctor")
-    major, minor = torch.cuda.get_device_capability()
-    return _nvcc_toolchain((f"{major}{minor}",))
 
 
 def _nvcc_toolchain(architectures: tuple[str, ...]) -> Toolchain:
@@ -165,7 +137,7 @@ def _extra_flags() -> list[str]:
 @cache
 def _version(compiler: str) -> str:
     """Return the line of `--version` that carries a number."""
-    done = _run((*shlex.split(compiler), "--version"))
+    done = run_compiler((*shlex.split(compiler), "--version"))
     lines = [line.strip() for line in done.stdout.splitlines() if any(c.isdigit() for c in line)]
     return next((line for line in reversed(lines) if "release" in line), lines[0] if lines else "?")
 
@@ -183,7 +155,7 @@ def _processor() -> str:
 
 
 def _compile(tools: Toolchain, output: Path) -> None:
-    done = _run((*tools.command, "-o", str(output)))
+    done = run_compiler((*tools.command, "-o", str(output)))
     if done.returncode or not output.exists():
         said = (done.stderr or done.stdout).strip().splitlines()
         complaint = next((line for line in said if "error" in line), said[-1] if said else "")
@@ -193,15 +165,11 @@ def _compile(tools: Toolchain, output: Path) -> None:
         )
 
 
-def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def run_compiler(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run a command; PrerequisiteError if it cannot be started, or takes `TIMEOUT_S`."""
     try:
         return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise PrerequisiteError(f"cannot run {command[0]}: {error}") from error
@@ -209,7 +177,7 @@ def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def _workplace(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside the target, or a temporary one where the cache cannot be written."""
+    """Yield a folder next to the target, or a temporary one where the cache cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
@@ -217,9 +185,7 @@ def _workplace(folder: Path) -> Iterator[Path]:
     except OSError as error:
         logger.warning(
             "cannot write the kernel cache %s (%s): compiling for this process only; set %s",
-            folder,
-            error.strerror,
-            CACHE_VARIABLE,
+            *(folder, error.strerror, CACHE_VARIABLE),
         )
         place = Path(tempfile.mkdtemp(prefix="kvb-"))
     try:

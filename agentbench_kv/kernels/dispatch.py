@@ -10,16 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.kernels import build
-from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.kernels.native import NativeBackend
 from agentbench_kv.kernels.torch_backend import TorchBackend
 
@@ -29,87 +25,8 @@ CHOICES = ("auto", "torch", "cpu", "cuda")
 logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
-    """The operations a backend implements; shapes and meaning are those of `kernels.ops`."""
-
-    name: str
-    about: str
-
-    def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """See `kernels.ops.ring_write`."""
-        ...
-
-    def attention_mass(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        gqa: str,
-        query_positions: Tensor | None,
-        key_positions: Tensor | None,
-    ) -> Tensor:
-        """See `kernels.ops.attention_mass`."""
-        ...
-
-    def attention_mass_paged(
-        self,
-        queries: Tensor,
-        keys: PagedRows,
-        table: Tensor | None,
-        lengths: Tensor | None,
-        length: int,
-        gqa: str,
-        query_positions: Tensor | None,
-        key_positions: PagedRows | None,
-        valid: Tensor | None,
-    ) -> Tensor:
-        """See `kernels.paged.attention_mass`."""
-        ...
-
-    def select_top(
-        self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
-    ) -> Tensor:
-        """See `kernels.ops.select_top`."""
-        ...
-
-    def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:
-        """See `kernels.ops.compact`."""
-        ...
-
-    def compact_paged(
-        self,
-        tensors: Sequence[PagedRows],
-        table: Tensor | None,
-        kept: Tensor,
-        counts: Tensor | None,
-        sort: bool,
-    ) -> Tensor:
-        """See `kernels.paged.compact`."""
-        ...
-
-    def rope_rotate(
-        self,
-        keys: PagedRows,
-        table: Tensor | None,
-        lengths: Tensor | None,
-        shifts: Tensor,
-        frequencies: Tensor,
-        interleaved: bool,
-    ) -> None:
-        """See `kernels.paged.rope_rotate`."""
-        ...
-
-    def aabb(self, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """See `kernels.ops.aabb`."""
-        ...
-
-    def aabb_score(self, queries: Tensor, lows: Tensor, highs: Tensor) -> Tensor:
-        """See `kernels.ops.aabb_score`."""
-        ...
-
-    def similarity_column_mean(self, keys: Tensor, threshold: float) -> Tensor:
-        """See `kernels.ops.similarity_column_mean`."""
-        ...
-
+Backend = NativeBackend | TorchBackend
+"""Shapes and meaning of the operations are those of `kernels.ops` and `kernels.paged`."""
 
 _TORCH = TorchBackend()
 _chosen: list[str] = []
@@ -168,14 +85,12 @@ def _check_whole(path: Path) -> None:
     """Refuse an ELF file that ends early, which the loader would map and the process die of."""
     data = path.read_bytes()
     if len(data) >= 64 and data[:5] == b"\x7fELF\x02":
-        start, size, count = (int.from_bytes(data[i:j], sys.byteorder) for i, j in _SECTIONS)
+        # A 64-bit header says where the section headers begin, the file's last part; their size;
+        # and how many there are.
+        places = ((40, 48), (58, 60), (60, 62))
+        start, size, count = (int.from_bytes(data[i:j], sys.byteorder) for i, j in places)
         if start + size * count > len(data):
             raise OSError("the file is truncated")
-
-
-_SECTIONS = ((40, 48), (58, 60), (60, 62))
-"""Where a 64-bit ELF header says where its section headers, the file's last part, begin; their
-size; and how many there are."""
 
 
 def _load_or_fall_back(kind: str) -> Backend:

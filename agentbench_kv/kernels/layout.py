@@ -9,8 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["PagedRows", "check_blocks", "gather_rows", "scatter_rows"]
-
 
 @dataclass(frozen=True)
 class PagedRows:
@@ -33,7 +31,6 @@ class PagedRows:
     layers: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        """Check that every layer looks alike."""
         first = self.layers[0]
         if first.dim() < 3:
             raise ValueError(f"rows need [heads, blocks, block_size, ...]; got {first.shape}")
@@ -101,35 +98,20 @@ class PagedRows:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads."""
         return self.layers[0].shape[0]
 
     @property
     def block_size(self) -> int:
-        """Rows of a block."""
         return self.layers[0].shape[2]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         first = self.layers[0]
         return first.shape[3:].numel() * first.itemsize
 
 
 def check_blocks(table: Tensor, lengths: Tensor, block_size: int) -> None:
-    """Refuse tables in which a block in use appears twice: moving its rows would spoil the other.
-
-    Parameters
-    ----------
-    table : Tensor [sessions, blocks], int32
-    lengths : Tensor [sessions], int64
-    block_size : int
-
-    Raises
-    ------
-    ValueError
-        Naming a shared block, or a session with more rows than blocks for them.
-    """
+    """Refuse tables that use a block twice: moving its rows would spoil the other use."""
     needed = (lengths + block_size - 1) // block_size
     if bool((needed > table.shape[1]).any()):
         raise ValueError(f"a session has more rows than {table.shape[1]} blocks of {block_size}")

@@ -20,54 +20,42 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GQA = {"mean_prob": 0, "max_prob": 1, "max_logit": 2, "per_head": 3}
 
 
+_P, _L, _I = c_void_p, c_int64, c_int32
+
+
 class _Rows(Structure):
     _fields_: ClassVar = [
-        ("base", c_void_p),
-        ("layer_offsets", c_void_p),
-        ("layer", c_int64),
-        ("head", c_int64),
-        ("block", c_int64),
-        ("row", c_int64),
-        ("bytes", c_int64),
+        *((name, _P) for name in ("base", "layer_offsets")),
+        *((name, _L) for name in ("layer", "head", "block", "row", "bytes")),
     ]
 
 
 class _Table(Structure):
     _fields_: ClassVar = [
-        ("blocks", c_void_p),
-        ("stride", c_int64),
-        ("block_size", c_int64),
-        ("block_shift", c_int64),
+        ("blocks", _P),
+        *((name, _L) for name in ("stride", "block_size", "block_shift")),
     ]
 
 
 class _Shape(Structure):
-    _fields_: ClassVar = [("sessions", c_int32), ("layers", c_int32), ("heads", c_int32)]
+    _fields_: ClassVar = [(name, _I) for name in ("sessions", "layers", "heads")]
 
 
 class _Mass(Structure):
     _fields_: ClassVar = [
-        ("queries", c_void_p),
-        ("query_dtype", c_int32),
-        ("key_dtype", c_int32),
-        ("gqa", c_int32),
-        ("group", c_int32),
-        ("n", c_int32),
-        ("head_dim", c_int32),
+        ("queries", _P),
+        *((name, _I) for name in ("query_dtype", "key_dtype", "gqa", "group", "n", "head_dim")),
         ("keys", _Rows),
         ("table", _Table),
         ("shape", _Shape),
-        ("lengths", c_void_p),
-        ("length", c_int64),
-        ("query_positions", c_void_p),
+        ("lengths", _P),
+        ("length", _L),
+        ("query_positions", _P),
         ("key_positions", _Rows),
-        ("valid", c_void_p),
-        ("mass", c_void_p),
-        ("workspace", c_void_p),
+        *((name, _P) for name in ("valid", "mass", "workspace")),
     ]
 
 
-_P, _L, _I = c_void_p, c_int64, c_int32
 _ENDING = [_I, _P]
 """Threads and stream, the last arguments of every operation."""
 
@@ -84,7 +72,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class NativeBackend:
-    """Operations of one compiled library. See `kernels.ops` for what each computes."""
+    """Operations of one compiled library; `kernels.ops` and `kernels.paged` say what they do."""
 
     def __init__(self, name: str, path: Path, about: str = "") -> None:
         self.name = name
@@ -104,7 +92,6 @@ class NativeBackend:
         self._library.kvb_use_team(team_function())
 
     def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Scatter `rows` to `slots`."""
         if ring.dtype not in DTYPES or (ring.shape[2] > 1 and ring.stride(2) != 1):
             return TorchBackend().ring_write(ring, rows, slots)
         rows = _innermost(_floating(rows, ring.dtype))
@@ -126,20 +113,12 @@ class NativeBackend:
         query_positions: Tensor | None,
         key_positions: Tensor | None,
     ) -> Tensor:
-        """Score keys by the mean attention they get."""
-        causal = query_positions is not None and key_positions is not None
+        seen = places = None
+        if query_positions is not None and key_positions is not None:
+            seen, places = query_positions[None], PagedRows((key_positions[:, None].long(),))
+        rows, length = PagedRows((_innermost(_floating(keys))[:, None],)), keys.shape[1]
         mass = self.attention_mass_paged(
-            queries[None, None],
-            PagedRows((_innermost(_floating(keys))[:, None],)),
-            None,
-            None,
-            keys.shape[1],
-            gqa,
-            query_positions[None] if causal and query_positions is not None else None,
-            PagedRows((key_positions[:, None].long(),))
-            if causal and key_positions is not None
-            else None,
-            None,
+            queries[None, None], rows, None, None, length, gqa, seen, places, None
         )
         return mass[0, 0]
 
@@ -155,7 +134,6 @@ class NativeBackend:
         key_positions: PagedRows | None,
         valid: Tensor | None,
     ) -> Tensor:
-        """Score the keys of many sessions and layers at once."""
         if keys.layers[0].dtype not in DTYPES:
             return TorchBackend().attention_mass_paged(
                 queries, keys, table, lengths, length, gqa, query_positions, key_positions, valid
@@ -171,22 +149,10 @@ class NativeBackend:
         valid = _maybe(valid, torch.bool)
         at = _rows(key_positions) if key_positions is not None else _Rows()
         job = _Mass(
-            queries=queries.data_ptr(),
-            query_dtype=DTYPES[queries.dtype],
-            key_dtype=DTYPES[keys.layers[0].dtype],
-            gqa=GQA[gqa],
-            group=group,
-            n=n,
-            head_dim=head_dim,
-            keys=_rows(keys),
-            table=_table(table, keys),
-            shape=_Shape(sessions, layers, keys.kv_heads),
-            lengths=_address(lengths),
-            length=length,
-            query_positions=_address(query_positions),
-            key_positions=at,
-            valid=_address(valid),
-            mass=mass.data_ptr(),
+            *(queries.data_ptr(), DTYPES[queries.dtype], DTYPES[keys.layers[0].dtype]),
+            *(GQA[gqa], group, n, head_dim, _rows(keys), _table(table, keys)),
+            *(_Shape(sessions, layers, keys.kv_heads), _address(lengths), length),
+            *(_address(query_positions), at, _address(valid), mass.data_ptr()),
         )
         needed = self._library.kvb_attention_mass_workspace(byref(job))
         workspace = torch.empty(needed, dtype=torch.uint8, device=queries.device)
@@ -197,8 +163,7 @@ class NativeBackend:
     def select_top(
         self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Take the highest scores of every row; wider ones, which no method has, by PyTorch."""
-        if scores.dtype not in DTYPES:
+        if scores.dtype not in DTYPES:  # wider ones, which no method has
             return TorchBackend().select_top(scores, budget, always, positions)
         *lead, tokens = scores.shape
         budget = min(budget, tokens)
@@ -217,10 +182,8 @@ class NativeBackend:
 
     def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:  # noqa: ARG002
         """Move rows of a contiguous cache [layers, kv_heads, capacity, ...]."""
-        table = _Table(None, 0, 1, 0)
-        return int(
-            self._compact([_plain_rows(each) for each in caches], table, kept[None], None, sort)
-        )
+        rows = [_plain_rows(each) for each in caches]
+        return int(self._compact(rows, _Table(None, 0, 1, 0), kept[None], None, sort))
 
     def compact_paged(
         self,
@@ -230,19 +193,14 @@ class NativeBackend:
         counts: Tensor | None,
         sort: bool,
     ) -> Tensor:
-        """Move rows of many sessions; return how many moved, without waiting for a GPU."""
         table = _maybe(table, torch.int32)
         rows = [_rows(each) for each in tensors]
         return self._compact(rows, _table(table, tensors[0]), kept, counts, sort)
 
     def _compact(
-        self,
-        rows: Sequence[_Rows],
-        table: _Table,
-        kept: Tensor,
-        counts: Tensor | None,
-        sort: bool,
+        self, rows: Sequence[_Rows], table: _Table, kept: Tensor, counts: Tensor | None, sort: bool
     ) -> Tensor:
+        # The count stays on the device: reading it would wait for a GPU.
         kept, counts = _whole(kept, torch.int64), _maybe(counts, torch.int64)
         moved = torch.zeros((), dtype=torch.int64, device=kept.device)
         self._call(
@@ -262,7 +220,6 @@ class NativeBackend:
         frequencies: Tensor,
         interleaved: bool,
     ) -> None:
-        """Turn keys in place by `shifts` [sessions, layers, kv_heads, length] positions."""
         if keys.layers[0].dtype not in DTYPES:
             return TorchBackend().rope_rotate(
                 keys, table, lengths, shifts, frequencies, interleaved
@@ -281,7 +238,6 @@ class NativeBackend:
         )
 
     def aabb(self, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Box the keys of every block."""
         keys = _innermost(_floating(keys))
         heads, tokens, head_dim = keys.shape
         shape = (heads, -(-tokens // block), head_dim)
@@ -295,7 +251,6 @@ class NativeBackend:
         return lows, highs
 
     def aabb_score(self, queries: Tensor, lows: Tensor, highs: Tensor) -> Tensor:
-        """Return the most that a query can get from each block."""
         queries, lows, highs = (each.float().contiguous() for each in (queries, lows, highs))
         q_heads, n, head_dim = queries.shape
         kv_heads, blocks, _ = lows.shape
@@ -309,7 +264,6 @@ class NativeBackend:
         return scores
 
     def similarity_column_mean(self, keys: Tensor, threshold: float) -> Tensor:
-        """Average the cosines of every key with all keys, one exempted in every row."""
         keys = _innermost(_floating(keys))
         heads, tokens, head_dim = keys.shape
         means = torch.empty(heads, tokens, device=keys.device)

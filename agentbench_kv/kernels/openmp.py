@@ -16,8 +16,7 @@ _RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
 def team_function() -> int | None:
     """Return the address of `GOMP_parallel` in the runtime this process has loaded, if any.
 
-    GNU's, Intel's and LLVM's runtimes all have the function. Where several are loaded the one
-    of PyTorch's folder counts.
+    GNU's, Intel's and LLVM's runtimes all have it; of several, the one in PyTorch's folder counts.
     """
     for path in _loaded_runtimes():
         try:

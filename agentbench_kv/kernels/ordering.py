@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ascending_rows", "by_position"]
-
 SPARSE = 16
 """Positions seen per row held, above which sorting rows is cheaper than a table of positions."""
 

@@ -24,7 +24,6 @@ class TorchBackend:
         self.about = about
 
     def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Scatter `rows` to `slots`."""
         ring.index_copy_(0, slots, rows.to(ring.dtype))
 
     def attention_mass(
@@ -35,11 +34,12 @@ class TorchBackend:
         query_positions: Tensor | None,
         key_positions: Tensor | None,
     ) -> Tensor:
-        """Score keys by the mean attention they get."""
         kv_heads, _, head_dim = keys.shape
         heads, n, _ = queries.shape
         grouped = queries.reshape(kv_heads, heads // kv_heads, n, head_dim)
-        logits = _logits(grouped.float(), keys.float())
+        flat = grouped.float().flatten(1, 2) / math.sqrt(head_dim)
+        logits = torch.bmm(flat, keys.float().transpose(1, 2))
+        logits = logits.reshape(*grouped.shape[:3], keys.shape[1])
         causal = query_positions is not None and key_positions is not None
         if query_positions is not None and key_positions is not None:
             later = key_positions[:, None, None, :] > query_positions[None, None, :, None]
@@ -50,7 +50,10 @@ class TorchBackend:
         if causal:
             # A query that sees no key gives no mass; its softmax alone would be NaN.
             probs = probs.masked_fill(torch.isneginf(logits), 0.0)
-        return _merge_group(probs.sum(2) / max(n, 1), gqa)
+        mass = probs.sum(2) / max(n, 1)
+        if gqa == "per_head":
+            return mass
+        return mass.amax(1) if gqa == "max_prob" else mass.mean(1)
 
     def select_top(
         self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
@@ -230,24 +233,11 @@ def _mean_cosines(units: Tensor, threshold: float) -> Tensor:
     return total / tokens
 
 
-def _logits(grouped: Tensor, keys: Tensor) -> Tensor:
-    """[kv_heads, group, n, d] x [kv_heads, tokens, d] -> [kv_heads, group, n, tokens]."""
-    kv_heads, group, n, head_dim = grouped.shape
-    flat = grouped.reshape(kv_heads, group * n, head_dim) / math.sqrt(head_dim)
-    return torch.bmm(flat, keys.transpose(1, 2)).reshape(kv_heads, group, n, keys.shape[1])
-
-
 def _sortable(scores: Tensor) -> Tensor:
     """Map scores to int64 of the same order: exact for float64, one zero, NaN below everything."""
     bits = (scores.double() + 0.0).view(torch.int64)
     ordered = bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)
     return ordered.masked_fill(torch.isnan(scores), torch.iinfo(torch.int64).min)
-
-
-def _merge_group(mass: Tensor, gqa: str) -> Tensor:
-    if gqa == "per_head":
-        return mass
-    return mass.amax(1) if gqa == "max_prob" else mass.mean(1)
 
 
 _Moves = tuple[Tensor, Tensor, Tensor]

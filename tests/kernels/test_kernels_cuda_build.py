@@ -23,11 +23,11 @@ def backend():
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_the_cuda_library_compiles_and_exports_every_operation(architecture, tmp_path):
     try:
-        build._nvcc_toolchain((architecture,))
+        tools = build._nvcc_toolchain((architecture,))
     except PrerequisiteError as error:
         pytest.skip(str(error))
     output = tmp_path / "kvb-cuda.so"
-    build.compile_cuda(output, (architecture,))
+    build._compile(tools, output)
     assert exported(output) >= NEEDED
     assert f"sm_{architecture}".encode() in output.read_bytes()
 
@@ -43,7 +43,7 @@ def exported(library):
     return {line[-1] for line in lines if line[-2] == "T"}
 
 
-def test_without_nvcc_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_nvcc_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     with pytest.raises(PrerequisiteError, match="nvcc not found; install the CUDA toolkit"):
-        build.compile_cuda(tmp_path / "kvb-cuda.so")
+        build._nvcc_toolchain(("80",))

@@ -7,9 +7,8 @@ models are better converted, and quantised, with llama.cpp's own tools.
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,82 +17,28 @@ import numpy.typing as npt
 import torch
 
 from agentbench_kv.engines.llamacpp.pretokenizers import pretokenizer_name
+from agentbench_kv.engines.llamacpp.tokenizer_folder import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+)
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
-
-__all__ = ["ARCHITECTURES", "NO_TOKENIZER", "convert"]
 
 Array = npt.NDArray[np.float32]
 
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
 """Model types of Hugging Face with llama.cpp's name of the architecture."""
-
-_PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_WHOLE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 NO_TOKENIZER = "--no-tokenizer"
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
 def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
     """Write the model in `folder` to the GGUF file `out`, weights as float32; return `out`.
 
-    Parameters
-    ----------
-    folder : Path
-        With config.json, tokenizer.json and safetensors.
-    out : Path
-        Written in one step: an interrupted conversion leaves nothing under this name.
-    tokenizer : bool
-        Whether the file gets the tokenizer; the engine does without where it has the folder's.
-
-    Raises
-    ------
-    UsageError
-        For a family, a RoPE or a tokenizer that the file could not express.
-    PrerequisiteError
-        If a file or the package `gguf` is missing.
+    An interrupted conversion leaves nothing under `out`. The engine needs no tokenizer in the file
+    where it has the folder's. A UsageError names a family, a RoPE or a tokenizer that the file
+    could not express, a PrerequisiteError a missing file or package.
     """
-    gguf = _gguf()
-    config = _json(folder / "config.json")
-    architecture = _architecture(config)
-    draft = out.with_name(f".{out.name}.part")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(draft, architecture)
-    try:
-        _write_shape(writer, config, architecture)
-        _write_special_ids(writer, folder, config)
-        if tokenizer:
-            _write_tokenizer(writer, folder, config)
-        else:
-            writer.add_tokenizer_model("none")
-        for name, tensor in _tensors(folder, config, architecture):
-            writer.add_tensor(name, tensor)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        draft.replace(out)
-    finally:
-        draft.unlink(missing_ok=True)
-    return out
-
-
-def _gguf() -> Any:
     try:
         import gguf
     except ImportError:
@@ -101,7 +46,33 @@ def _gguf() -> Any:
             "converting needs the package gguf: pip install 'agentbench-kv[llamacpp]', "
             "or kvbench env create llamacpp"
         ) from None
-    return gguf
+    config = _json(folder / "config.json")
+    architecture = _architecture(config)
+    draft = out.with_name(f".{out.name}.part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(draft, architecture)
+    try:
+        write_shape(writer, config, architecture)
+        _write_special_ids(writer, folder, config)
+        if tokenizer:
+            _write_tokenizer(writer, folder, config)
+        else:
+            writer.add_tokenizer_model("none")
+        for name, tensor in _tensors(folder, config, architecture):
+            writer.add_tensor(name, tensor)
+        write_file(writer)
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+    return out
+
+
+def write_file(writer: Any) -> None:
+    """Write all that was added to a `gguf.GGUFWriter`, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -126,7 +97,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return ARCHITECTURES[family]
 
 
-def _write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
+def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
+    """Add what a `config.json` says of a model's shape to a `gguf.GGUFWriter`."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
@@ -203,8 +175,10 @@ def _tensors(
     folder: Path, config: Mapping[str, Any], architecture: str
 ) -> Iterator[tuple[str, Array]]:
     """Yield GGUF names with float32 weights."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
     from safetensors import safe_open
 
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise PrerequisiteError(f"no *.safetensors in {folder}; give a model folder")
@@ -213,36 +187,27 @@ def _tensors(
             for key in weights.keys():  # noqa: SIM118  not a mapping
                 if key == "lm_head.weight" and config.get("tie_word_embeddings"):
                     continue
-                order = _order(key, config) if architecture == "llama" else _as_is
-                yield _name(key), order(weights.get_tensor(key).to(torch.float32).numpy())
+                stem, _, kind = key.rpartition(".")
+                name = names.get_name(stem) if kind in ("weight", "bias") else None
+                if name is None:
+                    raise UsageError(
+                        f"kvbench convert does not know the tensor {key}; use llama.cpp's own"
+                    )
+                tensor = weights.get_tensor(key).to(torch.float32).numpy()
+                if architecture == "llama":
+                    tensor = _interleaved(key, tensor, config)
+                yield f"{name}.{kind}", np.ascontiguousarray(tensor)
 
 
-def _name(key: str) -> str:
-    if key in _WHOLE:
-        return _WHOLE[key]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", key)
-    if match is None or match[2] not in _PARTS:
-        raise UsageError(f"kvbench convert does not know the tensor {key}; use llama.cpp's own")
-    return f"blk.{match[1]}.{_PARTS[match[2]]}.{match[3]}"
-
-
-def _as_is(tensor: Array) -> Array:
-    return np.ascontiguousarray(tensor)
-
-
-def _order(key: str, config: Mapping[str, Any]) -> Callable[[Array], Array]:
-    """Return how rows are reordered: llama.cpp's Llama rotates neighbouring pairs, not halves."""
+def _interleaved(key: str, tensor: Array, config: Mapping[str, Any]) -> Array:
+    """Reorder the rows of queries and keys: llama.cpp's Llama rotates neighbours, not halves."""
     heads = config["num_attention_heads"]
     if "k_proj" in key:
         heads = config.get("num_key_value_heads") or heads
     elif "q_proj" not in key:
-        return _as_is
-
-    def interleave(tensor: Array) -> Array:
-        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
-        return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
-
-    return interleave
+        return tensor
+    halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def main() -> int:

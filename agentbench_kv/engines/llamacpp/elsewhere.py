@@ -12,8 +12,6 @@ from pathlib import Path
 from agentbench_kv.engines.serving.links import link_packages
 from agentbench_kv.errors import KVBenchError
 
-__all__ = ["environment_of", "lines_of"]
-
 
 @contextmanager
 def environment_of() -> Iterator[dict[str, str]]:
@@ -25,13 +23,7 @@ def environment_of() -> Iterator[dict[str, str]]:
 
 
 def lines_of(python: Path, module: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Run `python -m module` and yield its lines as they come.
-
-    Raises
-    ------
-    KVBenchError
-        If it fails, with the last line it wrote to stderr.
-    """
+    """Run `python -m module` and yield its lines as they come."""
     command = (str(python), "-m", module, *arguments)
     with (
         environment_of() as environment,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentbench_kv.engines.base import Block, Capability, EngineInfo, SpanRange
-from agentbench_kv.engines.llamacpp.models import LlamaCppModel, resolve_model
+from agentbench_kv.engines.llamacpp.models import resolve_model
 from agentbench_kv.engines.llamacpp.shape import ROW_TYPES, ModelShape
 from agentbench_kv.engines.llamacpp.wire import LlamaCppWire
 from agentbench_kv.engines.options import EngineOptions
@@ -21,10 +21,8 @@ from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["LlamaCppEngine"]
-
+# Cached tokens if nothing else is said; the cache is taken from memory at the start.
 MOST_CELLS = 65536
-"""Cached tokens if nothing else is said; the cache is taken from memory at the start."""
 SMALLEST_CELLS = 1024
 
 
@@ -46,15 +44,6 @@ class LlamaCppEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a backend.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the backend does not start; with its last lines.
-        UsageError
-            For a model, a dtype or a method that the engine would be wrong about.
-        """
         refuse_method(options.method)
         cls.check_compute(options.dtype, options.device)
         python = python_of("llamacpp")
@@ -64,13 +53,22 @@ class LlamaCppEngine(ServingEngine):
         wire = LlamaCppWire(options, python, model.file, model.tokenizer, cells, folder)
         log = home() / "logs"
         log.mkdir(parents=True, exist_ok=True)
-        info = _info(cls, options, model)
+        info = EngineInfo(
+            name="llamacpp",
+            model=options.model,
+            model_path=model.tokenizer,
+            model_sha=model.sha,
+            device="cpu",
+            dtype=options.dtype,
+            context_limit=model.shape.context_limit,
+            eos_token_ids=model.shape.eos_token_ids,
+            capabilities=cls.capabilities,
+        )
         size = model.shape.bytes_per_token(options.dtype)
         return cls(info, wire, folder, log / f"llamacpp-{folder.name}.log", size)
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse a model that is no GGUF file or folder, or whose rows cannot be moved."""
         resolve_model(model, python_of("llamacpp"))
 
     @classmethod
@@ -83,7 +81,6 @@ class LlamaCppEngine(ServingEngine):
             raise UsageError(f"device {device!r}: the llamacpp engine is built for the CPU")
 
     def save_block(self, session: str, start: int, end: int) -> Block:
-        """Copy the rows of logical positions `[start, end)` to the host."""
         saved = self._command(session, "save_block", start=start, end=end)
         path = Path(saved["path"])
         data = np.fromfile(path, np.uint8)
@@ -91,11 +88,9 @@ class LlamaCppEngine(ServingEngine):
         return Block(start, end, saved["at"], data)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        """Remove logical spans from all layers and heads."""
         return int(self._command(session, "evict_spans", spans=[list(span) for span in spans]))
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
-        """Put a saved block back without a forward pass."""
         path = self._folder / f"block-{id(block):x}.restored"
         block.data.tofile(path)
         try:
@@ -106,12 +101,10 @@ class LlamaCppEngine(ServingEngine):
     def span_attention(
         self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
     ) -> list[float]:
-        """Return the attention that the session's kept queries give each logical span."""
         asked = {"spans": [list(span) for span in spans], "layers": list(layers), "decay": decay}
         return [float(mass) for mass in self._command(session, "span_attention", **asked)]
 
     def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the model's input embeddings [tokens, hidden]."""
         found = self._control.call("embed_tokens", tokens=list(tokens))
         return np.asarray(found, np.float32)
 
@@ -123,17 +116,16 @@ class LlamaCppEngine(ServingEngine):
         try:
             return self._control.call(command, session=state.backend_name, **arguments)
         except ControlError as error:
-            raise _own_error(str(error)) from None
+            # The backend names its refusals: `Kind: text`.
+            kind, _, text = str(error).partition(": ")
+            kinds = {"UsageError": UsageError, "CapacityError": CapacityError}
+            if kind in kinds:
+                raise kinds[kind](text) from None
+            raise KVBenchError(str(error)) from None
 
 
 def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache llama.cpp cannot hold.
-
-    Raises
-    ------
-    UsageError
-        The mask of llama.cpp is per cell, so that all KV heads have one number of rows.
-    """
+    """Refuse a method whose cache llama.cpp cannot hold: all KV heads have one number of rows."""
     if method.per_query_head:
         raise UsageError(
             f"{method.label} keeps a set per query head, llama.cpp's cache has rows per KV head; "
@@ -142,39 +134,9 @@ def refuse_method(method: Method) -> None:
 
 
 def default_cells(shape: ModelShape, dtype: str) -> int:
-    """Return how many cached tokens fit in half of the free memory, `MOST_CELLS` at the most.
-
-    Raises
-    ------
-    PrerequisiteError
-        If that are hardly any.
-    """
+    """Return how many cached tokens fit in half of the free memory, `MOST_CELLS` at the most."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cells = free // 2 // shape.bytes_per_token(dtype)
     if cells < SMALLEST_CELLS:
         raise PrerequisiteError("no memory is free for a KV cache; close other programs")
     return int(min(cells, MOST_CELLS))
-
-
-def _info(cls: type[LlamaCppEngine], options: EngineOptions, model: LlamaCppModel) -> EngineInfo:
-    return EngineInfo(
-        name="llamacpp",
-        model=options.model,
-        model_path=model.tokenizer,
-        model_sha=model.sha,
-        device="cpu",
-        dtype=options.dtype,
-        context_limit=model.shape.context_limit,
-        eos_token_ids=model.shape.eos_token_ids,
-        capabilities=cls.capabilities,
-    )
-
-
-def _own_error(message: str) -> KVBenchError:
-    """Turn a refusal of the backend, `Kind: text`, into the exception it was."""
-    kind, _, text = message.partition(": ")
-    known: dict[str, type[KVBenchError]] = {
-        "UsageError": UsageError,
-        "CapacityError": CapacityError,
-    }
-    return known[kind](text) if kind in known else KVBenchError(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MID", "TINY", "MadeShape", "make_model"]
+from agentbench_kv.engines.llamacpp.convert import write_file, write_shape
 
 Array = npt.NDArray[Any]
 
@@ -36,71 +37,54 @@ MID = MadeShape(8, 512, 8, 4, 64, 1536, 4096, 32768, dtype="float16")
 
 
 def make_model(path: Path, shape: MadeShape, seed: int = 0) -> Path:
-    """Write a GGUF file without a tokenizer; return its path.
-
-    Norms of queries and keys have a gain above 1, so that attention is uneven enough for an
-    eviction to show in the logits.
-    """
+    """Write a GGUF file without a tokenizer; return its path."""
     import gguf
 
+    config = {
+        "num_hidden_layers": shape.layers,
+        "max_position_embeddings": shape.context,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.feed_forward,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rope_theta": shape.rope_base,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": shape.vocabulary,
+    }
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.feed_forward)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(shape.vocabulary)
+    write_shape(writer, config, "qwen3")
     writer.add_tokenizer_model("none")
-    for name, tensor in _Weights(shape, seed).all().items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for name, tensor in _weights(shape, seed):
+        writer.add_tensor(f"{name}.weight", tensor)
+    write_file(writer)
     return path
 
 
-class _Weights:
-    def __init__(self, shape: MadeShape, seed: int) -> None:
-        self._shape = shape
-        self._random = np.random.default_rng(seed)
+def _weights(shape: MadeShape, seed: int) -> Iterator[tuple[str, Array]]:
+    hidden, inner, vocabulary = shape.hidden, shape.feed_forward, shape.vocabulary
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    draw = np.random.default_rng(seed)
 
-    def all(self) -> dict[str, Array]:
-        shape = self._shape
-        tensors = {
-            "token_embd.weight": self._matrix(shape.vocabulary, shape.hidden, shape.hidden**0.5),
-            "output_norm.weight": np.ones(shape.hidden, np.float32),
-            "output.weight": self._matrix(shape.vocabulary, shape.hidden, 2.0),
-        }
-        for layer in range(shape.layers):
-            own = self._layer()
-            tensors |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in own.items()}
-        return tensors
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        values: Array = draw.standard_normal((rows, columns), np.float32)
+        return np.asarray(values * (scale / columns**0.5), shape.dtype)
 
-    def _layer(self) -> dict[str, Array]:
-        shape = self._shape
-        hidden, inner = shape.hidden, shape.feed_forward
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        gain = np.full(shape.head_dim, 1.5, np.float32)
-        return {
-            "attn_norm": np.ones(hidden, np.float32),
-            "ffn_norm": np.ones(hidden, np.float32),
-            "attn_q": self._matrix(queries, hidden),
-            "attn_k": self._matrix(keys, hidden),
-            "attn_v": self._matrix(keys, hidden),
-            "attn_output": self._matrix(hidden, queries),
-            "attn_q_norm": gain,
-            "attn_k_norm": gain,
-            "ffn_gate": self._matrix(inner, hidden),
-            "ffn_up": self._matrix(inner, hidden),
-            "ffn_down": self._matrix(hidden, inner),
-        }
-
-    def _matrix(self, rows: int, columns: int, scale: float = 1.0) -> Array:
-        values: Array = self._random.standard_normal((rows, columns), np.float32)
-        return np.asarray(values * (scale / columns**0.5), self._shape.dtype)
+    yield "token_embd", matrix(vocabulary, hidden, hidden**0.5)
+    yield "output_norm", np.ones(hidden, np.float32)
+    yield "output", matrix(vocabulary, hidden, 2.0)
+    # Above 1, so that attention is uneven enough for an eviction to show in the logits.
+    gain = np.full(shape.head_dim, 1.5, np.float32)
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        yield f"{block}.attn_norm", np.ones(hidden, np.float32)
+        yield f"{block}.ffn_norm", np.ones(hidden, np.float32)
+        yield f"{block}.attn_q", matrix(queries, hidden)
+        yield f"{block}.attn_k", matrix(keys, hidden)
+        yield f"{block}.attn_v", matrix(keys, hidden)
+        yield f"{block}.attn_output", matrix(hidden, queries)
+        yield f"{block}.attn_q_norm", gain
+        yield f"{block}.attn_k_norm", gain
+        yield f"{block}.ffn_gate", matrix(inner, hidden)
+        yield f"{block}.ffn_up", matrix(inner, hidden)
+        yield f"{block}.ffn_down", matrix(hidden, inner)

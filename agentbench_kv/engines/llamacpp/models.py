@@ -15,45 +15,21 @@ from agentbench_kv.engines.llamacpp.tokenizer_folder import write_tokenizer
 from agentbench_kv.environments import home
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
-__all__ = ["LlamaCppModel", "convert_elsewhere", "resolve_model"]
-
-_CONVERT = "agentbench_kv.engines.llamacpp.convert"
-
 
 @dataclass(frozen=True)
 class LlamaCppModel:
-    """A model that the backend can load.
+    """A model that the backend can load."""
 
-    Attributes
-    ----------
-    file : Path
-        GGUF.
-    tokenizer : Path
-        Folder with the tokenizer in Hugging Face's form.
-    sha : str
-        Hash of the file, or of the folder it was converted from.
-    """
-
-    file: Path
-    tokenizer: Path
-    sha: str
+    file: Path  # GGUF
+    tokenizer: Path  # folder with the tokenizer in Hugging Face's form
+    sha: str  # of the file, or of the folder it was converted from
     shape: ModelShape
 
 
 def resolve_model(name: str, python: Path) -> LlamaCppModel:
-    """Find the model a user names; a folder is converted into kvbench's own cache.
+    """Find the GGUF file, Hugging Face folder or shipped model called `name`.
 
-    Parameters
-    ----------
-    name : str
-        A GGUF file, a Hugging Face folder or the name of a shipped model.
-    python : Path
-        Interpreter of the environment, which has what a conversion needs.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If there is none, or it is one the engine refuses.
+    A folder is converted once, into kvbench's own cache, by the environment's interpreter `python`.
     """
     path = Path(name).expanduser()
     if name not in SHIPPED and not path.is_dir():
@@ -67,22 +43,12 @@ def resolve_model(name: str, python: Path) -> LlamaCppModel:
 
 
 def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool = True) -> None:
-    """Convert a folder in the environment's interpreter.
-
-    Parameters
-    ----------
-    python : Path
-    folder, out, tokenizer
-        As for `convert.convert`.
-
-    Raises
-    ------
-    UsageError
-        With what the conversion said, if it refused.
-    """
+    """Convert a folder in the environment's interpreter; see `convert.convert`."""
+    arguments = [str(folder.absolute()), str(out.absolute())]
+    if not tokenizer:
+        arguments.append("--no-tokenizer")
     try:
-        paths = [str(folder.absolute()), str(out.absolute())]
-        list(lines_of(python, _CONVERT, paths if tokenizer else [*paths, "--no-tokenizer"]))
+        list(lines_of(python, "agentbench_kv.engines.llamacpp.convert", arguments))
     except KVBenchError as error:
         raise UsageError(f"cannot convert {folder}: {error}") from None
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 
-__all__ = ["PRETOKENIZERS", "pretokenizer_name", "pretokenizer_of"]
-
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -18,14 +16,18 @@ PRETOKENIZERS: Mapping[str, str] = {
 }
 """Names of llama.cpp with the regular expression each splits text by before byte-level BPE."""
 
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+
 
 def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
     """Return what llama.cpp calls the pre-tokenizer of a tokenizer.json.
 
-    Raises
-    ------
-    UsageError
-        If llama.cpp would split text otherwise, or it is not known to split it alike.
+    UsageError if llama.cpp would split text otherwise, or is not known to split it alike.
     """
     parts = tokenizer.get("pre_tokenizer") or {}
     steps = parts.get("pretokenizers", [parts])
@@ -41,13 +43,7 @@ def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
 
 
 def pretokenizer_of(name: str) -> dict[str, Any]:
-    """Return the pre-tokenizer of tokenizer.json for a name of llama.cpp.
-
-    Raises
-    ------
-    UsageError
-        For a name that is not known.
-    """
+    """Return the pre-tokenizer of tokenizer.json for a name of llama.cpp."""
     if name not in PRETOKENIZERS:
         known = ", ".join(PRETOKENIZERS)
         raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
@@ -57,10 +53,4 @@ def pretokenizer_of(name: str) -> dict[str, Any]:
         "behavior": "Isolated",
         "invert": False,
     }
-    plain = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    return {"type": "Sequence", "pretokenizers": [split, plain]}
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}

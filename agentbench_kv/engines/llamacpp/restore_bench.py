@@ -10,9 +10,6 @@ from typing import Any
 
 from agentbench_kv.engines.llamacpp.elsewhere import lines_of
 
-__all__ = ["PROTOCOLS", "RestoreTimes", "measure_restore"]
-
-_MODULE = "agentbench_kv.engines.llamacpp.backend.bench_restore"
 PROTOCOLS = {
     "empty": "empty cache, block at [0, n), back to where it was",
     "tail": "context of 2,048 tokens, block re-anchored at its end",
@@ -21,30 +18,16 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class RestoreTimes:
-    """Medians of one size, in milliseconds of one thread's processor time.
+    """Medians of one size, in milliseconds of one thread's processor time, on warm caches."""
 
-    Attributes
-    ----------
-    protocol : str
-        One of `PROTOCOLS`.
-    tokens : int
-        Of the block.
-    save, evict, restore, prefill : float
-        On warm caches; `prefill` computes the same tokens again.
-    first_restore : float
-        The first restore after the context was computed.
-    load_average : float
-        Of the machine, over a minute.
-    """
-
-    protocol: str
-    tokens: int
+    protocol: str  # one of `PROTOCOLS`
+    tokens: int  # of the block
     save: float
     evict: float
     restore: float
-    prefill: float
-    first_restore: float
-    load_average: float
+    prefill: float  # computes the same tokens again
+    first_restore: float  # the first one after the context was computed
+    load_average: float  # of the machine, over a minute
 
     @property
     def speedup(self) -> float:
@@ -60,27 +43,10 @@ class RestoreTimes:
 def measure_restore(
     python: Path, model: Path | None, dtype: str, tokens: Sequence[int], cells: int, repeats: int
 ) -> Iterator[dict[str, Any] | RestoreTimes]:
-    """Yield what is measured on, then the times of every protocol and size.
+    """Yield what is measured on, then the times of every protocol and block size in `tokens`.
 
-    Parameters
-    ----------
-    python : Path
-        Interpreter of the environment `llamacpp`.
-    model : Path or None
-        GGUF file; random weights (8 layers of 512) if not given.
-    dtype : str
-        Of cached rows.
-    tokens : sequence of int
-        Sizes of blocks.
-    cells : int
-        Of the cache.
-    repeats : int
-        Prefills of each size; five restores for each.
-
-    Raises
-    ------
-    KVBenchError
-        If the backend fails.
+    `python` is the interpreter of the environment `llamacpp`; without a GGUF file as `model`,
+    weights are random (8 layers of 512). `repeats` counts prefills; each has five restores.
     """
     asked = {
         "model": "" if model is None else str(model.absolute()),
@@ -89,17 +55,7 @@ def measure_restore(
         "cells": cells,
         "repeats": repeats,
     }
-    for line in lines_of(python, _MODULE, [json.dumps(asked)]):
+    module = "agentbench_kv.engines.llamacpp.backend.bench_restore"
+    for line in lines_of(python, module, [json.dumps(asked)]):
         row = json.loads(line)
-        yield _times(row) if "protocol" in row else row
-
-
-def _times(row: dict[str, Any]) -> RestoreTimes:
-    steps = {step: row[f"{step}_ms"] for step in ("save", "evict", "restore", "prefill")}
-    return RestoreTimes(
-        row["protocol"],
-        row["tokens"],
-        **steps,
-        first_restore=row["first_restore_ms"],
-        load_average=row["load_average"],
-    )
+        yield RestoreTimes(**row) if "protocol" in row else row

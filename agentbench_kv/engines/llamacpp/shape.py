@@ -11,46 +11,25 @@ from torch import Tensor
 
 from agentbench_kv.errors import UsageError
 
-__all__ = ["ROW_TYPES", "ModelShape", "model_shape", "refusal"]
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-INTERLEAVED = ("llama",)
-"""Architectures whose RoPE pairs are neighbours; the others' are halves apart."""
-ROW_TYPES = {"float32": 0, "float16": 1}
-"""Types of cached rows, with ggml's number."""
+ROW_TYPES = {"float32": 0, "float16": 1}  # of cached rows, with ggml's number
 ELSEWHERE = "run it with llama.cpp's own server and measure that through --engine api"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shapes of one model.
+    """Shapes of one model."""
 
-    Attributes
-    ----------
-    architecture : str
-        llama.cpp's name.
-    layers, query_heads, kv_heads, head_dim : int
-    rope_base : float
-        Pair f of a head turns by `rope_base ** (-2 f / head_dim)` radians per position.
-    interleaved : bool
-        RoPE pairs are (x[2f], x[2f + 1]) instead of (x[f], x[f + head_dim / 2]).
-    context_limit : int
-        Positions the model was trained for.
-    vocabulary : int
-    eos_token_ids : tuple of int
-        Ids that end the model's turn.
-    """
-
-    architecture: str
+    architecture: str  # llama.cpp's name
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
-    rope_base: float
-    interleaved: bool
-    context_limit: int
+    rope_base: float  # pair f turns by `rope_base ** (-2 f / head_dim)` radians per position
+    interleaved: bool  # RoPE pairs are (x[2f], x[2f + 1]) instead of (x[f], x[f + head_dim / 2])
+    context_limit: int  # positions the model was trained for
     vocabulary: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # they end the model's turn
 
     def bytes_per_token(self, dtype: str) -> int:
         """Return bytes of keys and values of one token over all layers and heads."""
@@ -69,13 +48,7 @@ class ModelShape:
 
 
 def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
-    """Describe a model from the header of its file.
-
-    Raises
-    ------
-    UsageError
-        If the engine would be wrong about the model's rows; see `refusal`.
-    """
+    """Describe a model from the header of its file; UsageError where `refusal` has a reason."""
     reason = refusal(metadata)
     if reason:
         raise UsageError(f"{reason}; {ELSEWHERE}")
@@ -92,7 +65,7 @@ def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
         kv_heads=int(own.get("attention.head_count_kv", heads)),
         head_dim=int(own.get("attention.key_length", width // heads)),
         rope_base=float(own.get("rope.freq_base", 10000.0)),
-        interleaved=name in INTERLEAVED,
+        interleaved=name == "llama",
         context_limit=int(own["context_length"]),
         vocabulary=int(own.get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
         eos_token_ids=tuple(int(end) for end in ends if end is not None),
@@ -115,10 +88,6 @@ def refusal(metadata: Mapping[str, Any]) -> str:
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         return f"{name} is not among the architectures whose attention was checked ({known})"
-    return _unequal(metadata, name) or _scaled(metadata, name)
-
-
-def _unequal(metadata: Mapping[str, Any], name: str) -> str:
     key = metadata.get(f"{name}.attention.key_length")
     value = metadata.get(f"{name}.attention.value_length", key)
     turned = metadata.get(f"{name}.rope.dimension_count", key)
@@ -126,10 +95,6 @@ def _unequal(metadata: Mapping[str, Any], name: str) -> str:
         return f"{name} with keys of {key}, values of {value} and RoPE over {turned} channels"
     if isinstance(metadata.get(f"{name}.attention.head_count_kv"), list):
         return f"{name} has layers with different numbers of KV heads"
-    return ""
-
-
-def _scaled(metadata: Mapping[str, Any], name: str) -> str:
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if kind != "none":
         return f"{name} scales RoPE ({kind}), so rotating a key by a distance would be wrong"

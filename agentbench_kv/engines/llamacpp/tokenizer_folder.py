@@ -9,30 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.llamacpp.pretokenizers import pretokenizer_of
+from agentbench_kv.engines.llamacpp.pretokenizers import BYTE_LEVEL, pretokenizer_of
 from agentbench_kv.errors import UsageError
 
-__all__ = ["tokenizer_files", "write_tokenizer"]
-
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-"""Token types of GGUF; 1 is an ordinary token."""
-
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": False,
-}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> Path:
-    """Write the files of a GGUF file's tokenizer into `folder`, each in one step; return it.
-
-    Raises
-    ------
-    UsageError
-        If it is no byte-level BPE with a known pre-tokenizer.
-    """
+    """Write the files of a GGUF file's tokenizer into `folder`, each in one step; return it."""
     files = tokenizer_files(metadata)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -63,16 +47,9 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {
-            "id": index,
-            "content": tokens[index],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL,
-        }
+        {"id": index, "content": tokens[index], **plain, "special": kind == CONTROL}
         for index, kind in enumerate(types)
         if kind in (CONTROL, USER_DEFINED)
     ]

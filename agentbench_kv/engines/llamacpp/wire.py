@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,68 +19,37 @@ from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["LlamaCppWire"]
-
-SETTINGS = "KVBENCH_LLAMACPP"
-"""Environment variable of the backend; see `backend.server.Settings`."""
-_BACKEND = "agentbench_kv.engines.llamacpp.backend.server"
+SETTINGS = "KVBENCH_LLAMACPP"  # environment variable of the backend; see `backend.server.Settings`
 _START_S = 300.0
-_ANSWER_S = 3600.0
-"""A queue of prefills may stand before a token."""
+_ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
 
 
+@dataclass(eq=False)
 class LlamaCppWire(Wire):
-    """One backend on two Unix sockets in a private folder.
+    """One backend on two Unix sockets in a private folder."""
 
-    Parameters
-    ----------
-    options : EngineOptions
-    python : Path
-        The environment's interpreter.
-    model : Path
-        GGUF file.
-    tokenizer : Path
-        Folder of its tokenizer.
-    cells : int
-        Cached tokens of all sessions together.
-    folder : Path
-    """
-
-    def __init__(
-        self,
-        options: EngineOptions,
-        python: Path,
-        model: Path,
-        tokenizer: Path,
-        cells: int,
-        folder: Path,
-    ) -> None:
-        self._options = options
-        self._python = python
-        self._model = model
-        self._tokenizer = tokenizer
-        self._cells = cells
-        self._folder = folder
-
-    def details(self) -> dict[str, str]:
-        """Return what a run's record says of the backend."""
-        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
-
-    def use(self, method: Method) -> None:
-        """Start backends with another method from now on."""
-        self._options = replace(self._options, method=method)
-
-    @property
-    def control(self) -> Path:
-        """The control channel's socket."""
-        return self._folder / "control"
+    _options: EngineOptions
+    _python: Path  # the environment's interpreter
+    _model: Path  # GGUF file
+    _tokenizer: Path  # its folder
+    _cells: int  # cached tokens of all sessions together
+    _folder: Path
 
     @property
     def _stream(self) -> Path:
         return self._folder / "stream"
 
+    def details(self) -> dict[str, str]:
+        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
+
+    def use(self, method: Method) -> None:
+        self._options = replace(self._options, method=method)
+
+    @property
+    def control(self) -> Path:
+        return self._folder / "control"
+
     def launch(self) -> Launch:
-        """Return the command that starts the backend."""
         options = self._options
         policy = Policy(options.method, self._tokenizer, self.control, options.trace)
         settings = {
@@ -98,7 +67,7 @@ class LlamaCppWire(Wire):
             "TRANSFORMERS_OFFLINE": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [str(self._python), "-m", _BACKEND]
+        command = [str(self._python), "-m", "agentbench_kv.engines.llamacpp.backend.server"]
         return Launch(command, self._ready, environment, _START_S)
 
     def _ready(self) -> bool:
@@ -106,24 +75,21 @@ class LlamaCppWire(Wire):
             return self._stream.exists() and control.answers()
 
     def stream(self, request: Request) -> Generator[int]:
-        """Yield a generation's ids."""
         document = _document(request)
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(str(self._stream))
             with connection.makefile("rb") as lines:
                 connection.sendall(json.dumps(document).encode() + b"\n")
-                while True:
-                    answer = _answer(lines.readline())
-                    if answer is None:
-                        return
-                    yield answer
+                while (token := _answer(lines.readline())) is not None:
+                    yield token
                     if document["stepwise"]:
                         connection.sendall(b"\n")
 
 
 def _document(request: Request) -> dict[str, Any]:
     sampling, stop = request.sampling, stop_document(request.sampling)
+    same = ("temperature", "top_p", "top_k", "seed")
     return {
         "session": request.session,
         "recipe": request.recipe,
@@ -133,10 +99,7 @@ def _document(request: Request) -> dict[str, Any]:
         "stepwise": sampling.stop is not None and stop is None,
         "sampling": {
             "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "seed": sampling.seed,
+            **{name: getattr(sampling, name) for name in same},
             "stop_token_ids": sorted(sampling.stop_token_ids),
         },
     }

@@ -334,7 +334,7 @@ def check_trap_3_shared_cells() -> Any:
     binding, context = library.llama(), scene.context
     context.share(0, 1)
     binding.llama_memory_seq_add(context.memory, 1, 50, -1, 7)
-    moved = context.last_position(0)
+    moved = binding.llama_memory_seq_pos_max(context.memory, 0)
     scene.close()
     ours = Scene(tokens=100)
     other = ours.session(1)
@@ -344,7 +344,7 @@ def check_trap_3_shared_cells() -> Any:
     ours.rows.pack()
     after = ours.cells.read(other.cells)
     untouched = all(bool(torch.equal(old, new)) for old, new in zip(before, after, strict=True))
-    last = ours.context.last_position(1)
+    last = binding.llama_memory_seq_pos_max(ours.context.memory, 1)
     ours.close()
     return {"moved": moved, "last": last, "untouched": untouched}
 

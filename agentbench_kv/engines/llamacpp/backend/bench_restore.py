@@ -1,7 +1,7 @@
 """Measures saving, evicting and restoring a block against computing it again; prints JSON lines.
 
 Run with the environment's interpreter. One thread computes; times are that thread's processor time,
-because the machine may be busy with something else, and elapsed time beside it.
+because the machine may be busy with something else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,13 @@ from agentbench_kv.engines.llamacpp.backend.cells import Cells
 from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
 from agentbench_kv.engines.llamacpp.backend.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.made_model import MID, make_model
+from agentbench_kv.engines.llamacpp.restore_bench import PROTOCOLS
 from agentbench_kv.engines.llamacpp.shape import ROW_TYPES
 
-__all__ = ["PROTOCOLS", "main", "measure"]
-
-PROTOCOLS = ("empty", "tail")
-"""Block at [0, n) of an empty cache, back to where it was; block of a long context, to its end."""
 CONTEXT_TOKENS = 2048
 BLOCK_START = 256
 BATCH = 512
-ROUNDS = 5
-"""Restores per prefill: they take a hundredth of the time."""
-
-Times = dict[str, tuple[float, float]]
+ROUNDS = 5  # restores per prefill: they take a hundredth of the time
 
 
 class Bench:
@@ -46,15 +41,9 @@ class Bench:
         )
         self.cells = Cells(self.context)
         draw = torch.Generator().manual_seed(3)
-        size = (CONTEXT_TOKENS,)
-        self.tokens = torch.randint(0, self.context.shape.vocabulary, size, generator=draw).tolist()
+        words = self.context.shape.vocabulary
+        self.tokens = torch.randint(0, words, (CONTEXT_TOKENS,), generator=draw).tolist()
         self.rows = SequenceRows(self.cells)
-
-    def start(self, tokens: int) -> None:
-        """Begin a session of so many tokens."""
-        self.rows.free()
-        self.rows.sequence = 0
-        self.feed(self.tokens[:tokens])
 
     def feed(self, tokens: list[int]) -> None:
         """Compute tokens behind the last one."""
@@ -65,38 +54,35 @@ class Bench:
             self.context.decode(Batch(part, positions, [0] * count, [count - 1]))
             self.rows.append(self.context.watch.cells(), start)
 
-    def cut(self, tokens: int) -> None:
-        """Drop what lies behind a session's first tokens."""
-        self.rows.next = tokens
-        self.rows.drop(self.rows.rope >= tokens)
-
 
 def measure(bench: Bench, protocol: str, tokens: int, repeats: int) -> dict[str, Any]:
-    """Return medians in milliseconds of one size: processor time, and elapsed time.
+    """Return the medians of one size as the fields of a `RestoreTimes`.
 
-    Every step is repeated on warm caches, the first repetition not counted; `first_restore_ms` is
-    that one, right after the context was computed.
+    Every step is repeated on warm caches; the first repetition does not count.
     """
     start, context = (0, tokens) if protocol == "empty" else (BLOCK_START, CONTEXT_TOKENS)
-    bench.start(context)
+    bench.rows.free()
+    bench.rows.sequence = 0
+    bench.feed(bench.tokens[:context])
     moved = 0 if protocol == "empty" else context - start
     rounds = [
         _there_and_back(bench.rows, start, tokens, moved) for _ in range(ROUNDS * repeats + 1)
     ]
     bench.rows.drop((bench.rows.rope >= start) & (bench.rows.rope < start + tokens))
     prefills = [_prefill(bench, start, tokens, start + moved) for _ in range(repeats + 1)]
-    row: dict[str, Any] = {"protocol": protocol, "tokens": tokens, "repeats": repeats}
-    for step in rounds[0]:
-        row |= _medians(step, [times[step] for times in rounds[1:]])
-    row |= _medians("prefill", prefills[1:])
-    row["first_restore_ms"] = rounds[0]["restore"][0]
-    row["load_average"] = os.getloadavg()[0]
-    return row
+    return {
+        "protocol": protocol,
+        "tokens": tokens,
+        **{step: statistics.median(times[step] for times in rounds[1:]) for step in rounds[0]},
+        "prefill": statistics.median(prefills[1:]),
+        "first_restore": rounds[0]["restore"],
+        "load_average": os.getloadavg()[0],
+    }
 
 
-def _there_and_back(rows: SequenceRows, start: int, tokens: int, moved: int) -> Times:
-    """Save, evict and restore a block; leave the session as it was."""
-    times: Times = {}
+def _there_and_back(rows: SequenceRows, start: int, tokens: int, moved: int) -> dict[str, float]:
+    """Time saving, evicting and restoring a block, in ms; leave the session as it was."""
+    times: dict[str, float] = {}
     end = rows.next
     block = (rows.rope >= start) & (rows.rope < start + tokens)
     logical = rows.logical[block]
@@ -116,32 +102,21 @@ def _there_and_back(rows: SequenceRows, start: int, tokens: int, moved: int) -> 
     return times
 
 
-def _prefill(bench: Bench, start: int, tokens: int, at: int) -> tuple[float, float]:
-    """Compute a block's tokens at a position."""
-    times: Times = {}
-    bench.cut(at)
+def _prefill(bench: Bench, start: int, tokens: int, at: int) -> float:
+    """Time computing a block's tokens at a position behind the session's first ones, in ms."""
+    times: dict[str, float] = {}
+    bench.rows.next = at
+    bench.rows.drop(bench.rows.rope >= at)
     with _timed(times, "prefill"):
         bench.feed(bench.tokens[start : start + tokens])
     return times["prefill"]
 
 
-def _medians(step: str, times: list[tuple[float, float]]) -> dict[str, float]:
-    own, elapsed = (statistics.median(part) for part in zip(*times, strict=True))
-    return {f"{step}_ms": own, f"{step}_elapsed_ms": elapsed}
-
-
-class _timed:  # noqa: N801  reads as a statement
-    def __init__(self, times: Times, step: str) -> None:
-        self._times, self._step = times, step
-
-    def __enter__(self) -> None:
-        self._began = (time.thread_time(), time.perf_counter())
-
-    def __exit__(self, *_: object) -> None:
-        now = (time.thread_time(), time.perf_counter())
-        self._times[self._step] = tuple(  # type: ignore[assignment]
-            1e3 * (end - began) for end, began in zip(now, self._began, strict=True)
-        )
+@contextmanager
+def _timed(times: dict[str, float], step: str) -> Iterator[None]:
+    began = time.thread_time()
+    yield
+    times[step] = 1e3 * (time.thread_time() - began)
 
 
 def _rows(asked: dict[str, Any], path: Path) -> Iterator[dict[str, Any]]:
@@ -167,12 +142,11 @@ def main() -> int:
     """Measure what the JSON object in the first argument asks for."""
     asked = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    emit: Callable[[str], None] = lambda line: print(line, flush=True)  # noqa: E731, T201
     with tempfile.TemporaryDirectory(prefix="kvbench-") as place, torch.inference_mode():
         made = Path(place) / "made.gguf"
         path = Path(asked["model"]) if asked["model"] else make_model(made, MID, 1)
         for row in _rows(asked, path):
-            emit(json.dumps(row))
+            print(json.dumps(row), flush=True)  # noqa: T201  the parent process reads it
     return 0
 
 

@@ -22,12 +22,9 @@ from agentbench_kv.engines.llamacpp.shape import ModelShape
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import rope_rotate
 
-__all__ = ["Blob", "RowFormat"]
-
 MAGIC = 0xAF143CD8
 _HEADER = struct.Struct("<IiII")
-CELL_NUMBERS = 3
-"""Of a cell: its position, the number of its sequences, its sequence."""
+CELL_NUMBERS = 3  # of a cell: its position, the number of its sequences, its sequence
 _KIND = struct.Struct("<II")
 _ROWS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
@@ -36,34 +33,17 @@ _DTYPES = {0: torch.float32, 1: torch.float16}
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a context stores rows.
-
-    Attributes
-    ----------
-    shape : ModelShape
-    row_type : int
-        ggml's number of the element type.
-    row_bytes : int
-        Bytes of the keys (or values) of one token in one layer, all heads.
-    transposed : bool
-        Values lie channel by channel instead of token by token.
-    """
+    """How a context stores rows."""
 
     shape: ModelShape
-    row_type: int
-    row_bytes: int
-    transposed: bool
+    row_type: int  # ggml's number of the element type
+    row_bytes: int  # the keys (or values) of one token in one layer, all heads
+    transposed: bool  # values lie channel by channel instead of token by token
 
     @property
     def dtype(self) -> torch.dtype:
-        """The element type.
-
-        Raises
-        ------
-        KVBenchError
-            For quantised rows: arithmetic on them would quantise twice, and keys may be stored
-            rotated by a Hadamard matrix.
-        """
+        # Arithmetic on quantised rows would quantise twice, and their keys may be stored rotated
+        # by a Hadamard matrix.
         if self.row_type not in _DTYPES:
             raise KVBenchError("rows of a quantised cache cannot be read; only saved and restored")
         return _DTYPES[self.row_type]
@@ -82,19 +62,7 @@ class RowFormat:
 
 
 class Blob:
-    """Rows of some tokens, outside the cache.
-
-    Parameters
-    ----------
-    form : RowFormat
-    data : bytearray
-        As llama.cpp wrote it.
-
-    Raises
-    ------
-    KVBenchError
-        If it is not laid out as the pinned version does.
-    """
+    """Rows of some tokens, outside the cache, in the bytes that llama.cpp wrote."""
 
     def __init__(self, form: RowFormat, data: bytearray) -> None:
         self.form = form
@@ -148,8 +116,8 @@ class Blob:
         at, shape = _values_at(self.form, self.tokens, layer), self.form.shape
         if not self.form.transposed:
             return self._rows(at)
-        flat = self._elements(at)
-        return flat.reshape(shape.kv_heads, shape.head_dim, self.tokens).permute(2, 0, 1)
+        size = (shape.kv_heads, shape.head_dim, self.tokens)
+        return self._elements(at).reshape(size).permute(2, 0, 1)
 
     def row_marks(self) -> NDArray[np.int64]:
         """Return the first eight bytes of every token's keys in the first layer, a view."""
@@ -165,37 +133,24 @@ class Blob:
         return made
 
     def rotate(self, by: int) -> None:
-        """Move the tokens by some positions: keys rotate, labels follow.
-
-        Raises
-        ------
-        KVBenchError
-            If the rows are quantised.
-        """
+        """Move the tokens by some positions: keys rotate, labels follow."""
         native = plugin.find_plugin()
         if native is None:
             self._rotate_by_kernels(by)
         else:
-            keys = self._described_keys()
-            native.kvb_turn(ctypes.byref(keys), by, self.form.frequencies.data_ptr())
+            form, shape = self.form, self.form.shape
+            first = _address(self.data) + _keys_at(form, self.tokens, 0)
+            layer_bytes = _ROWS.size + self.tokens * form.row_bytes
+            keys = plugin.Keys(
+                *(first, shape.layers, layer_bytes, self.tokens, shape.kv_heads, shape.head_dim),
+                *(form.dtype is torch.float16, shape.interleaved),
+            )
+            native.kvb_turn(ctypes.byref(keys), by, form.frequencies.data_ptr())
         self._cells[:, 0] += by
 
     def _rotate_by_kernels(self, by: int) -> None:
         frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
         rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
-
-    def _described_keys(self) -> plugin.Keys:
-        form, shape = self.form, self.form.shape
-        return plugin.Keys(
-            first=_address(self.data) + _keys_at(form, self.tokens, 0),
-            layers=shape.layers,
-            layer_bytes=_ROWS.size + self.tokens * form.row_bytes,
-            tokens=self.tokens,
-            heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            halved=int(form.dtype is torch.float16),
-            interleaved=int(shape.interleaved),
-        )
 
     def described(self) -> plugin.State:
         """Return where the blob lies, for the plug-in; valid while the blob lives."""
@@ -231,7 +186,7 @@ def _cells_end(count: int) -> int:
 
 
 def _keys_at(form: RowFormat, count: int, layer: int) -> int:
-    """Return where a layer's keys start; the header of every layer stands before its rows."""
+    """Return where a layer's keys start; every layer's header precedes its rows."""
     before = layer * (_ROWS.size + count * form.row_bytes)
     return _cells_end(count) + _KIND.size + before + _ROWS.size
 

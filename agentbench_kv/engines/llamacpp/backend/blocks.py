@@ -17,16 +17,9 @@ from agentbench_kv.engines.llamacpp.backend.scheduler import Scheduler
 from agentbench_kv.engines.llamacpp.backend.session import BackendSession
 from agentbench_kv.errors import UsageError
 
-__all__ = ["Blocks"]
-
 
 class Blocks:
-    """The primitives over a scheduler's sessions.
-
-    Parameters
-    ----------
-    scheduler : Scheduler
-    """
+    """The primitives over a scheduler's sessions."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -34,10 +27,7 @@ class Blocks:
     def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
         """Return the RoPE position of the first token of [start, end), and the rows' bytes.
 
-        Raises
-        ------
-        UsageError
-            If a token is not in the cache, or they are no neighbours.
+        UsageError if a token is not in the cache, or they are no neighbours.
         """
         session = self._session(name)
         rows = session.rows
@@ -63,25 +53,22 @@ class Blocks:
         if not bool(gone.any()):
             return 0
         rows.drop(gone)
-        self._end_moved(session, before)
+        if self._packed:  # close the gap that the rows left
+            rows.pack()
+            self._scheduler.worker.shift_queries(session.name, rows.live - before)
         ledger = session.ledger
         ledger.live = rows.live
         ledger.stats.evicted += before - rows.live
         ledger.stats.events.append(
             KVEvent(ledger.stats.decode_tokens, ledger.fed, before, rows.live, 0)
         )
-        self._scheduler.room.settle(session)
+        self._scheduler.admission.settle(session)
         return before - rows.live
 
     def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
         """Put saved rows back, as logical positions from `start`, without a forward pass.
 
-        Raises
-        ------
-        UsageError
-            If the positions are in the cache, were never seen, or are taken.
-        CapacityError
-            If the cache has no room.
+        UsageError if the positions are in the cache, were never seen, or are taken.
         """
         blob = Blob(self._scheduler.cells.form, data)
         session = self._session(name, more=blob.tokens)
@@ -98,12 +85,13 @@ class Blocks:
         if where != own:
             blob.rotate(where - own)
         rows.restore(blob, logical)
-        self._queries_moved(session, rows.live - before)
+        if self._packed:
+            self._scheduler.worker.shift_queries(session.name, rows.live - before)
         ledger = session.ledger
         ledger.live = rows.live
         ledger.stats.restored += blob.tokens
         ledger.stats.peak_live = max(ledger.stats.peak_live, rows.live)
-        self._scheduler.room.settle(session)
+        self._scheduler.admission.settle(session)
 
     def attention(
         self, name: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
@@ -125,6 +113,7 @@ class Blocks:
 
     @property
     def _packed(self) -> bool:
+        """Whether positions are the cache's, without gaps."""
         return self._scheduler.policy.method.positions == "cache"
 
     def _session(self, name: str, more: int = 0) -> BackendSession:
@@ -147,16 +136,6 @@ class Blocks:
         if first < 0 or bool(taken.any()):
             raise UsageError(f"RoPE positions {first} to {first + blob.tokens} are taken")
         return first
-
-    def _end_moved(self, session: BackendSession, before: int) -> None:
-        """Where positions are the cache's, close the gap that evicted rows left."""
-        if self._packed:
-            session.rows.pack()
-            self._queries_moved(session, session.rows.live - before)
-
-    def _queries_moved(self, session: BackendSession, by: int) -> None:
-        if self._packed:
-            self._scheduler.worker.shift_queries(session.name, by)
 
 
 def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:

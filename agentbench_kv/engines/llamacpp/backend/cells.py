@@ -18,29 +18,18 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import paged
 from agentbench_kv.kernels.layout import PagedRows
 
-__all__ = ["Cells"]
-
+# Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes.
 TAG = 0x6B76_6265 << 32
-"""Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes."""
 LOST = "a restored block is not where it was put"
-SEARCHED = 1024
-"""Cells that are searched at once; llama.cpp takes low ones first."""
+SEARCHED = 1024  # cells that are searched at once; llama.cpp takes low ones first
 
 
 class Cells:
-    """Keys and values of all cells, as views of llama.cpp's own memory.
-
-    Parameters
-    ----------
-    context : Context
-        After its warm-up.
-    """
+    """Keys and values of all cells, as views of llama.cpp's own memory."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         base = context.tensor("k", 0)
-        if base is None:
-            raise KVBenchError("the cache has not been seen yet")
         self.count = int(base.ne[1])
         row_bytes = int(base.nb[1])
         self.form = RowFormat(context.shape, context.row_type, row_bytes, not context.flash)
@@ -70,10 +59,7 @@ class Cells:
         return self._memory(kind, layer, count * self.form.dtype.itemsize).view(self.form.dtype)
 
     def _memory(self, kind: str, layer: int, size: int) -> Tensor:
-        tensor = self.context.tensor(kind, layer)
-        if tensor is None:
-            raise KVBenchError("the cache has not been seen yet")
-        memory = (ctypes.c_uint8 * size).from_address(tensor.data)
+        memory = (ctypes.c_uint8 * size).from_address(self.context.tensor(kind, layer).data)
         return torch.from_numpy(np.ctypeslib.as_array(memory))
 
     def read(self, cells: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,23 +72,15 @@ class Cells:
         return self.form.shape.in_halves(keys), values
 
     def compact(
-        self, cells: Tensor, kept: Tensor, beside: Sequence[Tensor] = (), *, sort: bool = False
+        self, cells: Tensor, kept: Tensor, extras: Sequence[Tensor] = (), *, sort: bool = False
     ) -> int:
         """Move the kept rows of a session to its last cells, in place; return the rows moved.
 
-        The last cells have the largest labels, so that the next position still follows them.
-
-        Parameters
-        ----------
-        cells : Tensor [rows], int64
-            The session's cells by ascending label.
-        kept : Tensor [layers, kv_heads, budget], int64
-            Rows to keep, ascending.
-        beside : sequence of Tensor [layers, kv_heads, rows]
-            What else belongs to rows; what belongs to the last cells goes to the front.
-        sort : bool
-            Keep the order of `kept` instead of filling holes.
+        `cells` [rows] are by ascending label; `kept` [layers, kv_heads, budget] are ascending rows.
+        Of the tensors `extras` [layers, kv_heads, rows], what belongs to the last cells goes to the
+        front. `sort` keeps the order of `kept` instead of filling holes.
         """
+        # The last cells have the largest labels, so that the next position still follows them.
         rows, budget = len(cells), kept.shape[-1]
         # Compaction fills the first rows of its table: from behind, these are the last cells.
         plan = (rows - 1 - kept).flip(-1)[None].contiguous()
@@ -111,7 +89,7 @@ class Cells:
         if self.form.transposed:
             channels = plan.repeat_interleave(self.form.shape.head_dim, 2)
             _move([self._channels], table, channels, rows, sort)
-        for tensor in beside:
+        for tensor in extras:
             mirrored = tensor.flip(-1)
             one_block = PagedRows(tuple(layer[:, None] for layer in mirrored.unbind()))
             _move([one_block], torch.zeros(1, 1, dtype=torch.int32), plan, rows, sort)
@@ -138,16 +116,10 @@ class Cells:
 
     def rotate(self, cells: Tensor, shifts: Tensor) -> None:
         """Turn the keys of some cells by positions [layers, kv_heads, cells], in place."""
-        lengths = torch.tensor([len(cells)])
-        table = cells[None].to(torch.int32)
-        form = self.form
+        lengths, table = torch.tensor([len(cells)]), cells[None].to(torch.int32)
+        frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
         paged.rope_rotate(
-            self._key_rows,
-            table,
-            lengths,
-            shifts[None],
-            form.frequencies,
-            interleaved=form.shape.interleaved,
+            self._key_rows, table, lengths, shifts[None], frequencies, interleaved=interleaved
         )
 
     def save(self, sequence: int, spans: Sequence[tuple[int, int]]) -> Blob:
@@ -164,19 +136,15 @@ class Cells:
     def load(self, sequence: int, blob: Blob) -> Tensor:
         """Add a blob's rows to a sequence; return their cells [tokens], int64.
 
-        They go into a scratch sequence first: llama.cpp empties the one it writes to.
-
-        Raises
-        ------
-        CapacityError
-            If there are not as many free cells; nothing has changed then.
+        They go into a scratch sequence first: llama.cpp empties the one it writes to. Where too few
+        cells are free, a CapacityError leaves everything as it was.
         """
         native = plugin.find_plugin()
         if native is None:
             return self._load_by_python(sequence, blob)
         found = np.empty(blob.tokens, np.int64)
         code = native.kvb_load(
-            *(self.context.address, ctypes.byref(blob.described()), ctypes.byref(self._described)),
+            *(self.context.handle, ctypes.byref(blob.described()), ctypes.byref(self._described)),
             *(TAG, self.context.scratch, sequence, found.ctypes.data),
         )
         if code == plugin.NO_ROOM:

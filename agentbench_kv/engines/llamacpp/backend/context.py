@@ -18,63 +18,35 @@ from agentbench_kv.engines.llamacpp.metadata import read_metadata
 from agentbench_kv.engines.llamacpp.shape import ModelShape, model_shape
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 
-__all__ = ["Batch", "Context", "free_threads"]
-
-MOST_SEQUENCES = 256
-"""LLAMA_MAX_SEQ."""
-ROPE_TYPES = {False: 2, True: 0}
-"""llama.cpp's numbers for halves and for neighbouring pairs."""
+MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
+ROPE_TYPES = {False: 2, True: 0}  # llama.cpp's numbers for halves and for neighbouring pairs
 
 
 @dataclass
 class Batch:
-    """Tokens of one decode: sequence by sequence, positions ascending within each.
-
-    `wanted` are indices of the tokens whose logits are asked for.
-    """
+    """Tokens of one decode: sequence by sequence, positions ascending within each."""
 
     tokens: list[int]
     positions: list[int]
     sequences: list[int]
-    wanted: list[int]
+    wanted: list[int]  # indices of the tokens whose logits are asked for
 
 
 class Context:
-    """A model file with a cache of `cells` tokens for all its sequences together.
-
-    Parameters
-    ----------
-    path : Path
-        GGUF file.
-    cells : int
-        Cached tokens, rounded up to a multiple of 256.
-    sequences : int
-        Sequences there may be at once, a scratch one included.
-    row_type : int
-        ggml's number of the type of cached rows.
-    batch : int
-        Most tokens of a decode.
-    queries : bool
-        Whether to keep the queries of every decode.
-    threads : int
-    flash : bool
-        Flash attention: values lie by rows, and sums are taken in half precision on a CPU.
-    watch : Watch, optional
-        Instead of the best there is.
-    """
+    """A model file with a cache of `cells` tokens for all its sequences together."""
 
     def __init__(
         self,
         path: Path,
         *,
-        cells: int,
-        sequences: int,
-        row_type: int = 0,
-        batch: int = 512,
-        queries: bool = False,
+        cells: int,  # rounded up to a multiple of 256
+        sequences: int,  # at once, a scratch one included
+        row_type: int = 0,  # ggml's number of the type of cached rows
+        batch: int = 512,  # most tokens of a decode
+        queries: bool = False,  # whether to keep the queries of every decode
         threads: int = 1,
-        flash: bool = False,
-        watch: Watch | None = None,
+        flash: bool = False,  # values lie by rows; a CPU sums in half precision
+        watch: Watch | None = None,  # instead of the best there is
     ) -> None:
         self._llama = llama()
         ggml()
@@ -83,11 +55,10 @@ class Context:
         self.row_type = row_type
         self.flash = flash
         self.scratch = min(sequences, MOST_SEQUENCES) - 1
-        self.most_tokens = batch
         self._model = self._load(path)
-        self._context = self._start(cells, batch, threads, flash)
-        self.memory = self._llama.llama_get_memory(self._context)
-        self.cells = int(self._llama.llama_n_ctx(self._context))
+        self.handle = self._start(cells, batch, threads, flash)  # `llama_context *`
+        self.memory = self._llama.llama_get_memory(self.handle)
+        self.cells = int(self._llama.llama_n_ctx(self.handle))
         self._batch = self._llama.llama_batch_init(batch, 0, 1)
         self._warm_up()
 
@@ -97,11 +68,7 @@ class Context:
         model = self._llama.llama_model_load_from_file(str(path).encode(), options)
         if not model:
             raise PrerequisiteError(f"llama.cpp cannot load {path}; make or download it again")
-        self._check(model)
-        return model
-
-    def _check(self, model: Any) -> None:
-        """Refuse what the file's header did not give away."""
+        # What the file's header did not give away.
         binding, shape = self._llama, self.shape
         if binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model):
             raise UsageError("the model has recurrent layers, which have no rows to save")
@@ -109,6 +76,7 @@ class Context:
             raise UsageError("the model attends in sliding windows, which forget rows")
         if binding.llama_model_rope_type(model) != ROPE_TYPES[shape.interleaved]:
             raise UsageError(f"the RoPE of {shape.architecture} is not the one expected")
+        return model
 
     def _start(self, cells: int, batch: int, threads: int, flash: bool) -> Any:
         options = self._llama.llama_context_default_params()
@@ -134,26 +102,21 @@ class Context:
         self.decode(Batch([0], [0], [self.scratch], []))
         self._llama.llama_memory_clear(self.memory, True)
         for kind in "kv":
-            base = self.tensor(kind, 0)
-            if base is None or not ggml().ggml_backend_buffer_is_host(base.buffer):
+            if not ggml().ggml_backend_buffer_is_host(self.tensor(kind, 0).buffer):
                 raise PrerequisiteError("the cache is not in host memory; build without a GPU")
 
-    def tensor(self, kind: str, layer: int) -> Tensor | None:
+    def tensor(self, kind: str, layer: int) -> Tensor:
         """Return the cache tensor of `kind` `k` or `v` in a layer."""
         address = self.watch.base(kind, layer)
         if not address:
-            return None
+            raise KVBenchError("the cache has not been seen yet")
         return ctypes.cast(address, ctypes.POINTER(Tensor)).contents
 
     def decode(self, batch: Batch) -> torch.Tensor:
         """Run the model; return logits [wanted, vocabulary], a copy.
 
-        Raises
-        ------
-        CapacityError
-            If the cache has not as many free cells as the batch has tokens.
-        KVBenchError
-            If llama.cpp refuses the batch: a sequence's next position must follow its last one.
+        A CapacityError if too few cells are free, a KVBenchError if llama.cpp refuses the batch: a
+        sequence's next position must follow its last one.
         """
         raw = self._batch
         raw.n_tokens = len(batch.tokens)
@@ -163,7 +126,7 @@ class Context:
             raw.n_seq_id[i], raw.seq_id[i][0] = 1, batch.sequences[i]
             raw.logits[i] = i in wanted
         self.watch.begin()
-        code = self._llama.llama_decode(self._context, raw)
+        code = self._llama.llama_decode(self.handle, raw)
         if code == 1:
             raise CapacityError(f"the cache of {self.cells} tokens is full")
         if code:
@@ -173,7 +136,7 @@ class Context:
     def _logits(self, wanted: Sequence[int]) -> torch.Tensor:
         rows = np.empty((len(wanted), self.shape.vocabulary), np.float32)
         for row, index in zip(rows, wanted, strict=True):
-            found = self._llama.llama_get_logits_ith(self._context, index)
+            found = self._llama.llama_get_logits_ith(self.handle, index)
             row[:] = np.ctypeslib.as_array(found, (self.shape.vocabulary,))
         return torch.from_numpy(rows)
 
@@ -186,49 +149,32 @@ class Context:
         """Make a sequence's cells in [start, end) also the target's; nothing is copied."""
         self._llama.llama_memory_seq_cp(self.memory, source, target, start, end)
 
-    def last_position(self, sequence: int) -> int:
-        """Return the largest position of a sequence, -1 if it is empty."""
-        return int(self._llama.llama_memory_seq_pos_max(self.memory, sequence))
-
     def state(self, sequence: int) -> bytearray:
         """Return the cells of a sequence in llama.cpp's state format."""
-        size = self._llama.llama_state_seq_get_size(self._context, sequence)
+        size = self._llama.llama_state_seq_get_size(self.handle, sequence)
         data = bytearray(size)
         view = (ctypes.c_uint8 * size).from_buffer(data)
-        got = self._llama.llama_state_seq_get_data(self._context, view, size, sequence)
+        got = self._llama.llama_state_seq_get_data(self.handle, view, size, sequence)
         if got != size:
             raise KVBenchError(f"llama.cpp wrote {got} bytes of a state of {size}")
         return data
 
     def set_state(self, sequence: int, data: bytearray) -> None:
-        """Replace a sequence by the cells in `data`.
-
-        Raises
-        ------
-        CapacityError
-            If the cache has not as many free cells.
-        """
+        """Replace a sequence by the cells in `data`."""
         view = (ctypes.c_uint8 * len(data)).from_buffer(data)
-        got = self._llama.llama_state_seq_set_data(self._context, view, len(data), sequence)
+        got = self._llama.llama_state_seq_set_data(self.handle, view, len(data), sequence)
         if got != len(data):
             raise self.no_room()
 
     def no_room(self) -> CapacityError:
-        """Return the error for rows that do not fit."""
         return CapacityError(f"the cache of {self.cells} tokens has no room for a block")
 
-    @property
-    def address(self) -> Any:
-        """`llama_context *`, for the plug-in."""
-        return self._context
-
     def close(self) -> None:
-        """Free model and cache; the context is unusable afterwards."""
-        if self._context:
+        if self.handle:
             self._llama.llama_batch_free(self._batch)
-            self._llama.llama_free(self._context)
+            self._llama.llama_free(self.handle)
             self._llama.llama_model_free(self._model)
-            self._context = None
+            self.handle = None
 
 
 def free_threads() -> int:

@@ -10,20 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Embeddings"]
-
-PART = 4096
-"""Rows that are float32 at the same time."""
+PART = 4096  # rows that are float32 at the same time
 
 
 class Embeddings:
-    """Rows of `token_embd.weight`, turned into float32 one by one: it may be quantised.
-
-    Parameters
-    ----------
-    path : Path
-        GGUF file.
-    """
+    """Rows of `token_embd.weight`, turned into float32 one by one: it may be quantised."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

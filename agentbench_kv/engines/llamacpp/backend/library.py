@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +13,10 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = ["GGML_VERSION", "PINNED", "Tensor", "ggml", "library_folder", "llama", "op_number"]
-
+# Version of llama-cpp-python; struct layouts and the state format are this one's.
 PINNED = "0.3.36"
-"""Version of llama-cpp-python; struct layouts and the state format are this one's."""
 GGML_VERSION = "0.25.3"
-TENSOR_OVERHEAD = 32
-"""Bytes ggml adds to a tensor in a context (sizeof(struct ggml_object))."""
+TENSOR_OVERHEAD = 32  # bytes that a context adds to a tensor (sizeof(struct ggml_object))
 ERROR_LEVEL = 4
 MEND = "build the environment again: kvbench env create llamacpp --recreate"
 
@@ -44,15 +42,27 @@ class Tensor(ctypes.Structure):
     )
 
 
+_POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ggml_version": (_TEXT,),
+    "ggml_tensor_overhead": (_SIZE,),
+    "ggml_op_name": (_TEXT, ctypes.c_int),
+    "ggml_get_name": (_TEXT, _POINTER),
+    "ggml_backend_buffer_is_host": (ctypes.c_bool, _POINTER),
+    "ggml_backend_tensor_get": (None, _POINTER, _POINTER, _SIZE, _SIZE),
+}
+
+
+def declare(library: Any, signatures: Mapping[str, tuple[Any, ...]]) -> None:
+    """Tell ctypes what functions return and take: name -> (result, argument, ...)."""
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
 @cache
 def llama() -> Any:
-    """Import the binding, quiet but for errors, and check its version.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is not installed, or of another version.
-    """
+    """Import the binding, quiet but for errors, and check its version."""
     # Without it an assertion of ggml starts a debugger for the backtrace.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
@@ -68,24 +78,10 @@ def llama() -> Any:
 
 @cache
 def ggml() -> Any:
-    """Load the tensor library that the binding loaded, and check that its structs are known.
-
-    Raises
-    ------
-    PrerequisiteError
-        If it is of another version or has tensors of another size.
-    """
+    """Load the tensor library that the binding loaded, and check that its structs are known."""
     llama()
     base: Any = ctypes.CDLL(str(library_folder() / "libggml-base.so"))
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    base.ggml_version.restype = ctypes.c_char_p
-    base.ggml_tensor_overhead.restype = size
-    base.ggml_op_name.restype = ctypes.c_char_p
-    base.ggml_get_name.argtypes, base.ggml_get_name.restype = (pointer,), ctypes.c_char_p
-    base.ggml_backend_buffer_is_host.argtypes = (pointer,)
-    base.ggml_backend_buffer_is_host.restype = ctypes.c_bool
-    base.ggml_backend_tensor_get.argtypes = (pointer, pointer, size, size)
-    base.ggml_backend_tensor_get.restype = None
+    declare(base, _SIGNATURES)
     found = base.ggml_version().decode()
     overhead = base.ggml_tensor_overhead() - TENSOR_OVERHEAD
     if found != GGML_VERSION or overhead != ctypes.sizeof(Tensor):

@@ -8,29 +8,22 @@ import logging
 import os
 import platform
 import shlex
-import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, library_folder
+from agentbench_kv.engines.llamacpp.backend.library import Tensor, declare, ggml, library_folder
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.kernels.build import cache_folder
-
-__all__ = ["NO_PLUGIN", "NO_ROOM", "Cells", "Keys", "State", "find_plugin", "load_plugin"]
+from agentbench_kv.kernels.build import cache_folder, find_compiler, run_compiler
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parents[1] / "csrc"
-NO_PLUGIN = "KVBENCH_LLAMACPP_PLUGIN"
-"""Environment variable; `off` keeps to Python."""
+NO_PLUGIN = "KVBENCH_LLAMACPP_PLUGIN"  # environment variable; `off` keeps to Python
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 LIBRARIES = ("ggml-base", "ggml-cpu", "llama")
-TIMEOUT_S = 300
-NO_ROOM = 1
-"""Answer of `kvb_load`: the cache has not as many free cells."""
+NO_ROOM = 1  # answer of `kvb_load`: the cache has not as many free cells
 
 
 class State(ctypes.Structure):
@@ -38,9 +31,7 @@ class State(ctypes.Structure):
 
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("size", "keys", "tokens")),
     )
 
 
@@ -49,8 +40,7 @@ class Cells(ctypes.Structure):
 
     _fields_ = (
         ("keys", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("count", "row_bytes")),
     )
 
 
@@ -59,14 +49,25 @@ class Keys(ctypes.Structure):
 
     _fields_ = (
         ("first", ctypes.c_void_p),
-        ("layers", ctypes.c_int64),
-        ("layer_bytes", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("halved", ctypes.c_int32),
-        ("interleaved", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("layers", "layer_bytes", "tokens")),
+        *((name, ctypes.c_int32) for name in ("heads", "head_dim", "halved", "interleaved")),
     )
+
+
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_NUMBERS, _FLOATS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_float)
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "kvb_tensor_size": (ctypes.c_size_t,),
+    "kvb_watch_new": (_P, _I),
+    "kvb_watch_want_queries": (None, _P, _I),
+    "kvb_watch_callback": (_P,),
+    "kvb_watch_begin": (None, _P),
+    "kvb_watch_base": (_P, _P, _I, _I),
+    "kvb_watch_cells": (_NUMBERS, _P, _NUMBERS),
+    "kvb_watch_queries": (_FLOATS, _P, _I, _NUMBERS),
+    "kvb_load": (_I, _P, ctypes.POINTER(State), ctypes.POINTER(Cells), _L, _I, _I, _P),
+    "kvb_turn": (None, ctypes.POINTER(Keys), _L, _P),
+}
 
 
 @cache
@@ -83,41 +84,17 @@ def find_plugin() -> Any:
 def load_plugin() -> Any:
     """Return the compiled plug-in, building it if this machine has not yet.
 
-    Raises
-    ------
-    PrerequisiteError
-        If it is switched off, without a compiler or headers, or if its structs are others than the
-        library's.
+    PrerequisiteError if it is switched off, without a compiler or headers, or if its structs are
+    not the library's.
     """
     if os.environ.get(NO_PLUGIN, "").lower() == "off":
         raise PrerequisiteError(f"switched off by {NO_PLUGIN}=off")
     ggml()
     plugin: Any = ctypes.CDLL(str(_library()))
-    _declare(plugin)
+    declare(plugin, _SIGNATURES)
     if plugin.kvb_tensor_size() != ctypes.sizeof(Tensor):
         raise PrerequisiteError("the installed ggml headers are not those of the libraries")
     return plugin
-
-
-def _declare(plugin: Any) -> None:
-    pointer, number = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
-    plugin.kvb_tensor_size.restype = ctypes.c_size_t
-    plugin.kvb_watch_new.restype = pointer
-    plugin.kvb_watch_want_queries.argtypes = (pointer, ctypes.c_int)
-    plugin.kvb_watch_want_queries.restype = None
-    plugin.kvb_watch_callback.restype = pointer
-    plugin.kvb_watch_begin.argtypes, plugin.kvb_watch_begin.restype = (pointer,), None
-    plugin.kvb_watch_base.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
-    plugin.kvb_watch_base.restype = pointer
-    plugin.kvb_watch_cells.argtypes = (pointer, number)
-    plugin.kvb_watch_cells.restype = number
-    plugin.kvb_watch_queries.argtypes = (pointer, ctypes.c_int, number)
-    plugin.kvb_watch_queries.restype = ctypes.POINTER(ctypes.c_float)
-    sequence = ctypes.c_int32
-    blob, cells = ctypes.POINTER(State), ctypes.POINTER(Cells)
-    plugin.kvb_load.argtypes = (pointer, blob, cells, ctypes.c_int64, sequence, sequence, pointer)
-    plugin.kvb_turn.argtypes = (ctypes.POINTER(Keys), ctypes.c_int64, pointer)
-    plugin.kvb_turn.restype = None
 
 
 def _library() -> Path:
@@ -135,26 +112,21 @@ def _build(command: tuple[str, ...], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as place:
         draft = Path(place) / target.name
-        _compile((*command, "-o", str(draft)))
+        done = run_compiler((*command, "-o", str(draft)))
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if "error" in line] or [""]
+            raise PrerequisiteError(f"{command[0]} could not compile the plug-in: {said[0][:300]}")
         draft.replace(target)
 
 
 def _command() -> tuple[str, ...]:
-    wanted = os.environ.get("CXX", "").strip() or next(
-        filter(shutil.which, ("g++", "clang++", "c++")), ""
-    )
-    if not wanted:
-        raise PrerequisiteError("no C++ compiler; install g++")
+    compiler = shlex.split(find_compiler())
     libraries = library_folder()
     headers = libraries.parents[1] / "include"
     if not (headers / "ggml.h").exists():
         raise PrerequisiteError(f"no ggml.h in {headers}")
     link = (f"-L{libraries}", *(f"-l{name}" for name in LIBRARIES), f"-Wl,-rpath,{libraries}")
-    return (*shlex.split(wanted), *FLAGS, f"-I{headers}", *map(str, _sources()), *link)
-
-
-def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
+    return (*compiler, *FLAGS, f"-I{headers}", *map(str, sorted(SOURCES.glob("*.cpp"))), *link)
 
 
 def _key(command: tuple[str, ...]) -> str:
@@ -162,20 +134,8 @@ def _key(command: tuple[str, ...]) -> str:
     # Not where the sources lie: the backend finds them through a link of its own.
     words = [word.replace(str(SOURCES), "") for word in command]
     digest = hashlib.sha256(repr((words, platform.machine())).encode())
-    for path in _sources():
+    for path in sorted(SOURCES.glob("*.cpp")):
         digest.update(path.read_bytes())
     for name in LIBRARIES:
         digest.update((library_folder() / f"lib{name}.so").read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _compile(command: tuple[str, ...]) -> None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PrerequisiteError(f"cannot run {command[0]}: {error}") from error
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or [""]
-        raise PrerequisiteError(f"{command[0]} could not compile the plug-in: {said[0][:300]}")

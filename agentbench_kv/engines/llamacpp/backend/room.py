@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 
 from agentbench_kv.engines.llamacpp.backend.context import Context
 from agentbench_kv.engines.llamacpp.backend.session import BackendGeneration, BackendSession
 from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["Room"]
 
-
-class Room:
+class Admission:
     """Cells and sequences of one context, lent to sessions.
 
     A session at rest whose cells are needed is parked: its rows are copied out of the cache and put
     back by its next turn, to the last bit. Sessions that generate are never touched.
-
-    Parameters
-    ----------
-    context : Context
-    method : Method
     """
 
     def __init__(self, context: Context, method: Method) -> None:
         self._context = context
         self._method = method
         self._sequences = list(range(context.scratch))
-        self.parkings = 0
-        """How often a session was parked."""
+        self.parkings = 0  # how often a session was parked
 
-    def admit(
-        self,
-        generation: BackendGeneration,
-        running: Sequence[BackendGeneration],
-        sessions: Iterable[BackendSession],
-    ) -> bool:
+    def admit(self, generation: BackendGeneration, sessions: Collection[BackendSession]) -> bool:
         """Lend a generation's session its cells; False if it must wait for those that run.
 
-        Raises
-        ------
-        CapacityError
-            If nothing runs and it still does not fit.
+        CapacityError if nothing runs and it still does not fit.
         """
         session = generation.session
         need = self._need(generation)
-        busy = {id(each.session) for each in running}
-        if not self._make_room(session, need, busy, sessions):
-            if running:
+        if not self._bring_in(session, need, sessions):
+            if any(each.generating for each in sessions):
                 return False
             raise CapacityError(
                 f"the KV cache holds {self._context.cells} tokens, session {session.name} needs "
                 f"{need}; lower the budget or max tokens, or raise --max-live-tokens"
             )
         session.reserved, session.generating = need, True
-        self._unpark(session)
         return True
 
     def bring_in(
-        self, session: BackendSession, cells: int, sessions: Iterable[BackendSession]
+        self, session: BackendSession, cells: int, sessions: Collection[BackendSession]
     ) -> None:
-        """Put a resting session's rows back into the cache, with room for `cells` in all.
-
-        Raises
-        ------
-        CapacityError
-            If those that run leave no room.
-        """
-        everyone = list(sessions)
-        busy = {id(each) for each in everyone if each.generating}
-        if not self._make_room(session, cells, busy, everyone):
+        """Put a resting session's rows back into the cache, with room for `cells` in all."""
+        if not self._bring_in(session, cells, sessions):
             raise CapacityError(
                 f"the KV cache holds {self._context.cells} tokens and has no room for "
                 f"{cells} of session {session.name}"
             )
-        self._unpark(session)
 
     def settle(self, session: BackendSession) -> None:
         """Take back what a session reserved for its turn and does not hold."""
@@ -98,38 +71,31 @@ class Room:
         longest = session.ledger.fed + whole
         return min(whole, max(start, method.budget_at(longest)) + method.interval)
 
-    def _make_room(
-        self,
-        session: BackendSession,
-        need: int,
-        busy: set[int],
-        sessions: Iterable[BackendSession],
+    def _bring_in(
+        self, session: BackendSession, need: int, sessions: Collection[BackendSession]
     ) -> bool:
-        """Park resting sessions, oldest first, until `need` cells and a sequence are free."""
+        """Park resting sessions, oldest first, until `need` cells are free; bring `session` in."""
         others = [each for each in sessions if each is not session]
         resting = sorted(
-            (each for each in others if id(each) not in busy and each.rows.sequence >= 0),
+            (each for each in others if not each.generating and each.rows.sequence >= 0),
             key=lambda each: each.used,
         )
-        taken = sum(each.reserved for each in others if id(each) in busy)
+        taken = sum(each.reserved for each in others if each.generating)
         if taken + need > self._context.cells:
             return False
         taken += sum(each.rows.resident for each in resting)
         while resting and (taken + need > self._context.cells or self._lacks_sequence(session)):
             leaving = resting.pop(0)
             taken -= leaving.rows.resident
-            self._park(leaving)
-        return not self._lacks_sequence(session)
+            sequence = leaving.rows.sequence
+            leaving.rows.park()
+            self._sequences.append(sequence)
+            self.parkings += 1
+        if self._lacks_sequence(session):
+            return False
+        if session.rows.sequence < 0:
+            session.rows.unpark(self._sequences.pop())
+        return True
 
     def _lacks_sequence(self, session: BackendSession) -> bool:
         return session.rows.sequence < 0 and not self._sequences
-
-    def _park(self, session: BackendSession) -> None:
-        sequence = session.rows.sequence
-        session.rows.park()
-        self._sequences.append(sequence)
-        self.parkings += 1
-
-    def _unpark(self, session: BackendSession) -> None:
-        if session.rows.sequence < 0:
-            session.rows.unpark(self._sequences.pop())

@@ -16,52 +16,39 @@ from torch import Tensor
 from agentbench_kv.engines.llamacpp.backend.blob import Blob
 from agentbench_kv.engines.llamacpp.backend.cells import Cells
 
-__all__ = ["SequenceRows", "runs"]
-
 
 class SequenceRows:
     """Rows of one session, by ascending label.
 
     After a per-head compaction a row's heads hold different tokens, so that `rope` and `logical`
     mean nothing any more; cells and labels do.
-
-    Attributes
-    ----------
-    sequence : int
-        llama.cpp's number; -1 while the rows are parked outside of the cache.
-    next : int
-        RoPE position of the next token.
     """
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
-        self.sequence = -1
+        self.sequence = -1  # llama.cpp's number; -1 while the rows are parked outside of the cache
         self._clear()
 
     def _clear(self) -> None:
-        self.next = 0
-        self._table = torch.zeros(4, 0, dtype=torch.int64)
+        self.next = 0  # RoPE position of the next token
+        self._table = torch.zeros(4, 0, dtype=torch.int64)  # cells, labels, RoPE, logical
         self._stand_ins = False
         self._parked: Blob | None = None
 
     @property
     def cells(self) -> Tensor:
-        """Cell of every row."""
         return self._table[0]
 
     @property
     def labels(self) -> Tensor:
-        """Position that llama.cpp knows of every row, ascending."""
         return self._table[1]
 
     @property
     def rope(self) -> Tensor:
-        """Position that every row's key is rotated to."""
         return self._table[2]
 
     @property
     def logical(self) -> Tensor:
-        """Which of the session's tokens every row is."""
         return self._table[3]
 
     @property
@@ -75,7 +62,7 @@ class SequenceRows:
         return 0 if self._parked is not None else self.live
 
     def append(self, cells: Tensor, first_logical: int) -> None:
-        """Take note of rows that a decode wrote at the next positions."""
+        """Add rows that a decode wrote at the next positions."""
         each = torch.arange(len(cells))
         places = self.next + each
         self._insert(self.live, cells, places, places, first_logical + each)
@@ -123,11 +110,7 @@ class SequenceRows:
     def restore(self, blob: Blob, logical: Tensor) -> None:
         """Put rows back at the positions the blob names, neighbours that no row has.
 
-        Parameters
-        ----------
-        blob : Blob
-        logical : Tensor [tokens], int64
-            Which of the session's tokens they are.
+        `logical` [tokens] says which of the session's tokens they are.
         """
         rope = blob.positions
         if self._stand_ins:
@@ -141,18 +124,8 @@ class SequenceRows:
         if not behind:
             self._anchor()
 
-    def relabel(self, labels: Tensor) -> None:
-        """Give every row another label, ascending; keys stay as they are."""
-        if not self.live:
-            return
-        blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
-        blob.set_positions(labels)
-        self._cells.context.remove(self.sequence)
-        self._table[0] = self._cells.load(self.sequence, blob)
-        self._table[1] = labels
-
     def pack(self) -> None:
-        """Turn every key to the position of its row in the cache, and number rows so."""
+        """Turn every key to the position of its row in the cache, and number rows by it."""
         places = torch.arange(self.live)
         shape = self._cells.form.shape
         shifts = (places - self.rope).expand(shape.layers, shape.kv_heads, -1)
@@ -162,8 +135,12 @@ class SequenceRows:
     def renumber(self) -> None:
         """Give rows the positions of their places; their keys are turned to them already."""
         places = torch.arange(self.live)
-        self.relabel(places)
-        self._table[2] = places
+        if self.live:
+            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
+            blob.set_positions(places)
+            self._cells.context.remove(self.sequence)
+            self._table[0] = self._cells.load(self.sequence, blob)
+        self._table[1:3] = places
         self.next = self.live
 
     def _select(self, kept: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.llamacpp.backend.cells import Cells
 from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
-from agentbench_kv.engines.llamacpp.backend.room import Room
+from agentbench_kv.engines.llamacpp.backend.room import Admission
 from agentbench_kv.engines.llamacpp.backend.session import (
     BackendGeneration,
     BackendSession,
@@ -29,12 +29,9 @@ from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import QueryKind
 
-__all__ = ["PREFILL_CHUNK", "STEP_TOKENS", "Scheduler"]
-
 PREFILL_CHUNK = 512
 STEP_TOKENS = 1024
-ASK_S = 0.005
-"""Longest wait for sessions whose reader has not asked for the next token yet."""
+ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
 
 T = TypeVar("T")
 
@@ -44,11 +41,6 @@ class Scheduler:
 
     Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
     events fall on the same tokens.
-
-    Parameters
-    ----------
-    context : Context
-    policy : Policy
     """
 
     def __init__(self, context: Context, policy: Policy) -> None:
@@ -57,7 +49,7 @@ class Scheduler:
         self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
         self._use(policy)
         self._work = threading.Condition()
-        self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._waiting: deque[BackendGeneration] = deque()
         self._running: list[BackendGeneration] = []
         self.sessions: dict[str, BackendSession] = {}
@@ -73,18 +65,12 @@ class Scheduler:
         self.policy = policy
         self._method = policy.method
         self.worker = KeptRows(policy, rows, self.cells.form.frequencies.float())
-        self.room = Room(self.context, policy.method)
+        self.admission = Admission(self.context, policy.method)
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
     def configure(self, policy: Policy) -> None:
-        """Go on with another method; on the own thread.
-
-        Raises
-        ------
-        UsageError
-            If sessions are open.
-        """
+        """Go on with another method; on the own thread."""
         if self.sessions:
             raise UsageError(f"{len(self.sessions)} sessions are open; close them first")
         self._use(policy)
@@ -95,7 +81,11 @@ class Scheduler:
 
         def begin() -> None:
             name = request["session"]
-            session = self.sessions.get(name) or self._open(name, request["recipe"])
+            session = self.sessions.get(name)
+            if session is None:
+                recipe = request["recipe"]
+                session = BackendSession(name, recipe, self._method, self.cells, self._bytes)
+                self.sessions[name] = session
             self._abandon(session)
             self._match(session, request["known"])
             session.tokens += request["tokens"]
@@ -120,7 +110,7 @@ class Scheduler:
         """Run `work` on the thread that owns the context; return what it returns."""
         done: Future[T] = Future()
         with self._work:
-            self._errands.append((work, done))
+            self._commands.append((work, done))
             self._work.notify_all()
         return done.result()
 
@@ -130,27 +120,18 @@ class Scheduler:
             self._work.notify_all()
 
     def idle_session(self, name: str, more: int = 0) -> BackendSession:
-        """Return a session at rest, its rows in the cache; on the own thread.
-
-        Parameters
-        ----------
-        name : str
-        more : int
-            Rows that it is about to get.
-
-        Raises
-        ------
-        KVBenchError
-            If it is unknown.
-        CapacityError
-            If there is no room for its rows.
-        """
+        """Return a session at rest, with its rows and room for `more` in the cache; own thread."""
         session = self.sessions.get(name)
         if session is None:
             raise KVBenchError(f"session {name} is not open")
         self._abandon(session)
-        self.room.bring_in(session, session.rows.live + more, self.sessions.values())
+        self.admission.bring_in(session, session.rows.live + more, self.sessions.values())
         return session
+
+    def stats(self, name: str) -> KVStats | None:
+        """Return a session's accounting; on the own thread."""
+        session = self.sessions.get(name)
+        return None if session is None else session.stats()
 
     def close_session(self, name: str) -> KVStats | None:
         """Free a session and return its accounting; on the own thread."""
@@ -161,7 +142,7 @@ class Scheduler:
         stats = session.stats()
         session.rows.free()
         self.worker.drop(name)
-        self.room.release(session)
+        self.admission.release(session)
         return stats
 
     def pool(self) -> dict[str, Any]:
@@ -172,37 +153,38 @@ class Scheduler:
             "free_blocks": self.context.cells - held,
             "sessions": len(self.sessions),
             "parked": sum(s.rows.resident < s.rows.live for s in self.sessions.values()),
-            "parkings": self.room.parkings,
+            "parkings": self.admission.parkings,
             "watch": type(self.context.watch).__name__,
         }
-
-    def _open(self, name: str, recipe: str) -> BackendSession:
-        session = BackendSession(name, recipe, self._method, self.cells, self._bytes)
-        self.sessions[name] = session
-        return session
 
     def _loop(self) -> None:
         with torch.inference_mode():
             while True:
                 batch = self._next_batch()
                 try:
-                    self._step(batch)
+                    logits, ready = self._forward(batch) if batch else ((), ())
+                    for generation, row in zip(ready, logits, strict=True):
+                        self._advance(generation, row)
                 except Exception as error:  # noqa: BLE001  a failed step must not end the engine
                     self._break(batch, error)
 
     def _next_batch(self) -> list[BackendGeneration]:
-        """Do errands, admit, and choose who takes part in a step; wait if there is nobody."""
+        """Run commands, admit, and choose who takes part in a step; wait if there is nobody."""
         with self._work:
-            errands, self._errands = self._errands, deque()
-        for work, done in errands:
-            _run(work, done)
-        self._drop_closed()
+            commands, self._commands = self._commands, deque()
+        for work, done in commands:
+            try:
+                done.set_result(work())
+            except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
+                done.set_exception(error)
+        for generation in self._closed():
+            self._end(generation)
         self._admit()
         with self._work:
             self._await_readers()
             batch = self._plan()
             # A stream that closed since it was looked at has no other wake-up to come.
-            if not batch and not self._errands and not self._closed():
+            if not batch and not self._commands and not self._closed():
                 self._work.wait()
         return batch
 
@@ -212,7 +194,7 @@ class Scheduler:
     def _await_readers(self) -> None:
         """Wait a moment for readers that have not asked yet, so that they share the next step."""
         deadline = time.monotonic() + ASK_S
-        while not self._errands:
+        while not self._commands:
             waited = deadline - time.monotonic()
             late = [g for g in self._running if not g.stream.ready and not g.stream.closed]
             if waited <= 0 or not late or len(late) == len(self._running):
@@ -223,17 +205,13 @@ class Scheduler:
         while self._waiting:
             generation = self._waiting[0]
             try:
-                if not self.room.admit(generation, self._running, self.sessions.values()):
+                if not self.admission.admit(generation, self.sessions.values()):
                     return
             except KVBenchError as error:
                 self._waiting.popleft()
                 self._fail(generation, error)
                 continue
             self._running.append(self._waiting.popleft())
-
-    def _drop_closed(self) -> None:
-        for generation in self._closed():
-            self._end(generation)
 
     def _abandon(self, session: BackendSession) -> None:
         """End what is left of a session's last generation: its caller has gone on already."""
@@ -258,13 +236,6 @@ class Scheduler:
                 left -= rows
         return batch
 
-    def _step(self, batch: list[BackendGeneration]) -> None:
-        if not batch:
-            return
-        logits, ready = self._forward(batch)
-        for generation, row in zip(ready, logits, strict=True):
-            self._advance(generation, row)
-
     def _forward(
         self, batch: list[BackendGeneration]
     ) -> tuple[torch.Tensor, list[BackendGeneration]]:
@@ -272,11 +243,12 @@ class Scheduler:
         packed, fed, ready = Batch([], [], [], []), [], []
         for generation in batch:
             session = generation.session
-            tokens, first = session.chunk(PREFILL_CHUNK), session.rows.next
+            seen, first = session.ledger.fed, session.rows.next
+            tokens = session.tokens[seen : seen + PREFILL_CHUNK]
             packed.tokens += tokens
             packed.positions += range(first, first + len(tokens))
             packed.sequences += [session.rows.sequence] * len(tokens)
-            fed.append(Fed(session.name, session.ledger.fed, tokens))
+            fed.append(Fed(session.name, seen, tokens))
             if len(tokens) == session.pending:
                 packed.wanted.append(len(packed.tokens) - 1)
                 ready.append(generation)
@@ -285,7 +257,7 @@ class Scheduler:
         return logits, ready
 
     def _take_in(self, batch: list[BackendGeneration], fed: list[Fed]) -> None:
-        """Note where the rows went, and keep the queries that the method wants."""
+        """Record where the rows went, and keep the queries that the method wants."""
         recipes = {each.session.name: each.session.recipe for each in batch}
         write = self.worker.feed(fed, recipes)
         cells = self.context.watch.cells()
@@ -300,8 +272,7 @@ class Scheduler:
     def _keep_queries(self, batch: list[BackendGeneration], fed: list[Fed], write: Any) -> None:
         shape = self.context.shape
         for layer in range(shape.layers):
-            queries = self.context.watch.queries(layer, shape.query_heads)
-            queries = shape.in_halves(queries)
+            queries = shape.in_halves(self.context.watch.queries(layer, shape.query_heads))
             if write is not None:
                 self.worker.rings.write(layer, queries, write)
             if self.worker.wants_sums:
@@ -322,7 +293,7 @@ class Scheduler:
         """Sample one token for a session whose pending tokens are all fed; run a due event."""
         session = generation.session
         token = generation.sample(logits)
-        session.accept(token)
+        session.tokens.append(token)
         self._event(session, session.ledger.sampled())
         if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
             self._finish(generation)
@@ -337,19 +308,14 @@ class Scheduler:
 
     def _finish(self, generation: BackendGeneration) -> None:
         session = generation.session
-        self._retire(generation)
+        self._running.remove(generation)
         self._event(session, session.ledger.end_turn())
-        self.room.settle(session)
+        self.admission.settle(session)
         generation.stream.finish({"done": True})
 
-    def _retire(self, generation: BackendGeneration) -> None:
+    def _fail(self, generation: BackendGeneration, error: Exception) -> None:
         if generation in self._running:
             self._running.remove(generation)
-        if generation in self._waiting:
-            self._waiting.remove(generation)
-
-    def _fail(self, generation: BackendGeneration, error: Exception) -> None:
-        self._retire(generation)
         generation.stream.finish(error_document(error))
 
     def _break(self, batch: list[BackendGeneration], error: Exception) -> None:
@@ -358,12 +324,5 @@ class Scheduler:
             session = generation.session
             self.worker.drop(session.name)
             session.lose()
-            self.room.release(session)
+            self.admission.release(session)
             self._fail(generation, error)
-
-
-def _run(work: Callable[[], Any], done: Future[Any]) -> None:
-    try:
-        done.set_result(work())
-    except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
-        done.set_exception(error)

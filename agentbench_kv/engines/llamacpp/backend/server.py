@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.base import Sampling
+from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.llamacpp.backend.blocks import Blocks
 from agentbench_kv.engines.llamacpp.backend.context import Context, free_threads
 from agentbench_kv.engines.llamacpp.backend.embeddings import Embeddings
@@ -26,35 +26,18 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.phases.decoding import StopMatcher
 
-__all__ = ["SETTINGS", "Settings", "main"]
-
-SETTINGS = "KVBENCH_LLAMACPP"
-"""Environment variable with the settings as JSON."""
+SETTINGS = "KVBENCH_LLAMACPP"  # environment variable with the settings as JSON
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the backend is started with, besides its `Policy`.
+    """What the backend is started with, besides its `Policy`."""
 
-    Attributes
-    ----------
-    model : str
-        GGUF file.
-    stream : str
-        Unix socket for generations.
-    dtype : str
-        Of cached rows.
-    cells : int
-        Cached tokens of all sessions together.
-    sessions : int
-        Sessions that generate at once.
-    """
-
-    model: str
-    stream: str
-    dtype: str
-    cells: int
-    sessions: int
+    model: str  # GGUF file
+    stream: str  # Unix socket for generations
+    dtype: str  # of cached rows
+    cells: int  # cached tokens of all sessions together
+    sessions: int  # that generate at once
 
 
 class Backend:
@@ -79,62 +62,41 @@ class Backend:
         self._files = 0
 
     def commands(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
-        """Return what the control channel answers."""
+        """Return what the control channel answers; `call` works on the scheduler's thread."""
+        scheduler, blocks = self.scheduler, self._blocks
+        call = scheduler.call
         return {
             "ping": lambda _: True,
-            "stats": self._stats,
-            "close": self._close,
-            "pool": self._pool,
+            "stats": lambda r: _plain(call(lambda: scheduler.stats(r["session"]))),
+            "close": lambda r: _plain(call(lambda: scheduler.close_session(r["session"]))),
+            "pool": lambda _: call(scheduler.pool),
             "save_block": self._save,
-            "evict_spans": self._evict,
+            "evict_spans": lambda r: call(lambda: blocks.evict(r["session"], r["spans"])),
             "restore_block": self._restore,
-            "span_attention": self._attention,
-            "embed_tokens": self._embed,
+            "span_attention": lambda r: call(
+                lambda: blocks.attention(r["session"], r["spans"], r["layers"], r["decay"])
+            ),
+            "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
             "configure": self._configure,
         }
 
     def start(self, request: dict[str, Any], stream: Stream) -> None:
         """Start a generation."""
-        self.scheduler.start(request, self._sampling(request), stream)
-
-    def _sampling(self, request: Mapping[str, Any]) -> Sampling:
-        chosen = request["sampling"]
         stop = None
         if request["stop"] is not None:
             if self._codec is None:
                 self._codec = TokenCodec(load_tokenizer(self._policy.model_path))
             stop = StopMatcher.from_document(request["stop"], self._codec)
-        return Sampling(
-            max_tokens=chosen["max_tokens"],
-            temperature=chosen["temperature"],
-            top_p=chosen["top_p"],
-            top_k=chosen["top_k"],
-            seed=chosen["seed"],
-            stop_token_ids=frozenset(chosen["stop_token_ids"]),
-            stop=stop,
-        )
-
-    def _stats(self, request: Mapping[str, Any]) -> Any:
-        name = request["session"]
-
-        def work() -> Any:
-            session = self.scheduler.sessions.get(name)
-            return None if session is None else asdict(session.stats())
-
-        return self.scheduler.call(work)
-
-    def _close(self, request: Mapping[str, Any]) -> Any:
-        stats = self.scheduler.call(lambda: self.scheduler.close_session(request["session"]))
-        return None if stats is None else asdict(stats)
+        chosen = request["sampling"]
+        ends = frozenset(chosen["stop_token_ids"])
+        sampling = Sampling(**{**chosen, "stop_token_ids": ends, "stop": stop})
+        self.scheduler.start(request, sampling, stream)
 
     def _configure(self, request: Mapping[str, Any]) -> None:
         policy = self._policy.with_method(request["method"])
         self.scheduler.call(lambda: self.scheduler.configure(policy))
 
-    def _pool(self, _: Mapping[str, Any]) -> Any:
-        return self.scheduler.call(self.scheduler.pool)
-
-    def _save(self, request: Mapping[str, Any]) -> Any:
+    def _save(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Save a block; its bytes go through a file, whose reader deletes it."""
         at, data = self.scheduler.call(
             lambda: self._blocks.save(request["session"], request["start"], request["end"])
@@ -144,10 +106,6 @@ class Backend:
         path.write_bytes(data)
         return {"at": at, "path": str(path)}
 
-    def _evict(self, request: Mapping[str, Any]) -> int:
-        spans = [(start, end) for start, end in request["spans"]]
-        return self.scheduler.call(lambda: self._blocks.evict(request["session"], spans))
-
     def _restore(self, request: Mapping[str, Any]) -> None:
         path = Path(request["path"])
         data = bytearray(path.read_bytes())
@@ -155,13 +113,9 @@ class Backend:
         session, start, at = request["session"], request["start"], request["at"]
         self.scheduler.call(lambda: self._blocks.restore(session, start, data, at))
 
-    def _attention(self, request: Mapping[str, Any]) -> list[float]:
-        spans = [(start, end) for start, end in request["spans"]]
-        session, layers, decay = request["session"], request["layers"], request["decay"]
-        return self.scheduler.call(lambda: self._blocks.attention(session, spans, layers, decay))
 
-    def _embed(self, request: Mapping[str, Any]) -> list[list[float]]:
-        return self._embeddings.rows(request["tokens"])
+def _plain(stats: KVStats | None) -> dict[str, Any] | None:
+    return None if stats is None else asdict(stats)
 
 
 def main() -> int:

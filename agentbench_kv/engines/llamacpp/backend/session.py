@@ -15,37 +15,21 @@ from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.engines.serving.backend.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
 
-__all__ = ["BackendGeneration", "BackendSession", "EventStore"]
-
 _clock = itertools.count(1)
 
 
 class BackendSession:
-    """State of one session.
-
-    Attributes
-    ----------
-    tokens : list of int
-        All it was given or generated; the last ones may not be fed yet.
-    rows : SequenceRows
-    ledger : SessionLedger
-    used : int
-        Rises with every turn: the session with the smallest was not used for longest.
-    reserved : int
-        Cells it may need before its turn ends.
-    generating : bool
-        Whether it has been admitted and has not ended.
-    """
+    """State of one session."""
 
     def __init__(self, name: str, recipe: str, method: Method, cells: Cells, size: int) -> None:
         self.name = name
         self.recipe = recipe
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # given or generated; the last ones may not be fed yet
         self.rows = SequenceRows(cells)
         self.ledger = SessionLedger(method, size)
-        self.reserved = 0
-        self.generating = False
-        self.used = 0
+        self.reserved = 0  # cells it may need before its turn ends
+        self.generating = False  # admitted, and not ended
+        self.used = 0  # rises with every turn: the smallest was not used for longest
 
     @property
     def pending(self) -> int:
@@ -57,18 +41,10 @@ class BackendSession:
         self.ledger.begin_turn(prompt)
         self.used = next(_clock)
 
-    def chunk(self, limit: int) -> list[int]:
-        """Return the next tokens to feed, `limit` at the most."""
-        return self.tokens[self.ledger.fed : self.ledger.fed + limit]
-
     def fed(self, cells: Tensor) -> None:
         """Account for a forward that wrote the next tokens into `cells`."""
         self.rows.append(cells, self.ledger.fed)
         self.ledger.forward(len(cells))
-
-    def accept(self, token: int) -> None:
-        """Add a generated token; the next forward feeds it."""
-        self.tokens.append(token)
 
     def lose(self) -> None:
         """Start over: everything must be computed again."""
@@ -76,7 +52,6 @@ class BackendSession:
         self.ledger.lose()
 
     def stats(self) -> KVStats:
-        """Return the accounting as of now."""
         snapshot = self.ledger.snapshot()
         snapshot.logical = len(self.tokens)
         return snapshot
@@ -90,7 +65,6 @@ class EventStore:
         self._rows = rows
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Copy keys and values."""
         return self._cells.read(self._rows.cells)
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
@@ -100,21 +74,13 @@ class EventStore:
         return moved
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:  # noqa: ARG002
-        """Turn the keys to the positions of their rows, and number rows so."""
+        """Turn the keys to the positions of their rows, and number rows by them."""
         self._cells.rotate(self._rows.cells, shifts)
         self._rows.renumber()
 
 
 class BackendGeneration:
-    """A turn that runs: prompt tokens to feed, then tokens to sample.
-
-    Parameters
-    ----------
-    session : BackendSession
-    sampling : Sampling
-    stream : Stream
-        Where tokens go; it says when the next one is wanted.
-    """
+    """A turn that runs: prompt tokens to feed, then tokens to sample."""
 
     def __init__(self, session: BackendSession, sampling: Sampling, stream: Stream) -> None:
         self.session = session

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Stream", "StreamServer"]
-
 
 class Stream:
     """One connection, written by the scheduler's thread and read by its own."""
@@ -25,10 +23,8 @@ class Stream:
         self._wake = wake
         self._lock = threading.Lock()
         self.stepwise = False
-        self.ready = True
-        """Whether the harness waits for the next token."""
-        self.closed = False
-        """Whether the harness has hung up."""
+        self.ready = True  # the harness waits for the next token
+        self.closed = False  # the harness has hung up
         self.ended = threading.Event()
 
     def send(self, document: dict[str, Any]) -> None:
@@ -46,13 +42,13 @@ class Stream:
         self.ended.set()
 
     def asked(self) -> None:
-        """Note that the harness wants the next token."""
+        """Say that the harness wants the next token."""
         with self._lock:
             self.ready = True
         self._wake()
 
     def hung_up(self) -> None:
-        """Note that the harness is gone."""
+        """Say that the harness is gone."""
         self.closed = True
         self._wake()
 
@@ -60,21 +56,12 @@ class Stream:
 class StreamServer:
     """Takes generations on threads of its own.
 
-    Parameters
-    ----------
-    path : Path
-        Of the socket.
-    start : callable
-        Takes a request and its stream; what it raises ends the stream.
-    wake : callable
-        Tells the scheduler that a stream has changed.
+    `start` takes a request and its stream, and what it raises ends the stream; `wake` tells the
+    scheduler that a stream has changed.
     """
 
     def __init__(
-        self,
-        path: Path,
-        start: Callable[[dict[str, Any], Stream], None],
-        wake: Callable[[], None],
+        self, path: Path, start: Callable[[dict[str, Any], Stream], None], wake: Callable[[], None]
     ) -> None:
         path.unlink(missing_ok=True)
         self._server = _Server(str(path), _Connection)
@@ -83,7 +70,6 @@ class StreamServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Stop taking generations."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -18,8 +18,6 @@ import torch
 from agentbench_kv.engines.llamacpp.backend.library import Tensor, ggml, llama, op_number
 from agentbench_kv.engines.llamacpp.backend.plugin import find_plugin, load_plugin
 
-__all__ = ["NativeWatch", "PythonWatch", "Watch", "make_watch"]
-
 CACHE_NAME = re.compile(rb"cache_([kv])_l(\d+)$")
 QUERY_NAME = re.compile(rb"Qcur-(\d+)$")
 INT64 = 27
@@ -27,32 +25,15 @@ _NUMPY = {0: np.float32, 1: np.float16}
 
 
 class Watch(ABC):
-    """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch.
+    """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch."""
 
-    Parameters
-    ----------
-    layers : int
-    queries : bool
-        Whether to keep queries.
-    """
-
-    def __init__(self, layers: int, queries: bool) -> None:
-        self.layers = layers
-        self.wants_queries = queries
+    callback: Any  # value of `llama_context_params.cb_eval`
+    data: int | None = None  # value of `llama_context_params.cb_eval_user_data`
+    wants_queries: bool
 
     def want_queries(self, wanted: bool) -> None:
         """Keep queries from the next decode on, or no longer."""
         self.wants_queries = wanted
-
-    @property
-    @abstractmethod
-    def callback(self) -> Any:
-        """Value of `llama_context_params.cb_eval`."""
-
-    @property
-    def data(self) -> int | None:
-        """Value of `llama_context_params.cb_eval_user_data`."""
-        return None
 
     @abstractmethod
     def begin(self) -> None:
@@ -78,52 +59,32 @@ def make_watch(layers: int, queries: bool) -> Watch:
 
 
 class NativeWatch(Watch):
-    """The plug-in's watch.
-
-    Raises
-    ------
-    PrerequisiteError
-        Without a compiler, or if its headers are not those of the libraries.
-    """
+    """The plug-in's watch; PrerequisiteError where that cannot be built."""
 
     def __init__(self, layers: int, queries: bool) -> None:
-        super().__init__(layers, queries)
         self._plugin = load_plugin()
         self._watch = self._plugin.kvb_watch_new(layers)
+        kind = llama().ggml_backend_sched_eval_callback
+        self.callback = ctypes.cast(self._plugin.kvb_watch_callback(), kind)
+        self.data = int(self._watch)
         self.want_queries(queries)
 
     def want_queries(self, wanted: bool) -> None:
-        """Keep queries from the next decode on, or no longer."""
         super().want_queries(wanted)
         self._plugin.kvb_watch_want_queries(self._watch, int(wanted))
 
-    @property
-    def callback(self) -> Any:
-        """The C++ function."""
-        kind = llama().ggml_backend_sched_eval_callback
-        return ctypes.cast(self._plugin.kvb_watch_callback(), kind)
-
-    @property
-    def data(self) -> int | None:
-        """The C++ object."""
-        return int(self._watch)
-
     def begin(self) -> None:
-        """Forget the last batch."""
         self._plugin.kvb_watch_begin(self._watch)
 
     def base(self, kind: str, layer: int) -> int:
-        """Return the address of a cache tensor."""
         return int(self._plugin.kvb_watch_base(self._watch, int(kind == "v"), layer) or 0)
 
     def cells(self) -> torch.Tensor:
-        """Return the cells."""
         count = ctypes.c_int64()
         first = self._plugin.kvb_watch_cells(self._watch, ctypes.byref(count))
         return _copied(first, count.value, torch.int64)
 
     def queries(self, layer: int, heads: int) -> torch.Tensor:
-        """Return one layer's queries."""
         count = ctypes.c_int64()
         first = self._plugin.kvb_watch_queries(self._watch, layer, ctypes.byref(count))
         rows = _copied(first, count.value, torch.float32)
@@ -137,18 +98,10 @@ def _copied(first: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class PythonWatch(Watch):
-    """The watch in Python. It can also keep any other tensor of the graph by name.
+    """The watch in Python. In `kept` it has further tensors by `names`, `kq_soft_max-0` say."""
 
-    Parameters
-    ----------
-    layers, queries
-        As for `Watch`.
-    names : collection of str
-        Further tensors to keep in `kept`, for example `kq_soft_max-0`.
-    """
-
-    def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:
-        super().__init__(layers, queries)
+    def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:  # noqa: ARG002
+        self.wants_queries = queries
         self.names = frozenset(name.encode() for name in names)
         self.kept: dict[str, list[Any]] = {}
         self._ggml = ggml()
@@ -156,33 +109,23 @@ class PythonWatch(Watch):
         self._bases: dict[tuple[str, int], int] = {}
         self._cells: list[Any] = []
         self._queries: dict[int, list[Any]] = {}
-        self._callback = llama().ggml_backend_sched_eval_callback(self._call)
-
-    @property
-    def callback(self) -> Any:
-        """The Python function."""
-        return self._callback
+        self.callback = llama().ggml_backend_sched_eval_callback(
+            lambda address, asking, _: self._ask(address) if asking else self._take(address)
+        )
 
     def begin(self) -> None:
-        """Forget the last batch."""
         self._cells.clear()
         self._queries.clear()
         self.kept.clear()
 
     def base(self, kind: str, layer: int) -> int:
-        """Return the address of a cache tensor."""
         return self._bases.get((kind, layer), 0)
 
     def cells(self) -> torch.Tensor:
-        """Return the cells."""
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *self._cells]))
 
     def queries(self, layer: int, heads: int) -> torch.Tensor:  # noqa: ARG002
-        """Return one layer's queries."""
         return torch.from_numpy(np.concatenate(self._queries[layer])).transpose(0, 1)
-
-    def _call(self, address: int, asking: bool, _data: object) -> bool:
-        return self._ask(address) if asking else self._take(address)
 
     def _ask(self, address: int) -> bool:
         name: bytes = self._ggml.ggml_get_name(address)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from agentbench_kv.engines.serving.backend.rows import WorkerRows
 from agentbench_kv.methods.base import Queries
 
-__all__ = ["KeptRows"]
-
 
 class KeptRows(WorkerRows):
     """The common part, and what span-level methods ask of it."""
