@@ -30,21 +30,12 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.spans import Source, SpanSession
 
-__all__ = ["BlockEngine"]
-
+# Between the seeds of a generation's pieces, so that no piece repeats another's draws.
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Between the seeds of a generation's pieces, so that no piece repeats another's draws."""
 
 
 class BlockEngine(Engine):
-    """An engine whose sessions a span-level method manages.
-
-    Parameters
-    ----------
-    engine : Engine
-        Runs `method.below()`.
-    method : SpanMethod
-    """
+    """An engine that runs `method.below()` and whose sessions a span-level method manages."""
 
     wants_notes = True
 
@@ -58,42 +49,32 @@ class BlockEngine(Engine):
         self._decode: Callable[[Sequence[int]], str] | None = None
 
     def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Take the function that turns ids into text, for encoders that read text."""
         self._decode = decode
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         self.below.open(session, labeller)
         self._managed[session] = self._sessions.open(_SessionCache(self, session))
 
     def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Check what the gateway says about the tokens of the next `extend` and keep it."""
         self._managed[session].check(tokens, notes)
         self._notes[session] = notes
 
     def recalls(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
-        """Return the evicted spans of which new tokens should bring a reminder in words."""
         return self._managed[session].recalls(tokens, notes)
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens; without notes they count as a document."""
         notes = self._notes.pop(session, None) or TurnNotes([(len(tokens), Source.DOCUMENT)])
         self.below.extend(session, tokens, phases)
         self._managed[session].admit(tokens, notes)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        """Return a generation that keeps the cache within the budget while it is read."""
         return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
 
     def stats(self, session: str) -> KVStats:
-        """Return the accounting with the budget and the method's own figures."""
-        stats = self.below.stats(session)
-        managed = self._managed[session]
-        budget = self._method.budget_at(stats.logical)
-        return replace(stats, budget=budget, figures=managed.figures())
+        stats, figures = self.below.stats(session), self._managed[session].figures()
+        return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
 
     def close(self, session: str) -> KVStats:
-        """Free the session, its saved blocks included."""
         managed = self._managed.pop(session)
         self._notes.pop(session, None)
         figures = managed.figures()
@@ -102,19 +83,11 @@ class BlockEngine(Engine):
         return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
 
     def shutdown(self) -> None:
-        """Stop the engine and empty the host store."""
         self.below.shutdown()
         self._sessions.close()
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of ids.
-
-        Raises
-        ------
-        UsageError
-            If no gateway said how.
-        """
-        if self._decode is None:
+        if self._decode is None:  # no gateway has said how
             raise UsageError("an encoder that reads text needs a gateway above the engine")
         return self._decode(tokens)
 
@@ -182,7 +155,6 @@ class _PiecewiseGeneration(Generation):
         self._started = time.perf_counter()
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the generated ids; the session is within its budget when they are all read."""
         generated: list[int] = []
         self._managed.before_prefill()
         pieces = 0
@@ -195,7 +167,6 @@ class _PiecewiseGeneration(Generation):
         self._managed.after_turn(generated)
 
     def cancel(self) -> None:
-        """Ask the engine to stop after the token in flight."""
         self._cancelled = True
         if self._piece is not None:
             self._piece.cancel()

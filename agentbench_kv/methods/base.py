@@ -67,18 +67,18 @@ class Method:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     default_preset: ClassVar[str] = ""
     compresses: ClassVar[bool] = True
+    # Whether `score` needs rows by ascending position; False saves sorting the keys
     ordered: ClassVar[bool] = True
-    """Whether `score` needs rows by ascending position; False saves sorting the keys."""
+    # Whether what a KV head keeps depends on its rows alone, not on its number
     treats_heads_alike: ClassVar[bool] = True
-    """Whether what a KV head keeps depends on its rows alone, not on its number."""
+    # Whether rows rank by position alone, so that heads or a recency window change nothing
     by_position: ClassVar[bool] = False
-    """Whether rows rank by position alone, so that heads or a recency window change nothing."""
+    # Whether it needs `with_calibration` before it can score
     needs_calibration: ClassVar[bool] = False
-    """Whether it needs `with_calibration` before it can score."""
+    # Whether it needs what only a capture has, so that no engine can run it
     offline: ClassVar[bool] = False
-    """Whether it needs what only a capture has, so that no engine can run it."""
+    # Whether it manages whole spans of a session (`methods.blocks`) and ranks no rows
     spans: ClassVar[bool] = False
-    """Whether it manages whole spans of a session (`methods.blocks`) and ranks no rows."""
 
     budget: int | None = None
     share: float | None = None

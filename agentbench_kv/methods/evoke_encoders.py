@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.spans import SpanCache
 
-__all__ = ["HASH", "TOKENS", "Encoder", "HashEncoder", "SentenceEncoder", "TokenEncoder"]
-
 TOKENS, HASH = "tokens", "hash"
 HASH_SIZE = 64
 
@@ -27,14 +25,12 @@ class Encoder(Protocol):
 
     def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:
         """Return the embedding [size] of some ids of a session."""
-        ...
 
 
 class TokenEncoder:
     """The mean of the model's own input embeddings, each less what all ids have in common."""
 
     def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:
-        """Return the mean embedding [hidden]."""
         mean: Vector = cache.embed(tokens).mean(0)
         return mean
 
@@ -43,24 +39,12 @@ class HashEncoder:
     """The mean of a random vector per id; needs no model. For tests."""
 
     def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:  # noqa: ARG002
-        """Return the mean vector [64]."""
         mean: Vector = np.stack([_hashed(token) for token in tokens]).mean(0)
         return mean
 
 
 class SentenceEncoder:
-    """A sentence-transformers model in a local folder. It reads the text, nobody else does.
-
-    Parameters
-    ----------
-    path : Path
-        The model's folder.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the folder or the package is missing.
-    """
+    """A sentence-transformers model in a local folder. It reads the text, nobody else does."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -72,7 +56,6 @@ class SentenceEncoder:
         self._lock = threading.Lock()
 
     def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:
-        """Return the sentence embedding [size]."""
         text = cache.text(tokens)
         with self._lock:
             vector: Vector = self._model.encode([text], show_progress_bar=False)[0]

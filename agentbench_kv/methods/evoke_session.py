@@ -13,66 +13,32 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.evoke_encoders import Encoder
 from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, Signals, Vector, cosine
 from agentbench_kv.methods.evoke_store import HostStore
-from agentbench_kv.methods.spans import (
-    Hints,
-    Source,
-    SpanCache,
-    SpanRange,
-    SpanSession,
-    TurnNotes,
-)
+from agentbench_kv.methods.spans import Hints, Source, SpanCache, SpanRange, SpanSession, TurnNotes
 
 if TYPE_CHECKING:
     from agentbench_kv.methods.evoke import Evoke
 
-__all__ = ["EvokeSession", "Span"]
-
 
 @dataclass(eq=False)
 class Span:
-    """A block of a session: at most `block` tokens of one message.
+    """A block of a session: at most `block` tokens of one message."""
 
-    Attributes
-    ----------
-    start, end : int
-        Logical positions.
-    turn : int
-        The request it was added in.
-    resident : bool
-        Whether it is in the cache, or on its way there with the next prefill.
-    vector : ndarray or None
-        Its embedding, of its first `embedded` tokens.
-    mentioned : bool
-        Whether a breadcrumb told of it since it left.
-    """
-
-    start: int
+    start: int  # logical positions
     end: int
     source: Source
     hints: Hints
-    turn: int
-    resident: bool = True
-    vector: Vector | None = None
+    turn: int  # the request it was added in
+    resident: bool = True  # in the cache, or on its way there with the next prefill
+    vector: Vector | None = None  # embedding of its first `embedded` tokens
     embedded: int = 0
-    mentioned: bool = False
+    mentioned: bool = False  # a breadcrumb told of it since it left
 
     def __len__(self) -> int:
-        """Tokens of the block."""
         return self.end - self.start
 
 
 class EvokeSession(SpanSession):
-    """Blocks of one session under the watermarks.
-
-    Parameters
-    ----------
-    method : Evoke
-    cache : SpanCache
-        The session's cache.
-    store : HostStore
-        Where evicted blocks wait; shared with other sessions.
-    encoder : Encoder
-    """
+    """Blocks of one session under the watermarks; all sessions share the store of evicted ones."""
 
     def __init__(self, method: Evoke, cache: SpanCache, store: HostStore, encoder: Encoder) -> None:
         self.spans: list[Span] = []
@@ -125,7 +91,6 @@ class EvokeSession(SpanSession):
         return sorted((span.start, min(span.end, span.start + stub)) for span in chosen)
 
     def admit(self, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Cut prompt tokens into blocks and let the task focus follow the user."""
         self._turn += 1
         self._answered = 0
         self._query = self._message_vector(tokens, notes)
@@ -144,16 +109,13 @@ class EvokeSession(SpanSession):
             self._bring_back(self._query)
 
     def room(self) -> int:
-        """Return how many tokens fit below the upper watermark, at least 1."""
         return max(1, self.high - self._cache.live - self._unfed)
 
     def at_watermark(self, generated: Sequence[int]) -> None:
-        """Take in the answer so far; evict if the watermark is passed."""
         self._take_answer(generated)
         self._make_room(self._unfed)
 
     def after_turn(self, generated: Sequence[int]) -> None:
-        """Take in the answer; evict if the watermark is passed."""
         self.at_watermark(generated)
 
     def figures(self) -> dict[str, int]:
@@ -163,7 +125,6 @@ class EvokeSession(SpanSession):
         return {**self._counts, "blocks": len(self.spans), "away": len(away), "held": held}
 
     def close(self) -> None:
-        """Forget the session's saved blocks."""
         self._store.drop(self._cache.name)
 
     @property
@@ -308,7 +269,6 @@ class EvokeSession(SpanSession):
         return span.resident and span.end <= fed and not newest and not self._is_fixed(span)
 
     def _is_fixed(self, span: Span) -> bool:
-        """Whether it never leaves."""
         return span.resident and (span.hints.pinned or span.start < self._method.sinks)
 
     def _is_soft(self, span: Span) -> bool:

@@ -17,11 +17,8 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
 
-__all__ = ["evict_spans", "restore_block", "save_block", "span_attention"]
-
 
 def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
-    """Copy the rows of `[start, end)` to the host; see `Engine.save_block`."""
     _check_whole_tokens(session)
     cache = session.cache
     rows = _marked(cache, [(start, end)]).nonzero()[:, 0]
@@ -40,7 +37,6 @@ def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
 def evict_spans(
     session: EmbeddedSession, spans: Sequence[SpanRange], recorder: Recorder | None = None
 ) -> int:
-    """Remove spans; see `Engine.evict_spans`."""
     _check_whole_tokens(session)
     cache, before = session.cache, session.cache.length
     kept = (~_marked(cache, spans)).nonzero()[:, 0]
@@ -48,9 +44,7 @@ def evict_spans(
         return 0
     everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
     moved = cache.keep(everywhere, session.packed_frequencies, ordered=True)
-    session.end_moved(before)
-    session.count_event(before, moved)
-    _record(session, recorder)
+    session.end_event(before, moved, recorder)
     return before - cache.length
 
 
@@ -60,7 +54,6 @@ def restore_block(
     at: int | None = None,
     recorder: Recorder | None = None,
 ) -> None:
-    """Put a block back; see `Engine.restore_block`."""
     _check_whole_tokens(session)
     cache, before = session.cache, session.cache.length
     if block.end > session.fed or bool(_marked(cache, [(block.start, block.end)]).any()):
@@ -75,15 +68,12 @@ def restore_block(
         rope_rotate(keys, shifts.to(keys.device), session.frequencies)
     moved = cache.insert(row, keys, values, block.start)
     session.settle(block.start, targets)
-    session.end_moved(before)
-    session.count_restored(block.tokens, moved)
-    _record(session, recorder)
+    session.end_event(before, moved, recorder)
 
 
 def span_attention(
     session: EmbeddedSession, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
 ) -> list[float]:
-    """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
     cache = session.cache
     count = cache.shape.layers
     for layer in layers:
@@ -112,12 +102,6 @@ def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
     # A query whose every key has left sees nothing, not NaN.
     mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
     return mass
-
-
-def _record(session: EmbeddedSession, recorder: Recorder | None) -> None:
-    if recorder is not None:
-        live = session.cache.positions[:, :, : session.cache.length]
-        recorder.on_event(session.name, session.fed, live.clone())
 
 
 def _check_whole_tokens(session: EmbeddedSession) -> None:

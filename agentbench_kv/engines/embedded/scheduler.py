@@ -45,16 +45,7 @@ class Scheduler:
     """Admits generations against a memory limit and steps all of them together.
 
     Chunk boundaries depend on a session's own tokens only, never on who else is running, so that a
-    session's result does not depend on its company.
-
-    Parameters
-    ----------
-    model : LoadedModel
-    method : Method
-    max_live_tokens : int
-        Cached tokens all sessions together may hold.
-    recorder : Recorder, optional
-    observer : Observer, optional
+    session's result does not depend on the sessions computed with it.
     """
 
     def __init__(
@@ -73,15 +64,8 @@ class Scheduler:
         self._recorder = recorder
         self._observer = observer
         self.pools = CachePools(shape)
-        self._queries = QueryBuffer(
-            method.query_plan(),
-            shape.layers,
-            model.query_heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            shape.device,
-        )
+        heads = (shape.layers, model.query_heads, shape.kv_heads, shape.head_dim)
+        self._queries = QueryBuffer(method.query_plan(), *heads, shape.dtype, shape.device)
         # Keys of a RoPE that changes with the length cannot be moved to other positions.
         self._frequencies = None if model.rope_type in MOVING_ROPE else model.frequencies
         self._leaving: list[EmbeddedSession] = []
@@ -95,7 +79,6 @@ class Scheduler:
         self._thread.start()
 
     def open(self, name: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         with self._work:
             if name in self._sessions:
                 raise KVBenchError(f"session {name} is open already")
@@ -104,12 +87,11 @@ class Scheduler:
             )
 
     def get(self, name: str) -> EmbeddedSession:
-        """Return an open session; KeyError if there is none."""
         with self._work:
             return self._sessions[name]
 
     def remove(self, name: str) -> EmbeddedSession:
-        """Forget a session and let its memory go; a generation of it in flight is cancelled."""
+        """Forget a session and free its memory; a generation of it in flight is cancelled."""
         with self._work:
             session = self._sessions.pop(name)
             for generation in (*self._running, *self._waiting):
@@ -120,7 +102,6 @@ class Scheduler:
         return session
 
     def submit(self, generation: EmbeddedGeneration) -> None:
-        """Queue a generation."""
         with self._work:
             if self._stopping:
                 raise KVBenchError("the engine has been shut down")
@@ -128,24 +109,8 @@ class Scheduler:
             self._work.notify()
 
     def between_turns(self, name: str, work: Callable[[EmbeddedSession], T], more: int = 0) -> T:
-        """Run `work` on a session's cache, on the engine's thread; return what it returns.
-
-        Parameters
-        ----------
-        name : str
-            A session that is not generating.
-        work : callable
-        more : int
-            Rows it adds to the cache.
-
-        Raises
-        ------
-        KVBenchError
-            If the session is generating or the engine has been shut down.
-        CapacityError
-            If there is no room for the rows.
-        """
-        errand: Errand = Errand(self.get(name), work, more)
+        """Run `work`, which adds `more` rows to a session's cache, on the engine's thread."""
+        errand = Errand(self.get(name), work, more)
         with self._work:
             if self._stopping:
                 raise KVBenchError("the engine has been shut down")
@@ -157,7 +122,6 @@ class Scheduler:
         return result
 
     def stop(self) -> None:
-        """End the thread; running generations are cancelled."""
         with self._work:
             self._stopping = True
             self._work.notify()
@@ -183,20 +147,14 @@ class Scheduler:
                 self._run_errands()
                 self._free_closed()
                 while self._waiting and self._fits(self._waiting[0]):
-                    self._running.append(self._start(self._waiting.popleft()))
+                    generation = self._waiting.popleft()
+                    generation.session.reserved = self._need(generation)
+                    generation.session.begin_turn()
+                    self._running.append(generation)
                 if self._running:
                     return True
                 self._refuse_stuck()
-                if not self._waiting:
-                    self._work.wait()
-                elif not self._running:
-                    self._work.wait(0.05)
-
-    def _start(self, generation: EmbeddedGeneration) -> EmbeddedGeneration:
-        session = generation.session
-        session.reserved = self._need(generation)
-        session.begin_turn()
-        return generation
+                self._work.wait(0.05 if self._waiting else None)
 
     def _need(self, generation: EmbeddedGeneration) -> int:
         """Rows the session may hold before it ends or an event frees some."""
@@ -219,13 +177,12 @@ class Scheduler:
         holders = {s.name for s in self._sessions.values() if s.reserved}
         if holders <= stuck:
             generation = self._waiting.popleft()
-            generation.fail(
-                CapacityError(
-                    f"the KV cache holds {self.max_live_tokens} tokens, session "
-                    f"{generation.session.name} needs {self._need(generation)} beside the others; "
-                    "lower --concurrency, the budget or max tokens"
-                )
+            name, need = generation.session.name, self._need(generation)
+            problem = (
+                f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs {need} "
+                "beside the others; lower --concurrency, the budget or max tokens"
             )
+            generation.fail(CapacityError(problem))
 
     def _free_closed(self) -> None:
         """Free closed sessions here: only this thread may touch the pools."""
@@ -235,21 +192,19 @@ class Scheduler:
             session.free()
 
     def _run_errands(self) -> None:
-        """Do what was asked for between turns: only this thread may touch the pools."""
         while self._errands:
             errand = self._errands.popleft()
             session = errand.session
             others = sum(s.reserved for s in self._sessions.values() if s is not session)
             if errand.more and others + session.cache.length + errand.more > self.max_live_tokens:
-                errand.done.set_exception(
-                    CapacityError(
-                        f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
-                        f"{errand.more} more of session {session.name}"
-                    )
+                problem = (
+                    f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
+                    f"{errand.more} more of session {session.name}"
                 )
-                continue
-            errand.run()
-            session.reserved = session.cache.length
+                errand.done.set_exception(CapacityError(problem))
+            else:
+                errand.run()
+                session.reserved = session.cache.length
 
     def _drop_cancelled(self) -> None:
         for generation in [g for g in self._waiting if g.cancelled]:
@@ -266,7 +221,7 @@ class Scheduler:
         self._errands.clear()
 
     def _plan(self) -> list[EmbeddedGeneration]:
-        """Choose who takes part in the next forward: all that decode, prefills while they fit."""
+        """Choose the next forward's generations: all that decode, prefills while they fit."""
         batch: list[EmbeddedGeneration] = []
         room = STEP_TOKENS
         for generation in self._running:
@@ -279,7 +234,7 @@ class Scheduler:
     def _step(self, batch: list[EmbeddedGeneration]) -> None:
         started = time.perf_counter()
         logits, ready = self._forward(batch)
-        best = logits.argmax(-1).tolist()
+        best = logits.argmax(-1).tolist()  # waits for the device, once a step
         self.times.forward_s += time.perf_counter() - started
         self.times.steps += 1
         for row, generation in enumerate(ready):
@@ -325,7 +280,10 @@ class Scheduler:
         generation.push(token)
         reason = self._finish_reason(generation, token)
         if reason is not None:
-            self._finish(generation, reason)
+            if session.schedule.after_turn(session.cache.length, session.fed):
+                self._compress(session)
+            self._retire(generation)
+            generation.finish(reason)
 
     def _finish_reason(self, generation: EmbeddedGeneration, token: int) -> FinishReason | None:
         sampling = generation.sampling
@@ -338,13 +296,6 @@ class Scheduler:
         if generation.session.logical >= self._model.context_limit:
             return FinishReason.CONTEXT_LIMIT
         return None
-
-    def _finish(self, generation: EmbeddedGeneration, reason: FinishReason) -> None:
-        session = generation.session
-        if session.schedule.after_turn(session.cache.length, session.fed):
-            self._compress(session)
-        self._retire(generation)
-        generation.finish(reason)
 
     def _retire(self, generation: EmbeddedGeneration) -> None:
         with self._work:
