@@ -188,12 +188,9 @@ class Engine(ABC):
 
     @abstractmethod
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens with their phases; they are prefilled by the next `generate`.
+        """Append prompt tokens with their phases; the next `generate` prefills them.
 
-        Raises
-        ------
-        ContextLimitError
-            If the session would pass the model's context.
+        Raises ContextLimitError if the session would pass the model's context.
         """
 
     @abstractmethod
@@ -226,37 +223,25 @@ class Engine(ABC):
     def save_block(self, session: str, start: int, end: int) -> Block:
         """Copy the rows of logical positions `[start, end)` to the host, between two generations.
 
-        Raises
-        ------
-        UsageError
-            If a position is not in the cache, or the engine cannot save.
+        Raises UsageError if a position is not in the cache, or the engine cannot save.
         """
         raise self._cannot(Capability.SAVE_BLOCK, session, start, end)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
         """Remove logical spans from all layers and heads, between two generations.
 
-        Positions of a span that are not in the cache are passed over. One call is one event.
-
-        Returns
-        -------
-        int
-            Tokens removed.
+        Positions that are not in the cache are passed over. One call is one event; returns the
+        tokens removed.
         """
         raise self._cannot(Capability.EVICT_SPANS, session, spans)
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
         """Put a saved block back between two generations, without a forward pass.
 
-        Parameters
-        ----------
-        session : str
-            The one it was saved from, or another one that has seen its logical positions.
-        block : Block
-            None of its logical positions may be in the cache.
-        at : int, optional
-            RoPE position of its first token; keys turn by the difference. If not given: where it
-            was saved, bit for bit, or behind the last row where positions are the cache's.
+        The session is the one it was saved from, or another one that has seen its logical
+        positions; none of them may be in the cache. `at` is the RoPE position of its first token:
+        keys turn by the difference. If not given, it comes back where it was saved, bit for bit,
+        or behind the last row where positions are the cache's.
         """
         raise self._cannot(Capability.RESTORE_BLOCK, session, block, at)
 
@@ -265,17 +250,9 @@ class Engine(ABC):
     ) -> list[float]:
         """Return the attention that the session's kept queries give each logical span.
 
-        Parameters
-        ----------
-        layers : sequence of int
-            Negative ones count from the last; empty for all.
-        decay : float
-            Weight of a query relative to the next newer one.
-
-        Returns
-        -------
-        list of float
-            Per span the mean over layers, heads and weighted queries of its softmax probability.
+        That is per span the mean over layers, heads and weighted queries of its softmax
+        probability. Negative `layers` count from the last, none are all; `decay` is the weight of
+        a query relative to the next newer one.
         """
         raise self._cannot(Capability.SPAN_ATTENTION, session, spans, layers, decay)
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import partial
+from itertools import count
 
 from agentbench_kv.engines.base import (
-    Block,
     Engine,
     FinishReason,
     Generation,
@@ -96,9 +94,14 @@ class _SessionCache:
     """One session of an engine, as `SpanCache`."""
 
     def __init__(self, owner: BlockEngine, name: str) -> None:
+        engine = self._engine = owner.below
         self.name = name
-        self._owner = owner
-        self._engine = owner.below
+        self.save = partial(engine.save_block, name)
+        self.evict = partial(engine.evict_spans, name)
+        self.restore = partial(engine.restore_block, name)
+        self.attention = partial(engine.span_attention, name)
+        self.embed = engine.embed_tokens
+        self.text = owner.text
         self._losses = 0
         self._away_before = 0
 
@@ -119,26 +122,6 @@ class _SessionCache:
     def losses(self) -> int:
         return len(self._engine.stats(self.name).restarts)
 
-    def save(self, start: int, end: int) -> Block:
-        return self._engine.save_block(self.name, start, end)
-
-    def evict(self, spans: Sequence[SpanRange]) -> int:
-        return self._engine.evict_spans(self.name, spans)
-
-    def restore(self, block: Block) -> None:
-        self._engine.restore_block(self.name, block)
-
-    def attention(
-        self, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
-    ) -> list[float]:
-        return self._engine.span_attention(self.name, spans, layers, decay)
-
-    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return self._engine.embed_tokens(tokens)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return self._owner.text(tokens)
-
 
 class _PiecewiseGeneration(Generation):
     """A generation in pieces: each ends at the latest where the cache reaches the watermark."""
@@ -157,10 +140,8 @@ class _PiecewiseGeneration(Generation):
     def __iter__(self) -> Iterator[int]:
         generated: list[int] = []
         self._managed.before_prefill()
-        pieces = 0
-        while True:
-            yield from self._run(pieces, generated)
-            pieces += 1
+        for number in count():
+            yield from self._run(number, generated)
             if not self._goes_on(len(generated)):
                 break
             self._managed.at_watermark(generated)

@@ -51,7 +51,12 @@ class QueryBuffer:
     def take(self) -> int:
         """Take a session's place, doubling the buffer if it is full."""
         if not self._free:
-            self._grow()
+            layers, slots, heads, head_dim = self._vectors.shape
+            places = slots // self.per_session if self.per_session else 0
+            more = max(4, places)
+            extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
+            self._vectors = torch.cat([self._vectors, extra], 1)
+            self._free = list(range(places + more - 1, places - 1, -1))
         return self._free.pop()
 
     def give_back(self, place: int) -> None:
@@ -77,14 +82,6 @@ class QueryBuffer:
         rows = slice(first, first + self.per_session)
         moves = torch.full((1, 1), by, device=self.device)
         self._vectors[:, rows] = rotate(self._vectors[:, rows], moves, frequencies)
-
-    def _grow(self) -> None:
-        layers, slots, heads, head_dim = self._vectors.shape
-        places = slots // self.per_session if self.per_session else 0
-        more = max(4, places)
-        extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
-        self._vectors = torch.cat([self._vectors, extra], 1)
-        self._free = list(range(places + more - 1, places - 1, -1))
 
 
 class QueryStore:

@@ -58,14 +58,9 @@ class TextRequest(ABC):
     def result(self) -> TextReply:
         """Wait for the answer; after `cancel` an empty one with the reason `cancelled`.
 
-        Raises
-        ------
-        EndpointError
-            If there is no usable answer, however often it was asked for.
-        ContextLimitError
-            If the messages pass the model's context.
-        PrerequisiteError
-            If nothing will be answered any more: a wrong key, a dead endpoint, money spent.
+        Raises EndpointError if there is no usable answer, however often it was asked for,
+        ContextLimitError if the messages pass the model's context, and PrerequisiteError if
+        nothing will be answered any more: a wrong key, a dead endpoint, money spent.
         """
 
     @abstractmethod

@@ -279,25 +279,19 @@ class EvokeSession(SpanSession):
         """Return blocks by ascending score, older first among equals."""
         if not spans:
             return []
-        scores = self._method.scorer.score(self._signals(spans))
-        return [spans[index] for index in np.argsort(scores, kind="stable")]
-
-    def _signals(self, spans: Sequence[Span]) -> Signals:
-        now, focus = len(self.tokens), self._focus.vector
+        now, focus, method = len(self.tokens), self._focus.vector, self._method
         attention = None
-        if self._method.w_attention:
+        if method.w_attention:
             ranges = [(span.start, span.end) for span in spans]
-            layers, ewma = self._method.chosen_layers, self._method.ewma
-            attention = np.array(self._cache.attention(ranges, layers, ewma))
-        return Signals(
-            ages=np.array([now - span.end for span in spans], dtype=np.float64),
-            cosines=np.array(
-                [NO_COSINE if focus is None else cosine(self._embed(s), focus) for s in spans]
-            ),
-            attention=attention,
-            priorities=np.array([span.hints.priority for span in spans]),
-            sources=[span.source for span in spans],
-        )
+            found = self._cache.attention(ranges, method.chosen_layers, method.ewma)
+            attention = np.array(found)
+        ages = np.array([now - span.end for span in spans], dtype=np.float64)
+        cosines = [NO_COSINE if focus is None else cosine(self._embed(s), focus) for s in spans]
+        priorities = np.array([span.hints.priority for span in spans])
+        sources = [span.source for span in spans]
+        signals = Signals(ages, np.array(cosines), attention, priorities, sources)
+        scores = method.scorer.score(signals)
+        return [spans[index] for index in np.argsort(scores, kind="stable")]
 
 
 def _first(ranked: Sequence[Span], excess: int) -> list[Span]:

@@ -123,12 +123,15 @@ class KVPressMethod(Method):
 def press_method(text: str) -> type[KVPressMethod]:
     """Return the method class of a press, `SnapKVPress(window_size=32)`; nothing is evaluated."""
     name, arguments = _parsed(text)
-    _refuse_unfit(name)
+    for reason, presses in UNFIT.items():
+        if name in presses.split():
+            raise UsageError(
+                f"{PREFIX}{name} cannot run as a method: {reason} (these can: {', '.join(FIT)})"
+            )
     if "compression_ratio" in arguments:
         raise UsageError(f"{PREFIX}{name} takes no compression_ratio here: --budget decides")
     cls = _press_class(_kvpress(), name)
-    chosen = _checked(cls, arguments)
-    return _method_class(_press(cls, chosen), FIT[name].heads_alike)
+    return _method_class(_press(cls, _checked(cls, arguments)), FIT[name].heads_alike)
 
 
 @cache
@@ -177,26 +180,15 @@ def _literal(keyword: ast.keyword) -> bool | int | float | str | None:
     )
 
 
-def _refuse_unfit(name: str) -> None:
-    for reason, presses in UNFIT.items():
-        if name in presses.split():
-            raise UsageError(
-                f"{PREFIX}{name} cannot run as a method: {reason} (these can: {', '.join(FIT)})"
-            )
-
-
 def _kvpress() -> Any:
     """Import kvpress 0.5; a copy without a version is taken as it is."""
     try:
         module = import_module("kvpress")
-    except ModuleNotFoundError as error:
-        if error.name != "kvpress":
-            raise _does_not_import(error) from error
-        raise PrerequisiteError(
-            f"{PREFIX}... needs kvpress, which is not installed: {INSTALL}"
-        ) from None
     except Exception as error:
-        raise _does_not_import(error) from error
+        problem = f"kvpress does not import here: {type(error).__name__}: {error}; {INSTALL}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "kvpress":
+            problem = f"{PREFIX}... needs kvpress, which is not installed: {INSTALL}"
+        raise PrerequisiteError(problem) from error
     try:
         found = version("kvpress")
     except PackageNotFoundError:
@@ -204,12 +196,6 @@ def _kvpress() -> Any:
     if not found.startswith("0.5."):
         raise PrerequisiteError(f"kvpress {found} is installed; {PREFIX}... needs 0.5: {INSTALL}")
     return module
-
-
-def _does_not_import(error: Exception) -> PrerequisiteError:
-    return PrerequisiteError(
-        f"kvpress does not import here: {type(error).__name__}: {error}; {INSTALL}"
-    )
 
 
 def _press_class(kvpress: Any, name: str) -> Any:

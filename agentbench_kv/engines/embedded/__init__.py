@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -174,22 +173,21 @@ class EmbeddedEngine(Engine):
         return generation
 
     def save_block(self, session: str, start: int, end: int) -> Block:
-        save = partial(blocks.save_block, start=start, end=end)
-        return self._scheduler.between_turns(session, save)
+        return self._scheduler.between_turns(session, blocks.save_block, start, end)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        evict = partial(blocks.evict_spans, spans=spans, recorder=self._recorder)
-        return self._scheduler.between_turns(session, evict)
+        recorder = self._recorder
+        return self._scheduler.between_turns(session, blocks.evict_spans, spans, recorder)
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
-        restore = partial(blocks.restore_block, block=block, at=at, recorder=self._recorder)
-        self._scheduler.between_turns(session, restore, more=block.tokens)
+        work, arguments = blocks.restore_block, (block, at, self._recorder)
+        self._scheduler.between_turns(session, work, *arguments, more=block.tokens)
 
     def span_attention(
         self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
     ) -> list[float]:
-        ask = partial(blocks.span_attention, spans=spans, layers=layers, decay=decay)
-        return self._scheduler.between_turns(session, ask)
+        arguments = (spans, layers, decay)
+        return self._scheduler.between_turns(session, blocks.span_attention, *arguments)
 
     def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         weight: Tensor = self._model.network.get_input_embeddings().weight.detach()

@@ -15,6 +15,8 @@ MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 class SessionCache:
     """Rows of one session; `length` is physical: rows held per (layer, KV head).
 
+    `keys` and `values` are [layers, kv_heads, capacity, head_dim], `positions` (original ones,
+    int64) and `sums` (attention every row has got, if the shape has them) without the last axis.
     Logical positions are kept row by row, because after an eviction heads hold different tokens.
     The slot is taken by the first `reserve`, so that only the scheduler's thread touches a pool.
     """
@@ -28,22 +30,18 @@ class SessionCache:
 
     @property
     def keys(self) -> Tensor:
-        """Keys [layers, kv_heads, capacity, head_dim]."""
         return self.pool.keys[self.slot]
 
     @property
     def values(self) -> Tensor:
-        """Values [layers, kv_heads, capacity, head_dim]."""
         return self.pool.values[self.slot]
 
     @property
     def positions(self) -> Tensor:
-        """Original positions [layers, kv_heads, capacity], int64."""
         return self.pool.positions[self.slot]
 
     @property
     def sums(self) -> Tensor | None:
-        """Attention every row has got [layers, kv_heads, capacity], if the shape has it."""
         return self.pool.sums[self.slot] if self.shape.with_sums else None
 
     @property

@@ -15,12 +15,12 @@ class Errand:
     """Work on one session's cache that waits for the engine's thread."""
 
     session: EmbeddedSession
-    work: Callable[[EmbeddedSession], Any]
+    work: Callable[[], Any]
     more: int  # rows it adds
     done: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
         try:
-            self.done.set_result(self.work(self.session))
+            self.done.set_result(self.work())
         except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
             self.done.set_exception(error)

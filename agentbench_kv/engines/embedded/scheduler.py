@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -108,13 +109,14 @@ class Scheduler:
             self._waiting.append(generation)
             self._work.notify()
 
-    def between_turns(self, name: str, work: Callable[[EmbeddedSession], T], more: int = 0) -> T:
-        """Run `work`, which adds `more` rows to a session's cache, on the engine's thread."""
-        errand = Errand(self.get(name), work, more)
+    def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
+        """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
+        session = self.get(name)
+        errand = Errand(session, partial(work, session, *args), more)
         with self._work:
             if self._stopping:
                 raise KVBenchError("the engine has been shut down")
-            if any(g.session is errand.session for g in (*self._running, *self._waiting)):
+            if any(g.session is session for g in (*self._running, *self._waiting)):
                 raise KVBenchError(f"session {name} is generating")
             self._errands.append(errand)
             self._work.notify()
