@@ -1,6 +1,6 @@
 """Span-level methods over any engine that can save, evict and restore spans.
 
-The method stands between the gateway and the engine: before a generation it brings blocks back and
+The method sits between the gateway and the engine: before a generation it brings blocks back and
 makes room, while the generation runs it is cut where the cache reaches the watermark, and at its
 end the cache is within the budget. The engine below knows nothing of it.
 """

@@ -1,6 +1,6 @@
 """The common base of token-level methods.
 
-Every such method is: which queries stand for the future, a score per cached token, what is always
+Every such method is: which queries represent the future, a score per cached token, what is always
 kept, which set granularity, and when. A method declares the first and implements the second; the
 rest is here (shared specification: methods.md, notation).
 """

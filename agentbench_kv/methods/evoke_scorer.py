@@ -18,17 +18,6 @@ NO_COSINE = 0.0  # cosine where there is no task focus yet: a coherence of one h
 
 
 @dataclass(frozen=True)
-class Signals:
-    """What is known of some blocks; arrays [blocks]."""
-
-    ages: Floats  # tokens between a block's end and the session's
-    cosines: Floats  # of a block's embedding and the task focus
-    attention: Floats | None  # attention mass in a block, in [0, 1]; None if nobody measured it
-    priorities: Floats  # what the client said, 1 if nothing
-    sources: Sequence[Source]
-
-
-@dataclass(frozen=True)
 class Scorer:
     """The weights of a score in [0, 1]; the lowest goes first.
 
@@ -44,25 +33,34 @@ class Scorer:
     floor_user: float
     floor_assistant: float
 
-    def score(self, signals: Signals) -> Floats:
-        raw = self._relevance(signals)
-        known = {Source.USER: self.floor_user, Source.ASSISTANT: self.floor_assistant}
-        floors = np.array([known.get(source, 0.0) for source in signals.sources])
-        if self.floor_mode == "clamp":
-            scores: Floats = np.maximum(np.minimum(raw * signals.priorities, 1.0), floors)
-        else:
-            scores = np.minimum((floors + (1.0 - floors) * raw) * signals.priorities, 1.0)
-        return scores
+    def score(
+        self,
+        ages: Floats,
+        cosines: Floats,
+        attention: Floats | None,
+        priorities: Floats,
+        sources: Sequence[Source],
+    ) -> Floats:
+        """Return the scores [blocks] of some blocks.
 
-    def _relevance(self, signals: Signals) -> Floats:
+        `ages` are tokens between a block's end and the session's, `cosines` those of its embedding
+        and the task focus, `attention` its attention mass in [0, 1], None if nobody measured it,
+        `priorities` what the client said, 1 if nothing.
+        """
         total = self.recency + self.coherence
-        summed = self.recency * np.exp(-self.decay * signals.ages)
-        summed = summed + self.coherence * (signals.cosines + 1.0) / 2.0
-        if signals.attention is not None:
+        summed = self.recency * np.exp(-self.decay * ages)
+        summed = summed + self.coherence * (cosines + 1.0) / 2.0
+        if attention is not None:
             total += self.attention
-            summed = summed + self.attention * signals.attention
-        relevance: Floats = summed / total
-        return relevance
+            summed = summed + self.attention * attention
+        raw = summed / total
+        known = {Source.USER: self.floor_user, Source.ASSISTANT: self.floor_assistant}
+        floors = np.array([known.get(source, 0.0) for source in sources])
+        if self.floor_mode == "clamp":
+            scores: Floats = np.maximum(np.minimum(raw * priorities, 1.0), floors)
+        else:
+            scores = np.minimum((floors + (1.0 - floors) * raw) * priorities, 1.0)
+        return scores
 
 
 class Focus:

@@ -11,7 +11,7 @@ import numpy as np
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.evoke_encoders import Encoder
-from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, Signals, Vector, cosine
+from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, Vector, cosine
 from agentbench_kv.methods.evoke_store import HostStore
 from agentbench_kv.methods.spans import Hints, Source, SpanCache, SpanRange, SpanSession, TurnNotes
 
@@ -289,8 +289,7 @@ class EvokeSession(SpanSession):
         cosines = [NO_COSINE if focus is None else cosine(self._embed(s), focus) for s in spans]
         priorities = np.array([span.hints.priority for span in spans])
         sources = [span.source for span in spans]
-        signals = Signals(ages, np.array(cosines), attention, priorities, sources)
-        scores = method.scorer.score(signals)
+        scores = method.scorer.score(ages, np.array(cosines), attention, priorities, sources)
         return [spans[index] for index in np.argsort(scores, kind="stable")]
 
 

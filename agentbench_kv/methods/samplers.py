@@ -1,4 +1,4 @@
-"""Which of a phase's past queries stand for it (AgentKV, appendix C.3).
+"""Which of a phase's past queries represent it (AgentKV, appendix C.3).
 
 Every sampler takes the queries of one phase, oldest first, and returns the indices of at most
 `count` of them.

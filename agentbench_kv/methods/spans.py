@@ -1,6 +1,6 @@
 """What span-level methods and engines say to each other: spans, saved blocks, notes, the session.
 
-A token-level method ranks rows inside an engine (`methods.base`). A span-level one stands outside:
+A token-level method ranks rows inside an engine (`methods.base`). A span-level one is outside:
 between two generations it decides which logical spans to evict, save and restore, for all layers
 and heads alike. It sees token ids, who wrote them, embeddings and attention; never text.
 """

@@ -27,11 +27,11 @@ def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
             f"cannot save positions {start} to {end} of session {session.name}: "
             f"{len(rows)} of {end - start} are in the cache"
         )
-    places = session.rope_positions(start, rows)
+    positions = session.rope_positions(start, rows)
     both = torch.stack([cache.keys[:, :, rows], cache.values[:, :, rows]])
-    parts = (both.cpu().flatten(), torch.tensor(places))
+    parts = (both.cpu().flatten(), torch.tensor(positions))
     data = torch.cat([part.view(torch.uint8) for part in parts]).numpy()
-    return Block(start, end, places[0], data)
+    return Block(start, end, positions[0], data)
 
 
 def evict_spans(
@@ -49,10 +49,7 @@ def evict_spans(
 
 
 def restore_block(
-    session: EmbeddedSession,
-    block: Block,
-    at: int | None = None,
-    recorder: Recorder | None = None,
+    session: EmbeddedSession, block: Block, at: int | None = None, recorder: Recorder | None = None
 ) -> None:
     _check_whole_tokens(session)
     cache, before = session.cache, session.cache.length
@@ -61,13 +58,13 @@ def restore_block(
             f"cannot restore positions {block.start} to {block.end} of session {session.name}: "
             f"they are in the cache, or past its {session.fed} tokens"
         )
-    keys, values, places = _rows_of(block, cache)
-    targets, row = session.spot_for(places, at)
-    if targets != places and session.frequencies is not None:
-        shifts = torch.tensor(targets) - torch.tensor(places)
+    keys, values, positions = _rows_of(block, cache)
+    targets, row = session.restore_target(positions, at)
+    if targets != positions and session.frequencies is not None:
+        shifts = torch.tensor(targets) - torch.tensor(positions)
         rope_rotate(keys, shifts.to(keys.device), session.frequencies)
     moved = cache.insert(row, keys, values, block.start)
-    session.settle(block.start, targets)
+    session.restored_at(block.start, targets)
     session.end_event(before, moved, recorder)
 
 
@@ -135,5 +132,5 @@ def _rows_of(block: Block, cache: SessionCache) -> tuple[Tensor, Tensor, list[in
     both = raw[:rows].view(shape.dtype)
     both = both.reshape(2, shape.layers, shape.kv_heads, block.tokens, shape.head_dim)
     keys, values = both.to(shape.device)
-    places: list[int] = raw[rows:].clone().view(torch.int64).tolist()
-    return keys.clone(), values, places
+    positions: list[int] = raw[rows:].clone().view(torch.int64).tolist()
+    return keys.clone(), values, positions

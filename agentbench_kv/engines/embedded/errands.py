@@ -11,7 +11,7 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession
 
 
 @dataclass(eq=False)
-class Errand:
+class Command:
     """Work on one session's cache that waits for the engine's thread."""
 
     session: EmbeddedSession

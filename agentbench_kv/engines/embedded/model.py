@@ -106,10 +106,7 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
     try:
         check_config(AutoConfig.from_pretrained(path, local_files_only=True))
         network: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
+            path, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import FinishReason, PhaseLabeller
-from agentbench_kv.engines.embedded.errands import Errand
+from agentbench_kv.engines.embedded.errands import Command
 from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
@@ -70,7 +70,7 @@ class Scheduler:
         # Keys of a RoPE that changes with the length cannot be moved to other positions.
         self._frequencies = None if model.rope_type in MOVING_ROPE else model.frequencies
         self._leaving: list[EmbeddedSession] = []
-        self._errands: deque[Errand] = deque()
+        self._commands: deque[Command] = deque()
         self._work = threading.Condition()
         self._waiting: deque[EmbeddedGeneration] = deque()
         self._running: list[EmbeddedGeneration] = []
@@ -112,15 +112,15 @@ class Scheduler:
     def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
         """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
         session = self.get(name)
-        errand = Errand(session, partial(work, session, *args), more)
+        command = Command(session, partial(work, session, *args), more)
         with self._work:
             if self._stopping:
                 raise KVBenchError("the engine has been shut down")
             if any(g.session is session for g in (*self._running, *self._waiting)):
                 raise KVBenchError(f"session {name} is generating")
-            self._errands.append(errand)
+            self._commands.append(command)
             self._work.notify()
-        result: T = errand.done.result()
+        result: T = command.done.result()
         return result
 
     def stop(self) -> None:
@@ -146,7 +146,7 @@ class Scheduler:
                     self._cancel_all()
                     return False
                 self._drop_cancelled()
-                self._run_errands()
+                self._run_commands()
                 self._free_closed()
                 while self._waiting and self._fits(self._waiting[0]):
                     generation = self._waiting.popleft()
@@ -193,19 +193,19 @@ class Scheduler:
             self._leaving.remove(session)
             session.free()
 
-    def _run_errands(self) -> None:
-        while self._errands:
-            errand = self._errands.popleft()
-            session = errand.session
+    def _run_commands(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            session = command.session
             others = sum(s.reserved for s in self._sessions.values() if s is not session)
-            if errand.more and others + session.cache.length + errand.more > self.max_live_tokens:
+            if command.more and others + session.cache.length + command.more > self.max_live_tokens:
                 problem = (
                     f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
-                    f"{errand.more} more of session {session.name}"
+                    f"{command.more} more of session {session.name}"
                 )
-                errand.done.set_exception(CapacityError(problem))
+                command.done.set_exception(CapacityError(problem))
             else:
-                errand.run()
+                command.run()
                 session.reserved = session.cache.length
 
     def _drop_cancelled(self) -> None:
@@ -216,11 +216,11 @@ class Scheduler:
     def _cancel_all(self) -> None:
         for generation in (*self._running, *self._waiting):
             generation.finish(FinishReason.CANCELLED)
-        for errand in self._errands:
-            errand.done.set_exception(KVBenchError("the engine has been shut down"))
+        for command in self._commands:
+            command.done.set_exception(KVBenchError("the engine has been shut down"))
         self._running.clear()
         self._waiting.clear()
-        self._errands.clear()
+        self._commands.clear()
 
     def _plan(self) -> list[EmbeddedGeneration]:
         """Choose the next forward's generations: all that decode, prefills while they fit."""

@@ -145,22 +145,22 @@ class EmbeddedSession:
     def rope_positions(self, start: int, rows: Tensor) -> list[int]:
         """RoPE positions of cached tokens: logical ones from `start`, in `rows`."""
         if self.packed_frequencies is not None:
-            places: list[int] = rows.tolist()
-            return places
+            positions: list[int] = rows.tolist()
+            return positions
         return self._rope[start : start + len(rows)]
 
-    def spot_for(self, places: list[int], at: int | None) -> tuple[list[int], int]:
-        """RoPE positions and first row where tokens saved at `places` may come back.
+    def restore_target(self, positions: list[int], at: int | None) -> tuple[list[int], int]:
+        """RoPE positions and first row where tokens saved at RoPE `positions` may return.
 
         Raises UsageError if they cannot be there.
         """
-        end, count = self.cache.length, len(places)
+        end, count = self.cache.length, len(positions)
         if self.packed_frequencies is not None:
             if at not in (None, end):
                 raise UsageError("where positions are the cache's, blocks come back at its end")
             return list(range(end, end + count)), end
-        targets = places if at is None else list(range(at, at + count))
-        if targets != places and self.frequencies is None:
+        targets = positions if at is None else list(range(at, at + count))
+        if targets != positions and self.frequencies is None:
             raise UsageError("this model's RoPE changes with the length: its keys cannot be moved")
         taken = [self._rope[label] for label in self.cache.positions[0, 0, :end].tolist()]
         row = bisect_left(taken, targets[0])
@@ -168,7 +168,7 @@ class EmbeddedSession:
             raise UsageError(f"RoPE positions {targets[0]} to {targets[-1]} are taken")
         return targets, row
 
-    def settle(self, start: int, targets: list[int]) -> None:
+    def restored_at(self, start: int, targets: list[int]) -> None:
         """Remember where the tokens from logical position `start` on came back to."""
         self._rope[start : start + len(targets)] = targets
         self._next = max(self._next, targets[-1] + 1)
