@@ -15,9 +15,9 @@ from agentbench_kv.methods.evoke_encoders import (
     HASH,
     TOKENS,
     Encoder,
-    HashEncoder,
-    SentenceEncoder,
-    TokenEncoder,
+    hash_encoder,
+    sentence_encoder,
+    token_encoder,
 )
 from agentbench_kv.methods.evoke_scorer import FLOOR_MODES, Scorer
 from agentbench_kv.methods.evoke_session import EvokeSession
@@ -132,8 +132,8 @@ class Evoke(SpanMethod):
 
     def make_encoder(self) -> Encoder:
         if self.encoder == TOKENS:
-            return TokenEncoder()
-        return HashEncoder() if self.encoder == HASH else SentenceEncoder(Path(self.encoder))
+            return token_encoder
+        return hash_encoder if self.encoder == HASH else sentence_encoder(Path(self.encoder))
 
     def sessions(self) -> EvokeSessions:
         return EvokeSessions(self)

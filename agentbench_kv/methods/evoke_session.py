@@ -250,13 +250,13 @@ class EvokeSession(SpanSession):
                 wanted += tokens[at : at + size]
             at += size
         if wanted:
-            return self._encoder.encode(wanted, self._cache)
+            return self._encoder(wanted, self._cache)
         return self._focus.vector
 
     def _embed(self, span: Span) -> Vector:
         """Return a block's embedding, made anew if it has grown."""
         if span.vector is None or span.embedded != len(span):
-            span.vector = self._encoder.encode(self.tokens[span.start : span.end], self._cache)
+            span.vector = self._encoder(self.tokens[span.start : span.end], self._cache)
             span.embedded = len(span)
         return span.vector
 

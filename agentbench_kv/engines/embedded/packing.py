@@ -55,12 +55,12 @@ def pack(
         ring_rows += stored
         ring_slots += slots
         positions += range(session.next_position, session.next_position + len(taken))
+        ids = [token for token, _ in taken]
         if observer is not None:
-            ids, phases = (list(part) for part in zip(*taken, strict=True))
-            labels = [int(phase) for phase in phases]
+            labels = [int(phase) for _, phase in taken]
             own = [session.fed + i in session.generated for i in range(len(ids))]
             observer.on_rows(session.name, ids, labels, own, session.fed)
-        tokens += [token for token, _ in taken]
+        tokens += ids
         rows.append(len(taken))
     prefills, decodes = _attention_plan(ordered, rows)
     write = None

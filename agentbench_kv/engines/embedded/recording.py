@@ -79,7 +79,7 @@ class QkvRecorder(SessionLog):
 
 
 class EventLog(SessionLog):
-    """Hands every event of one session to a function, with the arguments of `on_selection`."""
+    """Hands every event to `keep`: logical length, positions in cache order, selection."""
 
     def __init__(self, keep: Callable[[int, Tensor, Selection], None]) -> None:
         super().__init__()

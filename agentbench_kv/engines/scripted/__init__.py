@@ -170,7 +170,13 @@ class ScriptedGeneration(Generation):
             if count > self._room:
                 self.finish_reason = FinishReason.CONTEXT_LIMIT
                 return
-            self._decode(token)
+            state.tokens.append(token)
+            state.phases.append(state.labeller.label(token))
+            stats.decode_tokens += 1
+            stats.decode_kv_sum += len(state.tokens)
+            self._count_live()
+            self.last_token_s = time.perf_counter() - self._start
+            self.first_token_s = self.first_token_s or self.last_token_s
             self.finish_reason = self._reason(token, count)
             yield token
             if self.finish_reason is not None:
@@ -185,16 +191,6 @@ class ScriptedGeneration(Generation):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self._sampling.max_tokens else None
 
-    def _decode(self, token: int) -> None:
-        state = self._state
-        state.tokens.append(token)
-        state.phases.append(state.labeller.label(token))
-        state.stats.decode_tokens += 1
-        state.stats.decode_kv_sum += len(state.tokens)
-        self._count_live()
-        self.last_token_s = time.perf_counter() - self._start
-        self.first_token_s = self.first_token_s or self.last_token_s
-
     def _count_live(self) -> None:
-        state = self._state
-        state.stats.logical = state.stats.live = state.stats.peak_live = len(state.tokens)
+        stats = self._state.stats
+        stats.logical = stats.live = stats.peak_live = len(self._state.tokens)
