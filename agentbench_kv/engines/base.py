@@ -238,10 +238,15 @@ class Engine(ABC):
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
         """Put a saved block back between two generations, without a forward pass.
 
-        The session is the one it was saved from, or another one that has seen its logical
-        positions; none of them may be in the cache. `at` is the RoPE position of its first token:
-        keys turn by the difference. If not given, it comes back where it was saved, bit for bit,
-        or behind the last row where positions are the cache's.
+        Parameters
+        ----------
+        session : str
+            The one it was saved from, or another one that has seen its logical positions.
+        block : Block
+            None of its logical positions may be in the cache.
+        at : int, optional
+            RoPE position of its first token; keys turn by the difference. If not given: where it
+            was saved, bit for bit, or behind the last row where positions are the cache's.
         """
         raise self._cannot(Capability.RESTORE_BLOCK, session, block, at)
 
@@ -251,8 +256,14 @@ class Engine(ABC):
         """Return the attention that the session's kept queries give each logical span.
 
         That is per span the mean over layers, heads and weighted queries of its softmax
-        probability. Negative `layers` count from the last, none are all; `decay` is the weight of
-        a query relative to the next newer one.
+        probability.
+
+        Parameters
+        ----------
+        layers : sequence of int
+            Negative ones count from the last; empty for all.
+        decay : float
+            Weight of a query relative to the next newer one.
         """
         raise self._cannot(Capability.SPAN_ATTENTION, session, spans, layers, decay)
 

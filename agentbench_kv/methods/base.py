@@ -86,9 +86,12 @@ class Method:
 
         Parameters
         ----------
-        preset : one of `presets`; the default one if empty
-        budget : as `Budget.parse` takes it
-        settings : parameters by name, typed or as text
+        preset : str
+            One of `presets`; the default one if empty.
+        budget : int, str or None
+            As `Budget.parse` takes it.
+        settings : mapping, optional
+            Parameters by name, typed or as text.
 
         Raises
         ------
@@ -199,10 +202,11 @@ class Method:
 
         Parameters
         ----------
-        layers, queries : one entry per layer
-        now : logical length of the session
-        prompt : tokens of its first prefill
-        phases : Tensor [now], int64, optional; of every token ever seen
+        layers, queries : sequences, one entry per layer
+        now, prompt : int
+            Logical length of the session, and tokens of its first prefill.
+        phases : Tensor [now], int64, optional
+            Of every token ever seen.
         """
         budget = self.budget_at(now)
         rows = torch.stack([view.positions for view in layers])

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.blocks import Resident, SpanMethod
-from agentbench_kv.methods.evoke_encoders import (
-    HASH,
-    TOKENS,
-    Encoder,
-    hash_encoder,
-    sentence_encoder,
-    token_encoder,
-)
+from agentbench_kv.methods.evoke_encoders import HASH, TOKENS, make_encoder
 from agentbench_kv.methods.evoke_scorer import FLOOR_MODES, Scorer
 from agentbench_kv.methods.evoke_session import EvokeSession
 from agentbench_kv.methods.evoke_store import HostStore
@@ -130,11 +122,6 @@ class Evoke(SpanMethod):
             recent_queries=self.window if self.w_attention else 0,
         )
 
-    def make_encoder(self) -> Encoder:
-        if self.encoder == TOKENS:
-            return token_encoder
-        return hash_encoder if self.encoder == HASH else sentence_encoder(Path(self.encoder))
-
     def sessions(self) -> EvokeSessions:
         return EvokeSessions(self)
 
@@ -145,7 +132,7 @@ class EvokeSessions:
     def __init__(self, method: Evoke) -> None:
         self.store = HostStore(method.store_mb * MIB, method.spill_mb * MIB)
         self._method = method
-        self._encoder = method.make_encoder()
+        self._encoder = make_encoder(method.encoder)
 
     def open(self, cache: SpanCache) -> EvokeSession:
         return EvokeSession(self._method, cache, self.store, self._encoder)

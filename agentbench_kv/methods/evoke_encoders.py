@@ -58,6 +58,12 @@ def sentence_encoder(path: Path) -> Encoder:
     return encode
 
 
+def make_encoder(name: str) -> Encoder:
+    """Return the encoder that `--set encoder=` names; a sentence model is loaded now."""
+    known: dict[str, Encoder] = {TOKENS: token_encoder, HASH: hash_encoder}
+    return known.get(name) or sentence_encoder(Path(name))
+
+
 @lru_cache(maxsize=65536)
 def _hashed(token: int) -> Vector:
     return np.random.default_rng(token).standard_normal(HASH_SIZE, dtype=np.float32)

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.evoke_encoders import hash_encoder, sentence_encoder, token_encoder
+from agentbench_kv.methods.evoke_encoders import (
+    hash_encoder,
+    make_encoder,
+    sentence_encoder,
+    token_encoder,
+)
 from agentbench_kv.methods.evoke_scorer import cosine
 from agentbench_kv.registry import make_method
 
@@ -58,7 +63,7 @@ def sentence_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_sentence_model_reads_the_spans_text(sentence_model: list[Any], tmp_path: Path) -> None:
     method = make_method("evoke", 1024, {"encoder": str(tmp_path)})
-    assert method.make_encoder()([7, 8], Cache()).tolist() == [1.0, 1.0, 1.0]
+    assert make_encoder(method.encoder)([7, 8], Cache()).tolist() == [1.0, 1.0, 1.0]
     assert sentence_model == [(str(tmp_path), True), ["t7 t8"]]
     assert "embed_tokens" not in method.needs
 
