@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agentbench_kv.methods.evoke_encoders import Vector
 from agentbench_kv.methods.spans import Source
 
 Floats = NDArray[np.float64]
-Vector = NDArray[np.float32]
 
 FLOOR_MODES = ("rescale", "clamp")
 NO_COSINE = 0.0  # cosine where there is no task focus yet: a coherence of one half

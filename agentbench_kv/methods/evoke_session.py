@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.evoke_encoders import Encoder
-from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, Vector, cosine
+from agentbench_kv.methods.evoke_encoders import Encoder, Vector
+from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, cosine
 from agentbench_kv.methods.evoke_store import HostStore
 from agentbench_kv.methods.spans import Hints, Source, SpanCache, SpanRange, SpanSession, TurnNotes
 
