@@ -70,46 +70,26 @@ class PhaseLabeller(Protocol):
 
     def label(self, token: int) -> Phase:
         """Return the phase of the next token of the session."""
-        ...
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one generation picks its tokens.
+    """How one generation picks its tokens."""
 
-    Attributes
-    ----------
-    max_tokens : int
-        Most tokens to generate, at least 1.
-    temperature : float
-        0 means greedy.
-    top_p, top_k : float, int
-        Nucleus and top-k cut-offs; 1.0 and 0 switch them off.
-    seed : int
-        Seed of this generation's own random stream.
-    stop_token_ids : frozenset of int
-        Ids that end the generation; the id itself is kept in the session.
-    stop : callable, optional
-        Called with every new token id; True ends the generation after that token.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    stop: Callable[[int], bool] | None = None
+    max_tokens: int  # at least 1
+    temperature: float = 0.0  # 0 means greedy
+    top_p: float = 1.0  # 1.0 switches the nucleus cut-off off
+    top_k: int = 0  # 0 switches the cut-off off
+    seed: int = 0  # of this generation's own random stream
+    stop_token_ids: frozenset[int] = frozenset()  # they end it and are kept in the session
+    stop: Callable[[int], bool] | None = None  # asked after every token; True ends the generation
 
 
 @dataclass(frozen=True)
 class KVEvent:
-    """One compression of one session.
+    """One compression of one session; live counts are per (layer, KV head)."""
 
-    `decoded` and `logical` are token counts at the event; live counts are per (layer, KV head).
-    """
-
-    decoded: int
+    decoded: int  # tokens generated, and ever seen, at the event
     logical: int
     live_before: int
     live_after: int
@@ -134,10 +114,9 @@ class KVStats:
     recomputed: int = 0
     budget: int | None = None
     events: list[KVEvent] = field(default_factory=list)
+    # Every time rows were lost: events before it, and tokens then computed again in one pass.
     restarts: list[tuple[int, int]] = field(default_factory=list)
-    """Every time rows were lost: events before it, and tokens then computed again in one pass."""
-    figures: dict[str, int] = field(default_factory=dict)
-    """What a span-level method counts beside these."""
+    figures: dict[str, int] = field(default_factory=dict)  # a span-level method's own counts
 
     @property
     def mean_decode_kv(self) -> float:
@@ -147,33 +126,18 @@ class KVStats:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is and can do.
-
-    Attributes
-    ----------
-    name, model : str
-        Engine name and the model as the user named it.
-    model_path : Path
-        Folder with the tokenizer (and the weights where the engine is local).
-    model_sha : str
-        Hash over config and weights; part of a run's provenance.
-    context_limit : int
-        Last position + 1 a session may reach.
-    eos_token_ids : tuple of int
-        Ids that end the model's turn.
-    details : mapping
-        What else tells two set-ups of an engine apart: its version, its flags.
-    """
+    """What an engine is and can do."""
 
     name: str
-    model: str
-    model_path: Path
-    model_sha: str
+    model: str  # as the user named it
+    model_path: Path  # folder with the tokenizer (and the weights where the engine is local)
+    model_sha: str  # over config and weights; part of a run's provenance
     device: str
     dtype: str
-    context_limit: int
-    eos_token_ids: tuple[int, ...]
+    context_limit: int  # last position + 1 a session may reach
+    eos_token_ids: tuple[int, ...]  # ids that end the model's turn
     capabilities: frozenset[Capability] = frozenset()
+    # What else tells two set-ups of an engine apart: its version, its flags.
     details: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -204,32 +168,18 @@ class Engine(ABC):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    takes_arguments: ClassVar[bool] = False
-    """Whether it passes `EngineOptions.engine_args` on to a command line of its own."""
+    takes_arguments: ClassVar[bool] = False  # does it pass `EngineOptions.engine_args` on?
     info: EngineInfo
-    wants_notes: bool = False
-    """Whether `note` is to be called before `extend`."""
+    wants_notes: bool = False  # whether `note` is to be called before `extend`
 
     @classmethod
     def check_model(cls, model: str) -> None:  # noqa: ARG003
-        """Refuse a model name this engine cannot use, before anything starts.
-
-        Raises
-        ------
-        UsageError, PrerequisiteError
-            With what is known or needed.
-        """
+        """Refuse a model name this engine cannot use: UsageError or PrerequisiteError."""
         return None
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
-        """Refuse a dtype or device this engine cannot use, before anything starts.
-
-        Raises
-        ------
-        UsageError, PrerequisiteError
-            With what is known or needed.
-        """
+        """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
         return None
 
     @abstractmethod
@@ -238,12 +188,9 @@ class Engine(ABC):
 
     @abstractmethod
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens with their phases; they are prefilled by the next `generate`.
+        """Append prompt tokens with their phases; the next `generate` prefills them.
 
-        Raises
-        ------
-        ContextLimitError
-            If the session would pass the model's context.
+        Raises ContextLimitError if the session would pass the model's context.
         """
 
     @abstractmethod
@@ -276,22 +223,15 @@ class Engine(ABC):
     def save_block(self, session: str, start: int, end: int) -> Block:
         """Copy the rows of logical positions `[start, end)` to the host, between two generations.
 
-        Raises
-        ------
-        UsageError
-            If a position is not in the cache, or the engine cannot save.
+        Raises UsageError if a position is not in the cache, or the engine cannot save.
         """
         raise self._cannot(Capability.SAVE_BLOCK, session, start, end)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
         """Remove logical spans from all layers and heads, between two generations.
 
-        Positions of a span that are not in the cache are passed over. One call is one event.
-
-        Returns
-        -------
-        int
-            Tokens removed.
+        Positions that are not in the cache are passed over. One call is one event; returns the
+        tokens removed.
         """
         raise self._cannot(Capability.EVICT_SPANS, session, spans)
 
@@ -315,17 +255,15 @@ class Engine(ABC):
     ) -> list[float]:
         """Return the attention that the session's kept queries give each logical span.
 
+        That is per span the mean over layers, heads and weighted queries of its softmax
+        probability.
+
         Parameters
         ----------
         layers : sequence of int
             Negative ones count from the last; empty for all.
         decay : float
             Weight of a query relative to the next newer one.
-
-        Returns
-        -------
-        list of float
-            Per span the mean over layers, heads and weighted queries of its softmax probability.
         """
         raise self._cannot(Capability.SPAN_ATTENTION, session, spans, layers, decay)
 

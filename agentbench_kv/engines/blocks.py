@@ -1,6 +1,6 @@
 """Span-level methods over any engine that can save, evict and restore spans.
 
-The method stands between the gateway and the engine: before a generation it brings blocks back and
+The method sits between the gateway and the engine: before a generation it brings blocks back and
 makes room, while the generation runs it is cut where the cache reaches the watermark, and at its
 end the cache is within the budget. The engine below knows nothing of it.
 """
@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import partial
+from itertools import count
 
 from agentbench_kv.engines.base import (
-    Block,
     Engine,
     FinishReason,
     Generation,
@@ -30,21 +28,12 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.spans import Source, SpanSession
 
-__all__ = ["BlockEngine"]
-
+# Between the seeds of a generation's pieces, so that no piece repeats another's draws.
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Between the seeds of a generation's pieces, so that no piece repeats another's draws."""
 
 
 class BlockEngine(Engine):
-    """An engine whose sessions a span-level method manages.
-
-    Parameters
-    ----------
-    engine : Engine
-        Runs `method.below()`.
-    method : SpanMethod
-    """
+    """An engine that runs `method.below()` and whose sessions a span-level method manages."""
 
     wants_notes = True
 
@@ -58,42 +47,32 @@ class BlockEngine(Engine):
         self._decode: Callable[[Sequence[int]], str] | None = None
 
     def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Take the function that turns ids into text, for encoders that read text."""
         self._decode = decode
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         self.below.open(session, labeller)
         self._managed[session] = self._sessions.open(_SessionCache(self, session))
 
     def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Check what the gateway says about the tokens of the next `extend` and keep it."""
         self._managed[session].check(tokens, notes)
         self._notes[session] = notes
 
     def recalls(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
-        """Return the evicted spans of which new tokens should bring a reminder in words."""
         return self._managed[session].recalls(tokens, notes)
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens; without notes they count as a document."""
         notes = self._notes.pop(session, None) or TurnNotes([(len(tokens), Source.DOCUMENT)])
         self.below.extend(session, tokens, phases)
         self._managed[session].admit(tokens, notes)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        """Return a generation that keeps the cache within the budget while it is read."""
         return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
 
     def stats(self, session: str) -> KVStats:
-        """Return the accounting with the budget and the method's own figures."""
-        stats = self.below.stats(session)
-        managed = self._managed[session]
-        budget = self._method.budget_at(stats.logical)
-        return replace(stats, budget=budget, figures=managed.figures())
+        stats, figures = self.below.stats(session), self._managed[session].figures()
+        return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
 
     def close(self, session: str) -> KVStats:
-        """Free the session, its saved blocks included."""
         managed = self._managed.pop(session)
         self._notes.pop(session, None)
         figures = managed.figures()
@@ -102,19 +81,11 @@ class BlockEngine(Engine):
         return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
 
     def shutdown(self) -> None:
-        """Stop the engine and empty the host store."""
         self.below.shutdown()
         self._sessions.close()
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of ids.
-
-        Raises
-        ------
-        UsageError
-            If no gateway said how.
-        """
-        if self._decode is None:
+        if self._decode is None:  # no gateway has said how
             raise UsageError("an encoder that reads text needs a gateway above the engine")
         return self._decode(tokens)
 
@@ -123,9 +94,14 @@ class _SessionCache:
     """One session of an engine, as `SpanCache`."""
 
     def __init__(self, owner: BlockEngine, name: str) -> None:
+        engine = self._engine = owner.below
         self.name = name
-        self._owner = owner
-        self._engine = owner.below
+        self.save = partial(engine.save_block, name)
+        self.evict = partial(engine.evict_spans, name)
+        self.restore = partial(engine.restore_block, name)
+        self.attention = partial(engine.span_attention, name)
+        self.embed = engine.embed_tokens
+        self.text = owner.text
         self._losses = 0
         self._away_before = 0
 
@@ -146,26 +122,6 @@ class _SessionCache:
     def losses(self) -> int:
         return len(self._engine.stats(self.name).restarts)
 
-    def save(self, start: int, end: int) -> Block:
-        return self._engine.save_block(self.name, start, end)
-
-    def evict(self, spans: Sequence[SpanRange]) -> int:
-        return self._engine.evict_spans(self.name, spans)
-
-    def restore(self, block: Block) -> None:
-        self._engine.restore_block(self.name, block)
-
-    def attention(
-        self, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
-    ) -> list[float]:
-        return self._engine.span_attention(self.name, spans, layers, decay)
-
-    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return self._engine.embed_tokens(tokens)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return self._owner.text(tokens)
-
 
 class _PiecewiseGeneration(Generation):
     """A generation in pieces: each ends at the latest where the cache reaches the watermark."""
@@ -182,20 +138,16 @@ class _PiecewiseGeneration(Generation):
         self._started = time.perf_counter()
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the generated ids; the session is within its budget when they are all read."""
         generated: list[int] = []
         self._managed.before_prefill()
-        pieces = 0
-        while True:
-            yield from self._run(pieces, generated)
-            pieces += 1
+        for number in count():
+            yield from self._run(number, generated)
             if not self._goes_on(len(generated)):
                 break
             self._managed.at_watermark(generated)
         self._managed.after_turn(generated)
 
     def cancel(self) -> None:
-        """Ask the engine to stop after the token in flight."""
         self._cancelled = True
         if self._piece is not None:
             self._piece.cancel()

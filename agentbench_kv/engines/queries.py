@@ -49,13 +49,17 @@ class QueryBuffer:
         self._vectors = torch.zeros(layers, 0, heads, head_dim, dtype=dtype, device=device)
 
     def take(self) -> int:
-        """Take a session's place in the buffer, doubling it if it is full."""
+        """Take a session's place, doubling the buffer if it is full."""
         if not self._free:
-            self._grow()
+            layers, slots, heads, head_dim = self._vectors.shape
+            places = slots // self.per_session if self.per_session else 0
+            more = max(4, places)
+            extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
+            self._vectors = torch.cat([self._vectors, extra], 1)
+            self._free = list(range(places + more - 1, places - 1, -1))
         return self._free.pop()
 
     def give_back(self, place: int) -> None:
-        """Free a session's place."""
         self._free.append(place)
 
     def write(self, layer: int, queries: Tensor, write: RingWrite) -> None:
@@ -79,14 +83,6 @@ class QueryBuffer:
         moves = torch.full((1, 1), by, device=self.device)
         self._vectors[:, rows] = rotate(self._vectors[:, rows], moves, frequencies)
 
-    def _grow(self) -> None:
-        layers, slots, heads, head_dim = self._vectors.shape
-        places = slots // self.per_session if self.per_session else 0
-        more = max(4, places)
-        extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
-        self._vectors = torch.cat([self._vectors, extra], 1)
-        self._free = list(range(places + more - 1, places - 1, -1))
-
 
 class QueryStore:
     """One session's rings: which slot holds the query of which position and phase."""
@@ -102,14 +98,7 @@ class QueryStore:
     ) -> tuple[list[int], list[int]]:
         """Plan a chunk: which packed rows to store, and in which slots of the buffer.
 
-        Of each ring only the last `size` queries survive.
-
-        Parameters
-        ----------
-        phases : sequence of Phase
-            Of the chunk's tokens.
-        first_position, first_row : int
-            Logical position and packed row of the first token.
+        Logical position and packed row are the first token's; each ring keeps its last `size`.
         """
         size, rings = self._buffer.plan.size, self._buffer.rings
         if not rings:
@@ -129,12 +118,9 @@ class QueryStore:
     def layer_queries(self, layers: int) -> list[Queries]:
         """Return what is kept, oldest first, for every layer."""
         device = self._buffer.device
-        held = sorted(
-            (position, int(phase), slot) for slot, (position, phase) in self._held.items()
-        )
-        positions = torch.tensor([item[0] for item in held], dtype=torch.int64, device=device)
-        phases = torch.tensor([item[1] for item in held], dtype=torch.int64, device=device)
-        slots = torch.tensor([item[2] for item in held], dtype=torch.int64, device=device)
+        held = sorted((position, phase, slot) for slot, (position, phase) in self._held.items())
+        columns = torch.tensor(held, dtype=torch.int64, device=device).reshape(-1, 3)
+        positions, phases, slots = columns.T.contiguous()
         vectors = self._buffer.read(max(self._place, 0), slots)
         return [Queries(vectors[i], positions, phases) for i in range(layers)]
 
@@ -144,7 +130,6 @@ class QueryStore:
             self._buffer.shift(self._place, by, frequencies)
 
     def free(self) -> None:
-        """Give the place back."""
         if self._place >= 0:
             self._buffer.give_back(self._place)
             self._place = -1

@@ -17,7 +17,6 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """True if the highest logit is always taken."""
         return self._sampling.temperature == 0.0
 
     def draw(self, logits: Tensor) -> int:

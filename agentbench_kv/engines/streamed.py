@@ -9,20 +9,11 @@ from collections.abc import Iterator
 
 from agentbench_kv.engines.base import Generation, Sampling
 
-__all__ = ["StreamedGeneration"]
-
 _PATIENCE_S = 30.0
 
 
 class StreamedGeneration(Generation):
-    """Tokens in a queue, with the times at which they came.
-
-    Parameters
-    ----------
-    sampling : Sampling
-    ahead : int
-        Tokens the writer may be ahead of the reader before it waits; 0: as many as it likes.
-    """
+    """Tokens in a queue, at most `ahead` of the reader if not 0, with the times they came at."""
 
     def __init__(self, sampling: Sampling, *, ahead: int = 0) -> None:
         self.sampling = sampling
@@ -39,7 +30,6 @@ class StreamedGeneration(Generation):
             yield item
 
     def cancel(self) -> None:
-        """End after the token in flight."""
         self.cancelled = True
 
     def push(self, token: int) -> None:

@@ -22,8 +22,6 @@ from agentbench_kv.engines.base import (
 )
 from agentbench_kv.errors import UsageError
 
-__all__ = ["TextEngine", "TextReply", "TextRequest", "TextSampling"]
-
 _NO_TOKENS = "this engine works on messages, not on tokens; ask it by /v1/chat/completions"
 
 
@@ -41,30 +39,16 @@ class TextSampling:
 
 @dataclass(frozen=True)
 class TextReply:
-    """One answer and what it was billed.
-
-    Attributes
-    ----------
-    content, reasoning : str
-        Visible text and thoughts, as the endpoint gave them.
-    tool_calls : list of dict
-        Calls in OpenAI form, not checked.
-    finish_reason : str
-        `stop`, `length`, `context_limit` or `cancelled`.
-    prompt_tokens, output_tokens, cached_tokens : int
-        By the endpoint's own count.
-    cost : float or None
-        At the prices the user gave; None without prices.
-    """
+    """One answer and what it was billed, by the endpoint's own count of tokens."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str = "stop"
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI form, not checked
+    finish_reason: str = "stop"  # or `length`, `context_limit`, `cancelled`
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    cost: float | None = None
+    cost: float | None = None  # at the prices the user gave
 
 
 class TextRequest(ABC):
@@ -74,14 +58,9 @@ class TextRequest(ABC):
     def result(self) -> TextReply:
         """Wait for the answer; after `cancel` an empty one with the reason `cancelled`.
 
-        Raises
-        ------
-        EndpointError
-            If there is no usable answer, however often it was asked for.
-        ContextLimitError
-            If the messages pass the model's context.
-        PrerequisiteError
-            If nothing will be answered any more: a wrong key, a dead endpoint, money spent.
+        Raises EndpointError if there is no usable answer, however often it was asked for,
+        ContextLimitError if the messages pass the model's context, and PrerequisiteError if
+        nothing will be answered any more: a wrong key, a dead endpoint, money spent.
         """
 
     @abstractmethod
@@ -108,21 +87,16 @@ class TextEngine(Engine):
         return {}
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:  # noqa: ARG002
-        """Nothing is kept between requests."""
         return None
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:  # noqa: ARG002
-        """Refuse tokens."""
         raise UsageError(_NO_TOKENS)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:  # noqa: ARG002
-        """Refuse tokens."""
         raise UsageError(_NO_TOKENS)
 
     def stats(self, session: str) -> KVStats:  # noqa: ARG002
-        """Return nothing: the endpoint's cache is not seen."""
         return KVStats()
 
     def close(self, session: str) -> KVStats:  # noqa: ARG002
-        """Return nothing: nothing was kept."""
         return KVStats()

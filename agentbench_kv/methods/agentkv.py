@@ -53,7 +53,6 @@ class AgentKV(Method):
     sampler: str = param("last", "which queries of a phase represent it", choices=SAMPLERS)
 
     def validate(self) -> None:
-        """Check that the rings divide evenly."""
         if self.representatives % len(Phase):
             raise UsageError(
                 f"representatives={self.representatives}: expected a multiple of {len(Phase)}"
@@ -61,24 +60,22 @@ class AgentKV(Method):
         super().validate()
 
     def query_plan(self) -> QueryPlan:
-        """Ask for one ring per phase, as long as the sampler looks back."""
+        # As long as the sampler looks back.
         return QueryPlan(QueryKind.PER_PHASE, max(self._each, HISTORY[self.sampler]))
 
     @property
     def _each(self) -> int:
-        """Representatives of one phase."""
         return self.representatives // len(Phase)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
-        """Average the attention of all representatives."""
-        vectors = self._representatives(queries, keys, context)
-        return attention_mass(vectors, keys, gqa=cast("GqaMode", self.gqa))
+        chosen = self._representatives(queries, keys, context)
+        return attention_mass(chosen, keys, gqa=cast("GqaMode", self.gqa))
 
     def _representatives(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         """Return [q_heads, n, head_dim]; n is at most `representatives`."""
         if self.sampler == "last" and self.drop_phase == "none":
             return queries.vectors
-        dropped = PHASE_NAMES.index(self.drop_phase) if self.drop_phase != "none" else -1
+        dropped = (*PHASE_NAMES, "none").index(self.drop_phase)
         if self.sampler == "last":
             return queries.vectors[:, queries.phases != dropped]
         chosen = [

@@ -1,6 +1,6 @@
 """The common base of token-level methods.
 
-Every such method is: which queries stand for the future, a score per cached token, what is always
+Every such method is: which queries represent the future, a score per cached token, what is always
 kept, which set granularity, and when. A method declares the first and implements the second; the
 rest is here (shared specification: methods.md, notation).
 """
@@ -46,20 +46,12 @@ GQA_MODES = ("mean_prob", "max_prob", "max_logit")
 KEPT_SETS = ("per_head", "per_kv_head", "shared")
 POSITIONS = ("logical", "cache")
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
-ENDLESS = 1 << 40
+ENDLESS = 1 << 40  # a budget larger than any session
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of every method. Subclasses are frozen keyword-only dataclasses.
-
-    Parameters
-    ----------
-    budget : int or None
-        Tokens kept per (layer, KV head); None for methods without one.
-    share : float or None
-        The budget as a share of the tokens ever seen, instead of `budget`.
-    """
+    """Base of every method. Subclasses are frozen keyword-only dataclasses."""
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
@@ -67,21 +59,15 @@ class Method:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     default_preset: ClassVar[str] = ""
     compresses: ClassVar[bool] = True
-    ordered: ClassVar[bool] = True
-    """Whether `score` needs rows by ascending position; False saves sorting the keys."""
-    treats_heads_alike: ClassVar[bool] = True
-    """Whether what a KV head keeps depends on its rows alone, not on its number."""
-    by_position: ClassVar[bool] = False
-    """Whether rows rank by position alone, so that heads or a recency window change nothing."""
-    needs_calibration: ClassVar[bool] = False
-    """Whether it needs `with_calibration` before it can score."""
-    offline: ClassVar[bool] = False
-    """Whether it needs what only a capture has, so that no engine can run it."""
-    spans: ClassVar[bool] = False
-    """Whether it manages whole spans of a session (`methods.blocks`) and ranks no rows."""
+    ordered: ClassVar[bool] = True  # `score` needs rows by ascending position; False saves a sort
+    treats_heads_alike: ClassVar[bool] = True  # a KV head's rows decide, not its number
+    by_position: ClassVar[bool] = False  # rows rank by position alone: heads, windows do nothing
+    needs_calibration: ClassVar[bool] = False  # before it can score
+    offline: ClassVar[bool] = False  # it needs what only a capture has: no engine can run it
+    spans: ClassVar[bool] = False  # it manages whole spans (`methods.blocks`) and ranks no rows
 
-    budget: int | None = None
-    share: float | None = None
+    budget: int | None = None  # tokens kept per (layer, KV head); None for methods without one
+    share: float | None = None  # of the tokens ever seen, instead of `budget`
     preset: str = ""
     interval: int = param(128, "decoded tokens between two events of a session", low=1)
     trigger: str = param("every", "when an event fires", choices=TRIGGERS)
@@ -138,19 +124,14 @@ class Method:
         return {key: getattr(self, key) for key in self.parameters()}
 
     def validate(self) -> None:
-        """Check that budget and parameters fit together.
-
-        Raises
-        ------
-        UsageError
-            With the figures that clash.
-        """
+        """Check that budget and parameters fit together; UsageError with what clashes."""
         if not self.compresses:
             return
         if self.budget is None and self.share is None:
             raise UsageError(f"{self.name} needs a budget: add --budget TOKENS")
         if self.budget is None:
-            self._check_share()
+            if self.sinks + self.recent_kept(ENDLESS) >= ENDLESS:
+                raise UsageError(f"{self.label} would keep recent tokens only; lower recent_share")
             return
         if self.budget < 1:
             raise UsageError(f"budget {self.budget}: expected a number of tokens >= 1")
@@ -160,11 +141,6 @@ class Method:
                 f"budget {self.budget} is not above the {self.sinks + recent} tokens {self.label} "
                 f"always keeps (sinks {self.sinks} + recent {recent}); raise --budget"
             )
-
-    def _check_share(self) -> None:
-        """Refuse a method that keeps its whole budget recent, however large it gets."""
-        if self.sinks + self.recent_kept(ENDLESS) >= ENDLESS:
-            raise UsageError(f"{self.label} would keep recent tokens only; lower recent_share")
 
     def budget_at(self, now: int) -> int:
         """Return the tokens to keep when `now` were seen: a share is never less than the floor."""
@@ -227,17 +203,17 @@ class Method:
         Parameters
         ----------
         layers, queries : sequences, one entry per layer
-        now : int
-            Logical length of the session.
-        prompt : int
-            Tokens of its first prefill.
+        now, prompt : int
+            Logical length of the session, and tokens of its first prefill.
         phases : Tensor [now], int64, optional
-            Phase of every token ever seen.
+            Of every token ever seen.
         """
         budget = self.budget_at(now)
-        if layers[0].positions.shape[-1] <= budget:
-            return _everything(layers)
         rows = torch.stack([view.positions for view in layers])
+        live = rows.shape[-1]
+        if live <= budget:
+            everything = torch.arange(live, device=rows.device).expand_as(rows).contiguous()
+            return Selection(everything, torch.full_like(rows, torch.nan, dtype=torch.float32))
         moment = ScoreContext(
             positions=rows,
             cached=layers[0],
@@ -245,7 +221,7 @@ class Method:
             budget=budget,
             layer=0,
             prompt=prompt,
-            next_position=now if self.positions == "logical" else rows.shape[-1],
+            next_position=now if self.positions == "logical" else live,
             seen_phases=phases,
         )
         if not self.ordered and self.kept_set == "per_head":
@@ -314,9 +290,3 @@ class Method:
 
 def _ascending(order: Tensor) -> bool:
     return bool((order[:, 1:] > order[:, :-1]).all())
-
-
-def _everything(layers: Sequence[LayerView]) -> Selection:
-    positions = torch.stack([view.positions for view in layers])
-    kept = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
-    return Selection(kept.contiguous(), torch.full_like(positions, torch.nan, dtype=torch.float32))

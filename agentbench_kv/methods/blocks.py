@@ -15,19 +15,15 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan, Selection
 from agentbench_kv.methods.spans import SpanCache, SpanSession
 
-__all__ = ["Resident", "SpanMethod", "SpanSessions"]
-
 
 class SpanSessions(Protocol):
     """All sessions of one engine under a span-level method, and what they share."""
 
     def open(self, cache: SpanCache) -> SpanSession:
         """Return what manages a new session."""
-        ...
 
     def close(self) -> None:
         """Let go of what the sessions share, such as a host store."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +36,6 @@ class Resident(Method):
     recent_queries: int = 0
 
     def query_plan(self) -> QueryPlan:
-        """Ask for the last queries, if the method above wants to know what they attend to."""
         if not self.recent_queries:
             return QueryPlan()
         return QueryPlan(QueryKind.RECENT, self.recent_queries)
@@ -60,7 +55,6 @@ class SpanMethod(Method):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the capabilities an engine must have, by name."""
         return frozenset({"evict_spans"})
 
     def below(self) -> Method:
@@ -79,6 +73,5 @@ class SpanMethod(Method):
         prompt: int = 0,
         phases: Tensor | None = None,
     ) -> Selection:
-        """Refuse: a span-level method ranks no rows."""
         del layers, queries, now, prompt, phases
         raise UsageError(f"method {self.label!r} works on spans of a session, not on cache rows")

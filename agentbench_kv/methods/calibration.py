@@ -19,30 +19,15 @@ from agentbench_kv.errors import PrerequisiteError
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics of pre-RoPE queries q, as pairs z[f] = q[f] + i·q[f + d/2].
+    """Statistics of pre-RoPE queries q, as pairs z[f] = q[f] + i·q[f + d/2]."""
 
-    Parameters
-    ----------
-    mean : Tensor [layers, q_heads, d / 2], complex64
-        E[z].
-    abs_mean : Tensor [layers, q_heads, d / 2], float32
-        E[|z|].
-    frequencies : Tensor [d / 2], float32
-        RoPE's inverse frequencies.
-    scale : float
-        RoPE's attention factor, by which queries and keys are multiplied.
-    meta : dict of str to str
-        Where it came from: model hash, text, tokens.
-    """
-
-    mean: Tensor
-    abs_mean: Tensor
-    frequencies: Tensor
-    scale: float = 1.0
-    meta: dict[str, str] = field(default_factory=dict)
+    mean: Tensor  # E[z], [layers, q_heads, d / 2], complex64
+    abs_mean: Tensor  # E[|z|], [layers, q_heads, d / 2], float32
+    frequencies: Tensor  # RoPE's inverse frequencies, [d / 2], float32
+    scale: float = 1.0  # RoPE's attention factor, by which queries and keys are multiplied
+    meta: dict[str, str] = field(default_factory=dict)  # model hash, text, tokens
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
             "q_mean_real": self.mean.real.contiguous(),
@@ -57,13 +42,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the file is missing or is not a calibration.
-        """
+        """Read what `save` wrote; PrerequisiteError if the file is missing or no calibration."""
         try:
             with safe_open(path, "pt") as file:
                 real, imaginary, magnitude, frequencies = (
@@ -79,6 +58,5 @@ class Calibration:
         return cls(torch.complex(real, imaginary), magnitude, frequencies, scale, meta)
 
     def to(self, device: torch.device) -> Calibration:
-        """Return it on a device."""
         tensors = (self.mean.to(device), self.abs_mean.to(device), self.frequencies.to(device))
         return Calibration(*tensors, self.scale, self.meta)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
-from typing import Any
+from dataclasses import MISSING, fields
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.params import ParamSpec, param_specs, parse_settings
 
-__all__ = ["contract_problem", "expected_score"]
-
-HOOKS = (
-    "score",
-    "select",
-    "recent_kept",
-    "budget_at",
-    "query_plan",
-    "validate",
-    "with_calibration",
-)
+HOOKS = "score select recent_kept budget_at query_plan validate with_calibration"
 TEXTS = ("name", "summary", "source", "default_preset")
 FLAGS = ("compresses", "ordered", "treats_heads_alike", "needs_calibration", "offline", "spans")
 CLASS_ATTRIBUTES = (*TEXTS, *FLAGS, "presets")
@@ -31,13 +20,7 @@ DECORATOR = "@dataclass(frozen=True, kw_only=True)"
 
 
 def contract_problem(cls: type[Method]) -> str:
-    """Return what is wrong with a method class, to be read after its name; empty if nothing.
-
-    Parameters
-    ----------
-    cls : class
-        A subclass of `Method`.
-    """
+    """Return what is wrong with a method class, to be read after its name; empty if nothing."""
     checks = (_no_score, _hooks, _attributes, _fields, _parameters, _presets)
     return next(filter(None, (check(cls) for check in checks)), "")
 
@@ -48,7 +31,6 @@ def expected_score() -> str:
 
 
 def _spelled(hook: str, cls: type) -> str:
-    """Return a function of a class as its `def` line reads."""
     return f"{hook}{inspect.signature(getattr(cls, hook))}".replace("'", "")
 
 
@@ -61,19 +43,16 @@ def _no_score(cls: type[Method]) -> str:
 
 
 def _hooks(cls: type[Method]) -> str:
-    """Check that what a class overrides can be called as the base and the engines call it."""
-    for hook in HOOKS:
+    """Check that what a class overrides takes what the base and the engines call it with."""
+    for hook in HOOKS.split():
         if not callable(getattr(cls, hook)):
             return f"has a {hook} that is no function; expected {_spelled(hook, Method)}"
-        if _arguments(hook, cls) != _arguments(hook, Method):
+        own, expected = (inspect.signature(getattr(c, hook)) for c in (cls, Method))
+        if list(own.parameters) != list(expected.parameters):
             return f"defines {_spelled(hook, cls)}; expected {_spelled(hook, Method)}"
     if callable(inspect.getattr_static(cls, "per_query_head")):
         return "defines per_query_head as a function; put @property above it"
     return ""
-
-
-def _arguments(hook: str, cls: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(cls, hook)).parameters)
 
 
 def _attributes(cls: type[Method]) -> str:
@@ -112,7 +91,11 @@ def _lost_fields(cls: type[Method]) -> str:
 
 
 def _parameters(cls: type[Method]) -> str:
-    annotations = {f.name: _annotated(f) for f in fields(cls)}
+    # Text, whether the module postpones annotations or not.
+    annotations = {
+        f.name: f.type if isinstance(f.type, str) else getattr(f.type, "__name__", "")
+        for f in fields(cls)
+    }
     for spec in param_specs(cls).values():
         problem = _parameter(spec, annotations[spec.name])
         if problem:
@@ -131,11 +114,6 @@ def _parameter(spec: ParamSpec, annotated: str) -> str:
     except UsageError as error:
         return f"with a default it does not allow: {error}"
     return ""
-
-
-def _annotated(each: Field[Any]) -> str:
-    """Return a field's annotation as text, whether the module postpones annotations or not."""
-    return each.type if isinstance(each.type, str) else getattr(each.type, "__name__", "")
 
 
 def _presets(cls: type[Method]) -> str:

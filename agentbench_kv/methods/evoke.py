@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.blocks import Resident, SpanMethod
-from agentbench_kv.methods.evoke_encoders import (
-    HASH,
-    TOKENS,
-    Encoder,
-    HashEncoder,
-    SentenceEncoder,
-    TokenEncoder,
-)
+from agentbench_kv.methods.evoke_encoders import HASH, TOKENS, make_encoder
 from agentbench_kv.methods.evoke_scorer import FLOOR_MODES, Scorer
 from agentbench_kv.methods.evoke_session import EvokeSession
 from agentbench_kv.methods.evoke_store import HostStore
@@ -87,7 +79,6 @@ class Evoke(SpanMethod):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the capabilities an engine must have, by name."""
         restores = {"save_block", "restore_block"} if self.recovery == "kv_restore" else set()
         attends = {"span_attention"} if self.w_attention else set()
         embeds = {"embed_tokens"} if self.encoder == TOKENS else set()
@@ -95,16 +86,8 @@ class Evoke(SpanMethod):
 
     @property
     def scorer(self) -> Scorer:
-        """The scorer with this method's weights."""
-        return Scorer(
-            recency=self.w_recency,
-            coherence=self.w_coherence,
-            attention=self.w_attention,
-            decay=self.decay,
-            floor_mode=self.floor,
-            floor_user=self.floor_user,
-            floor_assistant=self.floor_assistant,
-        )
+        weights = (self.w_recency, self.w_coherence, self.w_attention, self.decay)
+        return Scorer(*weights, self.floor, self.floor_user, self.floor_assistant)
 
     @property
     def chosen_layers(self) -> tuple[int, ...]:
@@ -112,7 +95,6 @@ class Evoke(SpanMethod):
         return () if self.layers == "all" else tuple(map(int, self.layers.split(",")))
 
     def validate(self) -> None:
-        """Check that watermarks, weights and budget fit together."""
         super().validate()
         if self.low > self.high:
             raise UsageError(f"low={self.low} is above high={self.high}")
@@ -131,44 +113,29 @@ class Evoke(SpanMethod):
             raise UsageError(f"layers={self.layers}: expected all, or numbers: 2,-1") from None
 
     def budget_at(self, now: int) -> int:
-        """Return the tokens to keep when `now` were seen: a share is never less than the least."""
         return max(super().budget_at(now), self.least)
 
     def below(self) -> Method:
-        """Return the method the engine runs: all rows stay, and the queries that are asked for."""
+        """Return what keeps all rows, and the queries whose attention is asked for."""
         return Resident(
             positions="cache" if self.positions == "compact" else "logical",
             recent_queries=self.window if self.w_attention else 0,
         )
 
-    def make_encoder(self) -> Encoder:
-        """Return the encoder; a sentence model is loaded now."""
-        if self.encoder == TOKENS:
-            return TokenEncoder()
-        return HashEncoder() if self.encoder == HASH else SentenceEncoder(Path(self.encoder))
-
     def sessions(self) -> EvokeSessions:
-        """Return what opens the sessions of one engine."""
         return EvokeSessions(self)
 
 
 class EvokeSessions:
-    """The sessions of one engine under EVOKE, and the host store and the encoder they share.
-
-    Parameters
-    ----------
-    method : Evoke
-    """
+    """The sessions of one engine under EVOKE, and the host store and the encoder they share."""
 
     def __init__(self, method: Evoke) -> None:
         self.store = HostStore(method.store_mb * MIB, method.spill_mb * MIB)
         self._method = method
-        self._encoder = method.make_encoder()
+        self._encoder = make_encoder(method.encoder)
 
     def open(self, cache: SpanCache) -> EvokeSession:
-        """Return what manages a new session."""
         return EvokeSession(self._method, cache, self.store, self._encoder)
 
     def close(self) -> None:
-        """Empty the store."""
         self.store.close()

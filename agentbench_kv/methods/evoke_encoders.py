@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,72 +13,33 @@ from numpy.typing import NDArray
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.spans import SpanCache
 
-__all__ = ["HASH", "TOKENS", "Encoder", "HashEncoder", "SentenceEncoder", "TokenEncoder"]
-
 TOKENS, HASH = "tokens", "hash"
 HASH_SIZE = 64
 
 Vector = NDArray[np.float32]
+# Makes one vector [size] of some ids of a session; equal ids give equal vectors.
+Encoder = Callable[[Sequence[int], SpanCache], Vector]
 
 
-class Encoder(Protocol):
-    """Makes one vector of a span; equal ids give equal vectors."""
-
-    def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:
-        """Return the embedding [size] of some ids of a session."""
-        ...
+def token_encoder(tokens: Sequence[int], cache: SpanCache) -> Vector:
+    """Return the mean of the model's own input embeddings, less what all ids have in common."""
+    mean: Vector = cache.embed(tokens).mean(0)
+    return mean
 
 
-class TokenEncoder:
-    """The mean of the model's own input embeddings, each less what all ids have in common."""
-
-    def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:
-        """Return the mean embedding [hidden]."""
-        mean: Vector = cache.embed(tokens).mean(0)
-        return mean
+def hash_encoder(tokens: Sequence[int], cache: SpanCache) -> Vector:  # noqa: ARG001
+    """Return the mean of a random vector [64] per id; needs no model. For tests."""
+    mean: Vector = np.stack([_hashed(token) for token in tokens]).mean(0)
+    return mean
 
 
-class HashEncoder:
-    """The mean of a random vector per id; needs no model. For tests."""
-
-    def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:  # noqa: ARG002
-        """Return the mean vector [64]."""
-        mean: Vector = np.stack([_hashed(token) for token in tokens]).mean(0)
-        return mean
-
-
-class SentenceEncoder:
-    """A sentence-transformers model in a local folder. It reads the text, nobody else does.
-
-    Parameters
-    ----------
-    path : Path
-        The model's folder.
-
-    Raises
-    ------
-    PrerequisiteError
-        If the folder or the package is missing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_dir():
-            raise PrerequisiteError(
-                f"encoder {str(path)!r} is no folder; give {TOKENS}, {HASH} or the folder of a "
-                "sentence-transformers model"
-            )
-        self._model = _sentence_model(path)
-        self._lock = threading.Lock()
-
-    def encode(self, tokens: Sequence[int], cache: SpanCache) -> Vector:
-        """Return the sentence embedding [size]."""
-        text = cache.text(tokens)
-        with self._lock:
-            vector: Vector = self._model.encode([text], show_progress_bar=False)[0]
-        return vector
-
-
-def _sentence_model(path: Path) -> Any:
+def sentence_encoder(path: Path) -> Encoder:
+    """Load a sentence-transformers model of a local folder. It reads the text, nobody else does."""
+    if not path.is_dir():
+        raise PrerequisiteError(
+            f"encoder {str(path)!r} is no folder; give {TOKENS}, {HASH} or the folder of a "
+            "sentence-transformers model"
+        )
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
@@ -87,7 +47,21 @@ def _sentence_model(path: Path) -> Any:
             "a sentence encoder needs sentence-transformers; pip install sentence-transformers, "
             f"or --set encoder={TOKENS}"
         ) from None
-    return SentenceTransformer(str(path), local_files_only=True)
+    model, lock = SentenceTransformer(str(path), local_files_only=True), threading.Lock()
+
+    def encode(tokens: Sequence[int], cache: SpanCache) -> Vector:
+        text = cache.text(tokens)
+        with lock:
+            vector: Vector = model.encode([text], show_progress_bar=False)[0]
+        return vector
+
+    return encode
+
+
+def make_encoder(name: str) -> Encoder:
+    """Return the encoder that `--set encoder=` names; a sentence model is loaded now."""
+    known: dict[str, Encoder] = {TOKENS: token_encoder, HASH: hash_encoder}
+    return known.get(name) or sentence_encoder(Path(name))
 
 
 @lru_cache(maxsize=65536)

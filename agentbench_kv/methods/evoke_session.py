@@ -10,69 +10,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.evoke_encoders import Encoder
-from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, Signals, Vector, cosine
+from agentbench_kv.methods.evoke_encoders import Encoder, Vector
+from agentbench_kv.methods.evoke_scorer import NO_COSINE, Focus, cosine
 from agentbench_kv.methods.evoke_store import HostStore
-from agentbench_kv.methods.spans import (
-    Hints,
-    Source,
-    SpanCache,
-    SpanRange,
-    SpanSession,
-    TurnNotes,
-)
+from agentbench_kv.methods.spans import Hints, Source, SpanCache, SpanRange, SpanSession, TurnNotes
 
 if TYPE_CHECKING:
     from agentbench_kv.methods.evoke import Evoke
 
-__all__ = ["EvokeSession", "Span"]
-
 
 @dataclass(eq=False)
 class Span:
-    """A block of a session: at most `block` tokens of one message.
+    """A block of a session: at most `block` tokens of one message."""
 
-    Attributes
-    ----------
-    start, end : int
-        Logical positions.
-    turn : int
-        The request it was added in.
-    resident : bool
-        Whether it is in the cache, or on its way there with the next prefill.
-    vector : ndarray or None
-        Its embedding, of its first `embedded` tokens.
-    mentioned : bool
-        Whether a breadcrumb told of it since it left.
-    """
-
-    start: int
+    start: int  # logical positions
     end: int
     source: Source
     hints: Hints
-    turn: int
-    resident: bool = True
-    vector: Vector | None = None
+    turn: int  # the request it was added in
+    resident: bool = True  # in the cache, or on its way there with the next prefill
+    vector: Vector | None = None  # embedding of its first `embedded` tokens
     embedded: int = 0
-    mentioned: bool = False
+    mentioned: bool = False  # a breadcrumb told of it since it left
 
     def __len__(self) -> int:
-        """Tokens of the block."""
         return self.end - self.start
 
 
 class EvokeSession(SpanSession):
-    """Blocks of one session under the watermarks.
-
-    Parameters
-    ----------
-    method : Evoke
-    cache : SpanCache
-        The session's cache.
-    store : HostStore
-        Where evicted blocks wait; shared with other sessions.
-    encoder : Encoder
-    """
+    """Blocks of one session under the watermarks; all sessions share the store of evicted ones."""
 
     def __init__(self, method: Evoke, cache: SpanCache, store: HostStore, encoder: Encoder) -> None:
         self.spans: list[Span] = []
@@ -125,7 +91,6 @@ class EvokeSession(SpanSession):
         return sorted((span.start, min(span.end, span.start + stub)) for span in chosen)
 
     def admit(self, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Cut prompt tokens into blocks and let the task focus follow the user."""
         self._turn += 1
         self._answered = 0
         self._query = self._message_vector(tokens, notes)
@@ -144,16 +109,13 @@ class EvokeSession(SpanSession):
             self._bring_back(self._query)
 
     def room(self) -> int:
-        """Return how many tokens fit below the upper watermark, at least 1."""
         return max(1, self.high - self._cache.live - self._unfed)
 
     def at_watermark(self, generated: Sequence[int]) -> None:
-        """Take in the answer so far; evict if the watermark is passed."""
         self._take_answer(generated)
         self._make_room(self._unfed)
 
     def after_turn(self, generated: Sequence[int]) -> None:
-        """Take in the answer; evict if the watermark is passed."""
         self.at_watermark(generated)
 
     def figures(self) -> dict[str, int]:
@@ -163,7 +125,6 @@ class EvokeSession(SpanSession):
         return {**self._counts, "blocks": len(self.spans), "away": len(away), "held": held}
 
     def close(self) -> None:
-        """Forget the session's saved blocks."""
         self._store.drop(self._cache.name)
 
     @property
@@ -289,13 +250,13 @@ class EvokeSession(SpanSession):
                 wanted += tokens[at : at + size]
             at += size
         if wanted:
-            return self._encoder.encode(wanted, self._cache)
+            return self._encoder(wanted, self._cache)
         return self._focus.vector
 
     def _embed(self, span: Span) -> Vector:
         """Return a block's embedding, made anew if it has grown."""
         if span.vector is None or span.embedded != len(span):
-            span.vector = self._encoder.encode(self.tokens[span.start : span.end], self._cache)
+            span.vector = self._encoder(self.tokens[span.start : span.end], self._cache)
             span.embedded = len(span)
         return span.vector
 
@@ -308,7 +269,6 @@ class EvokeSession(SpanSession):
         return span.resident and span.end <= fed and not newest and not self._is_fixed(span)
 
     def _is_fixed(self, span: Span) -> bool:
-        """Whether it never leaves."""
         return span.resident and (span.hints.pinned or span.start < self._method.sinks)
 
     def _is_soft(self, span: Span) -> bool:
@@ -319,25 +279,18 @@ class EvokeSession(SpanSession):
         """Return blocks by ascending score, older first among equals."""
         if not spans:
             return []
-        scores = self._method.scorer.score(self._signals(spans))
-        return [spans[index] for index in np.argsort(scores, kind="stable")]
-
-    def _signals(self, spans: Sequence[Span]) -> Signals:
-        now, focus = len(self.tokens), self._focus.vector
+        now, focus, method = len(self.tokens), self._focus.vector, self._method
         attention = None
-        if self._method.w_attention:
+        if method.w_attention:
             ranges = [(span.start, span.end) for span in spans]
-            layers, ewma = self._method.chosen_layers, self._method.ewma
-            attention = np.array(self._cache.attention(ranges, layers, ewma))
-        return Signals(
-            ages=np.array([now - span.end for span in spans], dtype=np.float64),
-            cosines=np.array(
-                [NO_COSINE if focus is None else cosine(self._embed(s), focus) for s in spans]
-            ),
-            attention=attention,
-            priorities=np.array([span.hints.priority for span in spans]),
-            sources=[span.source for span in spans],
-        )
+            found = self._cache.attention(ranges, method.chosen_layers, method.ewma)
+            attention = np.array(found)
+        ages = np.array([now - span.end for span in spans], dtype=np.float64)
+        cosines = [NO_COSINE if focus is None else cosine(self._embed(s), focus) for s in spans]
+        priorities = np.array([span.hints.priority for span in spans])
+        sources = [span.source for span in spans]
+        scores = method.scorer.score(ages, np.array(cosines), attention, priorities, sources)
+        return [spans[index] for index in np.argsort(scores, kind="stable")]
 
 
 def _first(ranked: Sequence[Span], excess: int) -> list[Span]:

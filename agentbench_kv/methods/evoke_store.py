@@ -5,37 +5,21 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from agentbench_kv.methods.spans import Block
 
-__all__ = ["HostStore"]
-
-Key = tuple[str, int]
-"""Session and first logical position."""
-
-
-@dataclass(frozen=True)
-class _Spilled:
-    """A block whose bytes are in a file."""
-
-    block: Block
-    file: Path
-    nbytes: int
+Key = tuple[str, int]  # session and first logical position
 
 
 class HostStore:
     """Blocks of all sessions, the least recently stored leaving first. Thread-safe.
 
-    A block over the memory limit goes to a file if there is room for it there, else it is lost.
-
-    Parameters
-    ----------
-    memory, disk : int
-        Limits in bytes; no disk with 0.
+    A block over the `memory` limit goes to a file if there is room below `disk`, else it is lost;
+    both limits are in bytes.
     """
 
     def __init__(self, memory: int, disk: int = 0) -> None:
@@ -44,7 +28,8 @@ class HostStore:
         self.nbytes = 0
         self.spilled_bytes = 0
         self._held: OrderedDict[Key, Block] = OrderedDict()
-        self._spilled: OrderedDict[Key, _Spilled] = OrderedDict()
+        # Blocks whose bytes are in a file, as an empty block, the file and how many.
+        self._spilled: OrderedDict[Key, tuple[Block, Path, int]] = OrderedDict()
         self._lock = threading.Lock()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
@@ -55,7 +40,7 @@ class HostStore:
             return key in self._held or key in self._spilled
 
     def put(self, key: Key, block: Block) -> None:
-        """Take a block; others, or itself, may have to leave for it."""
+        """Store a block; others, or itself, may have to leave for it."""
         with self._lock:
             self._forget(key)
             self._held[key] = block
@@ -70,12 +55,12 @@ class HostStore:
         with self._lock:
             block = self._held.get(key)
             if block is None and key in self._spilled:
-                block = _read(self._spilled[key])
+                empty, file, _ = self._spilled[key]
+                block = replace(empty, data=np.fromfile(file, np.uint8))
             self._forget(key)
             return block
 
     def drop(self, session: str) -> None:
-        """Forget the blocks of a session."""
         with self._lock:
             for key in [key for key in (*self._held, *self._spilled) if key[0] == session]:
                 self._forget(key)
@@ -93,10 +78,10 @@ class HostStore:
         block = self._held.pop(key, None)
         if block is not None:
             self.nbytes -= block.nbytes
-        spilled = self._spilled.pop(key, None)
-        if spilled is not None:
-            self.spilled_bytes -= spilled.nbytes
-            spilled.file.unlink(missing_ok=True)
+        if key in self._spilled:
+            _, file, nbytes = self._spilled.pop(key)
+            self.spilled_bytes -= nbytes
+            file.unlink(missing_ok=True)
 
     def _spill(self, key: Key, block: Block) -> None:
         """Write a block to a file, the oldest files making room for it; or lose it."""
@@ -109,11 +94,6 @@ class HostStore:
         self._files += 1
         file = Path(self._folder.name) / f"{self._files}.kv"
         block.data.tofile(file)
-        empty = Block(block.start, block.end, block.at, np.empty(0, np.uint8))
-        self._spilled[key] = _Spilled(empty, file, block.nbytes)
+        empty = replace(block, data=np.empty(0, np.uint8))
+        self._spilled[key] = empty, file, block.nbytes
         self.spilled_bytes += block.nbytes
-
-
-def _read(spilled: _Spilled) -> Block:
-    block = spilled.block
-    return Block(block.start, block.end, block.at, np.fromfile(spilled.file, np.uint8))

@@ -18,8 +18,7 @@ class Full(Method):
     compresses: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
-        """Return nothing: no parameter of the base has an effect without eviction."""
-        return {}
+        return {}  # no parameter of the base has an effect without eviction
 
 
 @dataclass(frozen=True, kw_only=True)

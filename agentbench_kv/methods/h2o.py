@@ -38,15 +38,12 @@ class H2O(Method):
     )
 
     def recent_kept(self, budget: int) -> int:
-        """Return the recent share, or more if asked for."""
         return max(int(budget * self.recent_share), self.keep_recent)
 
     def query_plan(self) -> QueryPlan:
-        """Ask for sums of attention instead of queries."""
         return QueryPlan(QueryKind.SUMS)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
-        """Return the sums, or the means."""
         if context.sums is None:
             raise KVBenchError("h2o was run without sums of attention")
         if self.normalise == "none":

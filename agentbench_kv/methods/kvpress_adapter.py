@@ -24,15 +24,10 @@ from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, Queries, QueryKind, QueryPlan, ScoreContext
 from agentbench_kv.methods.kvpress_presses import FIT, UNFIT
 
-__all__ = ["HINT", "PREFIX", "KVPressMethod", "Press", "press_method"]
-
 PREFIX = "kvpress:"
 EXAMPLE = "kvpress:SnapKVPress(window_size=32)"
 INSTALL = "pip install kvpress==0.5.5, in an environment of its own: it needs transformers < 5.3"
-LARGEST_TRIAL = 4096
-"""Tokens of the largest cache on which a press is tried before anything starts."""
-
-
+LARGEST_TRIAL = 4096  # tokens of the largest cache on which a press is tried before anything starts
 HINT = (
     f"{EXAMPLE} runs a scorer press of NVIDIA's kvpress where that is installed "
     f"({', '.join(FIT)}); see docs/add-a-method.md"
@@ -41,25 +36,13 @@ HINT = (
 
 @dataclass(frozen=True)
 class Press:
-    """A press class with its arguments.
-
-    Attributes
-    ----------
-    cls : class
-        A `kvpress.ScorerPress`.
-    arguments : tuple of pairs
-        Those that differ from the press's defaults, by name.
-    first, last : int
-        Tokens at either end that the press always ranks highest.
-    queries : bool
-        Whether it uses queries.
-    """
+    """A `kvpress.ScorerPress` class with its arguments."""
 
     cls: Any
-    arguments: tuple[tuple[str, Any], ...] = ()
-    first: int = 0
+    arguments: tuple[tuple[str, Any], ...] = ()  # those that differ from the press's defaults
+    first: int = 0  # tokens at either end that the press always ranks highest
     last: int = 0
-    queries: bool = False
+    queries: bool = False  # does it use them?
 
     @property
     def text(self) -> str:
@@ -70,39 +53,25 @@ class Press:
     def score(
         self, vectors: Tensor, keys: Tensor, values: Tensor, layer: int, budget: int
     ) -> Tensor:
-        """Let the press score one layer.
+        """Let the press score one layer: [kv_heads, tokens].
 
-        Parameters
-        ----------
-        vectors : Tensor [q_heads, n, head_dim]
-            Post-RoPE queries of the last n tokens.
-        keys, values : Tensor [kv_heads, tokens, head_dim]
-            Keys post-RoPE; both by ascending position.
-        layer : int
-        budget : int
-            Tokens to keep.
-
-        Returns
-        -------
-        Tensor [kv_heads, tokens]
+        `vectors` [q_heads, n, head_dim] are the queries of the last tokens, post-RoPE as the keys;
+        `keys` and `values` [kv_heads, tokens, head_dim] come by ascending position.
         """
-        n, (_, tokens, head_dim) = vectors.shape[1], keys.shape
+        q_heads, n, head_dim = vectors.shape
+        kv_heads, tokens, _ = keys.shape
         # Half a token more than the budget: kvpress rounds tokens · (1 - ratio) down.
         press = self.cls(compression_ratio=1 - (budget + 0.5) / tokens, **dict(self.arguments))
         hidden = vectors.transpose(0, 1).flatten(1)[None].to(keys.dtype)
         unrotated = (keys.new_ones(1, n, head_dim), keys.new_zeros(1, n, head_dim))
-        attention = _stand_in(vectors.shape[0], keys.shape[0], head_dim, layer)
+        # An attention module whose hidden states are queries already.
+        config = SimpleNamespace(num_attention_heads=q_heads, num_key_value_heads=kv_heads)
+        attention = SimpleNamespace(
+            config=config, head_dim=head_dim, layer_idx=layer, q_proj=lambda hidden: hidden
+        )
         rows = keys[None], values[None]
         scores = press.score(attention, hidden, *rows, None, {"position_embeddings": unrotated})
         return cast("Tensor", scores)[0]
-
-
-def _stand_in(q_heads: int, kv_heads: int, head_dim: int, layer: int) -> SimpleNamespace:
-    """Return an attention module whose hidden states are queries already."""
-    config = SimpleNamespace(num_attention_heads=q_heads, num_key_value_heads=kv_heads)
-    return SimpleNamespace(
-        config=config, head_dim=head_dim, layer_idx=layer, q_proj=lambda hidden: hidden
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +88,6 @@ class KVPressMethod(Method):
     press: ClassVar[Press]
 
     def validate(self) -> None:
-        """Check that the budget has room for more than the press always keeps."""
         super().validate()
         least = self._always_kept()
         if self.budget is not None and self.budget <= least:
@@ -129,25 +97,22 @@ class KVPressMethod(Method):
             )
 
     def budget_at(self, now: int) -> int:
-        """Return the tokens to keep; a share is never less than what the press always keeps."""
         size = super().budget_at(now)
         return size if self.share is None else max(size, self._always_kept() + 1)
 
     def recent_kept(self, budget: int) -> int:  # noqa: ARG002
-        """Return how many of the last tokens the press always keeps, or more if asked for."""
         return max(self.press.last, self.keep_recent)
 
     def _always_kept(self) -> int:
         return max(self.press.first, self.sinks) + max(self.press.last, self.keep_recent)
 
     def query_plan(self) -> QueryPlan:
-        """Ask for the press's window and one more, as presses want to see more than a window."""
-        return (
-            QueryPlan(QueryKind.RECENT, self.press.last + 1) if self.press.queries else QueryPlan()
-        )
+        if not self.press.queries:
+            return QueryPlan()
+        # One more than the window, as presses want to see more than that.
+        return QueryPlan(QueryKind.RECENT, self.press.last + 1)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
-        """Ask the press."""
         scores = self.press.score(
             queries.vectors, keys, context.values, context.layer, context.budget
         )
@@ -156,33 +121,27 @@ class KVPressMethod(Method):
 
 
 def press_method(text: str) -> type[KVPressMethod]:
-    """Return the method class of a press, `SnapKVPress(window_size=32)`; nothing is evaluated.
-
-    Raises
-    ------
-    UsageError
-        If the text is not a press with literal arguments, or the press cannot be a method.
-    PrerequisiteError
-        If kvpress is not there, does not import or is of another version.
-    """
+    """Return the method class of a press, `SnapKVPress(window_size=32)`; nothing is evaluated."""
     name, arguments = _parsed(text)
-    _refuse_unfit(name)
+    for reason, presses in UNFIT.items():
+        if name in presses.split():
+            raise UsageError(
+                f"{PREFIX}{name} cannot run as a method: {reason} (these can: {', '.join(FIT)})"
+            )
     if "compression_ratio" in arguments:
         raise UsageError(f"{PREFIX}{name} takes no compression_ratio here: --budget decides")
     cls = _press_class(_kvpress(), name)
-    chosen = _checked(cls, arguments)
-    return _method_class(_press(cls, chosen), FIT[name].heads_alike)
+    return _method_class(_press(cls, _checked(cls, arguments)), FIT[name].heads_alike)
 
 
 @cache
 def _method_class(press: Press, heads_alike: bool) -> type[KVPressMethod]:
     """Return the class of a press, the same one every time, so that equal methods are equal."""
     _try_out(press)
-    label = PREFIX + press.text
     attributes = {
         "__module__": __name__,
         "__doc__": KVPressMethod.__doc__,
-        "name": label,
+        "name": PREFIX + press.text,
         "summary": f"{press.text} of NVIDIA's kvpress",
         "treats_heads_alike": heads_alike,
         "press": press,
@@ -221,43 +180,22 @@ def _literal(keyword: ast.keyword) -> bool | int | float | str | None:
     )
 
 
-def _refuse_unfit(name: str) -> None:
-    for reason, presses in UNFIT.items():
-        if name in presses:
-            raise UsageError(
-                f"{PREFIX}{name} cannot run as a method: {reason} (these can: {', '.join(FIT)})"
-            )
-
-
 def _kvpress() -> Any:
     """Import kvpress 0.5; a copy without a version is taken as it is."""
     try:
         module = import_module("kvpress")
-    except ModuleNotFoundError as error:
-        if error.name != "kvpress":
-            raise _does_not_import(error) from error
-        raise PrerequisiteError(
-            f"{PREFIX}... needs kvpress, which is not installed: {INSTALL}"
-        ) from None
     except Exception as error:
-        raise _does_not_import(error) from error
-    found = _version()
-    if found and not found.startswith("0.5."):
+        problem = f"kvpress does not import here: {type(error).__name__}: {error}; {INSTALL}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "kvpress":
+            problem = f"{PREFIX}... needs kvpress, which is not installed: {INSTALL}"
+        raise PrerequisiteError(problem) from error
+    try:
+        found = version("kvpress")
+    except PackageNotFoundError:
+        return module
+    if not found.startswith("0.5."):
         raise PrerequisiteError(f"kvpress {found} is installed; {PREFIX}... needs 0.5: {INSTALL}")
     return module
-
-
-def _does_not_import(error: Exception) -> PrerequisiteError:
-    return PrerequisiteError(
-        f"kvpress does not import here: {type(error).__name__}: {error}; {INSTALL}"
-    )
-
-
-def _version() -> str:
-    try:
-        return version("kvpress")
-    except PackageNotFoundError:
-        return ""
 
 
 def _press_class(kvpress: Any, name: str) -> Any:
@@ -276,13 +214,7 @@ def _press_class(kvpress: Any, name: str) -> Any:
 
 
 def _checked(cls: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every argument of a press with its value.
-
-    Raises
-    ------
-    UsageError
-        For an unknown argument or a value of another type than its default.
-    """
+    """Return every argument of a press with its value."""
     known = {f.name: f for f in fields(cls) if f.init and f.name != "compression_ratio"}
     for name in arguments:
         if name not in known:
@@ -304,7 +236,6 @@ def _typed(field: Field[Any], value: Any) -> Any:
 
 
 def _press(cls: Any, chosen: Mapping[str, Any]) -> Press:
-    """Build a press from every argument's value."""
     traits = FIT[cls.__name__]
     if traits.unrepeatable and chosen.get(traits.unrepeatable[0]) is traits.unrepeatable[1]:
         name, value = traits.unrepeatable

@@ -25,11 +25,9 @@ class Oracle(Method):
     offline: ClassVar[bool] = True
 
     def query_plan(self) -> QueryPlan:
-        """Ask for what comes after the event."""
         return QueryPlan(QueryKind.FUTURE)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
-        """Return the future sums of attention."""
         if context.sums is None:
             raise PrerequisiteError("oracle needs a capture that goes on after the event")
         return context.sums

@@ -19,7 +19,7 @@ class Random(Method):
     """Keep random tokens, drawn anew at every event; equal seeds keep equal tokens.
 
     A token's draw depends on seed, layer, KV head, position and time only, so a run repeats on any
-    device and in any company.
+    device, whatever other sessions run.
     """
 
     name: ClassVar[str] = "random"

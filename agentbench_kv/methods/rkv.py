@@ -41,7 +41,6 @@ class RKV(SnapKV):
     threshold: float = param(0.5, "cosine above which two keys repeat each other", low=-1, high=1)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
-        """Return λ·I - (1-λ)·R; the window scores 0."""
         importance = super().score(queries, keys, context)
         repeated = redundancy(keys, self.threshold)
         score = self.lam * importance - (1 - self.lam) * repeated
@@ -50,20 +49,10 @@ class RKV(SnapKV):
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:
-    """Return how much each key repeats others.
+    """Return how much each key [kv_heads, tokens, head_dim] repeats others, [kv_heads, tokens].
 
-    Cosines of all pairs, zero on the diagonal; in every row the last column above the threshold
-    counts 0 (column 0 if there is none, as in the authors' code); then column means, and their
-    softmax.
-
-    Parameters
-    ----------
-    keys : Tensor [kv_heads, tokens, head_dim]
-        By ascending position.
-    threshold : float
-
-    Returns
-    -------
-    Tensor [kv_heads, tokens], float32
+    Keys come by ascending position. Cosines of all pairs, zero on the diagonal; in every row the
+    last column above the threshold counts 0 (column 0 if there is none, as in the authors' code);
+    then column means, and their softmax.
     """
     return torch.softmax(similarity_column_mean(keys, threshold), -1)

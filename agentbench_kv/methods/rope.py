@@ -12,19 +12,10 @@ from agentbench_kv.kernels.torch_backend import rotated
 
 
 def rotate(vectors: Tensor, shifts: Tensor, frequencies: Tensor) -> Tensor:
-    """Move vectors that carry RoPE by some positions.
+    """Move vectors [..., tokens, head_dim] that carry RoPE by some positions.
 
-    Parameters
-    ----------
-    vectors : Tensor [..., tokens, head_dim]
-    shifts : Tensor, broadcastable to [..., tokens]
-        Positions to move by; negative ones move back.
-    frequencies : Tensor [head_dim / 2]
-        Inverse frequencies in radians per position.
-
-    Returns
-    -------
-    Tensor, shape and dtype of `vectors`
+    `shifts`, broadcastable to [..., tokens], are negative to move back; `frequencies`
+    [head_dim / 2] are the inverse ones, in radians per position.
     """
     return rotated(vectors, shifts, frequencies, interleaved=False)
 

@@ -6,26 +6,14 @@ from agentbench_kv.methods.base import Method
 
 
 class Schedule:
-    """Counts decoded tokens of one session and says when an event fires.
-
-    Parameters
-    ----------
-    method : Method
-        Gives trigger, interval and budget.
-    """
+    """Counts decoded tokens of one session and says when an event fires."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
         self._since_due = 0
 
     def after_decode(self, live: int, logical: int) -> bool:
-        """Count one decoded token; True if an event fires now.
-
-        Parameters
-        ----------
-        live, logical : int
-            Tokens in the cache, and tokens ever seen.
-        """
+        """Count one decoded token, with `live` tokens cached of `logical` ever seen."""
         self._since_due += 1
         trigger = self._method.trigger
         if trigger == "slack":
@@ -40,11 +28,9 @@ class Schedule:
         self._since_due = (self._since_due - 1) % self._method.interval
 
     def after_prefill(self, live: int, logical: int) -> bool:
-        """Return True if an event fires right after a prefill."""
         return self._method.trigger == "prefill+every" and self._over(live, logical)
 
     def after_turn(self, live: int, logical: int) -> bool:
-        """Return True if an event fires at the end of an assistant turn."""
         return self._method.trigger == "turn" and self._over(live, logical)
 
     def _over(self, live: int, logical: int, slack: int = 0) -> bool:

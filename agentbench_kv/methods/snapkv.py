@@ -22,6 +22,8 @@ from agentbench_kv.methods.base import (
 )
 from agentbench_kv.methods.params import param
 
+_AVERAGED = {"kernel": 5, "pool": "avg", "gqa": "mean_prob", "columns": "all"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
@@ -39,22 +41,8 @@ class SnapKV(Method):
     )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "rkv": {"window": 32, "kernel": 7, "pool": "max", "gqa": "max_logit", "columns": "past"},
-        "kvpress": {
-            "window": 64,
-            "kernel": 5,
-            "pool": "avg",
-            "gqa": "mean_prob",
-            "columns": "all",
-        },
-        "original": {
-            "window": 32,
-            "kernel": 5,
-            "pool": "avg",
-            "gqa": "mean_prob",
-            "columns": "all",
-            "aggregate": "sum",
-            "cache_heads": "query",
-        },
+        "kvpress": {"window": 64, **_AVERAGED},
+        "original": {"window": 32, **_AVERAGED, "aggregate": "sum", "cache_heads": "query"},
     }
     default_preset: ClassVar[str] = "rkv"
     ordered: ClassVar[bool] = False
@@ -74,22 +62,18 @@ class SnapKV(Method):
     )
 
     def validate(self) -> None:
-        """Check the kernel too; it must be odd to keep scores aligned with tokens."""
         if self.kernel % 2 == 0:
             raise UsageError(f"kernel={self.kernel}: expected an odd width")
         super().validate()
 
     def recent_kept(self, budget: int) -> int:  # noqa: ARG002
-        """Return the window, or more if asked for."""
         return max(self.window, self.keep_recent)
 
     @property
     def per_query_head(self) -> bool:
-        """Whether keys and values are copied for every query head."""
         return self.cache_heads == "query"
 
     def query_plan(self) -> QueryPlan:
-        """Ask for the queries of the window."""
         return QueryPlan(QueryKind.RECENT, self.window)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:

@@ -1,6 +1,6 @@
 """What span-level methods and engines say to each other: spans, saved blocks, notes, the session.
 
-A token-level method ranks rows inside an engine (`methods.base`). A span-level one stands outside:
+A token-level method ranks rows inside an engine (`methods.base`). A span-level one is outside:
 between two generations it decides which logical spans to evict, save and restore, for all layers
 and heads alike. It sees token ids, who wrote them, embeddings and attention; never text.
 """
@@ -16,21 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Block",
-    "BlockBytes",
-    "Hints",
-    "Source",
-    "SpanCache",
-    "SpanRange",
-    "SpanSession",
-    "TurnNotes",
-]
-
-SpanRange = tuple[int, int]
-"""Logical positions `[start, end)` of a session."""
-
-BlockBytes = NDArray[np.uint8]
+SpanRange = tuple[int, int]  # logical positions `[start, end)` of a session
 
 
 class Source(StrEnum):
@@ -43,68 +29,40 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class Block:
-    """Saved rows of a span, over all layers and heads.
+    """Saved rows of a span, over all layers and heads."""
 
-    Attributes
-    ----------
-    start, end : int
-        Logical positions of the session it was saved from.
-    at : int
-        RoPE position of its first token when it was saved.
-    data : ndarray [bytes], uint8
-        Keys and values in the engine's own layout; only the engine that saved it can read it.
-    """
-
-    start: int
+    start: int  # logical positions of the session it was saved from
     end: int
-    at: int
-    data: BlockBytes = field(repr=False)
+    at: int  # RoPE position of its first token when it was saved
+    # Keys and values [bytes] in the engine's own layout; only the engine that saved it reads it.
+    data: NDArray[np.uint8] = field(repr=False)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the block."""
         return self.end - self.start
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
         return int(self.data.nbytes)
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What a client says about one request.
+    """What a client says about one request; true if it says anything."""
 
-    Attributes
-    ----------
-    priority : float
-        Multiplies the scores of what the request adds.
-    pinned : bool
-        What the request adds never leaves the cache.
-    task_boundary : bool
-        A new task begins: what the last one was about no longer counts.
-    """
-
-    priority: float = 1.0
-    pinned: bool = False
-    task_boundary: bool = False
+    priority: float = 1.0  # multiplies the scores of what the request adds
+    pinned: bool = False  # what the request adds never leaves the cache
+    task_boundary: bool = False  # a new task begins: what the last one was about no longer counts
 
     def __bool__(self) -> bool:
-        """Whether anything was said."""
         return self != Hints()
 
 
 @dataclass(frozen=True)
 class TurnNotes:
-    """What the gateway knows about prompt tokens that are about to be added.
+    """What the gateway knows about prompt tokens that are about to be added."""
 
-    Attributes
-    ----------
-    parts : sequence of (int, Source)
-        Tokens of each message and who wrote it, in order; together all new tokens.
-    hints : Hints
-    """
-
+    # Tokens of each message and who wrote it, in order; together all new tokens.
     parts: Sequence[tuple[int, Source]]
     hints: Hints = Hints()
 
@@ -115,48 +73,38 @@ class SpanCache(Protocol):
     @property
     def name(self) -> str:
         """Name of the session, unique while it is open."""
-        ...
 
     @property
     def live(self) -> int:
         """Tokens in the cache."""
-        ...
 
     @property
     def fed(self) -> int:
         """Tokens that were ever in the cache; those added later have no rows yet."""
-        ...
 
     @property
     def losses(self) -> int:
         """How often the engine lost the rows and computed all of them again."""
-        ...
 
     def save(self, start: int, end: int) -> Block:
         """Copy a span's rows to the host; the span must be in the cache as a whole."""
-        ...
 
     def evict(self, spans: Sequence[SpanRange]) -> int:
         """Remove spans; return the tokens removed."""
-        ...
 
     def restore(self, block: Block) -> None:
         """Put a saved block back without a forward pass."""
-        ...
 
     def attention(
         self, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
     ) -> list[float]:
         """Return the attention each span gets from the kept queries, newest weighing most."""
-        ...
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the model's input embeddings [tokens, hidden], less their mean over all ids."""
-        ...
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of ids, for encoders that read text and hand back a vector."""
-        ...
 
 
 class SpanSession(ABC):
@@ -169,13 +117,7 @@ class SpanSession(ABC):
 
     @abstractmethod
     def check(self, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Refuse prompt tokens that cannot be taken as hinted.
-
-        Raises
-        ------
-        UsageError
-            With what is not possible.
-        """
+        """Refuse prompt tokens that cannot be taken as hinted, with a UsageError."""
 
     @abstractmethod
     def recalls(self, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
@@ -186,7 +128,7 @@ class SpanSession(ABC):
 
     @abstractmethod
     def admit(self, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Take note of prompt tokens added behind the last one; they are not in the cache yet."""
+        """Record prompt tokens added behind the last one; they are not in the cache yet."""
 
     @abstractmethod
     def before_prefill(self) -> None:

@@ -34,5 +34,4 @@ class StreamingLLM(Method):
     sinks: int = param(4, "first tokens always kept, counted in the budget", low=0)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
-        """Rank by position: the newest is the best."""
         return context.positions.double()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.base import Method, Queries, ScoreContext
+from agentbench_kv.methods.base import KEPT_SETS, TRIGGERS, Method, Queries, ScoreContext
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.methods.params import param
 
@@ -49,12 +49,8 @@ class TriAttention(Method):
     }
     default_preset: ClassVar[str] = "hf"
 
-    trigger: str = param(
-        "slack", "when an event fires", choices=("every", "slack", "turn", "prefill+every")
-    )
-    kept_set: str = param(
-        "per_kv_head", "who shares a kept set", choices=("per_head", "per_kv_head", "shared")
-    )
+    trigger: str = param("slack", "when an event fires", choices=TRIGGERS)
+    kept_set: str = param("per_kv_head", "who shares a kept set", choices=KEPT_SETS)
     keep_prompt: str = param("on", "keep the session's first prefill", choices=OFF_ON)
     normalise: str = param(
         "generated",
@@ -73,21 +69,17 @@ class TriAttention(Method):
     calibration: Calibration | None = field(default=None, compare=False, repr=False)
 
     def with_calibration(self, calibration: Calibration) -> Self:
-        """Return the method with a model's statistics."""
         return replace(self, calibration=calibration)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
         """Score every key under every query head, normalise, take the group's maximum."""
-        # In float64, so that equal keys get equal scores however a matrix product is split up.
-        raw = self._raw(self._statistics(), keys.double(), context)
-        return self._normalised(raw.float(), context)
-
-    def _statistics(self) -> Calibration:
         if self.calibration is None:
             raise PrerequisiteError(
                 "triattention has no calibration for this model; make one with: kvbench calibrate"
             )
-        return self.calibration
+        # In float64, so that equal keys get equal scores however a matrix product is split up.
+        raw = self._raw(self.calibration, keys.double(), context)
+        return self._normalised(raw.float(), context)
 
     def _raw(self, statistics: Calibration, keys: Tensor, context: ScoreContext) -> Tensor:
         """Score keys [kv_heads, tokens, d] before normalising, [kv_heads, group, tokens]."""
@@ -100,7 +92,8 @@ class TriAttention(Method):
             score = self._best_offset(turned, keys)
         if self.norm_term != "off":
             weight = size - mean.abs() if self.norm_term == "excess" else size
-            score = score + weight.reshape(kv_heads, -1, size.shape[-1]) @ _sizes(keys)
+            sizes = torch.hypot(*keys.chunk(2, -1)).transpose(1, 2)  # |k_f| of every pair
+            score = score + weight.reshape(kv_heads, -1, size.shape[-1]) @ sizes
         return score * statistics.scale
 
     def _best_offset(self, turned: Tensor, keys: Tensor) -> Tensor:
@@ -158,12 +151,6 @@ def _warn_of_prompt(label: str) -> None:
         "later token is evicted, as in the authors' code; raise --budget or --set keep_prompt=off",
         label,
     )
-
-
-def _sizes(keys: Tensor) -> Tensor:
-    """|k_f| of every pair, [kv_heads, tokens, d] -> [kv_heads, d / 2, tokens]."""
-    first, second = keys.chunk(2, -1)
-    return torch.hypot(first, second).transpose(1, 2)
 
 
 def _z_scores(raw: Tensor) -> Tensor:

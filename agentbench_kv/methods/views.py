@@ -10,18 +10,13 @@ from torch import Tensor
 
 
 class QueryKind(StrEnum):
-    """What an engine keeps of past queries for a method.
-
-    `none`: nothing; `recent`: the last queries; `per_phase`: the last queries of each phase;
-    `sums`: no queries, but the attention every cached row has got so far; `future`: the attention
-    it will get after the event, which only a capture knows.
-    """
+    """What an engine keeps of past queries for a method."""
 
     NONE = "none"
-    RECENT = "recent"
-    PER_PHASE = "per_phase"
-    SUMS = "sums"
-    FUTURE = "future"
+    RECENT = "recent"  # the last queries
+    PER_PHASE = "per_phase"  # the last queries of each phase
+    SUMS = "sums"  # no queries, but the attention every cached row has got so far
+    FUTURE = "future"  # the attention it will get after the event, which only a capture knows
 
 
 @dataclass(frozen=True)
@@ -34,38 +29,23 @@ class QueryPlan:
 
 @dataclass(frozen=True)
 class Queries:
-    """Kept queries of one layer, post-RoPE.
+    """Kept queries of one layer, post-RoPE."""
 
-    Attributes
-    ----------
-    vectors : Tensor [q_heads, n, head_dim]
-    positions, phases : Tensor [n], int64
-    """
-
-    vectors: Tensor
-    positions: Tensor
-    phases: Tensor
+    vectors: Tensor  # [q_heads, n, head_dim]
+    positions: Tensor  # [n], int64
+    phases: Tensor  # [n], int64
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """The live rows of one layer of one session's cache, in cache order.
+    """The live rows of one layer of one session's cache, in cache order."""
 
-    Attributes
-    ----------
-    keys, values : Tensor [kv_heads, tokens, head_dim]
-        Keys are post-RoPE at their original positions.
-    positions : Tensor [kv_heads, tokens], int64
-        Original position of every row; may differ between heads.
-    sums : Tensor [kv_heads, tokens], float32, optional
-        Attention probability every row has got since it was written, summed over all queries that
-        saw it, mean over the group's query heads; given for plans of kind `SUMS`. For plans of kind
-        `FUTURE`, the same over all later queries.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
+    keys: Tensor  # [kv_heads, tokens, head_dim], post-RoPE at their original positions
+    values: Tensor  # [kv_heads, tokens, head_dim]
+    positions: Tensor  # [kv_heads, tokens], int64: original ones; may differ between heads
+    # [kv_heads, tokens], float32: attention probability every row has got since it was written,
+    # summed over all queries that saw it, mean over the group's query heads; given for plans of
+    # kind `SUMS`. For plans of kind `FUTURE`, the same over all later queries.
     sums: Tensor | None = None
 
 
@@ -78,41 +58,19 @@ def in_order(vectors: Tensor, order: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoreContext:
-    """What `score` may know besides queries and keys.
+    """What `score` may know besides queries and keys."""
 
-    Attributes
-    ----------
-    positions : Tensor [kv_heads, tokens], int64
-        Original positions; ascending unless the method sets `ordered = False`.
-    cached : LayerView
-        The layer's rows as they lie in the cache.
-    order : Tensor [kv_heads, tokens], int64, or None
-        The cache row of every key; None if keys come in cache order.
-    sums : Tensor [kv_heads, tokens], float32, or None
-        See `LayerView`.
-    now : int
-        Logical length: tokens ever seen.
-    budget : int
-        Tokens to keep at this event.
-    layer : int
-    prompt : int
-        Tokens of the session's first prefill.
-    next_position : int
-        RoPE position of the next token: `now`, or the rows held where positions are the cache's.
-    seen_phases : Tensor [now], int64, or None
-        Phase of every token ever seen.
-    """
-
-    positions: Tensor
-    cached: LayerView
-    now: int
-    budget: int
+    positions: Tensor  # [kv_heads, tokens], int64: original ones; ascending if `ordered`
+    cached: LayerView  # the layer's rows in cache order
+    now: int  # logical length: tokens ever seen
+    budget: int  # tokens to keep at this event
     layer: int
-    order: Tensor | None = None
-    sums: Tensor | None = None
-    prompt: int = 0
+    order: Tensor | None = None  # [kv_heads, tokens], int64: cache row of every key; None: as is
+    sums: Tensor | None = None  # [kv_heads, tokens], float32, see `LayerView`
+    prompt: int = 0  # tokens of the session's first prefill
+    # RoPE position of the next token: `now`, or the rows held where positions are the cache's.
     next_position: int = 0
-    seen_phases: Tensor | None = None
+    seen_phases: Tensor | None = None  # [now], int64: phase of every token ever seen
 
     @cached_property
     def phases(self) -> Tensor | None:
@@ -127,20 +85,13 @@ class ScoreContext:
 
 @dataclass(frozen=True)
 class Selection:
-    """The outcome of one event.
+    """The outcome of one event."""
 
-    Attributes
-    ----------
-    kept : Tensor [layers, kv_heads, budget], int64
-        Cache rows to keep, ascending.
-    values : Tensor [layers, kv_heads, tokens], float32
-        Scores after `kept_set` merging; NaN where always kept.
-    positions : Tensor [layers, kv_heads, tokens], int64, optional
-        Of `values`, if they come in cache order; otherwise they come by ascending position.
-    """
-
-    kept: Tensor
+    kept: Tensor  # [layers, kv_heads, budget], int64: cache rows to keep, ascending
+    # [layers, kv_heads, tokens], float32: scores after `kept_set` merging; NaN where always kept.
     values: Tensor
+    # Of `values`, [layers, kv_heads, tokens], int64, if they come in cache order; else None, and
+    # they come by ascending position.
     positions: Tensor | None = None
 
     @cached_property

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.evoke_encoders import HashEncoder, SentenceEncoder, TokenEncoder
+from agentbench_kv.methods.evoke_encoders import (
+    hash_encoder,
+    make_encoder,
+    sentence_encoder,
+    token_encoder,
+)
 from agentbench_kv.methods.evoke_scorer import cosine
 from agentbench_kv.registry import make_method
 
@@ -27,14 +32,12 @@ class Cache:
 
 
 def test_token_embeddings_are_averaged() -> None:
-    assert TokenEncoder().encode([1, 2, 6], Cache()).tolist() == [3.0, 1.0]
+    assert token_encoder([1, 2, 6], Cache()).tolist() == [3.0, 1.0]
 
 
 def test_hashes_are_alike_by_shared_tokens() -> None:
-    encode = HashEncoder().encode
-    one, same, half, other = (
-        encode(ids, Cache()) for ids in ([1, 2, 3, 4], [4, 3, 2, 1], [1, 2, 8, 9], [5, 6, 7, 8])
-    )
+    ids = ([1, 2, 3, 4], [4, 3, 2, 1], [1, 2, 8, 9], [5, 6, 7, 8])
+    one, same, half, other = (hash_encoder(each, Cache()) for each in ids)
     assert cosine(one, same) == pytest.approx(1.0)
     assert cosine(one, same) > cosine(one, half) > cosine(one, other)
 
@@ -60,14 +63,14 @@ def sentence_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_sentence_model_reads_the_spans_text(sentence_model: list[Any], tmp_path: Path) -> None:
     method = make_method("evoke", 1024, {"encoder": str(tmp_path)})
-    assert method.make_encoder().encode([7, 8], Cache()).tolist() == [1.0, 1.0, 1.0]
+    assert make_encoder(method.encoder)([7, 8], Cache()).tolist() == [1.0, 1.0, 1.0]
     assert sentence_model == [(str(tmp_path), True), ["t7 t8"]]
     assert "embed_tokens" not in method.needs
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="is no folder; give tokens, hash or the folder"):
-        SentenceEncoder(tmp_path / "nothing")
+        sentence_encoder(tmp_path / "nothing")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(PrerequisiteError, match="pip install sentence-transformers"):
-        SentenceEncoder(tmp_path)
+        sentence_encoder(tmp_path)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.evoke_scorer import Focus, Scorer, Signals, cosine
+from agentbench_kv.methods.evoke_scorer import Focus, Scorer, cosine
 from agentbench_kv.methods.spans import Source
 from agentbench_kv.registry import make_method
 
@@ -64,18 +64,12 @@ def test_scores_are_the_specifications(blocks: list, weights: tuple) -> None:
         w["assistant"],
     )
     ages, cosines, attention, priorities, sources = zip(*blocks, strict=True)
-    signals = Signals(
-        np.array(ages),
-        np.array(cosines),
-        np.array(attention),
-        np.array(priorities),
-        [Source(name) for name in sources],
-    )
+    before = np.array(ages), np.array(cosines)
+    after = np.array(priorities), [Source(name) for name in sources]
     expected = [formulation(*block, w) for block in blocks]
-    assert scorer.score(signals) == pytest.approx(expected, abs=1e-12)
-    without = Signals(signals.ages, signals.cosines, None, signals.priorities, signals.sources)
+    assert scorer.score(*before, np.array(attention), *after) == pytest.approx(expected, abs=1e-12)
     expected = [formulation(a, c, None, p, s, w) for a, c, _, p, s in blocks]
-    assert scorer.score(without) == pytest.approx(expected, abs=1e-12)
+    assert scorer.score(*before, None, *after) == pytest.approx(expected, abs=1e-12)
 
 
 def test_presets_differ_in_attention_and_floors() -> None:

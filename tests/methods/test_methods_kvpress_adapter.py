@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,7 +136,7 @@ def _kvpress(monkeypatch):
         setattr(module, press.__name__, press)
     module.not_a_class = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvpress", module)
-    monkeypatch.setattr(kvpress_adapter, "_version", lambda: "0.5.5")
+    monkeypatch.setattr(kvpress_adapter, "version", lambda _: "0.5.5")
     calls.clear()
 
 
@@ -273,12 +274,15 @@ def test_a_kvpress_that_does_not_import_says_why(monkeypatch, tmp_path):
 
 
 def test_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(kvpress_adapter, "_version", lambda: "0.6.1")
+    monkeypatch.setattr(kvpress_adapter, "version", lambda _: "0.6.1")
     assert "kvpress 0.6.1 is installed" in refused("kvpress:KnormPress()", kind=PrerequisiteError)
 
 
 def test_a_copy_without_a_version_is_taken(monkeypatch):
-    monkeypatch.setattr(kvpress_adapter, "_version", lambda: "")
+    def no_version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(kvpress_adapter, "version", no_version)
     assert make_method("kvpress:KnormPress()", 64).budget == 64
 
 

@@ -122,7 +122,7 @@ def test_the_page_names_every_class_attribute_and_hook():
     from agentbench_kv.methods import contract
 
     internal = {"select", "budget_at"}
-    for name in {*contract.CLASS_ATTRIBUTES, *contract.HOOKS} - internal:
+    for name in {*contract.CLASS_ATTRIBUTES, *contract.HOOKS.split()} - internal:
         assert re.search(rf"`{name}[`(]", PAGE.read_text()), name
 
 

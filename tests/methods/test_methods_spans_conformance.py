@@ -101,13 +101,13 @@ def test_a_restored_block_lies_at_the_end_of_a_compact_cache(family: str) -> Non
 
 
 def test_a_block_one_position_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    spot = EmbeddedSession.spot_for
+    spot = EmbeddedSession.restore_target
 
     def wrong(self: Any, places: list[int], at: int | None) -> tuple[list[int], int]:
         targets, row = spot(self, places, at)
         return [target + 1 for target in targets], row
 
-    monkeypatch.setattr(EmbeddedSession, "spot_for", wrong)
+    monkeypatch.setattr(EmbeddedSession, "restore_target", wrong)
     assert failed(evoke(positions="compact")) == {"masked-cache equality"}
 
 

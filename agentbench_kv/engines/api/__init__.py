@@ -18,7 +18,12 @@ from agentbench_kv.engines.api.costs import PRICES, Prices, Spending, spending_o
 from agentbench_kv.engines.api.endpoint import Endpoint, parse_model
 from agentbench_kv.engines.api.replies import request_body
 from agentbench_kv.engines.api.retries import Asker, Policy
-from agentbench_kv.engines.api.transport import Transport, check_litellm, open_transport
+from agentbench_kv.engines.api.transport import (
+    HttpTransport,
+    LitellmTransport,
+    Transport,
+    check_litellm,
+)
 from agentbench_kv.engines.base import EngineInfo, FinishReason
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.engines.text import TextEngine, TextReply, TextRequest, TextSampling
@@ -30,21 +35,7 @@ _STOP_S = 5.0
 
 
 class ApiEngine(TextEngine):
-    """Asks somebody else's endpoint; retries, paces and counts what it costs.
-
-    Parameters
-    ----------
-    endpoint : Endpoint
-        Whom to ask.
-    model : str
-        The name the user gave, for records.
-    policy : Policy, optional
-        Retries, time-outs and rate; by default from the environment.
-    prices : Prices, optional
-        Money per million tokens; without them no cost is recorded.
-    spending : Spending, optional
-        Account and limit of this command.
-    """
+    """Asks somebody else's endpoint; retries, paces and counts what it costs."""
 
     def __init__(
         self,
@@ -58,21 +49,14 @@ class ApiEngine(TextEngine):
         policy = policy or Policy.from_environment()
         self._endpoint = endpoint
         self._prices = prices
-        self._transport: Transport = open_transport(endpoint, policy.timeout_s)
+        kind = LitellmTransport if endpoint.litellm else HttpTransport
+        self._transport: Transport = kind(endpoint, policy.timeout_s)
         self._asker = Asker(endpoint, self._transport, policy, prices, spending or Spending())
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="kvbench-api", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="kvbench-api", daemon=True)
         self._thread.start()
-        self.info = EngineInfo(
-            name="api",
-            model=model,
-            model_path=Path(),
-            model_sha=hashlib.sha256(f"{endpoint.shown} {endpoint.model}".encode()).hexdigest(),
-            device="endpoint",
-            dtype="unknown",
-            context_limit=0,
-            eos_token_ids=(),
-        )
+        sha = hashlib.sha256(f"{endpoint.shown} {endpoint.model}".encode()).hexdigest()
+        self.info = EngineInfo("api", model, Path(), sha, "endpoint", "unknown", 0, ())
 
     @classmethod
     def check_model(cls, model: str) -> None:
@@ -89,7 +73,6 @@ class ApiEngine(TextEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Build the engine; nothing is asked yet."""
         cls.check_model(options.model)
         return cls(
             parse_model(options.model),
@@ -104,7 +87,6 @@ class ApiEngine(TextEngine):
         tools: Sequence[Mapping[str, Any]] | None,
         sampling: TextSampling,
     ) -> TextRequest:
-        """Send the whole history; return at once."""
         # OpenAI's newer models refuse the old name, older servers do not know the new one.
         limit_name = "max_completion_tokens" if self._endpoint.public else "max_tokens"
         body = request_body(self._endpoint.model, messages, tools, sampling, limit_name)
@@ -121,7 +103,6 @@ class ApiEngine(TextEngine):
         }
 
     def shutdown(self) -> None:
-        """Close the connections and stop the thread."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_STOP_S)
@@ -135,7 +116,7 @@ class ApiEngine(TextEngine):
         await asyncio.gather(*others, return_exceptions=True)
         await self._transport.close()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             self._loop.run_forever()
         finally:
@@ -149,12 +130,10 @@ class _Request(TextRequest):
         self._future = future
 
     def result(self) -> TextReply:
-        """Wait for the answer."""
         try:
             return self._future.result()
         except CancelledError:
             return TextReply(finish_reason=FinishReason.CANCELLED.value)
 
     def cancel(self) -> None:
-        """Break the request off."""
         self._future.cancel()

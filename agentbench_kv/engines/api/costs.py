@@ -12,8 +12,6 @@ from typing import Self
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["PRICES", "Prices", "Spending", "spending_limit", "spending_of_this_command"]
-
 PRICES = "KVBENCH_API_PRICES"
 _PER = 1_000_000
 
@@ -31,11 +29,6 @@ class Prices:
         """Read `KVBENCH_API_PRICES=PROMPT,OUTPUT[,CACHED]`; None if it is not set.
 
         Cached prompt tokens cost what others do unless a price is given.
-
-        Raises
-        ------
-        UsageError
-            If it is not two or three numbers.
         """
         text = os.environ.get(PRICES, "").strip()
         if not text:
@@ -70,19 +63,12 @@ class Spending:
         self._lock = threading.Lock()
 
     def add(self, cost: float | None) -> None:
-        """Put one request to the account."""
         with self._lock:
             self.requests += 1
             self.spent += cost or 0.0
 
     def check(self) -> None:
-        """Refuse the next request once the limit is reached.
-
-        Raises
-        ------
-        PrerequisiteError
-            With what was spent and how to go on.
-        """
+        """Refuse the next request once the limit is reached."""
         if self.limit is not None and self.spent >= self.limit:
             raise PrerequisiteError(
                 f"--max-cost {self.limit:g} is reached: {self.spent:.6g} spent on {self.requests} "

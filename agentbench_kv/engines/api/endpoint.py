@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
-__all__ = ["Endpoint", "parse_model", "redacted"]
-
 OPENAI = "https://api.openai.com/v1"
 BASE, KEY, OPENAI_KEY = "KVBENCH_API_BASE", "KVBENCH_API_KEY", "OPENAI_API_KEY"
 _FORMS = (
@@ -21,28 +19,15 @@ _SHORTEST_SECRET = 4
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go.
+    """Where requests go."""
 
-    Attributes
-    ----------
-    base : str
-        URL without a slash at its end; empty where litellm knows it.
-    model : str
-        Name the endpoint knows.
-    litellm : bool
-        Asked through the litellm package, which reads its providers' own variables.
-    key : str or None
-        Bearer token; never shown.
-    """
-
-    base: str
-    model: str
-    litellm: bool = False
-    key: str | None = field(default=None, repr=False)
+    base: str  # URL without a slash at its end; empty where litellm knows it
+    model: str  # as the endpoint knows it
+    litellm: bool = False  # asked through that package, which reads its own variables
+    key: str | None = field(default=None, repr=False)  # bearer token; never shown
 
     @property
     def public(self) -> bool:
-        """Whether it is OpenAI's own."""
         return self.base.startswith("https://api.openai.com/")
 
     @property
@@ -57,13 +42,6 @@ def parse_model(model: str) -> Endpoint:
     `openai/NAME` asks OpenAI, or the server in `KVBENCH_API_BASE`, with `OPENAI_API_KEY` or
     `KVBENCH_API_KEY`. A URL with the model's name after `#` is asked with `KVBENCH_API_KEY` only,
     so that no other server is ever shown OpenAI's key.
-
-    Raises
-    ------
-    UsageError
-        If it has another form, or a URL holds a secret.
-    PrerequisiteError
-        If OpenAI is to be asked and there is no key.
     """
     scheme, _, name = model.partition("/")
     if model.startswith(("http://", "https://")):
@@ -87,7 +65,7 @@ def parse_model(model: str) -> Endpoint:
 
 
 def redacted(text: str) -> str:
-    """Return a text without any key that stands in the environment."""
+    """Return a text without any key that the environment holds."""
     for name, value in os.environ.items():
         if name.endswith("_API_KEY") and len(value) >= _SHORTEST_SECRET:
             text = text.replace(value, f"[{name}]")
@@ -95,7 +73,6 @@ def redacted(text: str) -> str:
 
 
 def _key(*names: str) -> str | None:
-    """Return the first of these variables that is set."""
     values = (os.environ.get(name, "").strip() for name in names)
     return next((value for value in values if value), None)
 

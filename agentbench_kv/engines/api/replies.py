@@ -8,8 +8,6 @@ from typing import Any
 from agentbench_kv.engines.api.costs import Prices
 from agentbench_kv.engines.text import TextReply, TextSampling
 
-__all__ = ["RubbishError", "read_reply", "request_body"]
-
 _NOT_SENT = frozenset({"reasoning_content", "reasoning"})
 _SEEDS = 1 << 31
 
@@ -25,14 +23,14 @@ def request_body(
     sampling: TextSampling,
     limit_name: str,
 ) -> dict[str, Any]:
-    """Return the body of a chat request.
+    """Return a chat request; `limit_name` is what the endpoint calls `max_tokens`.
 
-    Thoughts are not sent back: providers refuse or drop them. `limit_name` is `max_tokens`, or
-    `max_completion_tokens` where the endpoint wants that.
+    Thoughts are not sent back: providers refuse or drop them.
     """
+    sent = [{k: v for k, v in message.items() if k not in _NOT_SENT} for message in messages]
     body: dict[str, Any] = {
         "model": model,
-        "messages": [_sent(message) for message in messages],
+        "messages": sent,
         "temperature": sampling.temperature,
         "seed": sampling.seed % _SEEDS,
         limit_name: sampling.max_tokens,
@@ -47,13 +45,7 @@ def request_body(
 
 
 def read_reply(data: Any, prices: Prices | None) -> TextReply:
-    """Read a chat completion.
-
-    Raises
-    ------
-    RubbishError
-        If it is not one, or says nothing of the tokens it is billed for.
-    """
+    """Read a chat completion; RubbishError if it is none or does not say what it bills."""
     choice = _first_choice(data)
     message = choice["message"]
     prompt, output, cached = _usage(data)
@@ -67,10 +59,6 @@ def read_reply(data: Any, prices: Prices | None) -> TextReply:
         cached_tokens=cached,
         cost=None if prices is None else prices.cost(prompt, output, cached),
     )
-
-
-def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name not in _NOT_SENT}
 
 
 def _first_choice(data: Any) -> Mapping[str, Any]:

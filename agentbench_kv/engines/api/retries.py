@@ -26,12 +26,11 @@ from agentbench_kv.errors import (
     UsageError,
 )
 
-__all__ = ["Asker", "Policy"]
-
 # One more than a trial's attempts: a single sample that the endpoint chokes on ends no run.
 _MOST_FAILURES = 4
 _SHOWN = 160
 _CONTEXT_WORDS = ("context_length", "context length", "maximum context", "context window")
+_PASSING = (NO_ANSWER, 408, 409, 425, 429)  # failures that may be over the next time, as >= 500
 _WRONG_SETUP = {
     401: "refuses the key; set {keys} to a valid one",
     402: "wants to be paid first",
@@ -42,36 +41,19 @@ _WRONG_SETUP = {
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient to be.
+    """How patient to be."""
 
-    Attributes
-    ----------
-    retries : int
-        Times a request that failed is sent again.
-    timeout_s : float
-        Longest wait for one answer.
-    first_pause_s, longest_pause_s : float
-        Pauses double from the first to the longest, each shortened by up to a half at random. A
-        `Retry-After` beyond the longest pause is not waited for.
-    per_minute : float or None
-        Requests begun per minute, retries included.
-    """
-
-    retries: int = 5
-    timeout_s: float = 300.0
+    retries: int = 5  # times a request that failed is sent again
+    timeout_s: float = 300.0  # for one answer
+    # Pauses double from the first to the longest, each shortened by up to a half at random. A
+    # `Retry-After` beyond the longest is not waited for.
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
-    per_minute: float | None = None
+    per_minute: float | None = None  # requests begun, retries included
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read `KVBENCH_API_RETRIES`, `_TIMEOUT`, `_BACKOFF` and `_RPM`.
-
-        Raises
-        ------
-        UsageError
-            If one is not a number in its range.
-        """
+        """Read `KVBENCH_API_RETRIES`, `_TIMEOUT`, `_BACKOFF` and `_RPM`."""
         return cls(
             retries=int(_number("KVBENCH_API_RETRIES", cls.retries, 0)),
             timeout_s=_number("KVBENCH_API_TIMEOUT", cls.timeout_s, 0.001),
@@ -80,12 +62,9 @@ class Policy:
         )
 
     def pause(self, attempt: int, answer: Answer, chance: float) -> float | None:
-        """Return seconds to wait before attempt number `attempt` + 1; None to give up.
+        """Seconds to wait before attempt number `attempt` + 1; None to give up.
 
-        Parameters
-        ----------
-        chance : float
-            In [0, 1): spreads clients that failed together.
+        `chance` in [0, 1) spreads clients that failed together.
         """
         asked = _retry_after(answer.headers)
         if attempt >= self.retries or (asked or 0) > self.longest_pause_s:
@@ -95,17 +74,7 @@ class Policy:
 
 
 class Asker:
-    """Sends requests until they are answered or it is no use.
-
-    Parameters
-    ----------
-    endpoint, transport, policy
-        Whom to ask, how, and how patiently.
-    prices : Prices or None
-        What an answer costs.
-    spending : Spending
-        The account of this command.
-    """
+    """Sends requests until they are answered or it is no use."""
 
     def __init__(
         self,
@@ -129,7 +98,9 @@ class Asker:
         """Return the answer; raises what `TextRequest.result` does."""
         attempt = 0
         while True:
-            self._refuse_more()
+            self._spending.check()
+            if self._failures >= _MOST_FAILURES:
+                raise PrerequisiteError(self._dead(f"failed {self._failures} requests in a row"))
             await self._pace.wait()
             answer = await self._transport.send(body)
             problem = answer.text if answer.status != 200 else ""
@@ -138,7 +109,7 @@ class Asker:
                     return self._good(read_reply(answer.data, self._prices))
                 except RubbishError as error:
                     problem = f"an answer that is no chat completion ({error}): {answer.text}"
-            elif not _passes(answer.status):
+            elif answer.status not in _PASSING and answer.status < 500:
                 raise self._refused(answer)
             pause = self._policy.pause(attempt, answer, random.random())
             if pause is None:
@@ -151,11 +122,6 @@ class Asker:
         with self._lock:
             self._failures, self._answered = 0, True
         return reply
-
-    def _refuse_more(self) -> None:
-        self._spending.check()
-        if self._failures >= _MOST_FAILURES:
-            raise PrerequisiteError(self._dead(f"failed {self._failures} requests in a row"))
 
     def _failed(self, answer: Answer, problem: str, attempts: int) -> KVBenchError:
         with self._lock:
@@ -179,14 +145,13 @@ class Asker:
             return ContextLimitError(_short(answer.text))
         where = self._endpoint.shown
         if answer.status in _WRONG_SETUP:
-            keys = "the provider's key" if self._endpoint.litellm else self._key_names()
+            keys = "OPENAI_API_KEY" if self._endpoint.public else "KVBENCH_API_KEY"
+            if self._endpoint.litellm:
+                keys = "the provider's key"
             return PrerequisiteError(f"{where} {_WRONG_SETUP[answer.status].format(keys=keys)}")
         said = f"{where} refused the request with HTTP {answer.status}: {_short(answer.text)}"
         # A request that is wrong before any was right is a wrong set-up.
         return KVBenchError(said) if self._answered else PrerequisiteError(said)
-
-    def _key_names(self) -> str:
-        return "OPENAI_API_KEY" if self._endpoint.public else "KVBENCH_API_KEY"
 
 
 class _Pace:
@@ -203,11 +168,6 @@ class _Pace:
         self._next = start + self._interval
         if start > now:
             await asyncio.sleep(start - now)
-
-
-def _passes(status: int) -> bool:
-    """Whether a failure may be over the next time."""
-    return status in (NO_ANSWER, 408, 409, 425, 429) or status >= 500
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

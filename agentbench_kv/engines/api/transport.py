@@ -9,86 +9,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from agentbench_kv.engines.api.endpoint import Endpoint
 from agentbench_kv.errors import PrerequisiteError
 
-__all__ = [
-    "Answer",
-    "HttpTransport",
-    "LitellmTransport",
-    "Transport",
-    "check_litellm",
-    "open_transport",
-]
-
-NO_ANSWER = 0
-"""Status of an answer that never came."""
+NO_ANSWER = 0  # status of an answer that never came
 
 _CONNECT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back.
+    """What came back."""
 
-    Attributes
-    ----------
-    status : int
-        HTTP status; 0 if nothing came back.
-    text : str
-        Body, or what went wrong on the way.
-    data : object
-        Body as JSON; None if it is none.
-    refused : bool
-        No connection could be made.
-    """
-
-    status: int
-    text: str
-    data: Any = None
+    status: int  # of HTTP, or `NO_ANSWER`
+    text: str  # body, or what went wrong on the way
+    data: Any = None  # body as JSON
     headers: Mapping[str, str] = field(default_factory=dict)
-    refused: bool = False
-
-
-class Transport(Protocol):
-    """Sends a chat request; failures are answers too."""
-
-    async def send(self, body: Mapping[str, Any]) -> Answer:
-        """Send one request and wait for its answer."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    refused: bool = False  # no connection could be made
 
 
 class HttpTransport:
-    """`POST /chat/completions` of an OpenAI-compatible server.
-
-    Parameters
-    ----------
-    endpoint : Endpoint
-        The server.
-    timeout_s : float
-        Longest wait for one answer, whole.
-    """
+    """`POST /chat/completions` of an OpenAI-compatible server; failures are answers too."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         key = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
         self._timeout_s = timeout_s
         self._url = f"{endpoint.base}/chat/completions"
-        self._client = httpx.AsyncClient(
-            headers=key,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
-        )
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(headers=key, timeout=timeout, limits=limits)
 
     async def send(self, body: Mapping[str, Any]) -> Answer:
-        """Send one request and wait for its answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._client.post(self._url, json=dict(body))
@@ -105,7 +60,6 @@ class HttpTransport:
         return Answer(response.status_code, response.text, data, response.headers)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
 
@@ -121,7 +75,6 @@ class LitellmTransport:
         self._timeout_s = timeout_s
 
     async def send(self, body: Mapping[str, Any]) -> Answer:
-        """Send one request and wait for its answer."""
         fields = {**body, "model": self._model, "timeout": self._timeout_s, "num_retries": 0}
         try:
             # Newer releases want the mcp package for any call with tools.
@@ -133,28 +86,17 @@ class LitellmTransport:
         return Answer(200, json.dumps(data, default=str), data)
 
     async def close(self) -> None:
-        """Litellm keeps its connections to itself."""
         return None
 
 
-def check_litellm() -> None:
-    """Refuse a litellm model where litellm is not installed.
+Transport = HttpTransport | LitellmTransport
 
-    Raises
-    ------
-    PrerequisiteError
-        With the command that installs it.
-    """
+
+def check_litellm() -> None:
     if find_spec("litellm") is None:
         raise PrerequisiteError(
             "--model litellm/NAME needs litellm; install it with: pip install 'agentbench-kv[api]'"
         )
-
-
-def open_transport(endpoint: Endpoint, timeout_s: float) -> Transport:
-    """Return the transport of an endpoint."""
-    kind = LitellmTransport if endpoint.litellm else HttpTransport
-    return kind(endpoint, timeout_s)
 
 
 def _named(error: Exception) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -53,18 +52,7 @@ __all__ = ["EmbeddedEngine", "Observer", "Recorder"]
 
 
 class EmbeddedEngine(Engine):
-    """Sessions over a Hugging Face decoder.
-
-    Parameters
-    ----------
-    model : LoadedModel
-    method : Method
-        Decides what every session keeps.
-    max_live_tokens : int, optional
-        Cached tokens all sessions together may hold; half of the free memory if not given.
-    recorder : Recorder, optional
-    observer : Observer, optional
-    """
+    """Sessions over a Hugging Face decoder; `max_live_tokens` is half the free memory if absent."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
@@ -92,14 +80,15 @@ class EmbeddedEngine(Engine):
         self._shape = cache_shape(model, method)
         self._recorder = recorder
         self._mean_embedding: Tensor | None = None
-        limit = max_live_tokens or free_tokens(self._shape)
+        limit = max_live_tokens or _free_tokens(self._shape)
         self._scheduler = Scheduler(model, method, limit, recorder, observer)
+        device = model.shape.device
         self.info = EngineInfo(
             name="embedded",
             model=name or str(model.path),
             model_path=model.path,
             model_sha=model.sha,
-            device=_device_name(model.shape.device),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             dtype=str(model.shape.dtype).removeprefix("torch."),
             context_limit=model.context_limit,
             eos_token_ids=model.eos_token_ids,
@@ -115,7 +104,7 @@ class EmbeddedEngine(Engine):
         recorder: Recorder | None = None,
         observer: Observer | None = None,
     ) -> Self:
-        """Build the engine from options; `model` may be a network already in memory."""
+        """Build the engine; `model` may be a network already in memory."""
         if model is None:
             loaded = load_model(options.model, options.dtype, options.device)
         else:
@@ -131,12 +120,10 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse a model that is neither shipped nor a readable folder."""
         model_path(model)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
-        """Refuse an unknown dtype or a device that is not there."""
         check_dtype(dtype)
         pick_device(device)
 
@@ -160,16 +147,13 @@ class EmbeddedEngine(Engine):
         return self._scheduler.pools.nbytes
 
     def pool(self) -> dict[str, int]:
-        """Return the bytes allocated for rows and the limit of live tokens."""
         limit = self._scheduler.max_live_tokens
         return {"allocated_bytes": self.pool_bytes, "max_live_tokens": limit}
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         self._scheduler.open(session, labeller)
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Queue prompt tokens; raises ContextLimitError if they pass the model's context."""
         state = self._scheduler.get(session)
         if state.logical + len(tokens) >= self.info.context_limit:
             raise ContextLimitError(
@@ -179,7 +163,6 @@ class EmbeddedEngine(Engine):
         state.extend(tokens, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        """Prefill what is pending and decode."""
         state = self._scheduler.get(session)
         if state.broken is not None:
             raise KVBenchError(f"session {session} broke earlier: {state.broken}")
@@ -190,30 +173,23 @@ class EmbeddedEngine(Engine):
         return generation
 
     def save_block(self, session: str, start: int, end: int) -> Block:
-        """Copy the rows of logical positions `[start, end)` to the host."""
-        return self._scheduler.between_turns(
-            session, partial(blocks.save_block, start=start, end=end)
-        )
+        return self._scheduler.between_turns(session, blocks.save_block, start, end)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        """Remove logical spans from all layers and heads."""
-        evict = partial(blocks.evict_spans, spans=spans, recorder=self._recorder)
-        return self._scheduler.between_turns(session, evict)
+        recorder = self._recorder
+        return self._scheduler.between_turns(session, blocks.evict_spans, spans, recorder)
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
-        """Put a saved block back without a forward pass."""
-        restore = partial(blocks.restore_block, block=block, at=at, recorder=self._recorder)
-        self._scheduler.between_turns(session, restore, more=block.tokens)
+        work, arguments = blocks.restore_block, (block, at, self._recorder)
+        self._scheduler.between_turns(session, work, *arguments, more=block.tokens)
 
     def span_attention(
         self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
     ) -> list[float]:
-        """Return the attention that the session's kept queries give each logical span."""
-        ask = partial(blocks.span_attention, spans=spans, layers=layers, decay=decay)
-        return self._scheduler.between_turns(session, ask)
+        arguments = (spans, layers, decay)
+        return self._scheduler.between_turns(session, blocks.span_attention, *arguments)
 
     def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the model's input embeddings, less their mean over the vocabulary."""
         weight: Tensor = self._model.network.get_input_embeddings().weight.detach()
         if self._mean_embedding is None:
             self._mean_embedding = weight.float().mean(0)
@@ -222,20 +198,17 @@ class EmbeddedEngine(Engine):
         return vectors
 
     def stats(self, session: str) -> KVStats:
-        """Return a snapshot of the accounting."""
         return self._scheduler.get(session).stats()
 
     def close(self, session: str) -> KVStats:
-        """Free the session and return its accounting."""
         return self._scheduler.remove(session).stats()
 
     def shutdown(self) -> None:
-        """Stop the scheduler thread."""
         self._scheduler.stop()
 
 
-def free_tokens(shape: CacheShape) -> int:
-    """Return how many cached tokens fit in half of the memory that is free now."""
+def _free_tokens(shape: CacheShape) -> int:
+    """How many cached tokens fit in half of the memory that is free now."""
     if shape.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(shape.device)
     else:
@@ -244,7 +217,3 @@ def free_tokens(shape: CacheShape) -> int:
     if tokens < 1:
         raise PrerequisiteError("no memory is free for a KV cache; close other programs")
     return int(tokens)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -34,30 +34,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sessions of one pool that feed one token each.
-
-    Attributes
-    ----------
-    start : int
-        First packed row; the sessions follow each other by slot.
-    slots, lengths : Tensor [n], int64
-        Slot of each, and its rows before this token.
-    first, last : int
-        Range of slots the call covers, `last` excluded.
-    tokens : int
-        Rows of the longest session, this token included.
-    mask : Tensor [last - first, 1, 1, tokens]
-        0 where a slot has a row, -inf elsewhere.
-    """
+    """Sessions of one pool that feed one token each."""
 
     pool: CachePool
-    start: int
-    slots: Tensor
-    lengths: Tensor
-    first: int
+    start: int  # first packed row; the sessions follow each other by slot
+    slots: Tensor  # [n], int64
+    lengths: Tensor  # [n], int64: rows of each before this token
+    first: int  # slots the call covers: [first, last)
     last: int
-    tokens: int
-    mask: Tensor
+    tokens: int  # rows of the longest session, this token included
+    mask: Tensor  # [last - first, 1, 1, tokens]: 0 where a slot has a row, -inf elsewhere
 
 
 @dataclass(frozen=True)
@@ -83,17 +69,8 @@ def session_attention(
 ) -> tuple[Tensor, None]:
     """Write the new rows of every session and attend to its cache.
 
-    Parameters
-    ----------
-    query : Tensor [1, q_heads, n, head_dim]
-        Post-RoPE.
-    key, value : Tensor [1, kv_heads, n, head_dim]
-    kvbench : StepPlan
-        Which rows belong to which session.
-
-    Returns
-    -------
-    Tensor [1, n, q_heads, head_dim]
+    `query` [1, q_heads, n, head_dim] and `key`, `value` [1, kv_heads, n, head_dim] are post-RoPE;
+    returns [1, n, q_heads, head_dim].
     """
     layer: int = getattr(module, "layer_idx")  # noqa: B009  modules have no typed attributes
     q, k, v = query[0], key[0], value[0]
@@ -162,16 +139,12 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Ten
     heads, n, head_dim = query.shape
     kv_heads, tokens, _ = keys.shape
     grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
-    mask = _causal(n, tokens, heads // kv_heads, query.device)
+    mask = torch.ones(n, tokens, dtype=torch.bool, device=query.device).tril(tokens - n)
+    mask = mask.repeat(heads // kv_heads, 1)
     out = scaled_dot_product_attention(
         grouped, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scaling
     )
     return out.reshape(heads, n, head_dim)
-
-
-def _causal(n: int, tokens: int, group: int, device: torch.device) -> Tensor:
-    mask = torch.ones(n, tokens, dtype=torch.bool, device=device).tril(tokens - n)
-    return mask.repeat(group, 1)
 
 
 def register() -> None:

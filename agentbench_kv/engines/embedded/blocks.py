@@ -17,11 +17,8 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
 
-__all__ = ["evict_spans", "restore_block", "save_block", "span_attention"]
-
 
 def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
-    """Copy the rows of `[start, end)` to the host; see `Engine.save_block`."""
     _check_whole_tokens(session)
     cache = session.cache
     rows = _marked(cache, [(start, end)]).nonzero()[:, 0]
@@ -30,17 +27,16 @@ def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
             f"cannot save positions {start} to {end} of session {session.name}: "
             f"{len(rows)} of {end - start} are in the cache"
         )
-    places = session.rope_positions(start, rows)
+    positions = session.rope_positions(start, rows)
     both = torch.stack([cache.keys[:, :, rows], cache.values[:, :, rows]])
-    parts = (both.cpu().flatten(), torch.tensor(places))
+    parts = (both.cpu().flatten(), torch.tensor(positions))
     data = torch.cat([part.view(torch.uint8) for part in parts]).numpy()
-    return Block(start, end, places[0], data)
+    return Block(start, end, positions[0], data)
 
 
 def evict_spans(
     session: EmbeddedSession, spans: Sequence[SpanRange], recorder: Recorder | None = None
 ) -> int:
-    """Remove spans; see `Engine.evict_spans`."""
     _check_whole_tokens(session)
     cache, before = session.cache, session.cache.length
     kept = (~_marked(cache, spans)).nonzero()[:, 0]
@@ -48,19 +44,13 @@ def evict_spans(
         return 0
     everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
     moved = cache.keep(everywhere, session.packed_frequencies, ordered=True)
-    session.end_moved(before)
-    session.count_event(before, moved)
-    _record(session, recorder)
+    session.end_event(before, moved, recorder)
     return before - cache.length
 
 
 def restore_block(
-    session: EmbeddedSession,
-    block: Block,
-    at: int | None = None,
-    recorder: Recorder | None = None,
+    session: EmbeddedSession, block: Block, at: int | None = None, recorder: Recorder | None = None
 ) -> None:
-    """Put a block back; see `Engine.restore_block`."""
     _check_whole_tokens(session)
     cache, before = session.cache, session.cache.length
     if block.end > session.fed or bool(_marked(cache, [(block.start, block.end)]).any()):
@@ -68,22 +58,19 @@ def restore_block(
             f"cannot restore positions {block.start} to {block.end} of session {session.name}: "
             f"they are in the cache, or past its {session.fed} tokens"
         )
-    keys, values, places = _rows_of(block, cache)
-    targets, row = session.spot_for(places, at)
-    if targets != places and session.frequencies is not None:
-        shifts = torch.tensor(targets) - torch.tensor(places)
+    keys, values, positions = _rows_of(block, cache)
+    targets, row = session.restore_target(positions, at)
+    if targets != positions and session.frequencies is not None:
+        shifts = torch.tensor(targets) - torch.tensor(positions)
         rope_rotate(keys, shifts.to(keys.device), session.frequencies)
     moved = cache.insert(row, keys, values, block.start)
-    session.settle(block.start, targets)
-    session.end_moved(before)
-    session.count_restored(block.tokens, moved)
-    _record(session, recorder)
+    session.restored_at(block.start, targets)
+    session.end_event(before, moved, recorder)
 
 
 def span_attention(
     session: EmbeddedSession, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
 ) -> list[float]:
-    """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
     cache = session.cache
     count = cache.shape.layers
     for layer in layers:
@@ -112,12 +99,6 @@ def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
     # A query whose every key has left sees nothing, not NaN.
     mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
     return mass
-
-
-def _record(session: EmbeddedSession, recorder: Recorder | None) -> None:
-    if recorder is not None:
-        live = session.cache.positions[:, :, : session.cache.length]
-        recorder.on_event(session.name, session.fed, live.clone())
 
 
 def _check_whole_tokens(session: EmbeddedSession) -> None:
@@ -151,5 +132,5 @@ def _rows_of(block: Block, cache: SessionCache) -> tuple[Tensor, Tensor, list[in
     both = raw[:rows].view(shape.dtype)
     both = both.reshape(2, shape.layers, shape.kv_heads, block.tokens, shape.head_dim)
     keys, values = both.to(shape.device)
-    places: list[int] = raw[rows:].clone().view(torch.int64).tolist()
-    return keys.clone(), values, places
+    positions: list[int] = raw[rows:].clone().view(torch.int64).tolist()
+    return keys.clone(), values, positions

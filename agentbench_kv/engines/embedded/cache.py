@@ -9,16 +9,16 @@ from agentbench_kv.engines.embedded.pool import SMALLEST, CachePools
 from agentbench_kv.kernels import attention_mass, compact, rope_rotate
 from agentbench_kv.methods.base import LayerView
 
-MASS_BLOCK = 64
-"""Queries whose attention probabilities exist at the same time."""
+MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
 class SessionCache:
-    """Rows of one session.
+    """Rows of one session; `length` is physical: rows held per (layer, KV head).
 
-    `length` is physical: rows held per (layer, KV head). Logical positions are kept row by row,
-    because after an eviction heads hold different tokens. The slot is taken by the first `reserve`,
-    so that only the thread that runs forwards ever touches a pool.
+    `keys` and `values` are [layers, kv_heads, capacity, head_dim], `positions` (original ones,
+    int64) and `sums` (attention every row has got, if the shape has them) without the last axis.
+    Logical positions are kept row by row, because after an eviction heads hold different tokens.
+    The slot is taken by the first `reserve`, so that only the scheduler's thread touches a pool.
     """
 
     def __init__(self, pools: CachePools) -> None:
@@ -30,31 +30,25 @@ class SessionCache:
 
     @property
     def keys(self) -> Tensor:
-        """Keys [layers, kv_heads, capacity, head_dim]."""
         return self.pool.keys[self.slot]
 
     @property
     def values(self) -> Tensor:
-        """Values [layers, kv_heads, capacity, head_dim]."""
         return self.pool.values[self.slot]
 
     @property
     def positions(self) -> Tensor:
-        """Original positions [layers, kv_heads, capacity], int64."""
         return self.pool.positions[self.slot]
 
     @property
     def sums(self) -> Tensor | None:
-        """Attention every row has got [layers, kv_heads, capacity], if the shape has it."""
         return self.pool.sums[self.slot] if self.shape.with_sums else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the session's slot for keys and values."""
         return 0 if self.slot < 0 else self.pool.capacity * self.shape.bytes_per_token
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` more rows."""
         if self.slot < 0:
             self.pool = self._pools.for_rows(rows)
             self.slot = self.pool.take()
@@ -89,7 +83,6 @@ class SessionCache:
             self.pool.sums[self.slot, layer, :, :end] += mass * size
 
     def advance(self, first_position: int, rows: int) -> None:
-        """Count `rows` written rows, at logical positions from `first_position`."""
         end = self.length + rows
         if rows == 1:
             self.positions[:, :, self.length] = first_position
@@ -100,35 +93,19 @@ class SessionCache:
         self.length = end
 
     def layer_views(self) -> list[LayerView]:
-        """Return the live rows of every layer."""
         end = self.length
-        keys, values, positions = self.keys, self.values, self.positions
-        sums = self.sums
-        return [
-            LayerView(
-                keys[i, :, :end],
-                values[i, :, :end],
-                positions[i, :, :end],
-                None if sums is None else sums[i, :, :end],
-            )
-            for i in range(self.shape.layers)
-        ]
+        held = [part[:, :, :end] for part in (self.keys, self.values, self.positions)]
+        if self.sums is not None:
+            held.append(self.sums[:, :, :end])
+        return [LayerView(*rows) for rows in zip(*held, strict=True)]
 
     def keep(
         self, kept: Tensor, frequencies: Tensor | None = None, *, ordered: bool = False
     ) -> int:
-        """Drop all rows but `kept` [layers, kv_heads, budget]; return rows moved.
+        """Drop all rows but `kept` [layers, kv_heads, budget], ascending; return rows moved.
 
-        The session moves to a smaller slot if it now fills a quarter of its own or less.
-
-        Parameters
-        ----------
-        kept : Tensor [layers, kv_heads, budget], int64
-            Ascending.
-        frequencies : Tensor [head_dim / 2], optional
-            If given, rows stay in order and keys turn to the position of their row.
-        ordered : bool
-            Rows stay in order, at the price of more moves.
+        With RoPE `frequencies` rows stay in order and keys turn to the position of their row;
+        `ordered` alone keeps the order too, at the price of more moves.
         """
         extras = () if self.sums is None else (self.sums,)
         ordered = ordered or frequencies is not None

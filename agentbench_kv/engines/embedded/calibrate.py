@@ -22,22 +22,11 @@ MIN_TOKENS = 256
 
 
 def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibration:
-    """Run a model over text and average its queries.
+    """Average a model's queries over documents of token ids, each from position 0.
 
     Queries are taken from attention, so after the q-norm of models that have one, and turned back
-    to position 0 (methods.md, section triattention).
-
-    Parameters
-    ----------
-    model : LoadedModel
-    documents : iterable of sequences of int
-        Token ids, each document from position 0, up to 32,768 tokens in all; what is longer than
-        the model's context is cut into documents of that length.
-
-    Raises
-    ------
-    UsageError
-        If the text has fewer than 256 tokens.
+    to position 0 (methods.md, section triattention). At most 32,768 tokens are read; what is longer
+    than the model's context is cut. UsageError if there are fewer than 256.
     """
     parts = list(_parts(documents, min(MAX_TOKENS, model.context_limit - 2)))
     found = sum(map(len, parts))
@@ -47,7 +36,11 @@ def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibra
     engine = EmbeddedEngine(model, Full(), observer=averages)
     try:
         for index, part in enumerate(parts):
-            _feed(engine, str(index), part)
+            session = str(index)
+            engine.open(session, _Unlabelled())
+            engine.extend(session, part, [Phase.OTHERS] * len(part))
+            list(engine.generate(session, Sampling(max_tokens=1)))
+            engine.close(session)
     finally:
         engine.shutdown()
     return averages.result()
@@ -61,13 +54,6 @@ def _parts(documents: Iterable[Sequence[int]], longest: int) -> Iterator[list[in
             room -= len(part)
             if part:
                 yield part
-
-
-def _feed(engine: EmbeddedEngine, session: str, tokens: list[int]) -> None:
-    engine.open(session, _Unlabelled())
-    engine.extend(session, tokens, [Phase.OTHERS] * len(tokens))
-    list(engine.generate(session, Sampling(max_tokens=1)))
-    engine.close(session)
 
 
 class _Unlabelled(PhaseLabeller):
@@ -95,13 +81,11 @@ class _Averages(Observer):
         generated: list[bool],
         position: int,
     ) -> None:
-        """Note where the next chunk starts."""
         del session, phases, generated
         self._first = position
         self._seen += len(tokens)
 
     def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:  # noqa: ARG002
-        """Add a chunk's queries [q_heads, rows, head_dim]."""
         rows = torch.arange(query.shape[1], device=query.device)
         plain = rotate(query.float(), -(self._first + rows), self._model.frequencies)
         pairs = as_complex(plain / self._model.rope_scale)
@@ -109,7 +93,6 @@ class _Averages(Observer):
         self._size[layer] += pairs.abs().double().sum(1)
 
     def result(self) -> Calibration:
-        """Return the means."""
         return Calibration(
             mean=(self._sum / self._seen).to(torch.complex64),
             abs_mean=(self._size / self._seen).float(),

@@ -17,10 +17,8 @@ class EmbeddedGeneration(StreamedGeneration):
         self.sampler = Sampler(sampling)
 
     def finish(self, reason: FinishReason) -> None:
-        """End the stream."""
         self.finish_reason = reason
         self._hand_over(None)
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error."""
         self._hand_over(error)

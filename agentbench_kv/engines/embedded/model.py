@@ -20,8 +20,7 @@ from agentbench_kv.methods.base import Method, QueryKind
 
 SHIPPED = ("micro",)
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
-MOVING_ROPE = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies change with the length."""
+MOVING_ROPE = ("dynamic", "longrope")  # kinds of RoPE whose frequencies change with the length
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,13 +41,7 @@ class LoadedModel:
 
 
 def cache_shape(model: LoadedModel, method: Method) -> CacheShape:
-    """Return what cache rows look like under a method.
-
-    Raises
-    ------
-    UsageError
-        If the method moves keys to other positions and the model's RoPE changes with the length.
-    """
+    """Return the shape of rows under a method; UsageError if its keys cannot be moved."""
     if method.positions == "cache" and model.rope_type in MOVING_ROPE:
         raise UsageError(
             f"positions=cache needs fixed RoPE frequencies; this model's are {model.rope_type}"
@@ -61,15 +54,7 @@ def cache_shape(model: LoadedModel, method: Method) -> CacheShape:
 
 
 def model_path(name: str) -> Path:
-    """Return the folder of a shipped model or of the one the user names.
-
-    Raises
-    ------
-    UsageError
-        If there is no such model.
-    PrerequisiteError
-        If the folder cannot be read as a Hugging Face model.
-    """
+    """Return the folder of a shipped model or of the one the user names."""
     if name in SHIPPED:
         return Path(str(files("agentbench_kv.models"))) / name
     path = Path(name).expanduser()
@@ -102,17 +87,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_dtype(name: str) -> None:
-    """Refuse an unknown dtype."""
     if name not in DTYPES:
         raise unknown_name("dtype", name, DTYPES)
 
 
 def load_model(name: str, dtype: str, device: str) -> LoadedModel:
-    """Load the decoder called `name` with session attention switched on."""
     check_dtype(dtype)
-    path = model_path(name)
-    where = pick_device(device)
-    return _load(path, dtype, str(where))
+    return _load(model_path(name), dtype, str(pick_device(device)))
 
 
 @lru_cache(maxsize=1)
@@ -125,10 +106,7 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
     try:
         check_config(AutoConfig.from_pretrained(path, local_files_only=True))
         network: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
+            path, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
@@ -167,13 +145,7 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
 
 
 def check_config(config: Any) -> None:
-    """Refuse decoders whose attention is not plain causal attention over all rows.
-
-    Raises
-    ------
-    UsageError
-        With the family or the option that is not supported.
-    """
+    """Refuse decoders whose attention is not plain causal attention over all rows."""
     if config.model_type not in FAMILIES:
         raise UsageError(
             f"model family {config.model_type!r} is not supported by the embedded engine; "
@@ -190,7 +162,6 @@ def check_config(config: Any) -> None:
 
 
 def folder_sha(path: Path) -> str:
-    """Hash config, tokenizer and weights of a model folder."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.suffix in {".json", ".jinja", ".safetensors"}:
@@ -201,8 +172,7 @@ def folder_sha(path: Path) -> str:
 
 
 def _eos_ids(network: Any) -> tuple[int, ...]:
-    generation = getattr(network, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
+    found = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
     if found is None:
         found = network.config.eos_token_id
     if found is None:

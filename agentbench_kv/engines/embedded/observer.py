@@ -15,13 +15,9 @@ class Observer:
     """
 
     def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """See one layer's new rows, post-RoPE.
+        """See one layer's new rows, all sessions' one after the other, post-RoPE.
 
-        Parameters
-        ----------
-        query : Tensor [q_heads, rows, head_dim]
-        key, value : Tensor [kv_heads, rows, head_dim]
-            Rows of all sessions of the forward, one session after the other.
+        `query` [q_heads, rows, head_dim], `key` and `value` [kv_heads, rows, head_dim].
         """
 
     def on_rows(
@@ -32,26 +28,15 @@ class Observer:
         generated: list[bool],
         position: int,
     ) -> None:
-        """See which tokens a session feeds into the forward that follows.
+        """See which tokens a session feeds into the next forward, from logical `position` on.
 
-        Parameters
-        ----------
-        tokens, phases : list of int
-        generated : list of bool
-            Which of them the model generated; a turn's last one is fed with the next prompt.
-        position : int
-            Logical position of the first of them.
+        `generated` says which the model wrote; a turn's last one is fed with the next prompt.
         """
 
     def on_selection(
         self, session: str, logical: int, positions: Tensor, selection: Selection
     ) -> None:
-        """See an event before rows move.
+        """See an event before rows move; `logical` tokens were ever seen.
 
-        Parameters
-        ----------
-        logical : int
-            Tokens ever seen.
-        positions : Tensor [layers, kv_heads, live]
-            Original positions in cache order, which `selection.kept` indexes.
+        `positions` [layers, kv_heads, live] are in cache order, which `selection.kept` indexes.
         """

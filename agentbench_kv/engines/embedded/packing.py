@@ -15,25 +15,17 @@ from agentbench_kv.engines.embedded.pool import CachePool
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.engines.queries import QueryBuffer, RingWrite
 
-SPARSE = 0.5
+SPARSE = 0.5  # share of a range of slots below which each session has a call of its own
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A forward's input.
-
-    Attributes
-    ----------
-    tokens, positions : list of int
-        Ids and RoPE positions, session after session.
-    rows : list of int
-        Tokens each session feeds, in the order of `sessions`.
-    """
+    """A forward's input, session after session."""
 
     sessions: list[EmbeddedSession]
     tokens: list[int]
-    positions: list[int]
-    rows: list[int]
+    positions: list[int]  # of RoPE
+    rows: list[int]  # tokens each session feeds
     plan: StepPlan
 
 
@@ -49,7 +41,9 @@ def pack(
     """
     for session in sessions:
         session.cache.reserve(min(chunk, len(session.pending)))
-    ordered = sorted(sessions, key=_order)
+    ordered = sorted(
+        sessions, key=lambda s: (len(s.pending) > 1, s.cache.pool.capacity, s.cache.slot)
+    )
     tokens: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
@@ -61,27 +55,19 @@ def pack(
         ring_rows += stored
         ring_slots += slots
         positions += range(session.next_position, session.next_position + len(taken))
+        ids = [token for token, _ in taken]
         if observer is not None:
-            ids, phases = (list(part) for part in zip(*taken, strict=True))
-            labels = [int(phase) for phase in phases]
+            labels = [int(phase) for _, phase in taken]
             own = [session.fed + i in session.generated for i in range(len(ids))]
             observer.on_rows(session.name, ids, labels, own, session.fed)
-        tokens += [token for token, _ in taken]
+        tokens += ids
         rows.append(len(taken))
     prefills, decodes = _attention_plan(ordered, rows)
-    write = _ring_write(ring_rows, ring_slots, queries.device)
+    write = None
+    if ring_rows:
+        write = RingWrite(_ids(ring_rows, queries.device), _ids(ring_slots, queries.device))
     plan = StepPlan(prefills, decodes, queries, write, observer)
     return Packed(ordered, tokens, positions, rows, plan)
-
-
-def _order(session: EmbeddedSession) -> tuple[bool, int, int]:
-    return len(session.pending) > 1, session.cache.pool.capacity, session.cache.slot
-
-
-def _ring_write(rows: list[int], slots: list[int], device: torch.device) -> RingWrite | None:
-    if not rows:
-        return None
-    return RingWrite(_ids(rows, device), _ids(slots, device))
 
 
 def _attention_plan(
@@ -94,8 +80,9 @@ def _attention_plan(
         zip(sessions, rows, strict=True), key=lambda item: (item[1] == 1, id(item[0].cache.pool))
     ):
         group = list(members)
-        if single and _is_dense([session for session, _ in group]):
-            decodes.append(_decode_group([session for session, _ in group], start))
+        neighbours = [session for session, _ in group]
+        if single and _is_dense(neighbours):
+            decodes.append(_decode_group(neighbours, start))
             start += len(group)
             continue
         for session, n in group:
@@ -123,16 +110,8 @@ def _decode_group(sessions: Sequence[EmbeddedSession], start: int) -> DecodeGrou
     hidden = torch.arange(tokens, device=device) >= _ids(ends, device)[:, None]
     mask = torch.zeros(hidden.shape, dtype=pool.keys.dtype, device=device)
     mask.masked_fill_(hidden, float("-inf"))
-    return DecodeGroup(
-        pool=pool,
-        start=start,
-        slots=_ids(slots, device),
-        lengths=_ids(lengths, device),
-        first=first,
-        last=last,
-        tokens=tokens,
-        mask=mask[:, None, None],
-    )
+    ids, rows = _ids(slots, device), _ids(lengths, device)
+    return DecodeGroup(pool, start, ids, rows, first, last, tokens, mask[:, None, None])
 
 
 def _ids(values: list[int], device: torch.device) -> Tensor:

@@ -24,26 +24,16 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    with_sums: bool = False
-    """Whether every row carries the attention it has got."""
+    with_sums: bool = False  # whether every row carries the attention it has got
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values one token takes over all layers and heads."""
+        """Keys and values of one token over all layers and heads."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class CachePool:
-    """Slots of one capacity.
-
-    Attributes
-    ----------
-    keys, values : Tensor [slots, layers, kv_heads, capacity, head_dim]
-    positions : Tensor [slots, layers, kv_heads, capacity], int64
-        Original position of each row.
-    sums : Tensor [slots, layers, kv_heads, capacity], float32
-        Attention each row has got; of capacity 0 if the shape is without sums.
-    """
+    """Slots of one capacity."""
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.shape = shape
@@ -53,12 +43,11 @@ class CachePool:
 
     @property
     def slots(self) -> int:
-        """Slots allocated."""
         return self.keys.shape[0]
 
     def take(self) -> int:
         """Take the lowest free slot, doubling the pool if there is none."""
-        slot = next((i for i in range(self.slots) if i not in self._used), self.slots)
+        slot = next(i for i in range(self.slots + 1) if i not in self._used)
         if slot == self.slots:
             self._resize(max(1, 2 * self.slots))
         self._used.add(slot)
@@ -72,21 +61,16 @@ class CachePool:
             self._resize(needed)
 
     def _allocate(self, slots: int) -> None:
-        s = self.shape
+        s, heads = self.shape, (slots, self.shape.layers, self.shape.kv_heads)
         # Zeros, not garbage: a masked row counts 0 times its value, and 0 times NaN is NaN.
-        self.keys = torch.zeros(
-            slots, s.layers, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device
-        )
+        self.keys = torch.zeros(*heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
         self.values = torch.zeros_like(self.keys)
-        self.positions = torch.zeros(
-            slots, s.layers, s.kv_heads, self.capacity, dtype=torch.int64, device=s.device
-        )
-        rows = self.capacity if s.with_sums else 0
-        self.sums = torch.zeros(slots, s.layers, s.kv_heads, rows, device=s.device)
+        # Original position of each row, and the attention it has got, if the shape has sums.
+        self.positions = torch.zeros(*heads, self.capacity, dtype=torch.int64, device=s.device)
+        self.sums = torch.zeros(*heads, self.capacity if s.with_sums else 0, device=s.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that belongs to rows."""
         return self.keys, self.values, self.positions, self.sums
 
     def _resize(self, slots: int) -> None:
@@ -115,5 +99,4 @@ class CachePools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values over all pools."""
         return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())

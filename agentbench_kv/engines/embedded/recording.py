@@ -12,14 +12,7 @@ from agentbench_kv.methods.views import Selection
 
 
 class SessionLog(Observer):
-    """Keeps the tokens of one session, in the order they are fed.
-
-    Attributes
-    ----------
-    tokens, phases : list of int
-    decoded : list of bool
-        Whether the model generated the token.
-    """
+    """Keeps the tokens of one session, in the order they are fed."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -43,7 +36,6 @@ class SessionLog(Observer):
         self.decoded += generated
 
     def clear(self) -> None:
-        """Forget everything."""
         self.tokens.clear()
         self.phases.clear()
         self.decoded.clear()
@@ -55,43 +47,30 @@ class SessionLog(Observer):
 
 
 class QkvRecorder(SessionLog):
-    """Keeps queries, keys and values of one session on the CPU.
-
-    Parameters
-    ----------
-    layers : sequence of int
-        Which layers.
-    heads : sequence of int
-        Which KV heads, each with the query heads of its group.
-    dtype : torch.dtype
-        To store.
-    """
+    """Keeps queries, keys and values of one session on the CPU: some layers, some KV heads."""
 
     def __init__(self, layers: Sequence[int], heads: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         self.layers = tuple(layers)
         self.heads = tuple(heads)
         self.dtype = dtype
-        self._parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self._parts: dict[int, list[list[Tensor]]] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         super().clear()
         self._parts = {layer: [] for layer in self.layers}
 
     def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Copy a chunk's rows of the chosen heads."""
         if layer not in self._parts:
             return
         group = query.shape[0] // key.shape[0]
         queries = [head * group + i for head in self.heads for i in range(group)]
         parts = (query[queries], key[list(self.heads)], value[list(self.heads)])
-        first, second, third = (part.detach().to("cpu", self.dtype) for part in parts)
-        self._parts[layer].append((first, second, third))
+        self._parts[layer].append([part.detach().to("cpu", self.dtype) for part in parts])
 
     def arrays(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Q [layers, q_heads, tokens, head_dim], K and V [layers, kv_heads, ...]."""
+        """Q [layers, q_heads, tokens, head_dim], K and V [layers, kv_heads, ...]."""
         stacked = [
             torch.stack([torch.cat([part[i] for part in self._parts[n]], 1) for n in self.layers])
             for i in range(3)
@@ -100,13 +79,7 @@ class QkvRecorder(SessionLog):
 
 
 class EventLog(SessionLog):
-    """Hands every event of one session to a function.
-
-    Parameters
-    ----------
-    keep : callable
-        Called with logical length, positions [layers, kv_heads, live] in cache order, selection.
-    """
+    """Hands every event to `keep`: logical length, positions in cache order, selection."""
 
     def __init__(self, keep: Callable[[int, Tensor, Selection], None]) -> None:
         super().__init__()
@@ -115,6 +88,5 @@ class EventLog(SessionLog):
     def on_selection(
         self, session: str, logical: int, positions: Tensor, selection: Selection
     ) -> None:
-        """Pass the event on."""
         del session
         self._keep(logical, positions, selection)

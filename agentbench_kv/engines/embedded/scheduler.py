@@ -7,14 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import FinishReason, PhaseLabeller
-from agentbench_kv.engines.embedded.errands import Errand
+from agentbench_kv.engines.embedded.errands import Command
 from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
@@ -45,16 +46,7 @@ class Scheduler:
     """Admits generations against a memory limit and steps all of them together.
 
     Chunk boundaries depend on a session's own tokens only, never on who else is running, so that a
-    session's result does not depend on its company.
-
-    Parameters
-    ----------
-    model : LoadedModel
-    method : Method
-    max_live_tokens : int
-        Cached tokens all sessions together may hold.
-    recorder : Recorder, optional
-    observer : Observer, optional
+    session's result does not depend on the sessions computed with it.
     """
 
     def __init__(
@@ -73,19 +65,12 @@ class Scheduler:
         self._recorder = recorder
         self._observer = observer
         self.pools = CachePools(shape)
-        self._queries = QueryBuffer(
-            method.query_plan(),
-            shape.layers,
-            model.query_heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            shape.device,
-        )
+        heads = (shape.layers, model.query_heads, shape.kv_heads, shape.head_dim)
+        self._queries = QueryBuffer(method.query_plan(), *heads, shape.dtype, shape.device)
         # Keys of a RoPE that changes with the length cannot be moved to other positions.
         self._frequencies = None if model.rope_type in MOVING_ROPE else model.frequencies
         self._leaving: list[EmbeddedSession] = []
-        self._errands: deque[Errand] = deque()
+        self._commands: deque[Command] = deque()
         self._work = threading.Condition()
         self._waiting: deque[EmbeddedGeneration] = deque()
         self._running: list[EmbeddedGeneration] = []
@@ -95,7 +80,6 @@ class Scheduler:
         self._thread.start()
 
     def open(self, name: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         with self._work:
             if name in self._sessions:
                 raise KVBenchError(f"session {name} is open already")
@@ -104,12 +88,11 @@ class Scheduler:
             )
 
     def get(self, name: str) -> EmbeddedSession:
-        """Return an open session; KeyError if there is none."""
         with self._work:
             return self._sessions[name]
 
     def remove(self, name: str) -> EmbeddedSession:
-        """Forget a session and let its memory go; a generation of it in flight is cancelled."""
+        """Forget a session and free its memory; a generation of it in flight is cancelled."""
         with self._work:
             session = self._sessions.pop(name)
             for generation in (*self._running, *self._waiting):
@@ -120,44 +103,27 @@ class Scheduler:
         return session
 
     def submit(self, generation: EmbeddedGeneration) -> None:
-        """Queue a generation."""
         with self._work:
             if self._stopping:
                 raise KVBenchError("the engine has been shut down")
             self._waiting.append(generation)
             self._work.notify()
 
-    def between_turns(self, name: str, work: Callable[[EmbeddedSession], T], more: int = 0) -> T:
-        """Run `work` on a session's cache, on the engine's thread; return what it returns.
-
-        Parameters
-        ----------
-        name : str
-            A session that is not generating.
-        work : callable
-        more : int
-            Rows it adds to the cache.
-
-        Raises
-        ------
-        KVBenchError
-            If the session is generating or the engine has been shut down.
-        CapacityError
-            If there is no room for the rows.
-        """
-        errand: Errand = Errand(self.get(name), work, more)
+    def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
+        """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
+        session = self.get(name)
+        command = Command(session, partial(work, session, *args), more)
         with self._work:
             if self._stopping:
                 raise KVBenchError("the engine has been shut down")
-            if any(g.session is errand.session for g in (*self._running, *self._waiting)):
+            if any(g.session is session for g in (*self._running, *self._waiting)):
                 raise KVBenchError(f"session {name} is generating")
-            self._errands.append(errand)
+            self._commands.append(command)
             self._work.notify()
-        result: T = errand.done.result()
+        result: T = command.done.result()
         return result
 
     def stop(self) -> None:
-        """End the thread; running generations are cancelled."""
         with self._work:
             self._stopping = True
             self._work.notify()
@@ -180,23 +146,17 @@ class Scheduler:
                     self._cancel_all()
                     return False
                 self._drop_cancelled()
-                self._run_errands()
+                self._run_commands()
                 self._free_closed()
                 while self._waiting and self._fits(self._waiting[0]):
-                    self._running.append(self._start(self._waiting.popleft()))
+                    generation = self._waiting.popleft()
+                    generation.session.reserved = self._need(generation)
+                    generation.session.begin_turn()
+                    self._running.append(generation)
                 if self._running:
                     return True
                 self._refuse_stuck()
-                if not self._waiting:
-                    self._work.wait()
-                elif not self._running:
-                    self._work.wait(0.05)
-
-    def _start(self, generation: EmbeddedGeneration) -> EmbeddedGeneration:
-        session = generation.session
-        session.reserved = self._need(generation)
-        session.begin_turn()
-        return generation
+                self._work.wait(0.05 if self._waiting else None)
 
     def _need(self, generation: EmbeddedGeneration) -> int:
         """Rows the session may hold before it ends or an event frees some."""
@@ -219,13 +179,12 @@ class Scheduler:
         holders = {s.name for s in self._sessions.values() if s.reserved}
         if holders <= stuck:
             generation = self._waiting.popleft()
-            generation.fail(
-                CapacityError(
-                    f"the KV cache holds {self.max_live_tokens} tokens, session "
-                    f"{generation.session.name} needs {self._need(generation)} beside the others; "
-                    "lower --concurrency, the budget or max tokens"
-                )
+            name, need = generation.session.name, self._need(generation)
+            problem = (
+                f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs {need} "
+                "beside the others; lower --concurrency, the budget or max tokens"
             )
+            generation.fail(CapacityError(problem))
 
     def _free_closed(self) -> None:
         """Free closed sessions here: only this thread may touch the pools."""
@@ -234,22 +193,20 @@ class Scheduler:
             self._leaving.remove(session)
             session.free()
 
-    def _run_errands(self) -> None:
-        """Do what was asked for between turns: only this thread may touch the pools."""
-        while self._errands:
-            errand = self._errands.popleft()
-            session = errand.session
+    def _run_commands(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            session = command.session
             others = sum(s.reserved for s in self._sessions.values() if s is not session)
-            if errand.more and others + session.cache.length + errand.more > self.max_live_tokens:
-                errand.done.set_exception(
-                    CapacityError(
-                        f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
-                        f"{errand.more} more of session {session.name}"
-                    )
+            if command.more and others + session.cache.length + command.more > self.max_live_tokens:
+                problem = (
+                    f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
+                    f"{command.more} more of session {session.name}"
                 )
-                continue
-            errand.run()
-            session.reserved = session.cache.length
+                command.done.set_exception(CapacityError(problem))
+            else:
+                command.run()
+                session.reserved = session.cache.length
 
     def _drop_cancelled(self) -> None:
         for generation in [g for g in self._waiting if g.cancelled]:
@@ -259,14 +216,14 @@ class Scheduler:
     def _cancel_all(self) -> None:
         for generation in (*self._running, *self._waiting):
             generation.finish(FinishReason.CANCELLED)
-        for errand in self._errands:
-            errand.done.set_exception(KVBenchError("the engine has been shut down"))
+        for command in self._commands:
+            command.done.set_exception(KVBenchError("the engine has been shut down"))
         self._running.clear()
         self._waiting.clear()
-        self._errands.clear()
+        self._commands.clear()
 
     def _plan(self) -> list[EmbeddedGeneration]:
-        """Choose who takes part in the next forward: all that decode, prefills while they fit."""
+        """Choose the next forward's generations: all that decode, prefills while they fit."""
         batch: list[EmbeddedGeneration] = []
         room = STEP_TOKENS
         for generation in self._running:
@@ -279,7 +236,7 @@ class Scheduler:
     def _step(self, batch: list[EmbeddedGeneration]) -> None:
         started = time.perf_counter()
         logits, ready = self._forward(batch)
-        best = logits.argmax(-1).tolist()
+        best = logits.argmax(-1).tolist()  # waits for the device, once a step
         self.times.forward_s += time.perf_counter() - started
         self.times.steps += 1
         for row, generation in enumerate(ready):
@@ -325,7 +282,10 @@ class Scheduler:
         generation.push(token)
         reason = self._finish_reason(generation, token)
         if reason is not None:
-            self._finish(generation, reason)
+            if session.schedule.after_turn(session.cache.length, session.fed):
+                self._compress(session)
+            self._retire(generation)
+            generation.finish(reason)
 
     def _finish_reason(self, generation: EmbeddedGeneration, token: int) -> FinishReason | None:
         sampling = generation.sampling
@@ -338,13 +298,6 @@ class Scheduler:
         if generation.session.logical >= self._model.context_limit:
             return FinishReason.CONTEXT_LIMIT
         return None
-
-    def _finish(self, generation: EmbeddedGeneration, reason: FinishReason) -> None:
-        session = generation.session
-        if session.schedule.after_turn(session.cache.length, session.fed):
-            self._compress(session)
-        self._retire(generation)
-        generation.finish(reason)
 
     def _retire(self, generation: EmbeddedGeneration) -> None:
         with self._work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,24 +27,16 @@ class Recorder(Protocol):
 
     def on_logits(self, session: str, logical: int, logits: Tensor) -> None:
         """See the logits [vocab] that predict logical position `logical`."""
-        ...
 
     def on_event(self, session: str, logical: int, kept_positions: Tensor) -> None:
         """See what an event or a restored block left, as original positions [layers, kv_heads, n].
 
-        Rows before `logical` that are not in it are invisible to every later query, until a later
-        call has them again.
+        Earlier rows that are not in it are invisible to later queries until a call has them again.
         """
-        ...
 
 
 class EmbeddedSession:
-    """State of one session.
-
-    `fed` counts tokens the model has seen: the next logical position. The newest generated token is
-    pending until its own forward, so `logical` may exceed `fed`. `generated` holds the positions of
-    all the model wrote. `frequencies` are None if the model's RoPE changes with the length.
-    """
+    """State of one session; the newest generated token is pending until its own forward."""
 
     def __init__(
         self,
@@ -61,17 +54,17 @@ class EmbeddedSession:
         self.queries = QueryStore(queries)
         self.schedule = Schedule(method)
         self.pending: deque[tuple[int, Phase]] = deque()
-        self.fed = 0
-        self.prompt = 0
+        self.fed = 0  # tokens the model has seen: the next logical position
+        self.prompt = 0  # tokens of the first prefill
         self.prompt_pending = 0
         self.prefilling = False
-        self.generated: set[int] = set()
+        self.generated: set[int] = set()  # positions of all the model wrote
         self._phases: list[int] = []
-        self.frequencies = frequencies
+        self.frequencies = frequencies  # None if the model's RoPE changes with the length
         self.packed_frequencies = frequencies if method.positions == "cache" else None
-        self._rope: list[int] = []
+        self._rope: list[int] = []  # RoPE position of every token seen
         self._next = 0
-        self.reserved = 0
+        self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self._stats = KVStats()
 
@@ -82,21 +75,13 @@ class EmbeddedSession:
 
     @property
     def next_position(self) -> int:
-        """RoPE position of the next token to feed."""
         return self._next if self.packed_frequencies is None else self.cache.length
 
-    @property
-    def decoded(self) -> int:
-        """Tokens generated so far."""
-        return self._stats.decode_tokens
-
     def extend(self, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Queue prompt tokens."""
         self.pending.extend(zip(tokens, phases, strict=True))
         self.prompt_pending += len(tokens)
 
     def begin_turn(self) -> None:
-        """Count the queued prompt tokens as one prefill."""
         stats = self._stats
         stats.prefill_tokens += self.prompt_pending
         stats.longest_prefill = max(stats.longest_prefill, self.prompt_pending)
@@ -105,19 +90,16 @@ class EmbeddedSession:
         self.prompt_pending = 0
 
     def take(self, limit: int) -> list[tuple[int, Phase]]:
-        """Take up to `limit` pending tokens for a forward."""
         taken = [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
         self._phases += [int(phase) for _, phase in taken]
         return taken
 
     def fed_rows(self, rows: int, decoding: bool) -> None:
-        """Account for a forward that wrote `rows` rows into the cache."""
         self.cache.advance(self.fed, rows)
         self.fed += rows
         self._rope += range(self._next, self._next + rows)
         self._next += rows
-        live = self.cache.length
-        stats = self._stats
+        stats, live = self._stats, self.cache.length
         stats.peak_live = max(stats.peak_live, live)
         if decoding:
             stats.bytes_read += live * self.cache.shape.bytes_per_token
@@ -130,7 +112,6 @@ class EmbeddedSession:
         self._stats.decode_kv_sum += self.cache.length
 
     def compress(self, recorder: Recorder | None = None, observer: Observer | None = None) -> None:
-        """Run one event: select, compact, account."""
         before = self.cache.length
         selection = self.method.select(
             self.cache.layer_views(),
@@ -143,53 +124,43 @@ class EmbeddedSession:
             live = self.cache.positions[:, :, :before]
             observer.on_selection(self.name, self.fed, live, selection)
         moved = self.cache.keep(selection.kept, self.packed_frequencies)
-        self.end_moved(before)
-        self.count_event(before, moved)
-        if recorder is not None:
-            kept = self.cache.positions[:, :, : self.cache.length].clone()
-            recorder.on_event(self.name, self.fed, kept)
+        self.end_event(before, moved, recorder)
 
-    def end_moved(self, before: int) -> None:
-        """Turn the kept queries along if the end of the cache is another position now."""
-        if self.packed_frequencies is not None:
-            self.queries.shift(self.cache.length - before, self.packed_frequencies)
-
-    def count_event(self, before: int, moved: int) -> None:
-        """Account for rows that left a cache of `before` tokens."""
+    def end_event(self, before: int, moved: int, recorder: Recorder | None) -> None:
+        """Account for rows that left, or came back to, a cache of `before` tokens."""
         stats, live = self._stats, self.cache.length
-        stats.evicted += before - live
+        if self.packed_frequencies is not None:
+            # The end of the cache is another position now: the kept queries turn along.
+            self.queries.shift(live - before, self.packed_frequencies)
         stats.rows_moved += moved
-        stats.events.append(KVEvent(stats.decode_tokens, self.fed, before, live, moved))
-
-    def count_restored(self, tokens: int, moved: int) -> None:
-        """Account for tokens that came back."""
-        stats = self._stats
-        stats.restored += tokens
-        stats.rows_moved += moved
-        stats.peak_live = max(stats.peak_live, self.cache.length)
+        if live > before:
+            stats.restored += live - before
+            stats.peak_live = max(stats.peak_live, live)
+        else:
+            stats.evicted += before - live
+            stats.events.append(KVEvent(stats.decode_tokens, self.fed, before, live, moved))
+        if recorder is not None:
+            recorder.on_event(self.name, self.fed, self.cache.positions[:, :, :live].clone())
 
     def rope_positions(self, start: int, rows: Tensor) -> list[int]:
-        """Return the RoPE positions of cached tokens: logical ones from `start`, in `rows`."""
+        """RoPE positions of cached tokens: logical ones from `start`, in `rows`."""
         if self.packed_frequencies is not None:
-            places: list[int] = rows.tolist()
-            return places
+            positions: list[int] = rows.tolist()
+            return positions
         return self._rope[start : start + len(rows)]
 
-    def spot_for(self, places: list[int], at: int | None) -> tuple[list[int], int]:
-        """Return RoPE positions and first row where tokens of some positions may come back.
+    def restore_target(self, positions: list[int], at: int | None) -> tuple[list[int], int]:
+        """RoPE positions and first row where tokens saved at RoPE `positions` may return.
 
-        Raises
-        ------
-        UsageError
-            If they cannot be there.
+        Raises UsageError if they cannot be there.
         """
-        end, count = self.cache.length, len(places)
+        end, count = self.cache.length, len(positions)
         if self.packed_frequencies is not None:
             if at not in (None, end):
                 raise UsageError("where positions are the cache's, blocks come back at its end")
             return list(range(end, end + count)), end
-        targets = places if at is None else list(range(at, at + count))
-        if targets != places and self.frequencies is None:
+        targets = positions if at is None else list(range(at, at + count))
+        if targets != positions and self.frequencies is None:
             raise UsageError("this model's RoPE changes with the length: its keys cannot be moved")
         taken = [self._rope[label] for label in self.cache.positions[0, 0, :end].tolist()]
         row = bisect_left(taken, targets[0])
@@ -197,22 +168,20 @@ class EmbeddedSession:
             raise UsageError(f"RoPE positions {targets[0]} to {targets[-1]} are taken")
         return targets, row
 
-    def settle(self, start: int, targets: list[int]) -> None:
-        """Take note of where the tokens from a logical position on came back to."""
+    def restored_at(self, start: int, targets: list[int]) -> None:
+        """Remember where the tokens from logical position `start` on came back to."""
         self._rope[start : start + len(targets)] = targets
         self._next = max(self._next, targets[-1] + 1)
 
     def free(self) -> None:
-        """Give cache and rings back; the session is unusable afterwards."""
         self.cache.free()
         self.queries.free()
 
     def stats(self) -> KVStats:
-        """Return a snapshot of the accounting."""
-        snapshot = KVStats(**vars(self._stats))
-        snapshot.events = list(self._stats.events)
-        snapshot.logical = self.logical
-        snapshot.live = self.cache.length
-        if self.method.compresses:
-            snapshot.budget = self.method.budget_at(self.fed)
-        return snapshot
+        return replace(
+            self._stats,
+            events=list(self._stats.events),
+            logical=self.logical,
+            live=self.cache.length,
+            budget=self.method.budget_at(self.fed) if self.method.compresses else None,
+        )

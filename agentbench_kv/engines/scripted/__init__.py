@@ -6,12 +6,12 @@ model does. Nothing is computed and nothing is ever evicted.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
@@ -29,13 +29,9 @@ from agentbench_kv.engines.base import (
 from agentbench_kv.engines.options import EngineOptions, ScriptSource
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, unknown_name
 
-__all__ = ["ScriptedEngine", "ScriptedGeneration"]
-
-
 AGENTS = ("gold", "corrupt", "null")
 EXHAUSTED = "Done."
-# Scripts are not a model: their length is the task's business.
-_CONTEXT_LIMIT = 1 << 24
+_CONTEXT_LIMIT = 1 << 24  # scripts are not a model: their length is up to the task
 
 
 @dataclass
@@ -51,19 +47,8 @@ class ScriptedEngine(Engine):
     """Replays texts as token ids; the k-th generation of a session id is its k-th text.
 
     The count of a session id goes on when the session is closed and opened again, because that is
-    what a reset does in the middle of a trial.
-
-    Parameters
-    ----------
-    scripts : callable
-        From session id to the assistant texts, in order, without turn ends. Past the last one
-        the engine says `Done.`
-    tokenizer_path : Path
-        Folder with the tokenizer.
-    model : str
-        Label for records.
-    context_limit : int
-        Last position + 1 a session may reach.
+    what a reset does in the middle of a trial. `scripts` gives the assistant texts of a session id,
+    in order, without turn ends; past the last one the engine says `Done.`
     """
 
     def __init__(
@@ -87,7 +72,7 @@ class ScriptedEngine(Engine):
             name="scripted",
             model=model,
             model_path=tokenizer_path,
-            model_sha=_sha(tokenizer_path),
+            model_sha=sha256((tokenizer_path / "tokenizer.json").read_bytes()).hexdigest(),
             device="cpu",
             dtype="none",
             context_limit=context_limit,
@@ -96,13 +81,11 @@ class ScriptedEngine(Engine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse what is not a scripted agent."""
         if model not in AGENTS:
             raise unknown_name("scripted agent", model, AGENTS)
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Build the engine over the micro model's tokenizer."""
         if options.scripts is None:
             raise PrerequisiteError(
                 "the scripted engine replays a task's scripts, and there is no task here; "
@@ -114,24 +97,25 @@ class ScriptedEngine(Engine):
         return cls(options.scripts, tokenizer_path=path, model=options.model)
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         with self._lock:
             if session in self._sessions:
                 raise ValueError(f"session {session!r} is open already")
             self._sessions[session] = _Session(labeller)
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens."""
         state = self._sessions[session]
         if len(tokens) != len(phases):
             raise ValueError(f"{len(tokens)} tokens but {len(phases)} phases")
-        self._check_room(state, len(tokens))
+        length = len(state.tokens) + len(tokens)
+        if length > self.info.context_limit:
+            raise ContextLimitError(
+                f"the session would be {length} tokens; the limit is {self.info.context_limit}"
+            )
         state.tokens.extend(tokens)
         state.phases.extend(phases)
         state.pending += len(tokens)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        """Replay the session's next text."""
         state = self._sessions[session]
         with self._lock:
             turn = self._turns[session]
@@ -144,17 +128,13 @@ class ScriptedEngine(Engine):
         return ScriptedGeneration(state, [*ids, *self.info.eos_token_ids[:1]], sampling, room)
 
     def stats(self, session: str) -> KVStats:
-        """Return a snapshot: everything ever seen is live."""
-        stats = self._sessions[session].stats
-        return KVStats(**{**vars(stats), "events": []})
+        return replace(self._sessions[session].stats, events=[])
 
     def close(self, session: str) -> KVStats:
-        """Forget a session's tokens and return its accounting."""
         with self._lock:
             return self._sessions.pop(session).stats
 
     def sessions(self) -> list[str]:
-        """Return the ids of the open sessions."""
         with self._lock:
             return sorted(self._sessions)
 
@@ -163,15 +143,7 @@ class ScriptedEngine(Engine):
         return list(self._sessions[session].tokens)
 
     def phase_log(self, session: str) -> list[Phase]:
-        """Return the phases of those ids as the engine was told them."""
         return list(self._sessions[session].phases)
-
-    def _check_room(self, state: _Session, count: int) -> None:
-        length = len(state.tokens) + count
-        if length > self.info.context_limit:
-            raise ContextLimitError(
-                f"the session would be {length} tokens; the limit is {self.info.context_limit}"
-            )
 
 
 class ScriptedGeneration(Generation):
@@ -182,28 +154,36 @@ class ScriptedGeneration(Generation):
         self._ids = ids
         self._sampling = sampling
         self._room = room
-        self._cancelled = threading.Event()
+        self._cancelled = False
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the text's ids."""
-        self._prefill()
+        state, stats = self._state, self._state.stats
+        stats.prefill_tokens += state.pending
+        stats.longest_prefill = max(stats.longest_prefill, state.pending)
+        state.pending = 0
+        self._count_live()
         for count, token in enumerate(self._ids, start=1):
-            if self._cancelled.is_set():
+            if self._cancelled:
                 self.finish_reason = FinishReason.CANCELLED
                 return
             if count > self._room:
                 self.finish_reason = FinishReason.CONTEXT_LIMIT
                 return
-            self._decode(token)
+            state.tokens.append(token)
+            state.phases.append(state.labeller.label(token))
+            stats.decode_tokens += 1
+            stats.decode_kv_sum += len(state.tokens)
+            self._count_live()
+            self.last_token_s = time.perf_counter() - self._start
+            self.first_token_s = self.first_token_s or self.last_token_s
             self.finish_reason = self._reason(token, count)
             yield token
             if self.finish_reason is not None:
                 return
 
     def cancel(self) -> None:
-        """Stop after the token in flight."""
-        self._cancelled.set()
+        self._cancelled = True
 
     def _reason(self, token: int, count: int) -> FinishReason | None:
         asked = self._sampling.stop is not None and self._sampling.stop(token)
@@ -211,27 +191,6 @@ class ScriptedGeneration(Generation):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self._sampling.max_tokens else None
 
-    def _prefill(self) -> None:
-        state, stats = self._state, self._state.stats
-        stats.prefill_tokens += state.pending
-        stats.longest_prefill = max(stats.longest_prefill, state.pending)
-        state.pending = 0
-        self._count_live()
-
-    def _decode(self, token: int) -> None:
-        state = self._state
-        state.tokens.append(token)
-        state.phases.append(state.labeller.label(token))
-        state.stats.decode_tokens += 1
-        state.stats.decode_kv_sum += len(state.tokens)
-        self._count_live()
-        self.last_token_s = time.perf_counter() - self._start
-        self.first_token_s = self.first_token_s or self.last_token_s
-
     def _count_live(self) -> None:
-        state = self._state
-        state.stats.logical = state.stats.live = state.stats.peak_live = len(state.tokens)
-
-
-def _sha(path: Path) -> str:
-    return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+        stats = self._state.stats
+        stats.logical = stats.live = stats.peak_live = len(self._state.tokens)
