@@ -14,21 +14,6 @@ from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot
 from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
 from agentbench_kv.adapters.micro.words import HANDLE, NAMES
 
-__all__ = [
-    "COPIED",
-    "EVIDENCE",
-    "LABELS",
-    "MEMORY",
-    "NAME",
-    "NOISE",
-    "PAD",
-    "PROMPT",
-    "TEMPLATE",
-    "Conversation",
-    "auxiliary",
-    "main",
-]
-
 LABELS = (
     "prompt",
     "noise",

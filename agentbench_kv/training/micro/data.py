@@ -30,8 +30,6 @@ from agentbench_kv.training.micro.conversation import (
 )
 from agentbench_kv.training.micro.drills import INVENTED, drill
 
-__all__ = ["Batch", "Encoder", "Mix", "Row", "auxiliary_row", "batch", "episode_row"]
-
 Ints = npt.NDArray[np.int64]
 
 WEIGHTS = np.full(len(LABELS) + 1, 5.0, np.float32)

@@ -25,8 +25,6 @@ from agentbench_kv.adapters.micro.words import (
 )
 from agentbench_kv.training.micro.conversation import LABELS, NOISE, PROMPT, Conversation, Labels
 
-__all__ = ["INVENTED", "drill"]
-
 FIELDS = {TOOL: "port", ACT: "tag", THINK: "plan", RULE: "gate", MEMO: "gate"}
 INVENTED = 0.35
 """Share of plans and tags drawn at random, so that making them anew is no way to recall them."""

@@ -26,8 +26,6 @@ from agentbench_kv.training.micro.data import Encoder, Row, auxiliary_row, episo
 from agentbench_kv.training.micro.model import MicroModel, load_model
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
 
-__all__ = ["Report", "evaluate", "gaps"]
-
 SINKS = 4
 
 

@@ -16,8 +16,6 @@ import torch.nn.functional as F  # noqa: N812  the name all of torch uses
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["MicroConfig", "MicroModel", "load_model", "save_model"]
-
 
 @dataclass(frozen=True)
 class MicroConfig:

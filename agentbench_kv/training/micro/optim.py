@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Muon", "Optimizers"]
-
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised, so that all directions of a matrix learn alike.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES
 from agentbench_kv.training.micro.data import Mix
 
-__all__ = ["RECIPE", "Stage"]
-
 SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
 TASK_1K = PROFILES["recall-1k"]
 

@@ -21,8 +21,6 @@ from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursor
 from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, train_seed
 from agentbench_kv.adapters.micro.words import NAMES, SYLLABLES
 
-__all__ = ["MARKERS", "SPECIALS", "build_tokenizer", "chat_template", "save_tokenizer"]
-
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens that decoding may skip."""
 

@@ -22,8 +22,6 @@ from agentbench_kv.training.micro.optim import Optimizers
 from agentbench_kv.training.micro.stages import Stage
 from agentbench_kv.training.micro.tokenizer import build_tokenizer, save_tokenizer
 
-__all__ = ["Options", "Trainer"]
-
 logger = logging.getLogger(__name__)
 
 WARM_UP = 100
