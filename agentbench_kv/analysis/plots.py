@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.analysis.angles import Angles
-from agentbench_kv.analysis.coverage import ORACLE, Coverage, Row
+from agentbench_kv.analysis.coverage import ORACLE, Coverage, CoverageRow
 from agentbench_kv.analysis.extras import need
 from agentbench_kv.analysis.timeline import Timeline
 from agentbench_kv.analysis.tsne import Embedding
@@ -37,12 +37,7 @@ _BLANK = 1
 def check_plot(path: Path | None) -> None:
     """Check before anything is computed that a picture can be drawn, if one is asked for.
 
-    Raises
-    ------
-    UsageError
-        If the name does not end in `.png` or `.svg`.
-    PrerequisiteError
-        If matplotlib is not installed.
+    UsageError if the name does not end in `.png` or `.svg`, PrerequisiteError without matplotlib.
     """
     if path is None:
         return
@@ -125,7 +120,12 @@ def plot_coverage(coverage: Coverage, path: Path) -> None:
     figure = _figure(3.2 * len(phases), 4)
     panels = figure.subplots(1, len(phases), sharey=True, squeeze=False)[0]
     for axes, phase in zip(panels, phases, strict=True):
-        for label, rows in _lines([row for row in coverage.rows if row.phase == phase]).items():
+        lines: dict[str, list[CoverageRow]] = {}
+        for row in coverage.rows:
+            if row.phase == phase:
+                count = "" if row.representatives is None else f" (q={row.representatives})"
+                lines.setdefault(f"{row.strategy}{count}", []).append(row)
+        for label, rows in lines.items():
             budgets = [row.budget for row in rows]
             values = [float("nan") if row.coverage is None else row.coverage for row in rows]
             style = "--" if label == ORACLE else "-"
@@ -134,14 +134,6 @@ def plot_coverage(coverage: Coverage, path: Path) -> None:
     panels[0].set_ylabel("utility coverage")
     panels[-1].legend(fontsize="small")
     _save(figure, path)
-
-
-def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        count = "" if row.representatives is None else f" (q={row.representatives})"
-        lines.setdefault(f"{row.strategy}{count}", []).append(row)
-    return lines
 
 
 def plot_timeline(timeline: Timeline, path: Path) -> None:
