@@ -6,9 +6,9 @@ their dominant directions. Two spans are compared by the mean of their k princip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import torch
@@ -37,24 +37,19 @@ class Angles:
 
     def cells(self) -> Tensor:
         """Return means per pair of phases, [layers, q_heads, 4, 4]; NaN without a pair."""
-        layers, heads = self.degrees.shape[1:]
-        cells = torch.full((layers, heads, len(Phase), len(Phase)), torch.nan).double()
-        for first, second in combinations_with_replacement(range(len(Phase)), 2):
-            mean = torch.nanmean(self._between(first, second), 0)
-            cells[..., first, second] = cells[..., second, first] = mean
-        return cells
+        return self._means(lambda pairs: torch.nanmean(pairs, 0)).permute(2, 3, 0, 1)
 
     def matrix(self) -> Tensor:
         """Return means per pair of phases, pooled over layers and heads, [4, 4]."""
-        matrix = torch.full((len(Phase), len(Phase)), torch.nan).double()
-        for first, second in combinations_with_replacement(range(len(Phase)), 2):
-            mean = torch.nanmean(self._between(first, second))
-            matrix[first, second] = matrix[second, first] = mean
-        return matrix
+        return self._means(torch.nanmean)
 
-    def _between(self, first: int, second: int) -> Tensor:
-        """Return the angles of the pairs of two phases, the lower first."""
-        return self.degrees[(self.pairs == torch.tensor([first, second])).all(-1)]
+    def _means(self, average: Callable[[Tensor], Tensor]) -> Tensor:
+        """Average the angles of each two phases' pairs of spans, [4, 4, ...]."""
+        means = []
+        for phases in itertools.product(range(len(Phase)), repeat=2):
+            chosen = (self.pairs == torch.tensor(sorted(phases))).all(-1)
+            means.append(average(self.degrees[chosen]))
+        return torch.stack(means).unflatten(0, (len(Phase), len(Phase)))
 
     @property
     def intra(self) -> Tensor:
@@ -127,8 +122,8 @@ def check_same_shape(captures: Sequence[Capture]) -> None:
 def _one_capture(capture: Capture, dimensions: int) -> Angles:
     spans = phase_spans(capture.labels("angles"), dimensions + 1)
     bases = [_basis(capture.q, span, dimensions) for span in spans]
-    pairs = [sorted((one.phase, other.phase)) for one, other in combinations(spans, 2)]
-    degrees = [_mean_angle(one, other) for one, other in combinations(bases, 2)]
+    pairs = [sorted((one.phase, other.phase)) for one, other in itertools.combinations(spans, 2)]
+    degrees = [_mean_angle(one, other) for one, other in itertools.combinations(bases, 2)]
     empty = torch.zeros((0, *capture.q.shape[:2]), dtype=torch.float64)
     return Angles(
         dimensions,

@@ -37,18 +37,9 @@ def check_masked_cache(
 ) -> list[CheckResult]:
     """Drive the embedded engine with `method` and compare it with the masked reference.
 
-    Parameters
-    ----------
-    method : Method
-        Budget included; it must be below the tokens of the turns for events to happen.
-    model : transformers causal LM, optional
-        A tiny random Qwen3 if not given.
-    turns : sequence of Turn, optional
-        `default_turns` if not given; a second session runs at the same time.
-    interval : int
-        Replaces the method's own, so that a short run has events.
-    min_events : int
-        A compressing method with fewer events fails.
+    By default `default_turns` on a tiny random Qwen3; a second session runs at the same time. The
+    budget must be below the tokens of the turns for events to happen, of which a compressing method
+    must have `min_events`; `interval` replaces the method's own, so that a short run has them.
     """
     model = tiny_model() if model is None else model
     vocab = int(model.config.vocab_size)

@@ -117,19 +117,10 @@ def reference_logits(
 ) -> Tensor:
     """Read `tokens` in one pass under a mask per (layer, head); return logits [tokens, vocab].
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Not changed.
-    tokens : sequence of int
-    allowed : Tensor [layers, heads, tokens, tokens] of bool
-        Heads are KV heads, or query heads where each has a cache of its own.
-    capture : ReferenceTensors, optional
-        Filled with what every layer computed.
-    positions : str
-        `logical`: RoPE by the place in the session. `cache`: by the row in the cache.
-    rows : Tensor [layers, heads, tokens, tokens], optional
-        As `cache_rows`, for `cache`. If not given, visible keys lie in the order of the session.
+    `allowed` is [layers, heads, tokens, tokens]; heads are KV heads, or query heads where each has
+    its own cache. `capture` is filled with what every layer computed. With positions `logical` RoPE
+    goes by the place in the session, with `cache` by the row in the cache: `rows` as `cache_rows`
+    gives them, or visible keys in the order of the session.
     """
     from transformers import AttentionInterface
 

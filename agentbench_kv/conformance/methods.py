@@ -20,16 +20,9 @@ from agentbench_kv.registry import make_method
 def check_method(
     method: str | type[Method] | Method, budget: int | None = None, seeds: Sequence[int] = (0, 1, 2)
 ) -> list[CheckResult]:
-    """Check the properties of one method.
+    """Check the properties of one method, on a random cache per seed.
 
-    Parameters
-    ----------
-    method : str, class or Method
-        `name` or `name@preset` of a registered method, a class, or a method already built.
-    budget : int, optional
-        Tokens to keep; 16 above what the method always keeps if not given.
-    seeds : sequence of int
-        Random caches to try.
+    The method is as `build_method` takes it, `name` or `name@preset` if it is registered.
     """
     built = calibrated(build_method(method, budget))
     if not built.compresses:

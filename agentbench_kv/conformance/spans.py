@@ -38,14 +38,8 @@ def check_spans(
 ) -> list[CheckResult]:
     """Drive the embedded engine under a span-level method and check what it did.
 
-    Parameters
-    ----------
-    method : SpanMethod
-        Budget included; it must be below the tokens of the turns for blocks to leave.
-    model : transformers causal LM, optional
-        A tiny random Qwen3 if not given.
-    turns : sequence of Turn, optional
-        `default_turns` if not given.
+    By default `default_turns` on a tiny random Qwen3. The budget must be below the tokens of the
+    turns for blocks to leave.
     """
     model = tiny_model(layers=2) if model is None else model
     turns = list(turns or default_turns(int(model.config.vocab_size)))

@@ -15,24 +15,11 @@ from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursor
 from agentbench_kv.adapters.micro.words import HANDLE, NAMES
 
 LABELS = (
-    "prompt",
-    "noise",
-    "template",
-    "name",
-    "memory",
-    "copied",
-    "think/derived",
-    "act/derived",
-    "tool/local",
-    "think/recurring",
-    "act/recurring",
-    "tool/recurring",
-    "others/recurring",
-    "think/one_shot",
-    "act/one_shot",
-    "tool/one_shot",
-    "others/one_shot",
-)
+    "prompt", "noise", "template", "name", "memory", "copied",
+    "think/derived", "act/derived", "tool/local",
+    "think/recurring", "act/recurring", "tool/recurring", "others/recurring",
+    "think/one_shot", "act/one_shot", "tool/one_shot", "others/one_shot",
+)  # fmt: skip
 """What a token is: given, given and random, the agent's format, a name it picks, the auxiliary
 answer, a code it repeats, or a code it recalls, by source and kind."""
 
