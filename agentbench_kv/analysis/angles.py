@@ -49,7 +49,7 @@ class Angles:
         for phases in itertools.product(range(len(Phase)), repeat=2):
             chosen = (self.pairs == torch.tensor(sorted(phases))).all(-1)
             means.append(average(self.degrees[chosen]))
-        return torch.stack(means).unflatten(0, (len(Phase), len(Phase)))
+        return torch.stack(means).reshape(len(Phase), len(Phase), *means[0].shape)
 
     @property
     def intra(self) -> Tensor:

@@ -10,7 +10,7 @@ _PACKAGES = {"matplotlib": ("plots need", "matplotlib"), "sklearn": ("tsne needs
 
 
 def need(module: str) -> None:
-    """Raise a PrerequisiteError with the command that installs an optional package."""
+    """Raise a PrerequisiteError with the command to install a package that is absent."""
     if find_spec(module) is None:
         purpose, package = _PACKAGES[module]
         raise PrerequisiteError(

@@ -96,7 +96,7 @@ def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> 
     points = torch.from_numpy(model.fit_transform(vectors))
     phases = capture.labels("tsne")[rows]
     silhouette = None
-    if 2 <= len(phases.unique()) < len(phases):
+    if 2 <= len(set(phases.tolist())) < len(phases):
         silhouette = float(silhouette_score(vectors, phases.numpy()))
     return Embedding(
         layer,
