@@ -6,9 +6,9 @@ their dominant directions. Two spans are compared by the mean of their k princip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.numbers import listed
-from agentbench_kv.analysis.spans import Span, phase_spans
+from agentbench_kv.analysis.spans import PhaseSpan, phase_spans
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.phases import PHASE_NAMES, Phase
 
@@ -27,47 +27,29 @@ _RANK_TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Angles:
-    """Mean principal angles of all pairs of spans.
+    """Mean principal angles of all pairs of spans."""
 
-    Attributes
-    ----------
-    dimensions : int
-        Directions per span.
-    spans : int
-        Spans that are long enough.
-    pairs : Tensor [pairs, 2], int64
-        Phases of the two spans, the lower first.
-    degrees : Tensor [pairs, layers, q_heads], float64
-        NaN where a span has fewer independent directions than `dimensions`.
-    """
-
-    dimensions: int
-    spans: int
-    pairs: Tensor
+    dimensions: int  # directions per span
+    spans: int  # those that are long enough
+    pairs: Tensor  # phases of the two spans, the lower first, [pairs, 2]
+    # float64 [pairs, layers, q_heads]; NaN where a span has fewer independent directions.
     degrees: Tensor
 
     def cells(self) -> Tensor:
         """Return means per pair of phases, [layers, q_heads, 4, 4]; NaN without a pair."""
-        layers, heads = self.degrees.shape[1:]
-        cells = torch.full((layers, heads, len(Phase), len(Phase)), torch.nan).double()
-        for first in range(len(Phase)):
-            for second in range(first, len(Phase)):
-                mean = torch.nanmean(self.degrees[self.between(first, second)], 0)
-                cells[..., first, second] = cells[..., second, first] = mean
-        return cells
-
-    def between(self, first: int, second: int) -> Tensor:
-        """Mark the pairs [pairs] of two phases, the lower first."""
-        return (self.pairs == torch.tensor([first, second])).all(-1)
+        return self._means(lambda pairs: torch.nanmean(pairs, 0)).permute(2, 3, 0, 1)
 
     def matrix(self) -> Tensor:
         """Return means per pair of phases, pooled over layers and heads, [4, 4]."""
-        matrix = torch.full((len(Phase), len(Phase)), torch.nan).double()
-        for first in range(len(Phase)):
-            for second in range(first, len(Phase)):
-                mean = torch.nanmean(self.degrees[self.between(first, second)].flatten(), 0)
-                matrix[first, second] = matrix[second, first] = mean
-        return matrix
+        return self._means(torch.nanmean)
+
+    def _means(self, average: Callable[[Tensor], Tensor]) -> Tensor:
+        """Average the angles of each two phases' pairs of spans, [4, 4, ...]."""
+        means = []
+        for phases in itertools.product(range(len(Phase)), repeat=2):
+            chosen = (self.pairs == torch.tensor(sorted(phases))).all(-1)
+            means.append(average(self.degrees[chosen]))
+        return torch.stack(means).reshape(len(Phase), len(Phase), *means[0].shape)
 
     @property
     def intra(self) -> Tensor:
@@ -82,6 +64,8 @@ class Angles:
     def document(self) -> dict[str, Any]:
         """Return everything but the single pairs, as JSON data; angles in degrees."""
         inter, intra = torch.nanmean(self.inter, 0), torch.nanmean(self.intra, 0)
+        # The share of (layer, head)s whose inter-phase mean is above the intra-phase one.
+        larger = (inter > intra).double().masked_fill((inter + intra).isnan(), torch.nan)
         return {
             "analysis": "angles",
             "unit": "degrees",
@@ -90,9 +74,9 @@ class Angles:
             "spans": self.spans,
             "inter_pairs": len(self.inter),
             "intra_pairs": len(self.intra),
-            "inter_mean": listed(torch.nanmean(self.inter.flatten(), 0)),
-            "intra_mean": listed(torch.nanmean(self.intra.flatten(), 0)),
-            "larger_inter_share": listed(_share_larger(inter, intra)),
+            "inter_mean": listed(torch.nanmean(self.inter)),
+            "intra_mean": listed(torch.nanmean(self.intra)),
+            "larger_inter_share": listed(torch.nanmean(larger)),
             "matrix": listed(self.matrix()),
             "inter": listed(inter),
             "intra": listed(intra),
@@ -100,26 +84,11 @@ class Angles:
         }
 
 
-def _share_larger(inter: Tensor, intra: Tensor) -> Tensor:
-    """Return the share of (layer, head)s whose inter-phase mean is above the intra-phase one."""
-    larger = (inter > intra).double()
-    return torch.nanmean(larger.masked_fill((inter + intra).isnan(), torch.nan).flatten(), 0)
-
-
 def phase_angles(captures: Sequence[Capture], dimensions: int = DIMENSIONS) -> Angles:
-    """Compare all pairs of spans within each capture.
+    """Compare all pairs of spans within each capture; captures are of one model.
 
-    Parameters
-    ----------
-    captures : sequence of Capture
-        Of one model: layers and heads agree.
-    dimensions : int
-        k, directions per span. A span needs more tokens than that, as centring takes one away.
-
-    Raises
-    ------
-    UsageError
-        If a capture has no phases, or there are not two long spans in any.
+    `dimensions` is k, the directions per span; a span needs more tokens than that, as centring
+    takes one away. UsageError if a capture has no phases, or none has two long spans.
     """
     check_same_shape(captures)
     head_dim = captures[0].q.shape[-1]
@@ -141,13 +110,7 @@ def phase_angles(captures: Sequence[Capture], dimensions: int = DIMENSIONS) -> A
 
 
 def check_same_shape(captures: Sequence[Capture]) -> None:
-    """Check that captures can be pooled.
-
-    Raises
-    ------
-    UsageError
-        If layers, heads or head dimension differ.
-    """
+    """Raise a UsageError unless captures can be pooled."""
     shapes = {(c.layers, c.q_heads, c.kv_heads, c.q.shape[-1]) for c in captures}
     if len(shapes) > 1:
         raise UsageError(
@@ -159,20 +122,18 @@ def check_same_shape(captures: Sequence[Capture]) -> None:
 def _one_capture(capture: Capture, dimensions: int) -> Angles:
     spans = phase_spans(capture.labels("angles"), dimensions + 1)
     bases = [_basis(capture.q, span, dimensions) for span in spans]
-    pairs, degrees = [], []
-    for i, j in combinations(range(len(spans)), 2):
-        pairs.append(sorted((spans[i].phase, spans[j].phase)))
-        degrees.append(_mean_angle(bases[i], bases[j]))
-    shape = (0, *capture.q.shape[:2])
+    pairs = [sorted((one.phase, other.phase)) for one, other in itertools.combinations(spans, 2)]
+    degrees = [_mean_angle(one, other) for one, other in itertools.combinations(bases, 2)]
+    empty = torch.zeros((0, *capture.q.shape[:2]), dtype=torch.float64)
     return Angles(
         dimensions,
         len(spans),
         torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
-        torch.stack(degrees) if degrees else torch.zeros(shape, dtype=torch.float64),
+        torch.stack(degrees) if degrees else empty,
     )
 
 
-def _basis(queries: Tensor, span: Span, dimensions: int) -> Tensor:
+def _basis(queries: Tensor, span: PhaseSpan, dimensions: int) -> Tensor:
     """Return the dominant directions [layers, q_heads, head_dim, k]; NaN if there are fewer.
 
     Eigenvectors of the covariance are the right singular vectors of the rows, at a cost that does

@@ -6,7 +6,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,44 +36,22 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class Archive:
-    """What a file holds.
+    """What a file holds."""
 
-    Attributes
-    ----------
-    arrays : dict of Tensor
-        The arrays that were asked for and are there. Of a safetensors file they are memory-mapped.
-    names : tuple of str
-        All arrays of the file.
-    meta : dict
-        The JSON note; empty if the file has none.
-    """
-
-    arrays: dict[str, Tensor]
-    names: tuple[str, ...]
-    meta: dict[str, Any]
+    arrays: dict[str, Tensor]  # those asked for; of a safetensors file they are memory-mapped
+    names: tuple[str, ...]  # all arrays of the file
+    meta: dict[str, Any]  # the JSON note; empty if the file has none
 
 
 def check_suffix(path: Path) -> str:
-    """Return the suffix of a path we can read and write.
-
-    Raises
-    ------
-    UsageError
-        If it is another one.
-    """
+    """Return the suffix of a path; UsageError if it is none we read and write."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: expected a file name that ends in .npz or .safetensors")
     return path.suffix
 
 
 def read_archive(path: Path, wanted: Collection[str]) -> Archive:
-    """Read the arrays in `wanted`, as far as the file has them.
-
-    Raises
-    ------
-    UsageError
-        If the file is missing, is no archive, or an array or its note cannot be read.
-    """
+    """Read the arrays in `wanted`, as far as the file has them; UsageError if it is no archive."""
     reader = {".npz": _read_npz, ".safetensors": _read_safetensors}[check_suffix(path)]
     if not path.is_file():
         raise UsageError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
@@ -138,12 +116,7 @@ def _parse_note(path: Path, note: str) -> dict[str, Any]:
 def write_archive(path: Path, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write arrays and note; `path` is replaced when all of it is written.
 
-    Raises
-    ------
-    UsageError
-        If the suffix is not one we write.
-    PrerequisiteError
-        If the place cannot be written.
+    UsageError if the suffix is not one we write, PrerequisiteError if the place cannot be written.
     """
     writer = {".npz": _write_npz, ".safetensors": _write_safetensors}[check_suffix(path)]
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -151,23 +124,13 @@ def write_archive(path: Path, arrays: Mapping[str, Tensor], meta: Mapping[str, A
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _guarded(writer, temporary, plain, json.dumps(dict(meta)))
+            writer(temporary, plain, json.dumps(dict(meta)))
             temporary.replace(path)
+        except SafetensorError as error:
+            # safetensors wraps the operating system's errors in a type of its own.
+            raise OSError(str(error)) from error
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def _guarded(
-    writer: Callable[[Path, dict[str, Tensor], str], None],
-    path: Path,
-    arrays: dict[str, Tensor],
-    note: str,
-) -> None:
-    try:
-        writer(path, arrays, note)
-    except SafetensorError as error:
-        # safetensors wraps the operating system's errors in a type of its own.
-        raise OSError(str(error)) from error
 
 
 def _write_npz(path: Path, arrays: dict[str, Tensor], note: str) -> None:

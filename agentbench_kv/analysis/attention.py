@@ -16,18 +16,9 @@ def attention_sums(
 ) -> Tensor:
     """Sum over queries of the attention that each key gets, mean over a group's query heads.
 
-    A query sees the keys at its own position and before, and no others.
-
-    Parameters
-    ----------
-    queries : Tensor [q_heads, n, head_dim]
-    query_positions : Tensor [n], int64
-    keys : Tensor [kv_heads, tokens, head_dim]
-    key_positions : Tensor [tokens] or [kv_heads, tokens], int64
-
-    Returns
-    -------
-    Tensor [kv_heads, tokens], float32
+    A query of `queries` [q_heads, n, head_dim] sees the keys [kv_heads, tokens, head_dim] at its
+    own position and before, and no others. `query_positions` is [n], `key_positions` [tokens] or
+    [kv_heads, tokens]; the result [kv_heads, tokens], float32.
     """
     places = key_positions.expand(keys.shape[:2])
     total = torch.zeros(keys.shape[:2], device=keys.device)

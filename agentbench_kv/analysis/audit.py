@@ -15,71 +15,41 @@ from agentbench_kv.analysis.traces import EventTrace
 
 @dataclass(frozen=True)
 class Eviction:
-    """What one event did to one token, in the heads where it was evicted.
-
-    Attributes
-    ----------
-    position : int
-    event, logical : int
-        Number of the event, and the tokens ever seen then.
-    heads : Tensor [n, 2], int64
-        (layer, head) of every head that evicted it.
-    ranks : Tensor [n], int64
-        Rank of its score among the tokens that competed, 1 is the best; equal scores rank by
-        position, as they are kept.
-    places : Tensor [n], int64
-        How many of those that competed were kept: the budget less the tokens always kept.
-    competed : Tensor [n], int64
-        How many competed.
-    margins : Tensor [n], float32
-        Its score less the lowest score that was kept: 0 or below; NaN if all places were taken by
-        tokens that are always kept.
-    """
+    """What one event did to one token, in the heads where it was evicted."""
 
     position: int
-    event: int
-    logical: int
-    heads: Tensor
+    event: int  # its number
+    logical: int  # tokens ever seen then
+    heads: Tensor  # (layer, head) of every head that evicted it, [n, 2]
+    # Rank [n] of its score among the tokens that competed, 1 is the best; equal scores rank by
+    # position, as they are kept.
     ranks: Tensor
-    places: Tensor
-    competed: Tensor
+    places: Tensor  # kept ones of those that competed [n]: the budget less the tokens always kept
+    competed: Tensor  # [n]
+    # Its score less the lowest score that was kept [n]: 0 or below; NaN if all places were taken by
+    # tokens that are always kept.
     margins: Tensor
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        tensors = ("heads", "ranks", "places", "competed", "margins")
-        plain = {"position": self.position, "event": self.event, "logical": self.logical}
-        return plain | {name: listed(getattr(self, name)) for name in tensors}
+        return {
+            name: listed(value) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What became of one token.
-
-    Attributes
-    ----------
-    position : int
-    heads : int
-        (layer, head)s there are.
-    held : int
-        Those that still held it after the last event.
-    evictions : list of Eviction
-        One for every event that evicted it somewhere, in order.
-    """
+    """What became of one token."""
 
     position: int
-    heads: int
-    held: int
-    evictions: list[Eviction]
+    heads: int  # (layer, head)s there are
+    held: int  # those that still held it after the last event
+    evictions: list[Eviction]  # one for every event that evicted it somewhere, in order
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        return {
-            "position": self.position,
-            "heads": self.heads,
-            "held": self.held,
-            "evictions": [eviction.document() for eviction in self.evictions],
-        }
+        return vars(self) | {"evictions": [eviction.document() for eviction in self.evictions]}
 
 
 def audit(events: Sequence[EventTrace], positions: Collection[int]) -> list[Evidence]:
@@ -94,7 +64,8 @@ def audit(events: Sequence[EventTrace], positions: Collection[int]) -> list[Evid
 
     Returns
     -------
-    list of Evidence, by position
+    list of Evidence
+        By position.
     """
     total = events[0].kept.shape[:2].numel() if events else 0
     found = []
@@ -116,9 +87,9 @@ def _eviction(position: int, number: int, event: EventTrace) -> Eviction:
     ahead = competing & ((scores > own) | ((scores == own) & earlier))
     lowest = scores.masked_fill(~chosen, torch.inf).amin(-1)
     return Eviction(
-        position=position,
-        event=number,
-        logical=event.logical,
+        position,
+        number,
+        event.logical,
         heads=torch.stack([layer, head], -1),
         ranks=ahead.sum(-1) + 1,
         places=chosen.sum(-1),

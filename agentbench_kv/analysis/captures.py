@@ -25,54 +25,27 @@ NAMES = (*REQUIRED, *OPTIONAL, *CALIBRATION)
 class Capture:
     """What a model computed for every token of one session, with nothing evicted.
 
-    Attributes
-    ----------
-    q : Tensor [layers, q_heads, tokens, head_dim], float16 or float32
-        Post-RoPE queries; query head h belongs to KV head h // (q_heads // kv_heads).
-    k, v : Tensor [layers, kv_heads, tokens, head_dim], float16 or float32
-        Post-RoPE keys, and values.
-    positions : Tensor [tokens], int64
-        Logical position of every token, ascending.
-    now : int
-        Where the event is: tokens at earlier positions are candidates, the others the future.
-    prompt : int
-        Tokens of the first prefill.
-    phases : Tensor [tokens], int64, optional
-        0 think, 1 act, 2 tool, 3 others.
-    tokens : Tensor [tokens], int64, optional
-        Token ids.
-    decoded : Tensor [tokens], bool, optional
-        Which tokens the model generated; if absent, all after the prompt.
-    calibration : Calibration, optional
-        TriAttention's statistics of the model.
-    layered : bool
-        Whether the file has a layer axis; without one there is a single layer.
-    meta : dict
-        Where it comes from: model, session, task.
+    Tensors per token are int64 unless said otherwise; q, k and v are float16 or float32.
     """
 
+    # Post-RoPE [layers, q_heads, tokens, head_dim]; head h belongs to KV head
+    # h // (q_heads // kv_heads).
     q: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    now: int
-    prompt: int = 0
-    phases: Tensor | None = None
-    tokens: Tensor | None = None
-    decoded: Tensor | None = None
-    calibration: Calibration | None = None
-    layered: bool = True
-    meta: dict[str, Any] = field(default_factory=dict)
+    k: Tensor  # post-RoPE [layers, kv_heads, tokens, head_dim]
+    v: Tensor  # [layers, kv_heads, tokens, head_dim]
+    positions: Tensor  # logical [tokens], ascending
+    now: int  # of the event: tokens at earlier positions are candidates, the others the future
+    prompt: int = 0  # tokens of the first prefill
+    phases: Tensor | None = None  # [tokens]: 0 think, 1 act, 2 tool, 3 others
+    tokens: Tensor | None = None  # ids [tokens]
+    decoded: Tensor | None = None  # bool [tokens], generated ones; if absent, all after the prompt
+    calibration: Calibration | None = None  # TriAttention's statistics of the model
+    layered: bool = True  # whether the file has a layer axis; without one there is a single layer
+    meta: dict[str, Any] = field(default_factory=dict)  # model, session, task
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a capture file.
-
-        Raises
-        ------
-        UsageError
-            If it is no capture; the message says what is wrong with which array.
-        """
+        """Read a capture file; UsageError says what is wrong with which array."""
         archive = read_archive(path, NAMES)
         return cls.from_arrays(archive.arrays, archive.meta, str(path), archive.names)
 
@@ -86,19 +59,8 @@ class Capture:
     ) -> Self:
         """Check arrays as a capture file names them, and build the capture.
 
-        Parameters
-        ----------
-        arrays : mapping of str to Tensor
-        meta : mapping, optional
-        source : str
-            What error messages start with.
-        names : sequence of str
-            Everything the file holds, to name what was probably meant.
-
-        Raises
-        ------
-        UsageError
-            If an array is missing or wrong.
+        UsageError if an array is missing or wrong; its message starts with `source`. `names` is all
+        the file holds, to name what was probably meant.
         """
         checks = CaptureChecks(source, arrays, names or tuple(arrays))
         checks.names(REQUIRED, NAMES)
@@ -106,16 +68,17 @@ class Capture:
         q, k, v = (arrays[name] if layered else arrays[name][None] for name in REQUIRED)
         layers, heads, length, head_dim = q.shape
         positions = checks.positions(layers, length)
+        decoded = checks.per_token("decoded", layers, length, 1)
         return cls(
-            q=q,
-            k=k,
-            v=v,
-            positions=positions,
+            q,
+            k,
+            v,
+            positions,
             now=checks.moment("now", int(positions[-1]) + 1, int(positions[0]) + 1),
             prompt=checks.moment("prompt", 0, 0),
             phases=checks.per_token("phase", layers, length, 3),
             tokens=checks.per_token("tokens", layers, length),
-            decoded=_as_bool(checks.per_token("decoded", layers, length, 1)),
+            decoded=None if decoded is None else decoded.bool(),
             calibration=checks.calibration(CALIBRATION, layers, heads, head_dim),
             layered=layered,
             meta=dict(meta or {}),
@@ -124,41 +87,39 @@ class Capture:
     def save(self, path: Path) -> None:
         """Write the capture as `.npz` or `.safetensors`, its queries, keys and values as they are.
 
-        Raises
-        ------
-        UsageError, PrerequisiteError
-            If the suffix is another, or the place cannot be written.
+        UsageError if the suffix is another, PrerequisiteError if the place cannot be written.
         """
         write_archive(path, self.arrays(), self.meta)
 
     def arrays(self) -> dict[str, Tensor]:
         """Return the arrays of the file by name."""
         layers = slice(None) if self.layered else 0
-        arrays = {"q": self.q[layers], "k": self.k[layers], "v": self.v[layers]}
-        arrays |= {"positions": self.positions, "now": torch.tensor(self.now)}
-        arrays["prompt"] = torch.tensor(self.prompt)
+        arrays = {
+            "q": self.q[layers],
+            "k": self.k[layers],
+            "v": self.v[layers],
+            "positions": self.positions,
+            "now": torch.tensor(self.now),
+            "prompt": torch.tensor(self.prompt),
+        }
         labels = {"phase": self.phases, "tokens": self.tokens, "decoded": self.decoded}
         arrays |= {name: tensor for name, tensor in labels.items() if tensor is not None}
         if self.calibration is not None:
-            mean = self.calibration.mean[layers]
-            arrays |= {"q_mean_real": mean.real, "q_mean_imag": mean.imag}
-            arrays["q_abs_mean"] = self.calibration.abs_mean[layers]
-            arrays["inv_freq"] = self.calibration.frequencies
+            mean, abs_mean = self.calibration.mean[layers], self.calibration.abs_mean[layers]
+            statistics = (mean.real, mean.imag, abs_mean, self.calibration.frequencies)
+            arrays |= zip(CALIBRATION, statistics, strict=True)
         return arrays
 
     @property
     def layers(self) -> int:
-        """Layers it holds."""
         return self.q.shape[0]
 
     @property
     def q_heads(self) -> int:
-        """Query heads of a layer."""
         return self.q.shape[1]
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of a layer."""
         return self.k.shape[1]
 
     @property
@@ -176,25 +137,13 @@ class Capture:
         return int((self.positions < now).sum())
 
     def at(self, now: int) -> Capture:
-        """Return the same capture with the event at another position.
-
-        Raises
-        ------
-        UsageError
-            If no token comes before it.
-        """
+        """Move the event to another position; UsageError if no token comes before it."""
         if self.before(now) < 1:
             raise UsageError(f"now={now}: expected a position after the capture's first token")
         return replace(self, now=now)
 
     def only_layers(self, chosen: Sequence[int]) -> Capture:
-        """Return a capture of some layers; of all if none is chosen.
-
-        Raises
-        ------
-        UsageError
-            If there is no such layer.
-        """
+        """Return a capture of some layers, of all if none is chosen; UsageError if one is none."""
         for layer in chosen:
             if not 0 <= layer < self.layers:
                 raise UsageError(f"layer {layer}: the capture has layers 0 to {self.layers - 1}")
@@ -211,20 +160,10 @@ class Capture:
         )
 
     def labels(self, purpose: str) -> Tensor:
-        """Return the phases [tokens].
-
-        Raises
-        ------
-        UsageError
-            If the capture has none; `purpose` says what needs them.
-        """
+        """Return the phases [tokens]; a UsageError without them names the `purpose`."""
         if self.phases is None:
             raise UsageError(
                 f"{purpose} needs the phase of every token: the capture has no array 'phase' "
                 "(0 think, 1 act, 2 tool, 3 others)"
             )
         return self.phases
-
-
-def _as_bool(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.bool()

@@ -19,15 +19,9 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 class CaptureChecks:
-    """Checks the arrays of one capture.
+    """Checks the arrays of one capture; every problem is a UsageError.
 
-    Parameters
-    ----------
-    source : str
-        File or name that messages start with.
-    arrays : mapping of str to Tensor
-    present : sequence of str
-        All names of the file, also those that are not read.
+    Messages start with `source`; `present` is all names of the file, also those that are not read.
     """
 
     def __init__(self, source: str, arrays: Mapping[str, Tensor], present: Sequence[str]) -> None:
@@ -102,10 +96,8 @@ class CaptureChecks:
         if array.dtype not in _INTEGERS:
             raise self._dtype(name, array, "a whole number")
         if not low <= int(values[0]) <= LAST_POSITION + 1:
-            raise self._error(
-                f"{name} is {int(values[0])}; expected at least {low}, and no more "
-                f"than {LAST_POSITION + 1}"
-            )
+            limits = f"at least {low}, and no more than {LAST_POSITION + 1}"
+            raise self._error(f"{name} is {int(values[0])}; expected {limits}")
         return int(values[0])
 
     def calibration(

@@ -44,49 +44,34 @@ class RecentQueries(Method):
     representatives: int = param(24, "queries kept", low=1)
 
     def query_plan(self) -> QueryPlan:
-        """Ask for the last queries."""
         return QueryPlan(QueryKind.RECENT, self.representatives)
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
-        """Average the attention of all representatives."""
         return attention_mass(queries.vectors, keys)
 
 
 @dataclass(frozen=True)
-class Row:
-    """Coverage of one phase, or overall, by one strategy at one budget.
+class CoverageRow:
+    """Coverage of one phase, or overall, by one strategy at one budget."""
 
-    Attributes
-    ----------
-    strategy : str
-        `recent`, `phase` (AgentKV with its default sampler), a sampler's name, or `oracle`.
-    representatives : int or None
-    budget : int
-    phase : str
-    coverage : float or None
-        Share of the phase's utility in [0, 1]: mean over (layer, KV head)s, then over events. None
-        if no event has the phase.
-    relative : float or None
-        Coverage divided by the oracle's; can be above 1 for a single phase.
-    events : int
-        Events with tokens of the phase.
-    """
-
+    # `recent`, `phase` (AgentKV with its default sampler), a sampler's name, or `oracle`.
     strategy: str
     representatives: int | None
     budget: int
     phase: str
+    # Share of the phase's utility in [0, 1]: mean over (layer, KV head)s, then over events. None if
+    # no event has the phase.
     coverage: float | None
-    relative: float | None
-    events: int
+    relative: float | None  # to the oracle's coverage; can be above 1 for a single phase
+    events: int  # those with tokens of the phase
 
 
 @dataclass(frozen=True)
 class Coverage:
     """All rows, and how many events they are over."""
 
-    rows: list[Row]
-    events: dict[int, int]
+    rows: list[CoverageRow]
+    events: dict[int, int]  # by budget
     interval: int
 
     def document(self) -> dict[str, Any]:
@@ -99,7 +84,7 @@ class Coverage:
         }
 
 
-def strategies(
+def _strategies(
     budget: int, recent: Sequence[int], representatives: int, interval: int
 ) -> dict[tuple[str, int | None], Method]:
     """Return what is compared at a budget, by name and number of representatives."""
@@ -124,31 +109,18 @@ def utility_coverage(
     representatives: int = 24,
     interval: int = 128,
 ) -> Coverage:
-    """Compare representatives by the future attention they would have kept.
+    """Compare representatives by the future attention they would have kept; events are pooled.
 
-    Parameters
-    ----------
-    captures : sequence of Capture
-        With phases; events are pooled.
-    budgets : sequence of int
-        Tokens kept per (layer, KV head).
-    recent : sequence of int
-        Numbers of last queries to try as representatives.
-    representatives : int
-        Those of the phase-balanced strategies in all, a multiple of 4.
-    interval : int
-        Generated tokens between two events.
-
-    Raises
-    ------
-    UsageError
-        If a capture has no phases, or none has an event at a budget.
+    `budgets` are tokens kept per (layer, KV head), `recent` numbers of last queries to try as
+    representatives, `representatives` those of the phase-balanced strategies in all, a multiple of
+    4, `interval` the generated tokens between two events. UsageError if a capture has no phases, or
+    none has an event at a budget.
     """
     check_same_shape(captures)
-    rows: list[Row] = []
+    rows: list[CoverageRow] = []
     counts: dict[int, int] = {}
     for budget in budgets:
-        methods = strategies(budget, recent, representatives, interval)
+        methods = _strategies(budget, recent, representatives, interval)
         with torch.inference_mode():
             events = [c for capture in captures for c in _capture_coverage(capture, methods)]
         if not events:
@@ -161,17 +133,19 @@ def utility_coverage(
     return Coverage(rows, counts, interval)
 
 
-def _rows(budget: int, names: Sequence[tuple[str, int | None]], events: Tensor) -> list[Row]:
+def _rows(
+    budget: int, names: Sequence[tuple[str, int | None]], events: Tensor
+) -> list[CoverageRow]:
     """Summarise coverages [events, strategies, phases + 1]."""
     means = torch.nanmean(events, 0)
     best = means[names.index((ORACLE, None))]
     counts = (~events.isnan()).sum(0)
     return [
-        Row(
-            strategy=name,
-            representatives=q,
-            budget=budget,
-            phase=phase,
+        CoverageRow(
+            name,
+            q,
+            budget,
+            phase,
             coverage=listed(means[i, column]),
             relative=listed(means[i, column] / best[column]),
             events=int(counts[i, column]),
@@ -186,36 +160,36 @@ def _capture_coverage(
 ) -> Iterator[Tensor]:
     """Yield the coverage [strategies, phases + 1] of every event, the last event first."""
     labels = capture.labels("coverage")
-    points = event_points(capture, next(iter(methods.values())))
-    for now, utility in _utilities(capture, points):
+    # All have the same events and cache.
+    any_method = next(iter(methods.values()))
+    for now, utility in _utilities(capture, event_points(capture, any_method)):
         count = capture.before(now)
         members = torch.stack([labels[:count] == int(phase) for phase in Phase])
         members = torch.cat([members, members.any(0, keepdim=True)])
-        moment = moment_at(capture, next(iter(methods.values())), now, utility)
+        moment = moment_at(capture, any_method, now, sums=utility)
         yield torch.stack(
             [_covered(capture, method, moment, members) for method in methods.values()]
         )
 
 
-def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield each event with the utility per layer [kv_heads, tokens before it], the last first.
+def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each event with the utility [layers, kv_heads, tokens before it], the last first.
 
     Going backwards, every query's attention is computed once.
     """
-    shape = (capture.kv_heads, capture.length)
-    sums = [torch.zeros(shape) for _ in range(capture.layers)]
+    sums = torch.zeros(capture.layers, capture.kv_heads, capture.length)
     end = capture.length
     for now in reversed(points):
         start = capture.before(now)
         for layer in range(capture.layers):
-            sums[layer][:, :end] += attention_sums(
+            sums[layer, :, :end] += attention_sums(
                 capture.q[layer, :, start:end],
                 capture.positions[start:end],
                 capture.k[layer, :, :end],
                 capture.positions[:end],
             )
         end = start
-        yield now, [total[:, :start].clone() for total in sums]
+        yield now, sums[..., :start].clone()
 
 
 def _covered(capture: Capture, method: Method, moment: Moment, members: Tensor) -> Tensor:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from agentbench_kv.analysis.attention import attention_sums
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.replay import (
-    Moment,
-    future_sums,
-    kept_queries,
+    cache_heads,
+    gathered,
+    moment_at,
     phases_by_position,
     ready,
 )
 from agentbench_kv.analysis.traces import EventTrace, Trace
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import LayerView, Method, QueryKind
+from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.methods.schedule import Schedule
 
 
@@ -54,14 +52,6 @@ def event_points(capture: Capture, method: Method) -> list[int]:
     return points
 
 
-@dataclass
-class _Cache:
-    """What is live: rows of the capture [layers, heads, live], ascending, and their sums."""
-
-    rows: Tensor
-    sums: Tensor
-
-
 def replay(capture: Capture, method: Method, events: Sequence[int]) -> list[EventTrace]:
     """Run events over a capture as an engine would, each on what the one before has left.
 
@@ -72,45 +62,70 @@ def replay(capture: Capture, method: Method, events: Sequence[int]) -> list[Even
     events : sequence of int
         Logical lengths, ascending. One that finds no more than the budget live is passed over.
 
-    Returns
-    -------
-    list of EventTrace
-
     Raises
     ------
     UsageError
         If events are out of order or past the capture, or the method cannot be replayed.
     """
-    _check_events(capture, events)
+    last = int(capture.positions[-1]) + 1
+    for before, now in pairwise((0, *events)):
+        if not before < now <= last:
+            raise UsageError(f"event at {now}: expected ascending logical lengths up to {last}")
     if method.positions == "cache":
         raise UsageError(
             f"{method.label} has positions=cache, a capture logical ones; "
             "add --set positions=logical"
         )
     method = ready(method, capture, max(events, default=0))
-    heads = capture.q_heads if method.per_query_head else capture.kv_heads
-    empty = torch.zeros(capture.layers, heads, 0)
-    cache = _Cache(empty.long(), empty)
+    cache = _Cache(capture, method)
     traces = []
-    start = 0
     with torch.inference_mode():
         for now in events:
-            end = capture.before(now)
-            _feed(capture, method, cache, start, end)
-            start = end
+            cache.feed(capture.before(now))
             if cache.rows.shape[-1] > method.budget_at(now):
-                traces.append(_run_event(capture, method, cache, now))
+                traces.append(cache.run_event(now))
     return traces
 
 
-def replay_trace(capture: Capture, method: Method) -> Trace:
-    """Replay a capture at the events an engine would have had.
+class _Cache:
+    """What is live: rows of the capture [layers, heads, live], ascending, and their sums."""
 
-    Raises
-    ------
-    UsageError
-        As `replay`, or if there would have been no event.
-    """
+    def __init__(self, capture: Capture, method: Method) -> None:
+        self._capture, self._method = capture, method
+        self._with_sums = method.query_plan().kind is QueryKind.SUMS
+        self._fed = 0
+        self._sums = torch.zeros(capture.layers, cache_heads(capture, method), 0)
+        self.rows = self._sums.long()
+
+    def feed(self, end: int) -> None:
+        """Append the capture's tokens up to `end`, and what their queries attend to."""
+        start, capture = self._fed, self._capture
+        new = torch.arange(start, end).expand(*self.rows.shape[:2], -1)
+        self.rows = torch.cat([self.rows, new], -1)
+        self._sums = torch.cat([self._sums, torch.zeros(new.shape)], -1)
+        self._fed = end
+        if self._with_sums:
+            for layer, rows in enumerate(self.rows):
+                self._sums[layer] += attention_sums(
+                    capture.q[layer, :, start:end],
+                    capture.positions[start:end],
+                    gathered(capture.k[layer], rows),
+                    capture.positions[rows],
+                )
+
+    def run_event(self, now: int) -> EventTrace:
+        sums = self._sums if self._with_sums else None
+        selection = moment_at(self._capture, self._method, now, self.rows, sums).select(
+            self._method
+        )
+        positions = self._capture.positions[self.rows]
+        self.rows = self.rows.gather(-1, selection.kept)
+        self._sums = self._sums.gather(-1, selection.kept)
+        return EventTrace.from_selection(now, positions, selection)
+
+
+def replay_trace(capture: Capture, method: Method) -> Trace:
+    """Replay a capture at the events an engine would have had; UsageError if there are none."""
     points = event_points(capture, method)
     events = replay(capture, method, points)
     if not events:
@@ -118,7 +133,6 @@ def replay_trace(capture: Capture, method: Method) -> Trace:
             f"{method.label} would have had no event: the capture has {capture.length} tokens, "
             f"{capture.prompt} of them prompt; lower --budget or --set interval"
         )
-    end = int(capture.positions[-1]) + 1
     meta = {
         "method": method.label,
         "settings": method.settings(),
@@ -126,61 +140,4 @@ def replay_trace(capture: Capture, method: Method) -> Trace:
         "budget_share": method.share,
         "capture": capture.meta,
     }
-    return Trace(events, phases_by_position(capture, end), meta)
-
-
-def _check_events(capture: Capture, events: Sequence[int]) -> None:
-    end = int(capture.positions[-1]) + 1
-    for before, now in pairwise((0, *events)):
-        if not before < now <= end:
-            raise UsageError(f"event at {now}: expected ascending logical lengths up to {end}")
-
-
-def _feed(capture: Capture, method: Method, cache: _Cache, start: int, end: int) -> None:
-    """Append the capture's tokens [start, end), and what their queries attend to."""
-    new = torch.arange(start, end).expand(*cache.rows.shape[:2], -1)
-    cache.rows = torch.cat([cache.rows, new], -1)
-    cache.sums = torch.cat([cache.sums, torch.zeros(new.shape)], -1)
-    if method.query_plan().kind is not QueryKind.SUMS:
-        return
-    for layer, rows in enumerate(cache.rows):
-        cache.sums[layer] += attention_sums(
-            capture.q[layer, :, start:end],
-            capture.positions[start:end],
-            _gathered(capture.k[layer], rows),
-            capture.positions[rows],
-        )
-
-
-def _gathered(source: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [heads, live] of one layer's keys or values, [heads, live, head_dim], float32."""
-    heads = torch.arange(rows.shape[0])[:, None] // (rows.shape[0] // source.shape[0])
-    return source[heads, rows].float()
-
-
-def _run_event(capture: Capture, method: Method, cache: _Cache, now: int) -> EventTrace:
-    moment = _moment(capture, method, cache, now)
-    selection = moment.select(method)
-    positions = torch.stack([view.positions for view in moment.layers])
-    cache.rows = cache.rows.gather(-1, selection.kept)
-    cache.sums = cache.sums.gather(-1, selection.kept)
-    return EventTrace.from_selection(now, positions, selection)
-
-
-def _moment(capture: Capture, method: Method, cache: _Cache, now: int) -> Moment:
-    plan = method.query_plan()
-    count = capture.before(now)
-    layers = []
-    for layer, rows in enumerate(cache.rows):
-        sums = cache.sums[layer] if plan.kind is QueryKind.SUMS else None
-        if plan.kind is QueryKind.FUTURE:
-            sums = future_sums(capture, layer, count, rows.shape[0]).gather(-1, rows)
-        keys, values = _gathered(capture.k[layer], rows), _gathered(capture.v[layer], rows)
-        layers.append(LayerView(keys, values, capture.positions[rows], sums))
-    return Moment(
-        layers=layers,
-        queries=kept_queries(capture, plan, count),
-        now=now,
-        prompt=capture.prompt,
-        phases=phases_by_position(capture, now),
-    )
+    return Trace(events, phases_by_position(capture, int(capture.positions[-1]) + 1), meta)

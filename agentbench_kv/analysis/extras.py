@@ -10,13 +10,7 @@ _PACKAGES = {"matplotlib": ("plots need", "matplotlib"), "sklearn": ("tsne needs
 
 
 def need(module: str) -> None:
-    """Check that an optional package is there.
-
-    Raises
-    ------
-    PrerequisiteError
-        With the command that installs it.
-    """
+    """Raise a PrerequisiteError with the command to install a package that is absent."""
     if find_spec(module) is None:
         purpose, package = _PACKAGES[module]
         raise PrerequisiteError(

@@ -10,10 +10,10 @@ from torch import Tensor
 
 def listed(values: Tensor) -> Any:
     """Return nested lists, or a number, with None for NaN and infinities: JSON has neither."""
-    return _plain(values.tolist())
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return plain(values.tolist())

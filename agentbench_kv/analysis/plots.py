@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.analysis.angles import Angles
-from agentbench_kv.analysis.coverage import ORACLE, Coverage, Row
+from agentbench_kv.analysis.coverage import ORACLE, Coverage, CoverageRow
 from agentbench_kv.analysis.extras import need
 from agentbench_kv.analysis.timeline import Timeline
 from agentbench_kv.analysis.tsne import Embedding
@@ -37,12 +37,7 @@ _BLANK = 1
 def check_plot(path: Path | None) -> None:
     """Check before anything is computed that a picture can be drawn, if one is asked for.
 
-    Raises
-    ------
-    UsageError
-        If the name does not end in `.png` or `.svg`.
-    PrerequisiteError
-        If matplotlib is not installed.
+    UsageError if the name does not end in `.png` or `.svg`, PrerequisiteError without matplotlib.
     """
     if path is None:
         return
@@ -59,7 +54,7 @@ def plot_angles(angles: Angles, path: Path) -> None:
     _draw_matrix(matrix, angles.matrix())
     _draw_spread(spread, angles)
     image = grid.imshow(_tiled(angles.cells()).numpy(), cmap="viridis", vmin=0, vmax=90)
-    _axis(grid, "query head, 4x4 phases each", "layer", "per layer and head")
+    grid.set(xlabel="query head, 4x4 phases each", ylabel="layer", title="per layer and head")
     grid.set_xticks(*_ticks(heads))
     grid.set_yticks(*_ticks(layers))
     figure.colorbar(image, ax=grid, label="mean principal angle (degrees)")
@@ -87,7 +82,7 @@ def _draw_spread(axes: Axes, angles: Angles) -> None:
         if len(known):
             axes.hist(known.numpy(), bins=40, density=True, alpha=0.6, label=label, color=colour)
     axes.legend()
-    _axis(axes, "mean principal angle (degrees)", "density", "pairs of spans")
+    axes.set(xlabel="mean principal angle (degrees)", ylabel="density", title="pairs of spans")
 
 
 def _tiled(cells: Tensor) -> Tensor:
@@ -125,23 +120,20 @@ def plot_coverage(coverage: Coverage, path: Path) -> None:
     figure = _figure(3.2 * len(phases), 4)
     panels = figure.subplots(1, len(phases), sharey=True, squeeze=False)[0]
     for axes, phase in zip(panels, phases, strict=True):
-        for label, rows in _lines([row for row in coverage.rows if row.phase == phase]).items():
+        lines: dict[str, list[CoverageRow]] = {}
+        for row in coverage.rows:
+            if row.phase == phase:
+                count = "" if row.representatives is None else f" (q={row.representatives})"
+                lines.setdefault(f"{row.strategy}{count}", []).append(row)
+        for label, rows in lines.items():
             budgets = [row.budget for row in rows]
             values = [float("nan") if row.coverage is None else row.coverage for row in rows]
             style = "--" if label == ORACLE else "-"
             axes.plot(budgets, values, style, marker="o", markersize=3, label=label)
-        _axis(axes, "budget (tokens)", "", phase)
+        axes.set(xlabel="budget (tokens)", ylabel="", title=phase)
     panels[0].set_ylabel("utility coverage")
     panels[-1].legend(fontsize="small")
     _save(figure, path)
-
-
-def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        count = "" if row.representatives is None else f" (q={row.representatives})"
-        lines.setdefault(f"{row.strategy}{count}", []).append(row)
-    return lines
 
 
 def plot_timeline(timeline: Timeline, path: Path) -> None:
@@ -157,14 +149,8 @@ def plot_timeline(timeline: Timeline, path: Path) -> None:
         label, colour = PHASE_NAMES[phase], COLOURS[phase]
         axes.bar(timeline.logical, counts, width, below, label=label, color=colour)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    _axis(axes, "tokens ever seen", "tokens kept per head", "kept tokens by phase")
+    axes.set(xlabel="tokens ever seen", ylabel="tokens kept per head", title="kept tokens by phase")
     _save(figure, path)
-
-
-def _axis(axes: Axes, x: str, y: str, title: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.set_title(title)
 
 
 def _figure(width: float, height: float) -> Figure:

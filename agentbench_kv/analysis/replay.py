@@ -16,44 +16,24 @@ from agentbench_kv.methods.phases import Phase
 
 @dataclass(frozen=True)
 class Moment:
-    """Everything `Method.select` takes, for one event.
-
-    Attributes
-    ----------
-    layers, queries : lists, one entry per layer
-    now, prompt : int
-        Logical length and tokens of the first prefill.
-    phases : Tensor [now], int64, optional
-        Phase by logical position.
-    """
+    """Everything `Method.select` takes, for one event; lists have one entry per layer."""
 
     layers: list[LayerView]
     queries: list[Queries]
-    now: int
-    prompt: int = 0
-    phases: Tensor | None = None
+    now: int  # logical length
+    prompt: int = 0  # tokens of the first prefill
+    phases: Tensor | None = None  # by logical position, [now]
 
     def select(self, method: Method) -> Selection:
-        """Let the method choose what to keep."""
         return method.select(
             self.layers, self.queries, self.now, prompt=self.prompt, phases=self.phases
         )
 
 
 def ready(method: Method, capture: Capture, now: int) -> Method:
-    """Return the method with what the capture knows of the model.
+    """Return the method with what the capture knows of the model; `now` is its last event.
 
-    Parameters
-    ----------
-    method : Method
-    capture : Capture
-    now : int
-        The last event that the method will run at.
-
-    Raises
-    ------
-    UsageError
-        If the method does not evict, or needs something the capture has not.
+    UsageError if the method does not evict, or needs something the capture has not.
     """
     if not method.compresses:
         raise UsageError(f"{method.name} keeps every token: there is nothing to select")
@@ -75,85 +55,90 @@ def ready(method: Method, capture: Capture, now: int) -> Method:
     return method.with_calibration(capture.calibration)
 
 
-def moment_at(
-    capture: Capture, method: Method, now: int, sums: list[Tensor] | None = None
-) -> Moment:
-    """Return what `method` is given at an event with nothing evicted before.
+def cache_heads(capture: Capture, method: Method) -> int:
+    """Return the heads of the method's cache: query heads if it has one per query head."""
+    return capture.q_heads if method.per_query_head else capture.kv_heads
 
-    Parameters
-    ----------
-    capture : Capture
-    method : Method
-        As `ready` returns it.
-    now : int
-        Logical length at the event; tokens at later positions are the future.
-    sums : list of Tensor [heads, tokens], optional
-        Sums of attention per layer, if they are known already.
+
+def moment_at(
+    capture: Capture,
+    method: Method,
+    now: int,
+    rows: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Moment:
+    """Return what `method`, as `ready` returns it, is given at an event.
+
+    Tokens of the capture at positions from `now` on are the future. `rows` [layers, heads, live]
+    are those that are cached, ascending; all before the event if not given. `sums`, of the same
+    shape, is the attention they got, if it is known already.
     """
     count = capture.before(now)
-    plan = method.query_plan()
-    heads = capture.q_heads if method.per_query_head else capture.kv_heads
+    kind = method.query_plan().kind
+    heads = cache_heads(capture, method)
+    if rows is None:
+        rows = torch.arange(count).expand(capture.layers, heads, -1)
     layers = []
-    for layer in range(capture.layers):
-        keys, values = (per_head(rows[layer, :, :count], heads) for rows in (capture.k, capture.v))
-        places = capture.positions[:count].expand(heads, -1)
+    for layer, held in enumerate(rows):
         known = None if sums is None else sums[layer]
-        if known is None and plan.kind is QueryKind.SUMS:
-            known = past_sums(capture, layer, count, heads)
-        if known is None and plan.kind is QueryKind.FUTURE:
-            known = future_sums(capture, layer, count, heads)
-        layers.append(LayerView(keys, values, places, known))
+        if known is None and kind is QueryKind.SUMS:
+            known = _past_sums(capture, layer, count, heads).gather(-1, held)
+        if known is None and kind is QueryKind.FUTURE:
+            known = _future_sums(capture, layer, count, heads).gather(-1, held)
+        keys, values = (gathered(source[layer], held) for source in (capture.k, capture.v))
+        layers.append(LayerView(keys, values, capture.positions[held], known))
     return Moment(
-        layers=layers,
-        queries=kept_queries(capture, plan, count),
-        now=now,
-        prompt=capture.prompt,
-        phases=phases_by_position(capture, now),
+        layers,
+        kept_queries(capture, method.query_plan(), count),
+        now,
+        capture.prompt,
+        phases_by_position(capture, now),
     )
 
 
-def per_head(rows: Tensor, heads: int) -> Tensor:
-    """Return keys or values of one layer as float32, repeated for as many heads.
+def gathered(source: Tensor, rows: Tensor) -> Tensor:
+    """Return rows [heads, live] of one layer's keys or values, [heads, live, head_dim], float32.
 
     Heads are query heads for a method with a cache per query head.
     """
-    return rows.float().repeat_interleave(heads // rows.shape[0], 0)
+    heads = torch.arange(rows.shape[0])[:, None] // (rows.shape[0] // source.shape[0])
+    return source[heads, rows].float()
 
 
-def past_sums(capture: Capture, layer: int, count: int, heads: int) -> Tensor:
+def _past_sums(capture: Capture, layer: int, count: int, heads: int) -> Tensor:
     """Return the attention [heads, count] that the first tokens got from their own queries."""
     places = capture.positions[:count]
-    keys = per_head(capture.k[layer, :, :count], heads)
+    keys = _per_head(capture.k[layer, :, :count], heads)
     return attention_sums(capture.q[layer, :, :count], places, keys, places)
 
 
-def future_sums(capture: Capture, layer: int, count: int, heads: int) -> Tensor:
+def _future_sums(capture: Capture, layer: int, count: int, heads: int) -> Tensor:
     """Return the attention [heads, count] that the first tokens get from all later queries."""
     places = capture.positions
-    keys = per_head(capture.k[layer], heads)
+    keys = _per_head(capture.k[layer], heads)
     return attention_sums(capture.q[layer, :, count:], places[count:], keys, places)[:, :count]
+
+
+def _per_head(keys: Tensor, heads: int) -> Tensor:
+    return keys.float().repeat_interleave(heads // keys.shape[0], 0)
 
 
 def kept_queries(capture: Capture, plan: QueryPlan, count: int) -> list[Queries]:
     """Return the queries that a plan has kept of the first `count` tokens, for every layer."""
-    chosen = _kept_rows(capture, plan, count)
+    chosen = torch.arange(0)
+    if plan.kind is QueryKind.RECENT:
+        chosen = torch.arange(max(0, count - plan.size), count)
+    elif plan.kind is QueryKind.PER_PHASE:
+        labels = capture.labels("this method")[:count]
+        rings = [(labels == int(phase)).nonzero()[:, 0][-plan.size :] for phase in Phase]
+        chosen = torch.cat(rings).sort().values
     phases = torch.full((capture.length,), int(Phase.OTHERS))
     if capture.phases is not None:
         phases = capture.phases
     return [
-        Queries(capture.q[i][:, chosen].float(), capture.positions[chosen], phases[chosen])
-        for i in range(capture.layers)
+        Queries(layer[:, chosen].float(), capture.positions[chosen], phases[chosen])
+        for layer in capture.q
     ]
-
-
-def _kept_rows(capture: Capture, plan: QueryPlan, count: int) -> Tensor:
-    if plan.kind is QueryKind.RECENT:
-        return torch.arange(max(0, count - plan.size), count)
-    if plan.kind is not QueryKind.PER_PHASE:
-        return torch.arange(0)
-    labels = capture.labels("this method")[:count]
-    rings = [(labels == int(phase)).nonzero()[:, 0][-plan.size :] for phase in Phase]
-    return torch.cat(rings).sort().values
 
 
 def phases_by_position(capture: Capture, now: int) -> Tensor | None:

@@ -18,35 +18,25 @@ from agentbench_kv.methods.base import Method
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a method keeps of a capture.
+class CaptureSelection:
+    """What a method keeps of a capture; the layer axis is there if the capture has one.
 
-    Attributes
-    ----------
-    kept : Tensor [.., kv_heads, budget], int32
-        Tokens of the capture, ascending; the layer axis is there if the capture has one. Query
-        heads take the place of KV heads for a method with a cache per query head.
-    score : Tensor [.., kv_heads, tokens], float32
-        NaN where always kept, -inf for tokens after the event.
-    meta : dict
+    Query heads take the place of KV heads for a method with a cache per query head.
     """
 
-    kept: Tensor
+    kept: Tensor  # tokens of the capture, ascending, int32 [.., kv_heads, budget]
+    # float32 [.., kv_heads, tokens]; NaN where always kept, -inf for tokens after the event.
     score: Tensor
     meta: dict[str, Any]
 
     def save(self, path: Path) -> None:
-        """Write `kept`, `score` and `meta` to a `.npz` or `.safetensors` file."""
         write_archive(path, {"kept": self.kept, "score": self.score}, self.meta)
 
 
-def select_capture(capture: Capture, method: Method) -> Outcome:
+def select_capture(capture: Capture, method: Method) -> CaptureSelection:
     """Run one event at the capture's `now`.
 
-    Raises
-    ------
-    UsageError
-        If the budget is over the candidates, or the capture lacks what the method needs.
+    UsageError if the budget is over the candidates, or the capture lacks what the method needs.
     """
     method = ready(method, capture, capture.now)
     budget = method.budget_at(capture.now)
@@ -60,12 +50,7 @@ def select_capture(capture: Capture, method: Method) -> Outcome:
     after = capture.length - capture.candidates
     score = torch.nn.functional.pad(selection.scores, (0, after), value=-torch.inf)
     layers = slice(None) if capture.layered else 0
-    meta = _meta(capture, method, budget)
-    return Outcome(selection.kept[layers].int(), score[layers].float(), meta)
-
-
-def _meta(capture: Capture, method: Method, budget: int) -> dict[str, Any]:
-    return {
+    meta = {
         "method": method.name,
         "preset": method.preset or None,
         "settings": method.settings(),
@@ -83,3 +68,4 @@ def _meta(capture: Capture, method: Method, budget: int) -> dict[str, Any]:
         "kept_per": "query_head" if method.per_query_head else "kv_head",
         "capture": capture.meta,
     }
+    return CaptureSelection(selection.kept[layers].int(), score[layers].float(), meta)

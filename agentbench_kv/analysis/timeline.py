@@ -17,54 +17,36 @@ from agentbench_kv.methods.phases import PHASE_NAMES, Phase
 
 @dataclass(frozen=True)
 class Timeline:
-    """Counts per event, head and phase.
+    """Counts of tokens per event, head and phase."""
 
-    Attributes
-    ----------
-    logical, live : list of int
-        Tokens ever seen, and tokens per head before the event.
-    seen : Tensor [events, 4], int64
-        Tokens of each phase ever seen.
-    before, kept : Tensor [events, layers, heads, 4], int64
-        Tokens of each phase before and after the event.
-    """
-
-    logical: list[int]
-    live: list[int]
-    seen: Tensor
-    before: Tensor
-    kept: Tensor
+    logical: list[int]  # tokens ever seen
+    live: list[int]  # tokens per head before the event
+    seen: Tensor  # of each phase ever seen, [events, 4]
+    before: Tensor  # of each phase before the event, [events, layers, heads, 4]
+    kept: Tensor  # and after it
 
     def mean_kept(self) -> Tensor:
         """Return the mean over layers and heads, [events, 4]."""
         return self.kept.double().mean((1, 2))
 
-    def mean_before(self) -> Tensor:
-        """Return the mean over layers and heads before the event, [events, 4]."""
-        return self.before.double().mean((1, 2))
-
     def document(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        names = ("logical", "live", "seen", "mean_before", "mean_kept", "before", "kept")
-        columns = zip(
-            self.logical,
-            self.live,
-            *(listed(t) for t in (self.seen, self.mean_before(), self.mean_kept())),
-            *(listed(t) for t in (self.before, self.kept)),
-            strict=True,
-        )
-        events = [dict(zip(names, column, strict=True)) for column in columns]
+        columns = {
+            "logical": self.logical,
+            "live": self.live,
+            "seen": listed(self.seen),
+            "mean_before": listed(self.before.double().mean((1, 2))),
+            "mean_kept": listed(self.mean_kept()),
+            "before": listed(self.before),
+            "kept": listed(self.kept),
+        }
+        rows = zip(*columns.values(), strict=True)
+        events = [dict(zip(columns, row, strict=True)) for row in rows]
         return {"analysis": "timeline", "phases": list(PHASE_NAMES), "events": events}
 
 
 def trace_timeline(trace: Trace) -> Timeline:
-    """Return the timeline of a trace.
-
-    Raises
-    ------
-    UsageError
-        If it has no phases, or no event.
-    """
+    """Return the timeline of a trace; UsageError if it has no phases, or no event."""
     if trace.phases is None:
         raise UsageError("timeline needs the phase of every token: the trace has no array 'phase'")
     if not trace.events:
@@ -73,15 +55,7 @@ def trace_timeline(trace: Trace) -> Timeline:
 
 
 def phase_timeline(events: Sequence[EventTrace], phases: Tensor) -> Timeline:
-    """Count the tokens of each phase before and after every event.
-
-    Parameters
-    ----------
-    events : sequence of EventTrace
-        At least one.
-    phases : Tensor [tokens], int64
-        Phase by logical position.
-    """
+    """Count the tokens of each phase before and after every event; phases are by position."""
     marks = torch.nn.functional.one_hot(phases, len(Phase))
     before = [marks[event.positions] for event in events]
     return Timeline(

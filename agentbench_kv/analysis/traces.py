@@ -20,36 +20,19 @@ NAMES = (*REQUIRED, "phase")
 
 @dataclass(frozen=True)
 class EventTrace:
-    """One event; the last axis goes by ascending position in every head.
+    """One event; tensors are [layers, heads, live], by ascending position in every head."""
 
-    Attributes
-    ----------
-    logical : int
-        Tokens ever seen.
-    positions : Tensor [layers, heads, live], int64
-        Original position of every token that was cached before the event.
-    kept : Tensor [layers, heads, live], bool
-        Whether the event kept it.
-    scores : Tensor [layers, heads, live], float32
-        NaN where always kept.
-    """
-
-    logical: int
-    positions: Tensor
-    kept: Tensor
-    scores: Tensor
+    logical: int  # tokens ever seen
+    positions: Tensor  # original position of every token that was cached before the event
+    kept: Tensor  # bool, whether the event kept it
+    scores: Tensor  # float32, NaN where always kept
 
     @classmethod
     def from_selection(cls, logical: int, positions: Tensor, selection: Selection) -> Self:
         """Build one from what an engine's observer sees; tensors are copied.
 
-        Parameters
-        ----------
-        logical : int
-        positions : Tensor [layers, heads, live], int64
-            In cache order, which `selection.kept` indexes.
-        selection : Selection
-            Its scores go by ascending position.
+        `positions` is in cache order, which `selection.kept` indexes; the selection's scores go by
+        ascending position.
         """
         ordered, order = positions.sort(-1)
         kept = torch.zeros_like(positions, dtype=torch.bool).scatter_(-1, selection.kept, True)
@@ -74,28 +57,16 @@ class EventTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one session, in order.
-
-    Attributes
-    ----------
-    events : list of EventTrace
-    phases : Tensor [tokens], int64, optional
-        Phase by logical position.
-    meta : dict
-        Where it comes from: method, settings, model, session.
-    """
+    """The events of one session, in order."""
 
     events: list[EventTrace]
-    phases: Tensor | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
+    phases: Tensor | None = None  # by logical position, [tokens]
+    meta: dict[str, Any] = field(default_factory=dict)  # method, settings, model, session
 
     def save(self, path: Path) -> None:
-        """Write the trace; events lie one after the other along the last axis.
+        """Write the trace as `.npz` or `.safetensors`; UsageError if there is no event.
 
-        Raises
-        ------
-        UsageError
-            If there is no event, or the suffix is not `.npz` or `.safetensors`.
+        Events lie one after the other along the last axis.
         """
         if not self.events:
             raise UsageError("the trace has no event: nothing was evicted in this session")
@@ -112,13 +83,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a trace file.
-
-        Raises
-        ------
-        UsageError
-            If it is no trace; the message says what is wrong.
-        """
+        """Read a trace file; UsageError says what is wrong with a file that is none."""
         archive = read_archive(path, NAMES)
         for name in REQUIRED:
             if name not in archive.arrays:

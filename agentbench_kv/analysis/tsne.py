@@ -23,27 +23,16 @@ _FEWEST = 8
 
 @dataclass(frozen=True)
 class Embedding:
-    """Queries of one head in the plane.
-
-    Attributes
-    ----------
-    layer, head : int
-        Query head.
-    points : Tensor [n, 2], float32
-    phases, positions : Tensor [n], int64
-    divergence : float
-        Kullback-Leibler divergence that t-SNE ended at.
-    silhouette : float or None
-        Of the phases in the space of the queries, not in the plane: 1 for phases far apart, 0 for
-        phases that overlap; None with a single phase.
-    """
+    """Queries of one head in the plane."""
 
     layer: int
-    head: int
-    points: Tensor
-    phases: Tensor
-    positions: Tensor
-    divergence: float
+    head: int  # query head
+    points: Tensor  # [n, 2]
+    phases: Tensor  # [n]
+    positions: Tensor  # [n]
+    divergence: float  # Kullback-Leibler divergence that t-SNE ended at
+    # Of the phases in the space of the queries, not in the plane: 1 for phases far apart, 0 for
+    # phases that overlap; None with a single phase.
     silhouette: float | None
 
     def document(self) -> dict[str, Any]:
@@ -68,22 +57,9 @@ def embed_queries(
 ) -> list[Embedding]:
     """Embed a sample of the queries of some heads; equal seeds give equal samples.
 
-    Parameters
-    ----------
-    capture : Capture
-        With phases.
-    places : sequence of (int, int)
-        Layer and query head.
-    per_phase : int
-        Queries drawn of each phase; all of them if there are fewer.
-    seed : int
-
-    Raises
-    ------
-    UsageError
-        If there is no such head, or too few tokens.
-    PrerequisiteError
-        If scikit-learn is not installed.
+    `places` are pairs of layer and query head; `per_phase` queries are drawn of each phase, all if
+    there are fewer. UsageError if there is no such head, or too few tokens; PrerequisiteError
+    without scikit-learn.
     """
     need("sklearn")
     rows = _sample(capture.labels("tsne"), per_phase, seed)
@@ -111,6 +87,7 @@ def _sample(phases: Tensor, per_phase: int, seed: int) -> Tensor:
 
 def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> Embedding:
     from sklearn.manifold import TSNE
+    from sklearn.metrics import silhouette_score
 
     vectors = capture.q[layer, head][rows].float().numpy()
     model = TSNE(
@@ -118,21 +95,15 @@ def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> 
     )
     points = torch.from_numpy(model.fit_transform(vectors))
     phases = capture.labels("tsne")[rows]
+    silhouette = None
+    if 2 <= len(set(phases.tolist())) < len(phases):
+        silhouette = float(silhouette_score(vectors, phases.numpy()))
     return Embedding(
-        layer=layer,
-        head=head,
-        points=points,
-        phases=phases,
-        positions=capture.positions[rows],
+        layer,
+        head,
+        points,
+        phases,
+        capture.positions[rows],
         divergence=float(model.kl_divergence_),
-        silhouette=_silhouette(vectors, phases),
+        silhouette=silhouette,
     )
-
-
-def _silhouette(vectors: np.ndarray[Any, Any], phases: Tensor) -> float | None:
-    from sklearn.metrics import silhouette_score
-
-    groups = len(set(phases.tolist()))
-    if not 2 <= groups < len(phases):
-        return None
-    return float(silhouette_score(vectors, phases.numpy()))

@@ -7,32 +7,27 @@ values themselves stay what they were when their token was read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rope", "relative_logits", "remove_rotary", "turn"]
 
+class Rope(NamedTuple):
+    """A model's rotary embedding."""
 
-@dataclass(frozen=True)
-class Rope:
-    """Inverse frequencies [head_dim / 2] and the attention factor of a model."""
-
-    frequencies: Tensor
-    factor: float
+    frequencies: Tensor  # inverse, [head_dim / 2], float64
+    factor: float  # its attention scaling
 
 
 class _Unrotated(nn.Module):
-    """In the place of a model's rotary embedding: turns by nothing."""
+    """Replaces a model's rotary embedding: cosines and sines of angle 0."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of angle 0."""
         ones = torch.ones(*position_ids.shape, self.head_dim, dtype=hidden.dtype)
         return ones, torch.zeros_like(ones)
 
@@ -41,21 +36,15 @@ def remove_rotary(model: Any) -> Rope:
     """Make a model's layers hand over queries and keys before RoPE; return what it was."""
     rotary = model.model.rotary_emb
     frequencies = rotary.inv_freq.double()
-    factor = float(getattr(rotary, "attention_scaling", 1.0))
     model.model.rotary_emb = _Unrotated(2 * len(frequencies))
-    return Rope(frequencies, factor)
+    return Rope(frequencies, float(getattr(rotary, "attention_scaling", 1.0)))
 
 
 def relative_logits(query: Tensor, key: Tensor, rows: Tensor, rope: Rope) -> Tensor:
     """Return unscaled q·k [heads, n, n] in float64, every pair rotated by its distance.
 
-    Parameters
-    ----------
-    query, key : Tensor [heads, n, head_dim]
-        Before RoPE.
-    rows : Tensor [heads, n, n], int64
-        Position of each key when each query was computed; a query's own key is the last one.
-    rope : Rope
+    `query` and `key` [heads, n, head_dim] are before RoPE. `rows` [heads, n, n] is the position of
+    each key when each query was computed; a query's own key is the last one.
     """
     own = rows.diagonal(dim1=-2, dim2=-1)[..., None]
     # Keys behind the query are not seen; their distance must only be an index.

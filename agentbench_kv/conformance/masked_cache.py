@@ -1,59 +1,27 @@
 """Masked-cache equality: an engine that evicts must give the logits of a model that masks.
 
-The embedded engine is driven over several turns while a recorder writes down its logits and what
-every event kept (`tracing`). The plain Hugging Face model then reads the same ids in one pass,
-every query blind to the tokens that were evicted before it was computed (`masked_reference`). If
-rows, positions, masks or compaction were wrong anywhere, the logits differ.
+The embedded engine is driven over several turns while a recorder keeps its logits and what every
+event kept (`tracing`). The plain Hugging Face model then reads the same ids in one pass, every
+query blind to the tokens that were evicted before it was computed (`masked_reference`). If rows,
+positions, masks or compaction were wrong anywhere, the logits differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from agentbench_kv.conformance.masked_reference import (
-    Capture,
     largest_difference,
     reference_error,
-    reference_logits,
     tiny_model,
-    visible,
 )
 from agentbench_kv.conformance.result import CheckResult
-from agentbench_kv.conformance.tracing import (
-    Event,
-    TokenPhases,
-    Trace,
-    TraceRecorder,
-    Turn,
-    default_turns,
-    drive,
-    short_turns,
-)
+from agentbench_kv.conformance.tracing import Trace, Turn, default_turns, drive
 from agentbench_kv.methods.base import Method
-
-__all__ = [
-    "TOLERANCE",
-    "Capture",
-    "Event",
-    "TokenPhases",
-    "Trace",
-    "TraceRecorder",
-    "Turn",
-    "check_masked_cache",
-    "check_trace",
-    "default_turns",
-    "drive",
-    "largest_difference",
-    "reference_error",
-    "reference_logits",
-    "short_turns",
-    "tiny_model",
-    "visible",
-]
 
 TOLERANCE = 1e-4
 
@@ -69,18 +37,9 @@ def check_masked_cache(
 ) -> list[CheckResult]:
     """Drive the embedded engine with `method` and compare it with the masked reference.
 
-    Parameters
-    ----------
-    method : Method
-        Budget included; it must be below the tokens of the turns for events to happen.
-    model : transformers causal LM, optional
-        A tiny random Qwen3 if not given.
-    turns : sequence of Turn, optional
-        `default_turns` if not given; a second session runs beside them.
-    interval : int
-        Replaces the method's own, so that a short run has events.
-    min_events : int
-        A compressing method with fewer events fails.
+    By default `default_turns` on a tiny random Qwen3; a second session runs at the same time. The
+    budget must be below the tokens of the turns for events to happen, of which a compressing method
+    must have `min_events`; `interval` replaces the method's own, so that a short run has them.
     """
     model = tiny_model() if model is None else model
     vocab = int(model.config.vocab_size)
@@ -90,11 +49,12 @@ def check_masked_cache(
     }
     method = replace(method, interval=interval)
     traces = drive(model, method, sessions)
-    results = [_check_reference(model, traces["second"], method.positions, tolerance)]
+    error = reference_error(model, traces["second"].tokens[:200], method.positions)
+    detail = f"largest logit difference {error:.2e} to eager attention without evictions"
+    results = [CheckResult("reference is the plain model", error <= tolerance, detail)]
     for name, trace in traces.items():
-        results += check_trace(
-            name, model, method, trace, min_events if name == "first" else 0, tolerance
-        )
+        due = min_events if name == "first" else 0
+        results += check_trace(name, model, method, trace, due, tolerance)
     return results
 
 
@@ -107,36 +67,23 @@ def check_trace(
     tolerance: float = TOLERANCE,
 ) -> list[CheckResult]:
     """Check one session's trace: coverage, kept sets, accounting, and equality of the logits."""
-    checks: dict[str, Callable[[], str]] = {
-        "logits recorded": lambda: _coverage_problem(trace),
-        "events": lambda: _event_problem(method, trace, min_events),
-        "kept sets": lambda: _kept_problem(method, trace),
-        "accounting": lambda: _accounting_problem(trace),
+    problems = {
+        "logits recorded": _coverage_problem(trace),
+        "events": _event_problem(method, trace, min_events),
+        "kept sets": _kept_problem(method, trace),
+        "accounting": _accounting_problem(trace),
     }
-    problems = {check: find() for check, find in checks.items()}
     results = [CheckResult(f"{name}: {key}", not text, text) for key, text in problems.items()]
     if problems["kept sets"]:
-        skipped = CheckResult(f"{name}: masked-cache equality", False, "kept sets are not valid")
-        return [*results, skipped]
-    return [*results, _check_equality(name, model, trace, method.positions, tolerance)]
-
-
-def _check_equality(
-    name: str, model: Any, trace: Trace, positions: str, tolerance: float
-) -> CheckResult:
-    largest = largest_difference(model, trace, positions)
-    return CheckResult(
-        f"{name}: masked-cache equality",
-        largest <= tolerance,
-        f"largest logit difference {largest:.2e} over {len(trace.logits)} positions, "
-        f"{len(trace.events)} events",
-    )
-
-
-def _check_reference(model: Any, trace: Trace, positions: str, tolerance: float) -> CheckResult:
-    error = reference_error(model, trace.tokens[:200], positions)
-    detail = f"largest logit difference {error:.2e} to eager attention without evictions"
-    return CheckResult("reference is the plain model", error <= tolerance, detail)
+        ok, detail = False, "kept sets are not valid"
+    else:
+        largest = largest_difference(model, trace, method.positions)
+        ok = largest <= tolerance
+        detail = (
+            f"largest logit difference {largest:.2e} over {len(trace.logits)} positions, "
+            f"{len(trace.events)} events"
+        )
+    return [*results, CheckResult(f"{name}: masked-cache equality", ok, detail)]
 
 
 def _coverage_problem(trace: Trace) -> str:

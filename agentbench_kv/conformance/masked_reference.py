@@ -17,38 +17,17 @@ from torch import Tensor
 from agentbench_kv.conformance.cache_positions import Rope, relative_logits, remove_rotary
 from agentbench_kv.conformance.tracing import Trace
 
-__all__ = [
-    "Capture",
-    "cache_heads",
-    "cache_rows",
-    "largest_difference",
-    "reference_error",
-    "reference_logits",
-    "tiny_model",
-    "visible",
-]
-
 REFERENCE_ATTENTION = "kvbench_masked_reference"
 
 
 @dataclass(frozen=True)
-class Capture:
-    """What the reference computed, one entry per layer.
+class ReferenceTensors:
+    """What the reference computed per layer; before RoPE where positions are the cache's."""
 
-    Attributes
-    ----------
-    queries : list of Tensor [q_heads, n, head_dim]
-        After RoPE; before it where positions are the cache's.
-    keys, values : list of Tensor [kv_heads, n, head_dim]
-        Keys like the queries.
-    weights : list of Tensor [q_heads, n, n]
-        Attention probabilities.
-    """
-
-    queries: list[Tensor] = field(default_factory=list)
-    keys: list[Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)  # [q_heads, n, head_dim]
+    keys: list[Tensor] = field(default_factory=list)  # [kv_heads, n, head_dim]
     values: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)  # attention probabilities [q_heads, n, n]
 
 
 def tiny_model(
@@ -63,19 +42,12 @@ def tiny_model(
 ) -> Any:
     """Build a random decoder in memory whose attention is peaked enough for masks to matter.
 
-    Parameters
-    ----------
-    family : str
-        Model type of transformers.
-    q_heads, kv_heads, layers, vocab, seed : int
-    rope : dict, optional
-        transformers' `rope_parameters`; plain RoPE if not given.
+    `rope` is merged into transformers' `rope_parameters`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    causal_lm: Any = AutoModelForCausalLM
-    config = AutoConfig.for_model(
+    return random_model(
         family,
+        seed=seed,
+        rope=rope,
         vocab_size=vocab,
         hidden_size=32,
         intermediate_size=48,
@@ -85,13 +57,21 @@ def tiny_model(
         head_dim=8,
         max_position_embeddings=4096,
         initializer_range=0.25,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_theta": 1e4, "rope_type": "default", **(rope or {})},
     )
+
+
+def random_model(
+    family: str, *, seed: int, rope: dict[str, Any] | None = None, **sizes: Any
+) -> Any:
+    """Build a causal LM of a transformers model type from its configuration, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    causal_lm: Any = AutoModelForCausalLM
+    rope = {"rope_theta": 1e4, "rope_type": "default", **(rope or {})}
+    config = AutoConfig.for_model(family, tie_word_embeddings=False, rope_parameters=rope, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = causal_lm.from_config(config, dtype=torch.float32)
-    return model.eval()
+        return causal_lm.from_config(config, dtype=torch.float32).eval()
 
 
 def visible(trace: Trace, layers: int, heads: int) -> Tensor:
@@ -109,15 +89,11 @@ def visible(trace: Trace, layers: int, heads: int) -> Tensor:
 
 
 def cache_rows(trace: Trace, layers: int, heads: int) -> Tensor:
-    """Return which row of the cache each key lay in when each query was computed.
+    """Return each key's cache row when each query was computed, [layers, heads, queries, keys].
 
     An event names the rows it left in their order, and what is fed later lies behind them; so a
-    span that came back at the end has rows behind those of younger tokens.
-
-    Returns
-    -------
-    Tensor [layers, heads, queries, keys], int64
-        Without a meaning where the key is not `visible`.
+    span that came back at the end has rows behind those of younger tokens. Rows of keys that are
+    not `visible` mean nothing.
     """
     fed = len(trace.tokens) - 1
     rows = torch.arange(fed).expand(layers, heads, fed, fed).clone()
@@ -134,30 +110,17 @@ def reference_logits(
     model: Any,
     tokens: Sequence[int],
     allowed: Tensor,
-    capture: Capture | None = None,
+    capture: ReferenceTensors | None = None,
     *,
     positions: str = "logical",
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Read `tokens` in one pass under a mask per (layer, head).
+    """Read `tokens` in one pass under a mask per (layer, head); return logits [tokens, vocab].
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Left as it is.
-    tokens : sequence of int
-    allowed : Tensor [layers, heads, tokens, tokens] of bool
-        Heads are KV heads, or query heads where each has a cache of its own.
-    capture : Capture, optional
-        Filled with every layer's queries, keys, values and probabilities.
-    positions : str
-        `logical`: RoPE by the place in the session. `cache`: by the row in the cache.
-    rows : Tensor [layers, heads, tokens, tokens], optional
-        As `cache_rows`, for `cache`. If not given, visible keys lie in the order of the session.
-
-    Returns
-    -------
-    Tensor [tokens, vocab], float32
+    `allowed` is [layers, heads, tokens, tokens]; heads are KV heads, or query heads where each has
+    its own cache. `capture` is filled with what every layer computed. With positions `logical` RoPE
+    goes by the place in the session, with `cache` by the row in the cache: `rows` as `cache_rows`
+    gives them, or visible keys in the order of the session.
     """
     from transformers import AttentionInterface
 
@@ -190,7 +153,7 @@ def _masked_attention(
     kvbench_allowed: Tensor,
     kvbench_rope: Rope | None,
     kvbench_rows: Tensor | None,
-    kvbench_capture: Capture | None,
+    kvbench_capture: ReferenceTensors | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Textbook attention over repeated KV heads."""
@@ -228,7 +191,7 @@ def largest_difference(model: Any, trace: Trace, positions: str = "logical") -> 
 
 
 def cache_heads(model: Any, trace: Trace) -> int:
-    """Return how many heads the engine's cache had: an event says."""
+    """Return how many heads the engine's cache had, as its events show."""
     kv_heads = int(model.config.num_key_value_heads)
     return trace.events[0].kept.shape[1] if trace.events else kv_heads
 

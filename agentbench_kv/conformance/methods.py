@@ -11,28 +11,18 @@ from functools import partial
 from typing import Any
 
 from agentbench_kv.conformance.result import CheckResult
-from agentbench_kv.conformance.scenes import Scene, Shape, make_scene
 from agentbench_kv.conformance.selection_checks import CHECKS, calibrated
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
 
-__all__ = ["Scene", "Shape", "build_method", "calibrated", "check_method", "make_scene"]
-
 
 def check_method(
     method: str | type[Method] | Method, budget: int | None = None, seeds: Sequence[int] = (0, 1, 2)
 ) -> list[CheckResult]:
-    """Check the properties of one method.
+    """Check the properties of one method, on a random cache per seed.
 
-    Parameters
-    ----------
-    method : str, class or Method
-        `name` or `name@preset` of a registered method, a class, or a method already built.
-    budget : int, optional
-        Tokens to keep; 16 above what the method always keeps if not given.
-    seeds : sequence of int
-        Random caches to try.
+    The method is as `build_method` takes it, `name` or `name@preset` if it is registered.
     """
     built = calibrated(build_method(method, budget))
     if not built.compresses:
@@ -53,15 +43,8 @@ def build_method(
 ) -> Method:
     """Return a method with a budget: the given one, or a little above what it always keeps.
 
-    Parameters
-    ----------
-    method : str, class or Method
-        A method already built is returned as it is.
-    budget : int, optional
-    preset : str
-        For a class.
-    settings : mapping, optional
-        Parameters by name, as `--set` takes them.
+    A method already built is returned as it is; `preset` is for a class; `settings` are parameters
+    by name, as `--set` takes them.
     """
     if isinstance(method, Method):
         return method
@@ -71,15 +54,12 @@ def build_method(
     if budget is not None:
         return make(budget, settings)
     probe = make(1 << 20, settings)
-    return replace(probe, budget=_room(probe)) if probe.compresses else make(None, settings)
-
-
-def _room(method: Method) -> int:
-    """Return a small budget above what the method always keeps."""
+    if not probe.compresses:
+        return make(None, settings)
     budget = 16
-    while budget < method.sinks + method.recent_kept(budget) + 16:
+    while budget < probe.sinks + probe.recent_kept(budget) + 16:
         budget += 1
-    return budget
+    return replace(probe, budget=budget)
 
 
 def _run(name: str, check: Callable[[], str]) -> CheckResult:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One property, whether it holds, and the first counterexample (or a figure) in words.
-
-    `skipped`: it could not be checked, `detail` says why; `ok` is True then.
-    """
+    """One property, whether it holds, and the first counterexample (or a figure) in words."""
 
     name: str
     ok: bool
     detail: str = ""
-    skipped: bool = False
+    skipped: bool = False  # it could not be checked, `detail` says why; `ok` is True then
+
+
+def guarded(
+    check: Callable[[], list[CheckResult]], reraise: tuple[type[Exception], ...] = ()
+) -> list[CheckResult]:
+    """Run a part of a suite; what it raises is a failed result, except the types to `reraise`."""
+    try:
+        return check()
+    except reraise:
+        raise
+    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+        return [CheckResult("runs to the end", False, f"{type(error).__name__}: {error}")]

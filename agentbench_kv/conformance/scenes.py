@@ -12,25 +12,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, Selection
+from agentbench_kv.methods.base import (
+    LayerView,
+    Method,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    Selection,
+)
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.methods.phases import Phase
-
-__all__ = ["Scene", "Shape", "made_up_calibration", "make_scene"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model is like whose cache a scene shows; `group` query heads per KV head."""
+    """Sizes of the model whose cache a scene shows."""
 
     layers: int = 2
     kv_heads: int = 2
-    group: int = 2
+    group: int = 2  # query heads per KV head
     head_dim: int = 8
 
     @property
     def q_heads(self) -> int:
-        """Query heads of a layer."""
         return self.kv_heads * self.group
 
     def of_cache(self, method: Method) -> Shape:
@@ -42,16 +46,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a method is given at one event; `phases` of every token ever seen."""
+    """What a method is given at one event."""
 
     layers: list[LayerView]
     queries: list[Queries]
-    now: int
+    now: int  # tokens ever seen
     prompt: int
-    phases: Tensor
+    phases: Tensor  # of every token ever seen
 
     def select(self, method: Method) -> Selection:
-        """Let `method` choose."""
         return method.select(self.layers, self.queries, self.now, self.prompt, self.phases)
 
     @property
@@ -65,7 +68,6 @@ class Scene:
         return places.gather(-1, selection.kept).sort(-1).values
 
     def with_keys(self, change: Callable[[Tensor], Tensor]) -> Scene:
-        """Return the scene with other keys."""
         return replace(self, layers=[replace(v, keys=change(v.keys)) for v in self.layers])
 
     def tensors(self) -> Iterator[Tensor]:
@@ -89,18 +91,8 @@ def make_scene(
     """Build a random cache of `tokens` rows per head and the queries `method` asks for.
 
     Heads hold the same tokens only as far as the method's kept set is shared; what the method
-    always keeps is there.
-
-    Parameters
-    ----------
-    method : Method
-    tokens : int
-    seed : int
-    shape : Shape, optional
-    prompt : int, optional
-        Tokens of the first prefill; a third of the budget if not given.
-    phases : sequence of int
-        The phases that occur.
+    always keeps is there. `prompt` is the length of the first prefill, a third of the budget if not
+    given; `phases` are those that occur.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (Shape() if shape is None else shape).of_cache(method)
@@ -109,9 +101,8 @@ def make_scene(
     held = _held_positions(method, tokens, now, prompt, shape, generator)
     layers = [_make_layer(method, places, shape, generator) for places in held]
     labels = torch.tensor(phases)[torch.randint(len(phases), (now,), generator=generator)]
-    return Scene(
-        layers, _make_queries(method, labels, shape, generator), now, prompt, phases=labels
-    )
+    queries = _make_queries(method, labels, shape, generator)
+    return Scene(layers, queries, now, prompt, labels)
 
 
 def _make_layer(
@@ -160,33 +151,29 @@ def always_kept(method: Method, now: int, prompt: int) -> Tensor:
 def _make_queries(
     method: Method, labels: Tensor, shape: Shape, generator: torch.Generator
 ) -> list[Queries]:
-    plan, now = method.query_plan(), len(labels)
-    kept: list[int] = []
-    if plan.kind is QueryKind.RECENT:
-        kept = list(range(max(0, now - plan.size), now))
-    elif plan.kind is QueryKind.PER_PHASE:
-        rings = [(labels == int(p)).nonzero()[:, 0].tolist() for p in Phase]
-        kept = sorted(p for ring in rings for p in ring[-plan.size :])
-    places = torch.tensor(kept, dtype=torch.int64)
-    vectors = torch.randn(
-        shape.layers, shape.q_heads, len(kept), shape.head_dim, generator=generator
-    )
+    held = held_queries(method.query_plan(), labels.tolist(), len(labels))
+    places = torch.tensor(held, dtype=torch.int64)
+    size = (shape.layers, shape.q_heads, len(held), shape.head_dim)
+    vectors = torch.randn(size, generator=generator)
     return [Queries(layer * 2, places, labels[places]) for layer in vectors]
+
+
+def held_queries(plan: QueryPlan, phases: Sequence[int], logical: int) -> list[int]:
+    """Return the positions whose queries an engine holds after `logical` tokens, ascending."""
+    if plan.kind is QueryKind.RECENT:
+        return list(range(max(0, logical - plan.size), logical))
+    if plan.kind is QueryKind.PER_PHASE:
+        rings = [[p for p in range(logical) if phases[p] == phase] for phase in Phase]
+        return sorted(p for ring in rings for p in ring[-plan.size :])
+    return []
 
 
 def made_up_calibration(
     layers: int, q_heads: int, frequencies: Tensor, scale: float = 1.0, seed: int = 0
 ) -> Calibration:
-    """Return random statistics of a model's queries.
+    """Return random statistics of the queries of a model.
 
-    Parameters
-    ----------
-    layers, q_heads : int
-    frequencies : Tensor [head_dim / 2]
-        The model's inverse frequencies.
-    scale : float
-        Its attention factor.
-    seed : int
+    `frequencies` [head_dim / 2] are its inverse frequencies, `scale` is its attention factor.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (layers, q_heads, len(frequencies))

@@ -19,20 +19,13 @@ from agentbench_kv.conformance.scenes import (
 from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method
 from agentbench_kv.methods.phases import Phase
 
-__all__ = ["CHECKS", "calibrated"]
-
 SHAPE = Shape()
 
 
 def calibrated(method: Method, shape: Shape = SHAPE, heads: Tensor | None = None) -> Method:
     """Return the method with made-up statistics of a model, if it needs any.
 
-    Parameters
-    ----------
-    method : Method
-    shape : Shape
-    heads : Tensor [q_heads], int64, optional
-        Other order of the query heads.
+    `heads` [q_heads] is another order of the query heads.
     """
     if not method.needs_calibration:
         return method
@@ -41,10 +34,6 @@ def calibrated(method: Method, shape: Shape = SHAPE, heads: Tensor | None = None
     order = torch.arange(shape.q_heads) if heads is None else heads
     moved = replace(made, mean=made.mean[:, order], abs_mean=made.abs_mean[:, order])
     return method.with_calibration(moved)
-
-
-def _cache_shape(method: Method) -> Shape:
-    return SHAPE.of_cache(method)
 
 
 def _budget(method: Method) -> int:
@@ -60,7 +49,7 @@ def _scene(method: Method, seed: int) -> Scene:
 
 
 def _difference(before: Tensor, after: Tensor) -> str:
-    """Say where two sets of kept positions differ, or nothing."""
+    """Say where two sets of kept positions differ; empty if they do not."""
     if before.shape != after.shape:
         return f"kept {tuple(after.shape)}, expected {tuple(before.shape)}"
     wrong = (before != after).any(-1).nonzero()
@@ -73,14 +62,14 @@ def _difference(before: Tensor, after: Tensor) -> str:
 
 def _scores_fit(method: Method, seed: int) -> str:
     scores = _scene(method, seed).select(method).scores
-    shape = _cache_shape(method)
+    shape = SHAPE.of_cache(method)
     expected = (shape.layers, shape.kv_heads, _tokens(method))
     return "" if scores.shape == expected else f"scores {tuple(scores.shape)}, expected {expected}"
 
 
 def _keeps_budget(method: Method, seed: int) -> str:
     kept = _scene(method, seed).select(method).kept
-    shape = _cache_shape(method)
+    shape = SHAPE.of_cache(method)
     expected = (shape.layers, shape.kv_heads, _budget(method))
     if kept.shape != expected:
         return f"kept {tuple(kept.shape)}, expected {expected}"
@@ -168,7 +157,7 @@ def _follows_heads(method: Method, seed: int) -> str:
     """Permuting KV heads with their query groups permutes what is kept."""
     if not method.treats_heads_alike:
         return ""
-    scene, shape = _scene(method, seed), _cache_shape(method)
+    scene, shape = _scene(method, seed), SHAPE.of_cache(method)
     order = torch.arange(shape.kv_heads).flip(0)
     rows = torch.arange(shape.q_heads).reshape(shape.kv_heads, shape.group)[order].flatten()
     layers = [_rows(view, order) for view in scene.layers]
@@ -225,8 +214,7 @@ def _works_with_young_rings(method: Method, seed: int) -> str:
 def _survives_a_long_prompt(method: Method, seed: int) -> str:
     """Take a first prefill as long as the budget or longer."""
     for prompt in (_budget(method), _budget(method) + 8):
-        scene = make_scene(method, _tokens(method), seed=seed, prompt=prompt)
-        kept = scene.select(method).kept
+        kept = make_scene(method, _tokens(method), seed=seed, prompt=prompt).select(method).kept
         if kept.shape[-1] != _budget(method):
             return f"{kept.shape[-1]} tokens kept after a first prefill of {prompt}"
     return ""

@@ -1,4 +1,4 @@
-"""Sessions do not feel each other: neither those that run beside them nor those before them."""
+"""Sessions are independent of those that run at the same time and of those before them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from agentbench_kv.conformance.masked_reference import tiny_model
 from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.conformance.tracing import IDLE, Trace, Turn, drive, short_turns
 from agentbench_kv.methods.base import Method
-
-__all__ = ["check_sessions", "compare_traces"]
 
 TOLERANCE = 1e-4
 
@@ -25,16 +23,8 @@ def check_sessions(
 ) -> list[CheckResult]:
     """Compare sessions that run alone with the same ones together and one after the other.
 
-    Parameters
-    ----------
-    method : Method
-        Budget included.
-    model : transformers causal LM, optional
-        A tiny random Qwen3 if not given.
-    sessions : mapping of name to turns, optional
-        Three sessions of other prompts if not given.
-    interval : int
-        Replaces the method's own, so that short sessions have events.
+    By default three short sessions on a tiny random Qwen3. `interval` replaces the method's own, so
+    that short sessions have events.
     """
     model = tiny_model(layers=2) if model is None else model
     vocab = int(model.config.vocab_size)

@@ -6,20 +6,23 @@ down; the plain model then reads the same ids, blind to the blocks that were awa
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model, visible
 from agentbench_kv.conformance.result import CheckResult
-from agentbench_kv.conformance.tracing import TokenPhases, Trace, TraceRecorder, Turn, default_turns
+from agentbench_kv.conformance.tracing import (
+    Trace,
+    TraceRecorder,
+    Turn,
+    default_turns,
+    feed,
+    in_memory_engine,
+)
 from agentbench_kv.engines.base import Hints, Sampling, Source, TurnNotes
 from agentbench_kv.engines.blocks import BlockEngine
-from agentbench_kv.engines.embedded import EmbeddedEngine
-from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.methods.blocks import SpanMethod
-
-__all__ = ["check_spans", "drive_spans"]
+from agentbench_kv.phases import TokenPhases
 
 TOLERANCE = 1e-4
 PINNED = 2
@@ -35,32 +38,27 @@ def check_spans(
 ) -> list[CheckResult]:
     """Drive the embedded engine under a span-level method and check what it did.
 
-    Parameters
-    ----------
-    method : SpanMethod
-        Budget included; it must be below the tokens of the turns for blocks to leave.
-    model : transformers causal LM, optional
-        A tiny random Qwen3 if not given.
-    turns : sequence of Turn, optional
-        `default_turns` if not given.
+    By default `default_turns` on a tiny random Qwen3. The budget must be below the tokens of the
+    turns for blocks to leave.
     """
     model = tiny_model(layers=2) if model is None else model
     turns = list(turns or default_turns(int(model.config.vocab_size)))
     trace, resident = drive_spans(model, method, turns)
     over = [live for live in resident if live > method.budget_at(len(trace.tokens))]
     positions = "cache" if method.below().positions == "cache" else "logical"
-    results = [
-        CheckResult("blocks leave", trace.stats.evicted > 0),
-        CheckResult("within the budget after every turn", not over, f"resident {over}"),
-        CheckResult("accounting", *_accounting(trace)),
-    ]
-    results += [
-        CheckResult("the pinned turn stays", *_pinned(model, trace, turns)),
-        _recovery(method, trace),
-    ]
+    stats = trace.stats
+    # What came and went adds up; the last id is never fed.
+    live = len(trace.tokens) - 1 - stats.evicted + stats.restored
     largest = largest_difference(model, trace, positions)
     detail = f"largest logit difference {largest:.2e} over {len(trace.logits)} positions"
-    return [*results, CheckResult("masked-cache equality", largest <= tolerance, detail)]
+    return [
+        CheckResult("blocks leave", stats.evicted > 0),
+        CheckResult("within the budget after every turn", not over, f"resident {over}"),
+        CheckResult("accounting", stats.live == live, f"live {stats.live}, expected {live}"),
+        CheckResult("the pinned turn stays", *_pinned(model, trace, turns)),
+        _recovery(method, trace),
+        CheckResult("masked-cache equality", largest <= tolerance, detail),
+    ]
 
 
 def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[Trace, list[int]]:
@@ -70,16 +68,17 @@ def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[
     turn `PINNED` is pinned.
     """
     recorder = TraceRecorder(["only"])
-    options = EngineOptions(
-        model="in-memory", method=method.below(), device="cpu", max_live_tokens=10**6
-    )
-    below = EmbeddedEngine.create(options, model=copy.deepcopy(model), recorder=recorder)
-    engine = BlockEngine(below, method)
+    engine = BlockEngine(in_memory_engine(model, method.below(), recorder), method)
     trace, resident = recorder.traces["only"], []
     try:
         engine.open("only", TokenPhases())
         for number, turn in enumerate(turns):
-            _play(engine, trace, turn, number)
+            source = (Source.USER, Source.DOCUMENT)[number % 2]
+            hints = Hints(pinned=number == PINNED)
+            engine.note("only", turn.prompt, TurnNotes([(len(turn.prompt), source)], hints))
+            feed(engine, "only", turn.prompt, trace)
+            sampling = Sampling(turn.decode, temperature=1.0, seed=number)
+            trace.add(list(engine.generate("only", sampling)), decoded=True)
             resident.append(engine.stats("only").live)
         trace.stats = engine.close("only")
     finally:
@@ -87,18 +86,8 @@ def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[
     return trace, resident
 
 
-def _play(engine: BlockEngine, trace: Trace, turn: Turn, number: int) -> None:
-    source = (Source.USER, Source.DOCUMENT)[number % 2]
-    hints = Hints(pinned=number == PINNED)
-    engine.note("only", turn.prompt, TurnNotes([(len(turn.prompt), source)], hints))
-    engine.extend("only", turn.prompt, [TokenPhases().label(token) for token in turn.prompt])
-    trace.add(turn.prompt, decoded=False)
-    sampling = Sampling(max_tokens=turn.decode, temperature=1.0, seed=number)
-    trace.add(list(engine.generate("only", sampling)), decoded=True)
-
-
 def _pinned(model: Any, trace: Trace, turns: Sequence[Turn]) -> tuple[bool, str]:
-    """Check that the last query sees all that was pinned."""
+    """Check that the last query sees all that was pinned; return the outcome and its detail."""
     if len(turns) <= PINNED:
         return True, "no such turn"
     first = sum(len(turn.prompt) + turn.decode for turn in turns[:PINNED])
@@ -115,10 +104,3 @@ def _recovery(method: SpanMethod, trace: Trace) -> CheckResult:
         why = "none did in these turns; with a smaller budget and smaller blocks some do"
         return CheckResult("blocks come back", True, why, skipped=True)
     return CheckResult("blocks come back", restores or not restored, f"{restored} tokens")
-
-
-def _accounting(trace: Trace) -> tuple[bool, str]:
-    """Check that what came and went adds up; the last id is never fed."""
-    stats = trace.stats
-    expected = len(trace.tokens) - 1 - stats.evicted + stats.restored
-    return stats.live == expected, f"live {stats.live}, expected {expected}"

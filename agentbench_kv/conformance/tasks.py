@@ -1,4 +1,4 @@
-"""Does a task's plumbing hold? Agents of known score, complete records, no leaks, no replays.
+"""Whether a task works: agents of known score, complete records, no leaks, nothing played twice.
 
 What `kvbench selftest task` runs; a plug-in's own tests call it the same way. The agents go through
 the same runner, gateway, sessions and records as a model.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from agentbench_kv.adapters.base import SCRIPTED_AGENTS, ScriptedAgent
-from agentbench_kv.conformance.result import CheckResult
+from agentbench_kv.conformance.result import CheckResult, guarded
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.reader import RunReader
@@ -25,8 +25,6 @@ from agentbench_kv.results.store import RunStore
 from agentbench_kv.runner import run_one
 from agentbench_kv.spec import RunSpec, resolve
 from agentbench_kv.trials import sample_key
-
-__all__ = ["DEFAULT_LIMIT", "suite_task", "task_suite"]
 
 DEFAULT_LIMIT = 5
 _LONGEST_ID = 256
@@ -39,7 +37,7 @@ class _StoppedError(Exception):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all runs of the suite share."""
+    """What all runs of the suite have in common."""
 
     task: str
     settings: Mapping[str, str]
@@ -69,13 +67,7 @@ class _Plan:
 
 
 def suite_task(name: str, settings: Mapping[str, str]) -> str:
-    """Return the task whose suite proves this one: itself, or its stand-in (`Task.stand_in`).
-
-    Raises
-    ------
-    UsageError
-        If there is no such task.
-    """
+    """Return the task whose suite proves this one: itself, or its stand-in (`Task.stand_in`)."""
     return load_task(name).stand_in(settings) or name
 
 
@@ -110,18 +102,19 @@ def task_suite(
         If there is no such task, or its environment or data are missing.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-selftest-") as folder:
-        plan = _with_room(_Plan(task, settings or {}, limit, concurrency, Path(folder)))
-        parts: dict[str, Callable[[], list[CheckResult]]] = {
-            "samples": partial(_check_samples, plan),
-            "gold": partial(_check_gold, plan),
-            "corrupt": partial(_check_corrupt, plan),
-            "null": partial(_check_null, plan),
-            "resume": partial(_check_resume, plan),
+        plan = _with_longest_answer(_Plan(task, settings or {}, limit, concurrency, Path(folder)))
+        parts = {
+            "samples": _check_samples,
+            "gold": _check_gold,
+            "corrupt": _check_corrupt,
+            "null": _check_null,
+            "resume": _check_resume,
         }
-        return {part: _guarded(check) for part, check in parts.items()}
+        missing = (UsageError, PrerequisiteError)
+        return {part: guarded(partial(check, plan), missing) for part, check in parts.items()}
 
 
-def _with_room(plan: _Plan) -> _Plan:
+def _with_longest_answer(plan: _Plan) -> _Plan:
     """Return the plan with answers long enough for everything that the known agents say."""
     task = load_task(plan.task).create(plan.spec("gold").task_params)
     try:
@@ -150,11 +143,9 @@ def _check_samples(plan: _Plan) -> list[CheckResult]:
     ids = [sample.id for sample in first]
     twice = [name for name, count in Counter(map(sample_key, ids)).items() if count > 1]
     unsafe = [repr(name) for name in ids if not _safe(name)]
-    few = plan.limit is None or len(first) <= plan.limit
+    right_count = bool(first) and (plan.limit is None or len(first) <= plan.limit)
     return [
-        CheckResult(
-            "there are samples, no more than asked for", bool(first) and few, f"{len(ids)}"
-        ),
+        CheckResult("there are samples, no more than asked for", right_count, f"{len(ids)}"),
         CheckResult("two calls give the same samples", first == again),
         CheckResult("fewer are the first ones", fewer == first[: len(fewer)]),
         _none("ids are unique", twice),
@@ -175,20 +166,15 @@ def _check_gold(plan: _Plan) -> list[CheckResult]:
     """Two trials of each sample: the second finds what the first left behind."""
     run = plan.run("gold", "runs", trials=2)
     trials = run.trials()
-    wrong = [_told(trial) for trial in trials if trial.score != 1.0]
+    outcomes = defaultdict(set)
+    for trial in trials:
+        outcomes[trial.sample_id].add((trial.status, trial.score))
+    differing = [sample for sample, found in outcomes.items() if len(found) > 1]
     return [
-        _none("gold scores 100 %", wrong, f"{len(trials)} trials"),
-        _none("a second pass gives the same", _unlike(trials)),
+        _none("gold scores 100 %", _wrong(trials, 1.0), f"{len(trials)} trials"),
+        _none("a second pass gives the same", differing),
         *_check_records(run, trials, 2),
     ]
-
-
-def _unlike(trials: Sequence[TrialRecord]) -> list[str]:
-    by_sample: dict[str, list[TrialRecord]] = {}
-    for trial in trials:
-        by_sample.setdefault(trial.sample_id, []).append(trial)
-    pairs = {name: {(t.status, t.score) for t in found} for name, found in by_sample.items()}
-    return [name for name, outcomes in pairs.items() if len(outcomes) > 1]
 
 
 def _check_records(
@@ -197,7 +183,9 @@ def _check_records(
     turns = Counter(turn.key for turn in run.turns())
     counts = Counter(trial.sample_id for trial in trials)
     resets = [trial.sample_id for trial in trials if trial.session_resets]
-    incomplete = [trial.sample_id for trial in trials if _lacking(run, trial, turns[trial.key])]
+    incomplete = [
+        trial.sample_id for trial in trials if not _complete(run, trial, turns[trial.key])
+    ]
     missing = [name for name, count in counts.items() if count != per_sample]
     return [
         _none("every trial has one record", missing, f"{len(trials)} records"),
@@ -206,10 +194,10 @@ def _check_records(
     ]
 
 
-def _lacking(run: RunReader, trial: TrialRecord, turns: int) -> bool:
+def _complete(run: RunReader, trial: TrialRecord, turns: int) -> bool:
     transcript = run.path / (trial.transcript or "")
     counted = turns == trial.usage.requests > 0 and trial.kv.logical > 0
-    return not (counted and trial.prompt_sha and transcript.is_file())
+    return bool(counted and trial.prompt_sha and transcript.is_file())
 
 
 def _check_corrupt(plan: _Plan) -> list[CheckResult]:
@@ -217,25 +205,24 @@ def _check_corrupt(plan: _Plan) -> list[CheckResult]:
     trials = plan.run("corrupt", "runs").trials()
     if declared is None:
         return _check_below_gold(trials, plan.limit is None)
-    wrong = [_told(trial) for trial in trials if trial.score != declared]
+    wrong = _wrong(trials, declared)
     return [_none(f"corrupt scores {declared:g} as built", wrong, _mean(trials))]
 
 
 def _check_below_gold(trials: Sequence[TrialRecord], whole: bool) -> list[CheckResult]:
     """Demand less than gold of the whole set: in some samples what is corrupted does not matter."""
-    ended = _none("corrupt is scored", [_told(trial) for trial in trials if trial.score is None])
-    name = "corrupt scores less than gold"
-    if all(trial.score == 1.0 for trial in trials) and not whole:
+    scored = _none("corrupt is scored", [_describe(t) for t in trials if t.score is None])
+    name, low = "corrupt scores less than gold", any(trial.score != 1.0 for trial in trials)
+    if not low and not whole:
         why = "these few samples cannot tell: all keep their points; --full can"
-        return [ended, CheckResult(name, True, why, skipped=True)]
-    low = any(trial.score != 1.0 for trial in trials)
-    return [ended, CheckResult(name, low, _mean(trials))]
+        return [scored, CheckResult(name, True, why, skipped=True)]
+    return [scored, CheckResult(name, low, _mean(trials))]
 
 
 def _check_null(plan: _Plan) -> list[CheckResult]:
     """Measure the floor, demand nothing: some tasks are right to reward doing nothing."""
     trials = plan.run("null", "runs").trials()
-    broken = [_told(trial) for trial in trials if trial.score is None and trial.error]
+    broken = [_describe(trial) for trial in trials if trial.score is None and trial.error]
     return [_none("null comes to an end", broken, f"floor: {_mean(trials)}")]
 
 
@@ -250,7 +237,7 @@ def _check_resume(plan: _Plan) -> list[CheckResult]:
         if record is not None and 0 < done < expected:
             raise _StoppedError
 
-    def note(_: RunSpec, _done: int, _expected: int, record: TrialRecord | None) -> None:
+    def record_end(_: RunSpec, _done: int, _expected: int, record: TrialRecord | None) -> None:
         if record is not None:
             ended.append(record.sample_id)
 
@@ -258,19 +245,18 @@ def _check_resume(plan: _Plan) -> list[CheckResult]:
         run_one(spec, out, stop)
     first = RunStore(out).find(spec.id).trials()
     before = {trial.sample_id for trial in first if trial.finished}
-    run_one(spec, out, note)
+    run_one(spec, out, record_end)
     resumed, wanted = list(ended), RunStore(out).find(spec.id).trials()
-    run_one(spec, out, note)
+    run_one(spec, out, record_end)
     played = Counter([*before, *resumed])
     # One trial has begun for each that has ended by the time the run hears of it.
     few = len(wanted) <= 2 * width
-    wrong = [_told(trial) for trial in wanted if trial.score != 1.0]
     return [
         _none("nothing is played twice", [name for name, n in played.items() if n > 1],
               f"{len(before)} before, {len(resumed)} after the interruption"),
         CheckResult("the interruption came in between", bool(resumed) or few),
         CheckResult("nothing is lost", set(played) == {trial.sample_id for trial in wanted}),
-        _none("gold scores 100 % again", wrong),
+        _none("gold scores 100 % again", _wrong(wanted, 1.0)),
         _none("a complete run plays nothing", ended[len(resumed) :]),
     ]  # fmt: skip
 
@@ -281,24 +267,19 @@ def _mean(trials: Sequence[TrialRecord]) -> str:
     return f"{statistics.fmean(trial.headline for trial in trials):.1%} over {len(trials)}"
 
 
-def _told(trial: TrialRecord) -> str:
+def _wrong(trials: Sequence[TrialRecord], expected: float) -> list[str]:
+    return [_describe(trial) for trial in trials if trial.score != expected]
+
+
+def _describe(trial: TrialRecord) -> str:
     reason = (trial.error or "").strip().splitlines()
     said = f" ({reason[-1][:120]})" if reason else ""
     return f"{trial.sample_id}: {trial.status} {trial.score}{said}"
 
 
 def _none(name: str, problems: Sequence[str], detail: str = "") -> CheckResult:
-    """Return a check that holds if there are no problems; it names the first few."""
+    """Make a check that holds if there are no problems; it names the first few."""
     if not problems:
         return CheckResult(name, True, detail)
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return CheckResult(name, False, "; ".join(problems[:_SHOWN]) + more)
-
-
-def _guarded(check: Callable[[], list[CheckResult]]) -> list[CheckResult]:
-    try:
-        return check()
-    except (UsageError, PrerequisiteError):
-        raise
-    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
-        return [CheckResult("runs to the end", False, f"{type(error).__name__}: {error}")]

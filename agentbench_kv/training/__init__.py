@@ -1,1 +1,1 @@
-"""training."""
+"""Training of the models that ship."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.linalg import subspace_angles
 
 from agentbench_kv.analysis.angles import phase_angles
-from agentbench_kv.analysis.spans import Span, phase_spans
+from agentbench_kv.analysis.spans import PhaseSpan, phase_spans
 from agentbench_kv.errors import UsageError
 
 DIM = 8
@@ -157,4 +157,4 @@ def test_a_rotation_of_all_queries_changes_nothing(capture):
 def test_spans_are_the_maximal_runs(numeric, phases, shortest):
     found = phase_spans(torch.tensor(phases), shortest)
     runs = numeric.runs(phases)
-    assert found == [Span(*run) for run in runs if run[2] - run[1] >= shortest]
+    assert found == [PhaseSpan(*run) for run in runs if run[2] - run[1] >= shortest]

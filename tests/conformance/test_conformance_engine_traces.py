@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentbench_kv.conformance.engines.driver import Rig
-from agentbench_kv.conformance.engines.kept import KeptFiles, takes_recorder
+from agentbench_kv.conformance.engines.driver import Driver
+from agentbench_kv.conformance.engines.kept import read_kept, takes_recorder
 from agentbench_kv.conformance.engines.leaks import check_leaks
 from agentbench_kv.conformance.engines.models import CONTEXT, VOCAB, load_network, write_model
 from agentbench_kv.conformance.engines.traces import EngineTrace, Step, epochs
@@ -26,9 +26,9 @@ from agentbench_kv.registry import make_method
 def test_files_are_read_in_order_and_by_the_whole_name(tmp_path: Path) -> None:
     for name, value in (("a%2Fb~1.000010", 2), ("a%2Fb~1.000009", 1), ("a%2Fb~11.000000", 9)):
         save_file({"kept": torch.full((1, 1, 2), value)}, tmp_path / f"{name}.safetensors")
-    kept = KeptFiles(tmp_path).of(["a/b~1"])
+    kept = read_kept(tmp_path, ["a/b~1"])
     assert [int(each[0, 0, 0]) for each in kept] == [1, 2]
-    assert KeptFiles(tmp_path).of(["a/b"]) == []
+    assert read_kept(tmp_path, ["a/b"]) == []
 
 
 def test_engines_in_this_process_take_a_recorder() -> None:
@@ -39,21 +39,21 @@ def test_engines_in_this_process_take_a_recorder() -> None:
 def test_a_session_without_losses_is_one_epoch() -> None:
     trace = EngineTrace(tokens=list(range(10)), decoded_at=[6, 7, 8, 9])
     trace.events = [Event(8, torch.zeros(1, 1, 1)), Event(9, torch.zeros(1, 1, 1))]
-    (only,) = epochs(trace)
-    assert only.positions == [6, 7, 8, 9]
-    assert only.trace.tokens == list(range(10))
+    ((positions, part),) = epochs(trace)
+    assert positions == [6, 7, 8, 9]
+    assert part.tokens == list(range(10))
     # No query came after the event at 9.
-    assert [event.logical for event in only.trace.events] == [8]
+    assert [event.logical for event in part.events] == [8]
 
 
 def test_a_loss_begins_without_the_events_before_it() -> None:
     trace = EngineTrace(tokens=list(range(12)), decoded_at=[3, 4, 7, 8, 9, 10, 11])
     trace.events = [Event(n, torch.zeros(1, 1, 1)) for n in (4, 8, 10)]
     trace.stats = KVStats(restarts=[(1, 7), (2, 9)])
-    found = epochs(trace)
-    assert [epoch.positions for epoch in found] == [[3, 4], [7, 8], [9, 10, 11]]
-    assert [[event.logical for event in epoch.trace.events] for epoch in found] == [[], [], [10]]
-    assert [len(epoch.trace.tokens) for epoch in found] == [5, 9, 12]
+    positions, parts = zip(*epochs(trace), strict=True)
+    assert positions == ([3, 4], [7, 8], [9, 10, 11])
+    assert [[event.logical for event in part.events] for part in parts] == [[], [], [10]]
+    assert [len(part.tokens) for part in parts] == [5, 9, 12]
 
 
 def test_restarts_out_of_order_are_no_account() -> None:
@@ -64,11 +64,11 @@ def test_restarts_out_of_order_are_no_account() -> None:
             return stats
 
     options = EngineOptions("micro", make_method("full", None), max_live_tokens=4096)
-    rig = Rig(Confused, options, TokenCodec(load_tokenizer(model_path("micro"))))
+    driver = Driver(Confused, options, TokenCodec(load_tokenizer(model_path("micro"))))
     try:
-        trace = rig.play({"one": [Step((5, 6, 7), 40)]})["one"]
+        trace = driver.play({"one": [Step((5, 6, 7), 40)]})["one"]
     finally:
-        rig.close()
+        driver.close()
     assert "not in order" in trace.kept_missing
 
 

@@ -9,13 +9,13 @@ import conformance_broken_engines as broken
 import pytest
 
 from agentbench_kv.conformance.engines import plans, pools
-from agentbench_kv.conformance.engines.bench import Bench, Subject
+from agentbench_kv.conformance.engines.bench import Fixture
 from agentbench_kv.conformance.engines.models import write_model
 from agentbench_kv.conformance.engines.parts import (
     crowd_part,
-    ending_part,
     leak_part,
     method_part,
+    stop_part,
 )
 from agentbench_kv.conformance.engines.suite import engine_suite
 from agentbench_kv.conformance.result import CheckResult
@@ -35,11 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bench(folder: Path) -> Iterator[Callable[[type], Bench]]:
-    made: list[Bench] = []
+def fixture_for(folder: Path) -> Iterator[Callable[[type], Fixture]]:
+    made: list[Fixture] = []
 
-    def make(cls: type) -> Bench:
-        made.append(Bench(Subject(cls), folder))
+    def make(cls: type) -> Fixture:
+        made.append(Fixture(cls, folder))
         return made[-1]
 
     yield make
@@ -56,10 +56,10 @@ def failed(results: list[CheckResult]) -> set[str]:
     return {result.name for result in results if not result.ok}
 
 
-def test_the_embedded_engine_passes(bench: Callable[[type], Bench]) -> None:
-    one = bench(EmbeddedEngine)
+def test_the_embedded_engine_passes(fixture_for: Callable[[type], Fixture]) -> None:
+    one = fixture_for(EmbeddedEngine)
     method = one.method("agentkv")
-    results = method_part(one, method) + ending_part(one, method)
+    results = method_part(one, method) + stop_part(one, method)
     results += crowd_part(one, method) + leak_part(one, method, examples=2)
     assert not failed(results), results
     assert not any(result.skipped for result in results)
@@ -67,8 +67,8 @@ def test_the_embedded_engine_passes(bench: Callable[[type], Bench]) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "streamingllm@paper"])
-def test_the_embedded_engine_passes_with(name: str, bench: Callable[[type], Bench]) -> None:
-    one = bench(EmbeddedEngine)
+def test_the_embedded_engine_passes_with(name: str, fixture_for: Callable[[type], Fixture]) -> None:
+    one = fixture_for(EmbeddedEngine)
     results = method_part(one, one.method(name), sessions=short())
     assert failed(results) <= {"events happen"}
 
@@ -85,9 +85,9 @@ def test_the_embedded_engine_passes_with(name: str, bench: Callable[[type], Benc
     ],
 )
 def test_a_mistake_in_a_method_is_found(
-    variant: type, expected: set[str], bench: Callable[[type], Bench]
+    variant: type, expected: set[str], fixture_for: Callable[[type], Fixture]
 ) -> None:
-    one = bench(variant)
+    one = fixture_for(variant)
     assert expected <= failed(method_part(one, one.method("agentkv"), sessions=short()))
 
 
@@ -100,29 +100,33 @@ def test_a_mistake_in_a_method_is_found(
     ],
 )
 def test_a_wrong_ending_is_found(
-    variant: type, expected: str, bench: Callable[[type], Bench]
+    variant: type, expected: str, fixture_for: Callable[[type], Fixture]
 ) -> None:
-    one = bench(variant)
-    assert expected in failed(ending_part(one, one.method("agentkv")))
+    one = fixture_for(variant)
+    assert expected in failed(stop_part(one, one.method("agentkv")))
 
 
-def test_a_leak_is_found(bench: Callable[[type], Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_is_found(
+    fixture_for: Callable[[type], Fixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pools, "PATIENCE_S", 0.5)
-    one = bench(broken.Leaky)
+    one = fixture_for(broken.Leaky)
     (result,) = leak_part(one, one.method("agentkv"), examples=4)
     assert not result.ok
     assert "at the start" in result.detail
 
 
-def test_rows_computed_again_are_right_if_counted(bench: Callable[[type], Bench]) -> None:
-    one = bench(broken.Losing)
+def test_rows_computed_again_are_right_if_counted(fixture_for: Callable[[type], Fixture]) -> None:
+    one = fixture_for(broken.Losing)
     (result,) = crowd_part(one, one.method("agentkv"))
     assert result.ok, result.detail
     assert "10 computed again" in result.detail
 
 
-def test_rows_computed_again_without_a_word_are_found(bench: Callable[[type], Bench]) -> None:
-    one = bench(broken.LosingUnseen)
+def test_rows_computed_again_without_a_word_are_found(
+    fixture_for: Callable[[type], Fixture],
+) -> None:
+    one = fixture_for(broken.LosingUnseen)
     (result,) = crowd_part(one, one.method("agentkv"))
     assert not result.ok
     assert "nothing was counted" in result.detail

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from agentbench_kv.conformance.methods import Scene, Shape, make_scene
+from agentbench_kv.conformance.scenes import Scene, Shape, make_scene
 from agentbench_kv.kernels import torch_backend
 from agentbench_kv.methods.base import LayerView, Queries
 from agentbench_kv.methods.calibration import Calibration

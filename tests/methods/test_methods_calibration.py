@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_cache import Capture, reference_logits, tiny_model
+from agentbench_kv.conformance.masked_reference import (
+    ReferenceTensors,
+    reference_logits,
+    tiny_model,
+)
 from agentbench_kv.engines.embedded.calibrate import calibrate
 from agentbench_kv.engines.embedded.model import wrap_model
 from agentbench_kv.errors import PrerequisiteError, UsageError
@@ -28,7 +32,7 @@ def pairs_of(model, texts):
         n, shape = len(text), model.config
         causal = torch.ones(n, n, dtype=torch.bool).tril()
         allowed = causal.expand(shape.num_hidden_layers, shape.num_key_value_heads, n, n)
-        capture = Capture()
+        capture = ReferenceTensors()
         reference_logits(model, text, allowed, capture, positions="cache")
         parts.append(torch.stack(capture.queries).double())
     first, second = torch.cat(parts, 2).chunk(2, -1)

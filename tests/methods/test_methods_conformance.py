@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from agentbench_kv.conformance.methods import Scene, check_method, make_scene
+from agentbench_kv.conformance.methods import check_method
+from agentbench_kv.conformance.scenes import Scene, make_scene
 from agentbench_kv.methods.base import LayerView, Method
 from agentbench_kv.methods.params import param
 from agentbench_kv.registry import make_method

@@ -22,7 +22,8 @@ import torch
 from torch.nn.functional import pad
 
 from agentbench_kv.cli import main
-from agentbench_kv.conformance.methods import Shape, check_method, make_scene
+from agentbench_kv.conformance.methods import check_method
+from agentbench_kv.conformance.scenes import Shape, make_scene
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods import kvpress_adapter
 from agentbench_kv.methods.views import QueryKind, QueryPlan, in_order

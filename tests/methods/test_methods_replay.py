@@ -14,9 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_cache import default_turns, drive, short_turns, tiny_model
-from agentbench_kv.conformance.replay import check_replay, held_queries, moments
-from agentbench_kv.conformance.tracing import Turn, calibrated_for
+from agentbench_kv.conformance.masked_reference import tiny_model
+from agentbench_kv.conformance.replay import check_replay, moments
+from agentbench_kv.conformance.scenes import held_queries
+from agentbench_kv.conformance.tracing import (
+    Turn,
+    calibrated_for,
+    default_turns,
+    drive,
+    short_turns,
+)
 from agentbench_kv.engines import queries
 from agentbench_kv.engines.embedded import cache, scheduler
 from agentbench_kv.methods.base import Method

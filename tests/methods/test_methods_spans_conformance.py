@@ -8,8 +8,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_cache import reference_logits, tiny_model, visible
-from agentbench_kv.conformance.masked_reference import cache_rows
+from agentbench_kv.conformance.masked_reference import (
+    cache_rows,
+    reference_logits,
+    tiny_model,
+    visible,
+)
 from agentbench_kv.conformance.methods import build_method
 from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.conformance.spans import check_spans, drive_spans

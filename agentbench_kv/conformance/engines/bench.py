@@ -1,16 +1,15 @@
-"""The engine under test and the embedded engine, side by side on one tiny model."""
+"""The engine under test and the embedded engine on one tiny model."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentbench_kv.conformance.engines import plans
-from agentbench_kv.conformance.engines.driver import Rig
+from agentbench_kv.conformance.engines.driver import Driver
 from agentbench_kv.conformance.engines.models import CONTEXT, load_network, write_model
 from agentbench_kv.conformance.tracing import calibrated_for
 from agentbench_kv.engines.embedded import EmbeddedEngine
@@ -19,49 +18,26 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.registry import make_method
 
-__all__ = ["Bench", "Subject", "open_bench"]
-
-_ROOM = 8 * CONTEXT
+LARGE_POOL = 8 * CONTEXT  # cached tokens over all sessions
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The engine under test.
+class Fixture:
+    """Runs engines on a model folder as `write_model` writes it; at most one under test at a time.
 
-    Attributes
-    ----------
-    cls : engine class
-        With `create(options)`.
-    engine_args : mapping
-        Given to it as `EngineOptions.engine_args`.
+    `cls` is an engine class with `create(options)`; `engine_args` go into its options.
     """
 
-    cls: Any
-    engine_args: Mapping[str, str] = field(default_factory=dict)
-
-
-class Bench:
-    """Runs engines on one model folder, at most one of those under test at a time.
-
-    Parameters
-    ----------
-    subject : Subject
-    folder : Path
-        As `write_model` writes it.
-    """
-
-    def __init__(self, subject: Subject, folder: Path) -> None:
-        self.subject = subject
+    def __init__(
+        self, cls: Any, folder: Path, engine_args: Mapping[str, str] | None = None
+    ) -> None:
         self.codec = TokenCodec(load_tokenizer(folder))
         self.network = load_network(folder)
+        self.family = str(self.network.config.model_type)
+        self._cls = cls
         self._folder = folder
-        self._rig: Rig | None = None
-        self._room = 0
-
-    @property
-    def family(self) -> str:
-        """The model's type."""
-        return str(self.network.config.model_type)
+        self._engine_args = engine_args or {}
+        self._driver: Driver | None = None
+        self._pool = 0
 
     def method(self, name: str) -> Method:
         """Build a method with the suite's budget and interval."""
@@ -70,61 +46,53 @@ class Bench:
         method = make_method(name, plans.BUDGET, {"interval": plans.INTERVAL})
         return calibrated_for(self.network, method)
 
-    def rig(self, method: Method, room: int = _ROOM) -> Rig:
-        """Return the engine under test with a method: the running one where it can change.
-
-        Parameters
-        ----------
-        method : Method
-        room : int
-            Cached tokens over all sessions.
-        """
-        if self._rig is not None:
-            if self._room == room and _goes_on(self._rig, method):
-                return self._rig
+    def driver(self, method: Method, pool: int = LARGE_POOL) -> Driver:
+        """Return the engine under test with a method: the running one where it can change."""
+        if self._driver is not None:
+            if self._pool == pool and _can_run(self._driver, method):
+                return self._driver
             self.close()
-        self._rig = Rig(self.subject.cls, self._options(method, room), self.codec)
-        self._room = room
-        return self._rig
+        self._driver = Driver(self._cls, self._options(method, pool), self.codec)
+        self._pool = pool
+        return self._driver
 
     @contextmanager
-    def reference(self, method: Method) -> Iterator[Rig]:
+    def reference(self, method: Method) -> Iterator[Driver]:
         """Run the embedded engine."""
-        rig = Rig(EmbeddedEngine, self._options(method, _ROOM), self.codec)
+        driver = Driver(EmbeddedEngine, self._options(method, LARGE_POOL), self.codec)
         try:
-            yield rig
+            yield driver
         finally:
-            rig.close()
+            driver.close()
 
     def close(self) -> None:
-        """Shut the engine under test down."""
-        if self._rig is not None:
-            self._rig.close()
-            self._rig = None
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
 
-    def _options(self, method: Method, room: int) -> EngineOptions:
+    def _options(self, method: Method, pool: int) -> EngineOptions:
         return EngineOptions(
             model=str(self._folder),
             method=method,
             device="cpu",
-            max_live_tokens=room,
-            engine_args=self.subject.engine_args,
+            max_live_tokens=pool,
+            engine_args=self._engine_args,
         )
 
 
 @contextmanager
-def open_bench(subject: Subject, family: str) -> Iterator[Bench]:
+def open_fixture(cls: Any, family: str, engine_args: Mapping[str, str]) -> Iterator[Fixture]:
     """Write a family's model to a temporary folder and work on it."""
     with tempfile.TemporaryDirectory(prefix="kvbench-model-") as folder:
-        bench = Bench(subject, write_model(Path(folder) / family, family))
+        fixture = Fixture(cls, write_model(Path(folder) / family, family), engine_args)
         try:
-            yield bench
+            yield fixture
         finally:
-            bench.close()
+            fixture.close()
 
 
-def _goes_on(rig: Rig, method: Method) -> bool:
-    """Return whether a running engine can, and now does, run a method."""
+def _can_run(driver: Driver, method: Method) -> bool:
+    """Return whether a running engine has the method, or could change to it."""
     # `full` is the engine as shipped: other flags, so another start.
-    alike = "full" not in (rig.method.name, method.name)
-    return rig.method == method or (alike and rig.reconfigure(method))
+    as_shipped = "full" in (driver.method.name, method.name)
+    return driver.method == method or (not as_shipped and driver.reconfigure(method))

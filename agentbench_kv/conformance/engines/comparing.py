@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import zip_longest
 
 from agentbench_kv.conformance.engines.traces import EngineTrace
 from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.engines.base import KVStats
 
-__all__ = [
-    "accounting_problem",
-    "compare",
-    "error_problem",
-    "kept_problem",
-    "reason_problem",
-    "token_problem",
-]
-
 FIGURES = (
-    "logical",
-    "live",
-    "peak_live",
-    "evicted",
-    "prefill_tokens",
-    "longest_prefill",
-    "decode_tokens",
-    "decode_kv_sum",
-    "bytes_read",
-    "budget",
-)
+    "logical", "live", "peak_live", "evicted", "prefill_tokens", "longest_prefill",
+    "decode_tokens", "decode_kv_sum", "bytes_read", "budget",
+)  # fmt: skip
 
 Traces = Mapping[str, EngineTrace]
 Problem = Callable[[EngineTrace, EngineTrace], str]
+"""Says where the second session differs from the first; empty if it does not."""
 
 
 def compare(name: str, expected: Traces, found: Traces, problem: Problem) -> CheckResult:
@@ -45,29 +29,27 @@ def compare(name: str, expected: Traces, found: Traces, problem: Problem) -> Che
 
 
 def error_problem(trace: EngineTrace) -> str:
-    """Say what ended a session early, or nothing."""
+    """Say what ended a session early; empty if nothing did."""
     return "" if trace.error is None else f"{type(trace.error).__name__}: {trace.error}"
 
 
 def token_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    """Say where two sessions' generated ids part, or nothing."""
     for turn, (want, got) in enumerate(zip(expected.turns, found.turns, strict=True)):
         if want != got:
-            pairs = enumerate(zip(want, got, strict=False))
-            first = next((i for i, (a, b) in pairs if a != b), min(len(want), len(got)))
-            return f"turn {turn}, token {first}: {_at(got, first)} instead of {_at(want, first)}"
+            for index, (a, b) in enumerate(zip_longest(want, got, fillvalue="the end")):
+                if a != b:
+                    return f"turn {turn}, token {index}: {b} instead of {a}"
     return ""
 
 
 def reason_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    """Say where a generation ended for another reason, or nothing."""
     if expected.reasons == found.reasons:
         return ""
-    return f"ended by {_words(found.reasons)} instead of {_words(expected.reasons)}"
+    ended, wanted = (", ".join(map(str, each.reasons)) for each in (found, expected))
+    return f"ended by {ended} instead of {wanted}"
 
 
 def kept_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    """Say which event kept other positions, or nothing."""
     if found.kept_missing:
         return found.kept_missing
     for number, (want, got) in enumerate(zip(expected.events, found.events, strict=False)):
@@ -88,7 +70,6 @@ def kept_problem(expected: EngineTrace, found: EngineTrace) -> str:
 
 
 def accounting_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    """Say which figure of the accounting is another one, or nothing."""
     for turn, (want, got) in enumerate(zip(expected.after, found.after, strict=True)):
         text = _figures_problem(want, got)
         if text:
@@ -111,11 +92,3 @@ def _figures_problem(want: KVStats, got: KVStats) -> str:
 
 def _events(stats: KVStats) -> list[tuple[int, int, int, int]]:
     return [(e.decoded, e.logical, e.live_before, e.live_after) for e in stats.events]
-
-
-def _at(tokens: list[int], index: int) -> Any:
-    return tokens[index] if index < len(tokens) else "the end"
-
-
-def _words(reasons: list[Any]) -> str:
-    return ", ".join(str(reason) for reason in reasons)

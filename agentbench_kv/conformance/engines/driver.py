@@ -1,4 +1,4 @@
-"""Driving any engine through its contract while everything it did is written down."""
+"""Driving any engine through its contract and recording everything it did."""
 
 from __future__ import annotations
 
@@ -6,56 +6,34 @@ import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.conformance.engines.kept import (
-    KeptFiles,
-    KeptRecorder,
-    KeptSets,
-    takes_recorder,
-)
+from agentbench_kv.conformance.engines.kept import KeptRecorder, read_kept, takes_recorder
 from agentbench_kv.conformance.engines.pools import pool_of
 from agentbench_kv.conformance.engines.traces import EngineTrace, Step
-from agentbench_kv.conformance.tracing import Event
-from agentbench_kv.engines.base import Engine, Generation, Sampling
+from agentbench_kv.conformance.tracing import Event, feed
+from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenCodec, TokenPhases
 from agentbench_kv.phases.decoding import IncrementalDecoder, StopMatcher
 
-__all__ = ["Rig", "stop_matcher"]
-
 _numbers = itertools.count(1)
 
 
 def stop_matcher(codec: TokenCodec, text: str) -> StopMatcher:
-    """Return a new matcher of one stop text."""
     return StopMatcher(IncrementalDecoder(codec, codec.special), [text])
 
 
-@dataclass(frozen=True)
-class _Play:
-    """One session being played."""
+class Driver:
+    """An engine under test, and what it says it kept.
 
-    name: str
-    steps: Sequence[Step]
-    trace: EngineTrace
-    between: Callable[[], None] | None
-
-
-class Rig:
-    """An engine under test, with what it says it kept.
-
-    Parameters
-    ----------
-    cls : engine class
-        With `create(options)`; gets a recorder if it takes one, else a trace folder.
-    options : EngineOptions
-    codec : TokenCodec
-        The model's, for stop texts.
+    `cls.create(options)` gets a recorder if it takes one, else a trace folder; `codec` is the
+    model's, for stop texts.
     """
 
     def __init__(self, cls: Any, options: EngineOptions, codec: TokenCodec) -> None:
@@ -63,19 +41,25 @@ class Rig:
         self._scratch = tempfile.TemporaryDirectory(prefix="kvbench-trace-")
         self.method = options.method
         try:
-            self.engine, self.kept = _start(cls, options, Path(self._scratch.name))
+            if takes_recorder(cls.create):
+                recorder = KeptRecorder()
+                self.engine = cls.create(options, recorder=recorder)
+                self._kept = recorder.of
+            else:
+                folder = Path(self._scratch.name)
+                self.engine = cls.create(replace(options, trace=folder))
+                self._kept = partial(read_kept, folder)
         except BaseException:
             self._scratch.cleanup()
             raise
         self.pool_at_start = pool_of(self.engine)
 
     def close(self) -> None:
-        """Shut the engine down."""
         self.engine.shutdown()
         self._scratch.cleanup()
 
     def reconfigure(self, method: Method) -> bool:
-        """Go on with another method, if the engine can without a new start."""
+        """Change to another method, if the engine can without a new start."""
         change = getattr(self.engine, "reconfigure", None)
         if change is None:
             return False
@@ -91,58 +75,47 @@ class Rig:
         sessions: Mapping[str, Sequence[Step]],
         *,
         together: bool = True,
-        between: Callable[[], None] | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> dict[str, EngineTrace]:
-        """Play sessions to their ends and close them.
+        """Play sessions to their ends, each on its own thread or one after the other.
 
-        Parameters
-        ----------
-        sessions : mapping of name to steps
-        together : bool
-            Each on a thread of its own; or one after the other.
-        between : callable, optional
-            Called after every session's first step.
+        `between` is called after every session's first step.
         """
-        plays = {
-            name: _Play(f"{name}-{next(_numbers)}", steps, EngineTrace(), between)
-            for name, steps in sessions.items()
-        }
-        with ThreadPoolExecutor(len(plays) if together else 1) as threads:
-            list(threads.map(self._run, plays.values()))
-        return {name: play.trace for name, play in plays.items()}
+        with ThreadPoolExecutor(len(sessions) if together else 1) as threads:
+            play_one = partial(self._play_one, between=between)
+            traces = threads.map(play_one, sessions, sessions.values())
+            return dict(zip(sessions, traces, strict=True))
 
-    def _run(self, play: _Play) -> None:
-        trace, names = play.trace, dict[str, None]()
-        self.engine.open(play.name, TokenPhases())
+    def _play_one(
+        self, label: str, steps: Sequence[Step], *, between: Callable[[], None]
+    ) -> EngineTrace:
+        name, trace, kept_names = f"{label}-{next(_numbers)}", EngineTrace(), dict[str, None]()
+        # What the engine calls the session in its recorder or trace folder; a restart changes it.
+        kept_name = getattr(self.engine, "kept_names", str)
+        self.engine.open(name, TokenPhases())
         try:
-            for index, step in enumerate(play.steps):
-                self._step(play, step)
-                trace.after.append(self.engine.stats(play.name))
-                names[self._kept_name(play.name)] = None
-                if index == 0 and play.between is not None:
-                    play.between()
+            for index, step in enumerate(steps):
+                self._step(name, step, trace)
+                trace.after.append(self.engine.stats(name))
+                kept_names[str(kept_name(name))] = None
+                if index == 0:
+                    between()
         except Exception as error:  # noqa: BLE001  an engine may raise anything; a check reports it
             trace.error = error
         finally:
-            trace.stats = self.engine.close(play.name)
-        self._read_events(trace, list(names))
+            trace.stats = self.engine.close(name)
+        self._read_events(trace, list(kept_names))
+        return trace
 
-    def _step(self, play: _Play, step: Step) -> None:
-        trace = play.trace
+    def _step(self, name: str, step: Step, trace: EngineTrace) -> None:
         if step.prompt:
-            label = TokenPhases().label
-            self.engine.extend(play.name, step.prompt, [label(token) for token in step.prompt])
-            trace.add(step.prompt, decoded=False)
-        trace.turns.append([])
+            feed(self.engine, name, step.prompt, trace)
+        turn: list[int] = []
+        trace.turns.append(turn)
         if not step.max_tokens:
             trace.reasons.append(None)
             return
-        generation = self.engine.generate(play.name, self._sampling(step))
-        self._read(play, step, generation)
-        trace.reasons.append(generation.finish_reason)
-
-    def _read(self, play: _Play, step: Step, generation: Generation) -> None:
-        trace, turn = play.trace, play.trace.turns[-1]
+        generation = self.engine.generate(name, self._sampling(step))
         if step.cancel_after == 0:
             generation.cancel()
         for token in generation:
@@ -150,22 +123,19 @@ class Rig:
             turn.append(token)
             if len(turn) == step.cancel_after:
                 generation.cancel()
+        trace.reasons.append(generation.finish_reason)
 
     def _sampling(self, step: Step) -> Sampling:
         matcher = stop_matcher(self._codec, step.stop_text) if step.stop_text else None
         stop = matcher if matcher is None or not step.own_stop else (lambda t: matcher(t))
         return Sampling(max_tokens=step.max_tokens, stop_token_ids=step.stop_ids, stop=stop)
 
-    def _kept_name(self, session: str) -> str:
-        name = getattr(self.engine, "kept_names", None)
-        return session if name is None else str(name(session))
-
     def _read_events(self, trace: EngineTrace, names: Sequence[str]) -> None:
-        """Put kept sets to the events of the accounting."""
-        kept, events = self.kept.of(names), trace.stats.events
+        """Match kept sets with the events of the accounting."""
+        kept, events = self._kept(names), trace.stats.events
         last = len(trace.tokens) - 1
         # An event behind the last forward may never be carried out: nobody would see it.
-        needed = len([event for event in events if event.logical < last])
+        needed = sum(event.logical < last for event in events)
         if not needed <= len(kept) <= len(events):
             trace.kept_missing = f"{len(events)} events, kept sets of {len(kept)}"
         marks = [*trace.stats.restarts, (len(events), len(trace.tokens))]
@@ -173,11 +143,3 @@ class Rig:
             trace.kept_missing = f"restarts {trace.stats.restarts} are not in order"
         pairs = zip(events, kept, strict=False)
         trace.events = [Event(event.logical, rows) for event, rows in pairs]
-
-
-def _start(cls: Any, options: EngineOptions, folder: Path) -> tuple[Engine, KeptSets]:
-    """Start an engine and make it tell what its events keep."""
-    if takes_recorder(cls.create):
-        recorder = KeptRecorder()
-        return cls.create(options, recorder=recorder), recorder
-    return cls.create(replace(options, trace=folder)), KeptFiles(folder)

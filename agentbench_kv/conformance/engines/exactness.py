@@ -9,8 +9,6 @@ from agentbench_kv.conformance.engines.traces import EngineTrace, epochs
 from agentbench_kv.conformance.masked_reference import cache_heads, reference_logits, visible
 from agentbench_kv.conformance.result import CheckResult
 
-__all__ = ["Choice", "check_reference", "logit_gap", "wrong_tokens"]
-
 _MOST_ROTATED = 600
 """Tokens of a session of which the reference rotates every pair within seconds."""
 
@@ -21,20 +19,13 @@ Choice = tuple[int, int, int, float]
 def wrong_tokens(network: Any, trace: EngineTrace, positions: str = "logical") -> list[Choice]:
     """Return the tokens of a greedy session that are not the reference's first choice.
 
-    Parameters
-    ----------
-    network : transformers causal LM
-    trace : EngineTrace
-        With the events the engine says it had.
-    positions : str
-        The method's.
+    The reference is blind to what the engine says it evicted; `positions` is the method's.
     """
     wrong = []
-    for epoch in epochs(trace):
-        part = epoch.trace
+    for decoded_at, part in epochs(trace):
         allowed = visible(part, network.config.num_hidden_layers, cache_heads(network, part))
         logits = reference_logits(network, part.tokens[:-1], allowed, positions=positions)
-        for position in epoch.positions:
+        for position in decoded_at:
             row, got = logits[position - 1], part.tokens[position]
             best = int(row.argmax())
             if best != got:
@@ -47,7 +38,12 @@ def check_reference(
 ) -> CheckResult:
     """Check that every token of every session is the masked reference's first choice."""
     name, wrong = "tokens are the masked reference's", []
-    read = {key: trace for key, trace in traces.items() if _readable(trace, positions)}
+    # Where positions are the cache's, the reference is too slow for a long session.
+    read = {
+        session: trace
+        for session, trace in traces.items()
+        if positions == "logical" or len(trace.tokens) <= _MOST_ROTATED
+    }
     for session, trace in read.items():
         if trace.kept_missing:
             return CheckResult(name, False, f"{session}: {trace.kept_missing}")
@@ -55,24 +51,15 @@ def check_reference(
     tokens = sum(len(trace.decoded_at) for trace in read.values())
     if not wrong:
         events = sum(len(trace.events) for trace in read.values())
-        return CheckResult(name, True, f"{tokens} tokens, {events} events{_left_out(traces, read)}")
+        skipped = ", ".join(traces.keys() - read.keys())
+        note = f"; not {skipped}: too long to rotate every pair" if skipped else ""
+        return CheckResult(name, True, f"{tokens} tokens, {events} events{note}")
     session, first = wrong[0]
     largest = max(gap for _, (*_, gap) in wrong)
     more = f"{len(wrong)} of {tokens} differ, largest logit gap {largest:.2e}"
-    return CheckResult(name, False, f"{session}: {logit_gap(first)}; {more}")
+    return CheckResult(name, False, f"{session}: {describe_choice(first)}; {more}")
 
 
-def _readable(trace: EngineTrace, positions: str) -> bool:
-    """Whether the reference can read a session; where positions are the cache's, it is slow."""
-    return positions == "logical" or len(trace.tokens) <= _MOST_ROTATED
-
-
-def _left_out(traces: Mapping[str, EngineTrace], read: Mapping[str, EngineTrace]) -> str:
-    names = ", ".join(traces.keys() - read.keys())
-    return f"; not {names}: too long to rotate every pair" if names else ""
-
-
-def logit_gap(choice: Choice) -> str:
-    """Say one differing token in words."""
+def describe_choice(choice: Choice) -> str:
     position, got, best, gap = choice
     return f"token {got} at {position}, reference {best}, logit gap {gap:.2e}"

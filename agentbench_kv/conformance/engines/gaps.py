@@ -17,34 +17,17 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.views import Selection
 from agentbench_kv.spec import RunSpec
 
-__all__ = ["decision_gap"]
-
 Outputs = tuple[tuple[int, ...], ...]
 
 
 def decision_gap(
     spec: RunSpec, sample: str, turn: int, index: int, tokens: Sequence[int | None]
 ) -> float:
-    """Return the difference between two tokens' logits where two engines parted.
+    """Return how far apart the logits of two tokens are where two engines diverged.
 
-    The sample is played again on the embedded engine, greedily; the reference reads what came
-    before the token, blind to what was evicted.
-
-    Parameters
-    ----------
-    spec : RunSpec
-        Of either run.
-    sample : str
-        Its id.
-    turn, index : int
-        The generation, and the token of it.
-    tokens : sequence of int
-        The embedded engine's choice and the other's.
-
-    Raises
-    ------
-    UsageError
-        If the session cannot be repeated.
+    `tokens` are the embedded engine's choice and the other's for token `index` of generation
+    `turn`. The sample is played again on the embedded engine, greedily; the reference reads what
+    came before the token, blind to what was evicted. UsageError if the session cannot be repeated.
     """
     mine, theirs = tokens
     if spec.temperature or mine is None or theirs is None:
@@ -52,7 +35,9 @@ def decision_gap(
     trace, outputs = _play(replace(spec, engine="embedded", engine_args={}), sample)
     if turn >= len(outputs) or index >= len(outputs[turn]) or outputs[turn][index] != mine:
         raise UsageError("played again, the embedded engine chose another token")
-    position = _position(trace, outputs, turn, index)
+    number = sum(map(len, outputs[:turn])) + index
+    # The session's last token was never fed.
+    position = [*trace.decoded_at, len(trace.tokens)][number]
     prefix = Trace(
         tokens=[*trace.tokens[:position], mine],
         events=[event for event in trace.events if event.logical < position],
@@ -77,12 +62,6 @@ def _play(spec: RunSpec, sample: str) -> tuple[Trace, Outputs]:
     watched = watch(spec, sample, log)
     if watched.played.report.resets:
         raise UsageError("the session was started over on the way")
-    trace = Trace(tokens=[int(token) for token in log.tokens], events=events)
-    trace.decoded_at = torch.tensor(log.decoded).nonzero()[:, 0].tolist()
+    decoded_at = torch.tensor(log.decoded).nonzero()[:, 0].tolist()
+    trace = Trace([int(token) for token in log.tokens], decoded_at=decoded_at, events=events)
     return trace, watched.played.report.outputs
-
-
-def _position(trace: Trace, outputs: Outputs, turn: int, index: int) -> int:
-    """Return where a generated token stands; the session's last one was never fed."""
-    number = sum(map(len, outputs[:turn])) + index
-    return [*trace.decoded_at, len(trace.tokens)][number]

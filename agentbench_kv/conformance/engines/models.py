@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTEXT", "FAMILIES", "VOCAB", "load_network", "write_model"]
+from agentbench_kv.conformance.masked_reference import random_model
 
 FAMILIES = ("qwen3", "llama")
 CONTEXT = 2048
@@ -27,23 +27,12 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     """Write a decoder with 2 KV heads of 64 dimensions and a byte-level tokenizer; return `folder`.
 
     Weights are drawn wide enough that attention and logits are peaked: a wrong row changes tokens,
-    a rounding error does not.
-
-    Parameters
-    ----------
-    folder : Path
-        Made if it is not there.
-    family : str
-        One of `FAMILIES`, a model type of transformers.
-    seed : int
-        Of the weights.
+    a rounding error does not. `family` is one of `FAMILIES`, a model type of transformers.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    causal_lm: Any = AutoModelForCausalLM
     tokenizer = _tokenizer()
-    config = AutoConfig.for_model(
+    network = random_model(
         family,
+        seed=seed,
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=192,
@@ -53,15 +42,10 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
         head_dim=64,
         max_position_embeddings=CONTEXT,
         initializer_range=0.3,
-        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = causal_lm.from_config(config, dtype=torch.float32)
     _quiet()
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

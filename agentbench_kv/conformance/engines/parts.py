@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentbench_kv.conformance.engines import plans
-from agentbench_kv.conformance.engines.bench import Bench
+from agentbench_kv.conformance.engines.bench import Fixture
 from agentbench_kv.conformance.engines.comparing import (
     accounting_problem,
     compare,
@@ -16,7 +16,7 @@ from agentbench_kv.conformance.engines.comparing import (
 from agentbench_kv.conformance.engines.endings import (
     check_cancel,
     check_context_limit,
-    check_endings,
+    check_stops,
 )
 from agentbench_kv.conformance.engines.exactness import check_reference
 from agentbench_kv.conformance.engines.leaks import check_leaks
@@ -27,13 +27,11 @@ from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 
-__all__ = ["crowd_part", "ending_part", "leak_part", "method_part", "restart_part"]
-
 _MIN_EVENTS = 5
 
 
 def method_part(
-    bench: Bench,
+    fixture: Fixture,
     method: Method,
     *,
     optional: bool = False,
@@ -41,28 +39,21 @@ def method_part(
 ) -> list[CheckResult]:
     """Check one method: tokens, kept sets and accounting of sessions together and alone.
 
-    Parameters
-    ----------
-    bench : Bench
-    method : Method
-    optional : bool
-        The engine may refuse it with a UsageError.
-    sessions : mapping of name to steps, optional
-        `plans.long_sessions` if not given.
+    An engine may refuse an `optional` method with a UsageError.
     """
     try:
-        rig = bench.rig(method)
+        driver = fixture.driver(method)
     except UsageError as error:
         if not optional:
             raise
         return [CheckResult("runs", True, str(error), skipped=True)]
     sessions = sessions or plans.long_sessions()
-    with bench.reference(method) as reference:
+    with fixture.reference(method) as reference:
         expected = reference.play(sessions)
-    found, alone = rig.play(sessions), rig.play(sessions, together=False)
+    found, alone = driver.play(sessions), driver.play(sessions, together=False)
     return [
         compare("tokens are the embedded engine's", expected, found, _output_problem),
-        check_reference(bench.network, found, method.positions),
+        check_reference(fixture.network, found, method.positions),
         compare("kept sets are the embedded engine's", expected, found, kept_problem),
         _check_accounting(method, expected, found),
         _check_recomputed(method, found),
@@ -76,11 +67,8 @@ def _output_problem(expected: EngineTrace, found: EngineTrace) -> str:
 
 
 def _any_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    return (
-        _output_problem(expected, found)
-        or kept_problem(expected, found)
-        or accounting_problem(expected, found)
-    )
+    problems = (_output_problem, kept_problem, accounting_problem)
+    return next(filter(None, (problem(expected, found) for problem in problems)), "")
 
 
 def _check_accounting(
@@ -110,31 +98,29 @@ def _check_events(method: Method, found: Mapping[str, EngineTrace]) -> CheckResu
     return CheckResult("no events happen", events == 0, f"{events} in one session")
 
 
-def ending_part(bench: Bench, method: Method) -> list[CheckResult]:
+def stop_part(fixture: Fixture, method: Method) -> list[CheckResult]:
     """Check stops, cancelling and the last position."""
-    rig = bench.rig(method)
-    with bench.reference(method) as reference:
+    driver = fixture.driver(method)
+    with fixture.reference(method) as reference:
         return [
-            *check_endings(rig, reference, bench.network, bench.codec),
-            *check_cancel(rig, reference, bench.network),
-            *check_context_limit(rig, reference),
+            *check_stops(driver, reference, fixture.network, fixture.codec),
+            *check_cancel(driver, reference, fixture.network),
+            *check_context_limit(driver, reference),
         ]
 
 
-def crowd_part(bench: Bench, method: Method) -> list[CheckResult]:
+def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:
     """Check ten sessions at once in a cache that does not hold them."""
     sessions = plans.crowd()
-    with bench.reference(method) as reference:
+    with fixture.reference(method) as reference:
         expected = reference.play(sessions)
-    found = bench.rig(method, plans.SMALL_POOL).play(sessions)
-    return [check_crowd(bench.network, method.positions, expected, found)]
+    found = fixture.driver(method, plans.SMALL_POOL).play(sessions)
+    return [check_crowd(fixture.network, method.positions, expected, found)]
 
 
-def leak_part(bench: Bench, method: Method, examples: int) -> list[CheckResult]:
-    """Check that random sessions leave nothing behind."""
-    return [check_leaks(bench.rig(method, plans.SMALL_POOL), examples)]
+def leak_part(fixture: Fixture, method: Method, examples: int) -> list[CheckResult]:
+    return [check_leaks(fixture.driver(method, plans.SMALL_POOL), examples)]
 
 
-def restart_part(bench: Bench, method: Method) -> list[CheckResult]:
-    """Check that a killed backend comes back."""
-    return check_restart(bench.rig(method, plans.SMALL_POOL), bench.network)
+def restart_part(fixture: Fixture, method: Method) -> list[CheckResult]:
+    return check_restart(fixture.driver(method, plans.SMALL_POOL), fixture.network)

@@ -7,8 +7,6 @@ import torch
 from agentbench_kv.conformance.engines.models import CONTEXT, VOCAB
 from agentbench_kv.conformance.engines.traces import Step
 
-__all__ = ["BUDGET", "INTERVAL", "SMALL_POOL", "Sessions", "crowd", "long_sessions", "prompt"]
-
 BUDGET = 96
 INTERVAL = 32
 
@@ -19,17 +17,13 @@ Sessions = dict[str, list[Step]]
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
-    """Return `length` random ids of the whole vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(VOCAB, (length,), generator=generator).tolist())
 
 
 def long_sessions() -> Sessions:
-    """Return three sessions of unequal lengths.
-
-    The first has five turns with prompts longer than a prefill chunk, of one id and of none, and
-    235 decoded tokens: at least five events.
-    """
+    # The first: prompts longer than a prefill chunk, of one id and of none, and 235 decoded tokens,
+    # so at least five events.
     sizes = {
         "long": ((60, 45), (600, 60), (1, 45), (0, 40), (33, 45)),
         "late": ((90, 20), (300, 40), (20, 40)),
@@ -42,7 +36,7 @@ def long_sessions() -> Sessions:
 
 
 def crowd(sessions: int = 10) -> Sessions:
-    """Return sessions whose prompts together are twice what the models' context holds."""
+    """Make sessions whose prompts together are twice what the models' context holds."""
     first = 2 * CONTEXT // sessions
     return {
         f"s{i}": [Step(prompt(first, 1000 + i), 40), Step(prompt(50, 2000 + i), 40)]

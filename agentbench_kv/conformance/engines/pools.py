@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-__all__ = ["pool_of", "settled"]
-
 PATIENCE_S = 10.0
-_OF_INTEREST = {"free_blocks", "total_blocks", "sessions", "allocated_bytes"}
+_COMPARED = {"free_blocks", "total_blocks", "sessions", "allocated_bytes"}
 
 
 def pool_of(engine: Any) -> dict[str, Any] | None:
     """Return what an engine says of its memory; None if it says nothing."""
-    pool = {key: value for key, value in engine.pool().items() if key in _OF_INTEREST}
-    return pool or None
+    return {key: value for key, value in engine.pool().items() if key in _COMPARED} or None
 
 
 def settled(engine: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the pool is as wanted; return it as it is, at the latest when patience ends.
+    """Wait until the pool is as wanted, at most `PATIENCE_S`; return it as it is then.
 
     Engines free what a closed session held on a thread of their own.
     """

@@ -7,17 +7,11 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from agentbench_kv.conformance.engines.comparing import (
-    error_problem,
-    kept_problem,
-    token_problem,
-)
-from agentbench_kv.conformance.engines.exactness import logit_gap, wrong_tokens
+from agentbench_kv.conformance.engines.comparing import error_problem, kept_problem, token_problem
+from agentbench_kv.conformance.engines.exactness import describe_choice, wrong_tokens
 from agentbench_kv.conformance.engines.traces import EngineTrace
 from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.errors import CapacityError
-
-__all__ = ["check_crowd"]
 
 
 def check_crowd(
@@ -26,35 +20,27 @@ def check_crowd(
     expected: Mapping[str, EngineTrace],
     found: Mapping[str, EngineTrace],
 ) -> CheckResult:
-    """Check sessions of a small pool against those of a large one.
+    """Check sessions of a small pool against those of a large one (`expected`).
 
     Each must give the same tokens; or count what was computed again and give the masked
     reference's tokens; or be refused as too large, with the same tokens until then.
-
-    Parameters
-    ----------
-    network : transformers causal LM
-    positions : str
-        The method's.
-    expected, found : mapping of session to trace
-        In the large and in the small pool.
     """
-    name, ends = "a small pool changes no session unseen", Counter[str]()
+    name, outcomes = "a small pool changes no session unseen", Counter[str]()
     for session, trace in found.items():
-        end, problem = _judge(network, positions, expected[session], trace)
+        outcome, problem = _judge(network, positions, expected[session], trace)
         if problem:
             return CheckResult(name, False, f"{session}: {problem}")
-        ends[end] += 1
-    again = sum(trace.stats.recomputed for trace in found.values())
-    detail = f"{ends['same']} as in a large pool, {ends['again']} computed again ({again} tokens)"
-    finished = ends["same"] + ends["again"]
-    return CheckResult(name, finished > 0, f"{detail}, {ends['refused']} refused")
+        outcomes[outcome] += 1
+    recomputed = sum(trace.stats.recomputed for trace in found.values())
+    same, again, refused = (outcomes[key] for key in ("same", "again", "refused"))
+    detail = f"{same} as in a large pool, {again} computed again ({recomputed} tokens)"
+    return CheckResult(name, same + again > 0, f"{detail}, {refused} refused")
 
 
 def _judge(
     network: Any, positions: str, expected: EngineTrace, found: EngineTrace
 ) -> tuple[str, str]:
-    """Return how a session went, and what was wrong with it."""
+    """Return how a session ended, and what was wrong with it."""
     if isinstance(found.error, CapacityError):
         done = list(chain.from_iterable(found.turns))
         same = list(chain.from_iterable(expected.turns))[: len(done)] == done
@@ -69,4 +55,4 @@ def _judge(
     if found.kept_missing:
         return "", found.kept_missing
     wrong = wrong_tokens(network, found, positions)
-    return "again", f"{logit_gap(wrong[0])} after rows were computed again" if wrong else ""
+    return "again", f"{describe_choice(wrong[0])} after rows were computed again" if wrong else ""

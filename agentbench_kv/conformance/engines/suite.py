@@ -1,4 +1,4 @@
-"""The engine conformance suite: one engine, several methods, two model families."""
+"""The whole engine suite: one engine, several methods, two model families."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agentbench_kv.conformance.engines.bench import Bench, Subject, open_bench
+from agentbench_kv.conformance.engines.bench import Fixture, open_fixture
 from agentbench_kv.conformance.engines.models import FAMILIES
 from agentbench_kv.conformance.engines.parts import (
     crowd_part,
-    ending_part,
     leak_part,
     method_part,
     restart_part,
+    stop_part,
 )
-from agentbench_kv.conformance.result import CheckResult
+from agentbench_kv.conformance.result import CheckResult, guarded
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
-from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import load_engine
-
-__all__ = ["METHODS", "OPTIONAL", "QUICK", "engine_suite"]
 
 METHODS = ("full", "full-constrained", "streamingllm", "snapkv", "rkv", "agentkv")
 """Every engine that compresses runs these."""
@@ -76,64 +73,48 @@ def engine_suite(
         For an engine, method or family that does not exist, or an engine that cannot start here.
     """
     cls = load_engine(engine) if isinstance(engine, str) else engine
-    _refuse(cls)
-    subject = Subject(cls, {**SMALL_CHUNKS.get(str(engine), {}), **(engine_args or {})})
-    names = methods or (QUICK if quick else (*METHODS, *OPTIONAL))
-    results: Results = {}
-    for index, family in enumerate(families or (FAMILIES[:1] if quick else FAMILIES)):
-        with open_bench(subject, family) as bench:
-            found = _method_parts(bench, names)
-            if index == 0:
-                found += _edge_parts(bench, names, quick)
-            for part, check in found:
-                results[part] = _guarded(check, first=not results)
-                report(part, results[part])
-    return results
-
-
-def _refuse(cls: Any) -> None:
     if Capability.TEXT in cls.capabilities or Capability.COMPRESS not in cls.capabilities:
         raise UsageError(
             f"{cls.__name__} has no KV cache that methods can compress, so there is nothing to "
             "check; kvbench ls engines shows who has"
         )
+    engine_args = {**SMALL_CHUNKS.get(str(engine), {}), **(engine_args or {})}
+    names = methods or (QUICK if quick else (*METHODS, *OPTIONAL))
+    results: Results = {}
+    for index, family in enumerate(families or (FAMILIES[:1] if quick else FAMILIES)):
+        with open_fixture(cls, family, engine_args) as fixture:
+            parts = _method_parts(fixture, names)
+            if index == 0:
+                parts += _edge_parts(fixture, names, quick)
+            for part, check in parts:
+                # An engine that cannot even start raises.
+                results[part] = guarded(check, () if results else (KVBenchError,))
+                report(part, results[part])
+    return results
 
 
-def _method_parts(bench: Bench, names: Sequence[str]) -> list[Part]:
-    built = [(name, bench.method(name)) for name in names]
+def _method_parts(fixture: Fixture, names: Sequence[str]) -> list[Part]:
+    methods = [fixture.method(name) for name in names]
     return [
         (
-            f"{bench.family}, {method.label}",
-            partial(method_part, bench, method, optional=name in OPTIONAL),
+            f"{fixture.family}, {method.label}",
+            partial(method_part, fixture, method, optional=name in OPTIONAL),
         )
-        for name, method in built
+        for name, method in zip(names, methods, strict=True)
     ]
 
 
-def _edge_parts(bench: Bench, names: Sequence[str], quick: bool) -> list[Part]:
+def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Part]:
     """Return what does not depend on the model, for one method that compresses."""
-    able = [method for name in names if (method := bench.method(name)).compresses]
+    able = [method for name in names if (method := fixture.method(name)).compresses]
     if not able:
         return []
-    main, plain = _main(able), bench.method("full-constrained")
+    main = next((method for method in able if method.name == "agentkv"), able[-1])
+    plain = fixture.method("full-constrained")
     parts: list[Part] = [
-        (f"endings, {main.label}", partial(ending_part, bench, main)),
-        (f"small pool, {plain.label}", partial(crowd_part, bench, plain)),
-        (f"small pool, {main.label}", partial(crowd_part, bench, main)),
-        ("leaks", partial(leak_part, bench, main, examples=4 if quick else 20)),
+        (f"endings, {main.label}", partial(stop_part, fixture, main)),
+        (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
+        (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
+        ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
     ]
-    return parts if quick else [*parts, ("restart", partial(restart_part, bench, main))]
-
-
-def _main(able: Sequence[Method]) -> Method:
-    return next((method for method in able if method.name == "agentkv"), able[-1])
-
-
-def _guarded(check: Callable[[], list[CheckResult]], *, first: bool) -> list[CheckResult]:
-    """Run a part; an engine that cannot even start is the caller's to hear of."""
-    try:
-        return check()
-    except Exception as error:
-        if first and isinstance(error, KVBenchError):
-            raise
-        return [CheckResult("runs to the end", False, f"{type(error).__name__}: {error}")]
+    return parts if quick else [*parts, ("restart", partial(restart_part, fixture, main))]

@@ -1,1 +1,1 @@
-"""micro."""
+"""The micro model: its tokenizer, data, training and check."""

@@ -14,40 +14,12 @@ from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot
 from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
 from agentbench_kv.adapters.micro.words import HANDLE, NAMES
 
-__all__ = [
-    "COPIED",
-    "EVIDENCE",
-    "LABELS",
-    "MEMORY",
-    "NAME",
-    "NOISE",
-    "PAD",
-    "PROMPT",
-    "TEMPLATE",
-    "Conversation",
-    "auxiliary",
-    "main",
-]
-
 LABELS = (
-    "prompt",
-    "noise",
-    "template",
-    "name",
-    "memory",
-    "copied",
-    "think/derived",
-    "act/derived",
-    "tool/local",
-    "think/recurring",
-    "act/recurring",
-    "tool/recurring",
-    "others/recurring",
-    "think/one_shot",
-    "act/one_shot",
-    "tool/one_shot",
-    "others/one_shot",
-)
+    "prompt", "noise", "template", "name", "memory", "copied",
+    "think/derived", "act/derived", "tool/local",
+    "think/recurring", "act/recurring", "tool/recurring", "others/recurring",
+    "think/one_shot", "act/one_shot", "tool/one_shot", "others/one_shot",
+)  # fmt: skip
 """What a token is: given, given and random, the agent's format, a name it picks, the auxiliary
 answer, a code it repeats, or a code it recalls, by source and kind."""
 
@@ -73,50 +45,27 @@ class _Part:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A whole session.
+    """A whole session; arrays have one entry per character."""
 
-    Parameters
-    ----------
-    text : str
-        As the chat template renders it.
-    labels : ndarray of uint8
-        Per character.
-    cursor : ndarray of int16
-        Per character, the cursor of the call or response it is part of; -1 outside of both.
-    """
-
-    text: str
+    text: str  # as the chat template renders it
     labels: Labels
+    # Of the call or response it is part of; -1 outside of both.
     cursor: npt.NDArray[np.int16]
 
 
 def main(episode: Episode) -> Conversation:
-    """Render an episode with everything the agent should say.
-
-    Parameters
-    ----------
-    episode : Episode
-        The session.
-    """
+    """Render an episode with everything the agent should say."""
     return _join(_session(episode, len(episode.turns)))
 
 
 def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> Conversation:
-    """Render the beginning of an episode and the auxiliary turn, where alone tokens count.
+    """Render the first `turns` user turns and the auxiliary one, where alone tokens count.
 
-    Parameters
-    ----------
-    episode : Episode
-        The session.
-    turns : int
-        How many user turns are over.
-    gone : collection of int
-        Cursors that were evicted before; the answer does not name them.
+    The answer does not name the cursors in `gone`, which were evicted before.
     """
     listed = [cursor for cursor in cursors(episode, turns) if cursor.number not in gone]
     session = _join(_session(episode, turns))
-    session.labels[session.labels != NOISE] = PROMPT
-    session.labels[session.labels == NOISE] = PROMPT
+    session.labels[:] = PROMPT
     tail = [
         _Part(f"<|im_start|>user\n{TRIGGER}<|im_end|>\n<|im_start|>assistant\n", PROMPT),
         _Part(f"{auxiliary_reply(listed)}<|im_end|>", MEMORY),

@@ -30,8 +30,6 @@ from agentbench_kv.training.micro.conversation import (
 )
 from agentbench_kv.training.micro.drills import INVENTED, drill
 
-__all__ = ["Batch", "Encoder", "Mix", "Row", "auxiliary_row", "batch", "episode_row"]
-
 Ints = npt.NDArray[np.int64]
 
 WEIGHTS = np.full(len(LABELS) + 1, 5.0, np.float32)
@@ -42,68 +40,36 @@ FARTHEST = 8192
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sequence.
-
-    Parameters
-    ----------
-    ids, positions, labels : ndarray of int64
-        Of equal length; labels index `conversation.LABELS`.
-    """
+class TrainingRow:
+    """One sequence; arrays are of equal length."""
 
     ids: Ints
     positions: Ints
-    labels: Ints
+    labels: Ints  # indices of `conversation.LABELS`
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What rows of a batch are drawn from.
+    """What rows of a batch are drawn from."""
 
-    Parameters
-    ----------
-    length : int
-        Tokens per row.
-    rows : int
-        Rows per batch.
-    profiles : tuple of Profile
-        Drawn from uniformly.
-    drills, auxiliary : float
-        Shares of drills and of auxiliary turns.
-    gaps : float
-        Share of rows whose positions leap ahead at some messages.
-    names : float
-        Weight of the names that the agent has to pick, which decide what it recalls.
-    memory : float
-        Weight of the answer in an auxiliary turn.
-    """
-
-    length: int
-    rows: int
-    profiles: tuple[Profile, ...]
-    drills: float = 0.0
-    auxiliary: float = 0.0
-    gaps: float = 0.0
-    names: float = 1.0
-    memory: float = 2.0
+    length: int  # tokens per row
+    rows: int  # per batch
+    profiles: tuple[Profile, ...]  # drawn from uniformly
+    drills: float = 0.0  # share
+    auxiliary: float = 0.0  # share of auxiliary turns
+    gaps: float = 0.0  # share of rows whose positions leap ahead at some messages
+    names: float = 1.0  # weight of the names the agent has to pick, which decide what it recalls
+    memory: float = 2.0  # weight of the answer in an auxiliary turn
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows side by side; the model sees `ids[:, :-1]` and is asked for `ids[:, 1:]`.
-
-    Parameters
-    ----------
-    ids, positions, labels : Tensor
-        (rows, length + 1).
-    weights : Tensor
-        Of the loss, (rows, length), aligned with what is asked for.
-    """
+    """Rows [rows, length + 1]; the model sees `ids[:, :-1]` and is asked for `ids[:, 1:]`."""
 
     ids: Tensor
     positions: Tensor
     labels: Tensor
-    weights: Tensor
+    weights: Tensor  # of the loss, [rows, length], aligned with what is asked for
 
     @property
     def tokens(self) -> int:
@@ -112,13 +78,7 @@ class Batch:
 
 
 class Encoder:
-    """Turn conversations into rows.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerFast
-        The micro tokenizer.
-    """
+    """Turns conversations into rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._core = tokenizer.backend_tokenizer
@@ -127,46 +87,27 @@ class Encoder:
         self.end = ids["<|im_end|>"]
         self.start = ids["<|im_start|>"]
 
-    def row(self, conversation: Conversation, gone: frozenset[int] = frozenset()) -> Row:
+    def row(self, conversation: Conversation, gone: frozenset[int] = frozenset()) -> TrainingRow:
         """Tokenise; tokens of the evicted cursors `gone` leave, positions keep their gaps."""
         encoding = self._core.encode(conversation.text, add_special_tokens=False)
         starts = np.fromiter((start for start, _ in encoding.offsets), np.int64)
         ids = np.array(encoding.ids, np.int64)
         keep = ~np.isin(conversation.cursor[starts], list(gone))
         labels = conversation.labels[starts].astype(np.int64)
-        return Row(ids[keep], np.arange(len(ids))[keep], labels[keep])
+        return TrainingRow(ids[keep], np.arange(len(ids))[keep], labels[keep])
 
 
-def episode_row(encoder: Encoder, seed: int, profile: Profile, invented: float = 0.0) -> Row:
-    """Return the row of a whole episode.
-
-    Parameters
-    ----------
-    encoder : Encoder
-        The tokenizer's side.
-    seed : int
-        Of the episode.
-    profile : Profile
-        Its sizes.
-    invented : float
-        See `generate`.
-    """
+def episode_row(
+    encoder: Encoder, seed: int, profile: Profile, invented: float = 0.0
+) -> TrainingRow:
+    """Return the row of a whole episode; `invented` is as `generate` takes it."""
     return encoder.row(main(generate(seed, profile, invented)))
 
 
 def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
-    """Build the batch of a training step.
+    """Build the batch of a training step of the run with this seed.
 
-    Parameters
-    ----------
-    encoder : Encoder
-        The tokenizer's side.
-    mix : Mix
-        What to draw from.
-    seed : int
-        Of the run.
-    step : int
-        Steps of all stages are numbered through, so no episode is seen twice.
+    Steps of all stages are numbered through, so no episode is seen twice.
     """
     rows = [_row(encoder, mix, (seed * 1_000_000 + step) * 64 + index) for index in range(mix.rows)]
     shape = (mix.rows, mix.length + 1)
@@ -182,7 +123,7 @@ def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
     return Batch(*map(torch.from_numpy, (ids, positions, labels, weights)))
 
 
-def _row(encoder: Encoder, mix: Mix, number: int) -> Row:
+def _row(encoder: Encoder, mix: Mix, number: int) -> TrainingRow:
     rng = random.Random(f"row/{number}")
     kind = rng.random()
     seed = train_seed(number * 4)
@@ -195,14 +136,14 @@ def _row(encoder: Encoder, mix: Mix, number: int) -> Row:
     return _with_gaps(encoder, row, rng) if rng.random() < mix.gaps else row
 
 
-def _longest(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> Row:
+def _longest(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> TrainingRow:
     """Of two episodes take the one that fills the row better; a longer one is cut at its end."""
     profile = rng.choice(mix.profiles)
     rows = [episode_row(encoder, seed + index, profile, INVENTED) for index in range(2)]
     return max(rows, key=lambda row: min(len(row.ids), mix.length + 1))
 
 
-def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> Row:
+def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> TrainingRow:
     """Ask which cursors are stale, some stale ones being gone already."""
     episode = generate(seed, rng.choice(mix.profiles))
     for turns in range(rng.randint(2, len(episode.turns)), 0, -1):
@@ -212,29 +153,24 @@ def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) ->
     return _longest(encoder, mix, rng, seed)
 
 
-def auxiliary_row(encoder: Encoder, seed: int, profile: Profile) -> Row:
+def auxiliary_row(encoder: Encoder, seed: int, profile: Profile) -> TrainingRow:
     """Return a row that asks which cursors of an episode are stale.
 
-    Parameters
-    ----------
-    encoder : Encoder
-        The tokenizer's side.
-    seed : int
-        Of the episode, and of when it is asked and what is gone by then.
-    profile : Profile
-        Its sizes.
+    The seed also decides when it is asked and what is gone by then.
     """
     episode, rng = generate(seed, profile), random.Random(f"memory/{seed}")
     return _auxiliary_at(encoder, rng, episode, rng.randint(2, len(episode.turns)))
 
 
-def _auxiliary_at(encoder: Encoder, rng: random.Random, episode: Episode, turns: int) -> Row:
+def _auxiliary_at(
+    encoder: Encoder, rng: random.Random, episode: Episode, turns: int
+) -> TrainingRow:
     stale = [cursor.number for cursor in cursors(episode, turns) if cursor.stale]
     gone = frozenset(rng.sample(stale, rng.choice((0, rng.randint(0, len(stale))))))
     return encoder.row(auxiliary(episode, turns, gone), gone)
 
 
-def _with_gaps(encoder: Encoder, row: Row, rng: random.Random) -> Row:
+def _with_gaps(encoder: Encoder, row: TrainingRow, rng: random.Random) -> TrainingRow:
     """Let positions leap ahead at a few messages, as if more had been said in between."""
     room = FARTHEST - int(row.positions[-1]) - 1
     heads = np.flatnonzero(row.ids == encoder.start)
@@ -246,4 +182,4 @@ def _with_gaps(encoder: Encoder, row: Row, rng: random.Random) -> Row:
     leaps = np.zeros(len(row.ids), np.int64)
     for cut, share in zip(cuts, shares, strict=True):
         leaps[cut] = int(total * share / sum(shares))
-    return Row(row.ids, row.positions + np.cumsum(leaps), row.labels)
+    return TrainingRow(row.ids, row.positions + np.cumsum(leaps), row.labels)

@@ -25,8 +25,6 @@ from agentbench_kv.adapters.micro.words import (
 )
 from agentbench_kv.training.micro.conversation import LABELS, NOISE, PROMPT, Conversation, Labels
 
-__all__ = ["INVENTED", "drill"]
-
 FIELDS = {TOOL: "port", ACT: "tag", THINK: "plan", RULE: "gate", MEMO: "gate"}
 INVENTED = 0.35
 """Share of plans and tags drawn at random, so that making them anew is no way to recall them."""
@@ -35,15 +33,7 @@ SOURCES = {TOOL: "tool", ACT: "act", THINK: "think", RULE: "others", MEMO: "othe
 
 
 def drill(seed: int, length: int) -> Conversation:
-    """Write one drill.
-
-    Parameters
-    ----------
-    seed : int
-        Determines it.
-    length : int
-        Rough number of tokens.
-    """
+    """Write the drill of a seed, of roughly `length` tokens."""
     return _Drill(random.Random(f"drill/{seed}")).write(length)
 
 
@@ -75,10 +65,10 @@ class _Drill:
         """State a new hint or reading; the old one is over."""
         code = draw_code(self.rng)
         if separator == HINT:
-            self.hint = code
+            name, self.hint = "job", code
         else:
-            self.reading = code
-        self._handle("job" if separator == HINT else "now", separator, code, NOISE)
+            name, self.reading = "now", code
+        self._handle(name, separator, code, NOISE)
 
     def _fact(self, novelty: float) -> None:
         if self.known and self.rng.random() > novelty:

@@ -20,51 +20,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentbench_kv.adapters.micro.profiles import PROFILES, Profile, held_out_seed
+from agentbench_kv.adapters.micro.profiles import PROFILES, held_out_seed
 from agentbench_kv.training.micro.conversation import LABELS, TEMPLATE
-from agentbench_kv.training.micro.data import Encoder, Row, auxiliary_row, episode_row
+from agentbench_kv.training.micro.data import Encoder, TrainingRow, auxiliary_row, episode_row
 from agentbench_kv.training.micro.model import MicroModel, load_model
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
-
-__all__ = ["Report", "evaluate", "gaps"]
 
 SINKS = 4
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a model did.
-
-    Parameters
-    ----------
-    episodes, exact : int
-        Rows seen, and rows without any error.
-    recall : dict of str to float
-        Share of right tokens by what they are, see `conversation.LABELS`.
-    tokens, spoken : float
-        Mean length of a row, and how much of it the agent says.
-    """
+    """How well a model did."""
 
     episodes: int
-    exact: int
-    recall: dict[str, float]
-    tokens: float
-    spoken: float
+    exact: int  # episodes without any error
+    recall: dict[str, float]  # share of right tokens by what they are, see `conversation.LABELS`
+    tokens: float  # mean length of a row
+    spoken: float  # and how much of it the agent says
 
 
 @torch.no_grad()
-def evaluate(model: MicroModel, rows: list[Row], window: int | None = None) -> Report:
-    """Feed rows one by one.
-
-    Parameters
-    ----------
-    model : MicroModel
-        What to check.
-    rows : list of Row
-        See `data.episode_row` and `data.auxiliary_row`.
-    window : int, optional
-        How many of the latest keys a token sees besides the first few.
-    """
+def evaluate(model: MicroModel, rows: list[TrainingRow], window: int | None = None) -> Report:
+    """Feed rows one by one; with a window a token sees that many latest keys and the first few."""
     asked: Counter[str] = Counter()
     right: Counter[str] = Counter()
     exact = 0
@@ -83,7 +61,7 @@ def evaluate(model: MicroModel, rows: list[Row], window: int | None = None) -> R
 
 
 def _hits(
-    model: MicroModel, row: Row, window: int | None
+    model: MicroModel, row: TrainingRow, window: int | None
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     device = model.frequencies.device
     ids = torch.from_numpy(row.ids).to(device)[None]
@@ -102,13 +80,10 @@ def _window(length: int, window: int) -> Tensor:
     return near & (distance >= 0)
 
 
-def gaps(rows: list[Row]) -> dict[str, list[int]]:
-    """Measure how far back facts were last stated: 10th, 50th and 90th percentile in tokens.
+def gaps(rows: list[TrainingRow]) -> dict[str, list[int]]:
+    """Measure how far back facts of whole episodes were last stated, in tokens.
 
-    Parameters
-    ----------
-    rows : list of Row
-        Whole episodes.
+    By label: the 10th, 50th and 90th percentile.
     """
     found: dict[str, list[int]] = {}
     for row in rows:
@@ -120,16 +95,10 @@ def gaps(rows: list[Row]) -> dict[str, list[int]]:
             if "/" in label and row.labels[start - 1] != row.labels[start] and key in seen:
                 found.setdefault(label, []).append(start - seen[key])
             seen[key] = start
-    tiers = (10, 50, 90)
     return {
-        name: [int(np.percentile(all_, tier)) for tier in tiers] for name, all_ in found.items()
+        name: np.percentile(distances, (10, 50, 90)).astype(int).tolist()
+        for name, distances in found.items()
     }
-
-
-def _rows(profile: Profile, count: int, first: int, memory: bool) -> list[Row]:
-    encoder = Encoder(build_tokenizer())
-    make = auxiliary_row if memory else episode_row
-    return [make(encoder, held_out_seed(first + index), profile) for index in range(count)]
 
 
 @click.command()
@@ -151,7 +120,10 @@ def main(
 ) -> None:
     """Check a model on held-out episodes."""
     torch.set_num_threads(threads)
-    rows = _rows(PROFILES[profile], episodes, first, memory)
+    encoder = Encoder(build_tokenizer())
+    make = auxiliary_row if memory else episode_row
+    seeds = map(held_out_seed, range(first, first + episodes))
+    rows = [make(encoder, seed, PROFILES[profile]) for seed in seeds]
     report = evaluate(load_model(model), rows, window)
     click.echo(json.dumps({**vars(report), "gaps": gaps(rows)}, indent=2))
 

@@ -16,8 +16,6 @@ import torch.nn.functional as F  # noqa: N812  the name all of torch uses
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["MicroConfig", "MicroModel", "load_model", "save_model"]
-
 
 @dataclass(frozen=True)
 class MicroConfig:
@@ -118,13 +116,7 @@ class _Decoder(nn.Module):
 
 
 class MicroModel(nn.Module):
-    """Decoder with tied embeddings.
-
-    Parameters
-    ----------
-    config : MicroConfig
-        Sizes.
-    """
+    """Decoder with tied embeddings."""
 
     def __init__(self, config: MicroConfig) -> None:
         super().__init__()
@@ -133,10 +125,7 @@ class MicroModel(nn.Module):
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.register_buffer("frequencies", config.rope_theta**-half, persistent=False)
         self.frequencies: Tensor
-        self._initialise()
-
-    def _initialise(self) -> None:
-        depth = 2 * self.config.num_hidden_layers
+        depth = 2 * config.num_hidden_layers
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 std = weight.shape[1] ** -0.5
@@ -145,19 +134,10 @@ class MicroModel(nn.Module):
                 nn.init.normal_(weight, 0.0, std)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the logits.
+        """Return the logits [rows, length, vocabulary].
 
-        Parameters
-        ----------
-        ids, positions : Tensor
-            Token ids and their logical positions, (rows, length).
-        mask : Tensor, optional
-            What each token may attend to, boolean, (length, length); causal by default.
-
-        Returns
-        -------
-        Tensor
-            (rows, length, vocabulary).
+        Ids and logical positions are [rows, length]; the mask [length, length] says what each token
+        may attend to, causal by default.
         """
         angles = positions[:, None, :, None].float() * self.frequencies
         angles = torch.cat((angles, angles), -1)
@@ -171,14 +151,7 @@ class MicroModel(nn.Module):
 def save_model(model: MicroModel, folder: Path, end: int, pad: int) -> None:
     """Write the weights and configuration in Hugging Face's layout.
 
-    Parameters
-    ----------
-    model : MicroModel
-        What to save.
-    folder : Path
-        Where to.
-    end, pad : int
-        Token ids that end a message and fill a row.
+    `end` and `pad` are the token ids that end a message and fill a row.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
@@ -193,13 +166,7 @@ def save_model(model: MicroModel, folder: Path, end: int, pad: int) -> None:
 
 
 def load_model(folder: Path) -> MicroModel:
-    """Load what `save_model` wrote.
-
-    Parameters
-    ----------
-    folder : Path
-        A folder with `config.json` and `model.safetensors`.
-    """
+    """Load what `save_model` wrote."""
     found = json.loads((folder / "config.json").read_text("utf-8"))
     names = MicroConfig.__dataclass_fields__
     model = MicroModel(MicroConfig(**{name: found[name] for name in names}))

@@ -8,25 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Muon", "Optimizers"]
-
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised, so that all directions of a matrix learn alike.
 
-    Parameters
-    ----------
-    params : iterable of Parameter
-        Matrices only.
-    lr : float
-        Learning rate.
-    momentum : float
-        Nesterov momentum.
-    weight_decay : float
-        Decoupled decay.
-
-    References
-    ----------
+    For matrices only; Nesterov momentum, decoupled decay. See
     https://kellerjordan.github.io/posts/muon/
     """
 
@@ -80,13 +66,7 @@ def _orthogonal(stack: Tensor) -> Tensor:
 
 
 class Optimizers:
-    """Both optimizers behind one learning-rate factor.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model to train.
-    """
+    """Both optimizers behind one learning-rate factor."""
 
     def __init__(self, model: nn.Module) -> None:
         named = list(model.named_parameters())
@@ -102,13 +82,7 @@ class Optimizers:
         self._rates = [[group["lr"] for group in part.param_groups] for part in self.parts]
 
     def step(self, factor: float) -> None:
-        """Update the weights and forget the gradients.
-
-        Parameters
-        ----------
-        factor : float
-            What to multiply all learning rates by.
-        """
+        """Update the weights at `factor` times the learning rates, and drop the gradients."""
         for part, rates in zip(self.parts, self._rates, strict=True):
             for group, rate in zip(part.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
@@ -120,6 +94,5 @@ class Optimizers:
         return [part.state_dict() for part in self.parts]
 
     def restore(self, state: list[dict[str, object]]) -> None:
-        """Take over what `state` returned."""
         for part, saved in zip(self.parts, state, strict=True):
             part.load_state_dict(saved)

@@ -7,35 +7,19 @@ from dataclasses import dataclass
 from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES
 from agentbench_kv.training.micro.data import Mix
 
-__all__ = ["RECIPE", "Stage"]
-
 SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
 TASK_1K = PROFILES["recall-1k"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training.
-
-    Parameters
-    ----------
-    name : str
-        For the log.
-    mixes : tuple of Mix
-        Taken in turn, one per step.
-    tokens : int
-        The stage is over after so many tokens.
-    recall : float
-        It is over earlier once every sort of code is recalled this well.
-    rates : tuple of float
-        Learning-rate factors at the stage's first and last token.
-    """
+    """A stretch of training."""
 
     name: str
-    mixes: tuple[Mix, ...]
-    tokens: int
-    recall: float = 2.0
-    rates: tuple[float, float] = (1.0, 1.0)
+    mixes: tuple[Mix, ...]  # taken in turn, one per step
+    tokens: int  # after which the stage is over
+    recall: float = 2.0  # it is over earlier once every kind of code is recalled this well
+    rates: tuple[float, float] = (1.0, 1.0)  # learning-rate factors at its first and last token
 
 
 RECIPE = (

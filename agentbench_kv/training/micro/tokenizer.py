@@ -21,19 +21,12 @@ from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursor
 from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, train_seed
 from agentbench_kv.adapters.micro.words import NAMES, SYLLABLES
 
-__all__ = ["MARKERS", "SPECIALS", "build_tokenizer", "chat_template", "save_tokenizer"]
-
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens that decoding may skip."""
 
 MARKERS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-)
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
+)  # fmt: skip
 """Tokens that are text: they survive decoding, as the parsers of serving engines expect."""
 
 SPLIT = (
@@ -46,52 +39,22 @@ PADDED_TO = 64
 HANDLE_PIECE = re.compile(r"[/#:=@~+,][a-z]+|[a-z]{4}")
 
 
-def chat_template() -> str:
-    """Read the chat template that ships beside this module."""
-    return Path(__file__).with_name("chat_template.jinja").read_text("utf-8")
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer; the same one every time."""
     merges = _Merges()
     merges.add_all(SYLLABLES)
-    syllables = set(merges.vocabulary)
-    merges.add_all(NAMES)
-    merges.add_all(_words())
-    clashes = [pair for pair in merges.merges if pair[0] in syllables and pair[1] in syllables]
-    clashes = [pair for pair in clashes if len(pair[0]) == len(pair[1]) == 2]
+    syllables = {piece for piece in merges.vocabulary if len(piece) == 2}
+    merges.add_all((*NAMES, *_words()))
+    clashes = [pair for pair in merges.merges if syllables.issuperset(pair)]
     if clashes:
         raise ValueError(f"merges {clashes} would glue the syllables of a code together")
-    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *MARKERS])}
-    for token in merges.vocabulary:
-        vocabulary[token] = len(vocabulary)
+    tokens = (*SPECIALS, *MARKERS, *merges.vocabulary)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges.merges))
     core.pre_tokenizer = _pre_tokenizer()
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
-    return _wrapped(core)
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokenizer and its chat template for any release of transformers.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerFast
-        What `build_tokenizer` returned.
-    folder : Path
-        The model's folder.
-    """
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text("utf-8"))
-    # transformers 5 writes a class that its predecessors and other engines do not know.
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-
-
-def _wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         eos_token="<|im_end|>",
@@ -99,8 +62,18 @@ def _wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=32768,
     )
-    wrapped.chat_template = chat_template()
+    wrapped.chat_template = Path(__file__).with_name("chat_template.jinja").read_text("utf-8")
     return wrapped
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer and its chat template for any release of transformers."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    # transformers 5 writes a class that its predecessors and other engines do not know.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 class _Merges:
@@ -113,19 +86,12 @@ class _Merges:
 
     def add_all(self, words: Iterable[str]) -> None:
         for word in words:
-            self._add(word)
-
-    def _add(self, word: str) -> None:
-        pieces = self._spell(word)
-        while len(pieces) > 1:
-            self._merge(pieces[0], pieces[1])
-            # Spelling anew: an older merge may apply to the result.
-            pieces = self._spell(word)
-
-    def _merge(self, left: str, right: str) -> None:
-        self._ranks[left, right] = len(self.merges)
-        self.merges.append((left, right))
-        self.vocabulary[left + right] = None
+            # Spelled anew after each merge: an older one may apply to the result.
+            while len(pieces := self._spell(word)) > 1:
+                left, right = pieces[:2]
+                self._ranks[left, right] = len(self.merges)
+                self.merges.append((left, right))
+                self.vocabulary[left + right] = None
 
     def _spell(self, word: str) -> list[str]:
         pieces = list(word)
@@ -151,7 +117,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def _words() -> list[str]:
-    """Collect what the template and the episodes' fixed texts are made of."""
+    """Collect what the template and the episodes' fixed texts consist of."""
     splitter = _pre_tokenizer()
     pieces = {piece for text in _texts() for piece, _ in splitter.pre_tokenize_str(text)}
     return sorted(piece for piece in pieces if not _random(piece))

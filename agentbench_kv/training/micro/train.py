@@ -22,8 +22,6 @@ from agentbench_kv.training.micro.optim import Optimizers
 from agentbench_kv.training.micro.stages import Stage
 from agentbench_kv.training.micro.tokenizer import build_tokenizer, save_tokenizer
 
-__all__ = ["Options", "Trainer"]
-
 logger = logging.getLogger(__name__)
 
 WARM_UP = 100
@@ -32,33 +30,19 @@ WARM_UP = 100
 
 @dataclass(frozen=True)
 class Options:
-    """How to run.
+    """How to run."""
 
-    Parameters
-    ----------
-    out : Path
-        Folder of the checkpoint, the log and the exported model.
-    seed : int
-        Of weights and data.
-    device : str
-        Where to compute.
-    threads : int
-        CPU threads.
-    log_every, save_every : int
-        In steps.
-    """
-
-    out: Path
-    seed: int = 0
+    out: Path  # folder of the checkpoint, the log and the exported model
+    seed: int = 0  # of weights and data
     device: str = "cpu"
     threads: int = 1
-    log_every: int = 50
-    save_every: int = 200
+    log_every: int = 50  # steps
+    save_every: int = 200  # steps
 
 
 @dataclass
 class _Progress:
-    """Everything beside weights and optimizer state that the next step depends on."""
+    """Everything but weights and optimizer state that the next step depends on."""
 
     stage: int = 0
     step: int = 0
@@ -71,17 +55,7 @@ class _Progress:
 
 
 class Trainer:
-    """Train one model.
-
-    Parameters
-    ----------
-    options : Options
-        How to run.
-    recipe : sequence of Stage
-        What to train on.
-    config : MicroConfig
-        Sizes of the model.
-    """
+    """Trains one model on the stages of a recipe."""
 
     def __init__(
         self, options: Options, recipe: Sequence[Stage], config: MicroConfig | None = None
@@ -98,17 +72,10 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Whether the recipe is over."""
         return self.progress.stage >= len(self.recipe)
 
     def run(self, steps: int | None = None) -> None:
-        """Train until the recipe is over.
-
-        Parameters
-        ----------
-        steps : int, optional
-            Stop after so many more steps.
-        """
+        """Train until the recipe is over, or for a number of steps."""
         last = None if steps is None else self.progress.step + steps
         # One batch ahead: rows are made by a thread while the model computes.
         with ThreadPoolExecutor(1) as pool:
@@ -169,10 +136,11 @@ class Trainer:
 
     def _after_step(self) -> None:
         progress, stage = self.progress, self.recipe[self.progress.stage]
-        worst = min((progress.recall.get(LABELS[label], 0.0) for label in EVIDENCE), default=0.0)
         if stage.name == "drills":
-            known = [value for name, value in progress.recall.items() if "/" in name]
-            worst = min(known, default=0.0)
+            # They do not have every kind of code.
+            worst = min((r for name, r in progress.recall.items() if "/" in name), default=0.0)
+        else:
+            worst = min(progress.recall.get(LABELS[label], 0.0) for label in EVIDENCE)
         over = progress.stage_tokens >= stage.tokens
         if over or (worst >= stage.recall and progress.stage_step >= 50):
             self._log(event=f"{stage.name} done")
@@ -213,7 +181,9 @@ class Trainer:
         partial = self.options.out / "state.partial"
         torch.save(state, partial)
         partial.replace(self.options.out / "state.pt")
-        self.export(self.options.out / "model")
+        folder = self.options.out / "model"
+        save_model(self.model, folder, self.encoder.end, self.encoder.pad)
+        save_tokenizer(self.tokenizer, folder)
 
     def resume(self) -> None:
         """Go on from the checkpoint in the output folder."""
@@ -222,8 +192,3 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizers.restore(state["optimizers"])
         self.progress = _Progress(**state["progress"])
-
-    def export(self, folder: Path) -> None:
-        """Write the model and its tokenizer as a Hugging Face folder."""
-        save_model(self.model, folder, self.encoder.end, self.encoder.pad)
-        save_tokenizer(self.tokenizer, folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.conformance.engines.driver import Rig
+from agentbench_kv.conformance.engines.driver import Driver
 from agentbench_kv.conformance.engines.exactness import wrong_tokens
 from agentbench_kv.conformance.engines.models import load_network, write_model
 from agentbench_kv.conformance.engines.plans import prompt
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rig(sglang_python: Path, folder: Path) -> Iterator[Rig]:  # noqa: ARG001
+def driver(sglang_python: Path, folder: Path) -> Iterator[Driver]:  # noqa: ARG001
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_TEST_RETRACT", "1")
         patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "23")
@@ -35,7 +35,7 @@ def rig(sglang_python: Path, folder: Path) -> Iterator[Rig]:  # noqa: ARG001
         options = EngineOptions(
             str(folder), method, device="cpu", engine_args={"page-size": "16"}, concurrency=3
         )
-        made = Rig(SglangEngine, options, TokenCodec(load_tokenizer(folder)))
+        made = Driver(SglangEngine, options, TokenCodec(load_tokenizer(folder)))
         yield made
         made.close()
 
@@ -44,14 +44,14 @@ def rig(sglang_python: Path, folder: Path) -> Iterator[Rig]:  # noqa: ARG001
     ("name", "budget"), [("full-constrained", None), ("streamingllm", 96), ("agentkv", 96)]
 )
 def test_what_is_put_back_is_computed_again(
-    rig: Rig, folder: Path, name: str, budget: int | None
+    driver: Driver, folder: Path, name: str, budget: int | None
 ) -> None:
     settings = {} if budget is None else {"interval": 32}
-    assert rig.reconfigure(make_method(name, budget, settings))
+    assert driver.reconfigure(make_method(name, budget, settings))
     sessions = {
         f"s{i}": [Step(prompt(150 + 40 * i, i), 60), Step(prompt(50, 10 + i), 60)] for i in range(3)
     }
-    traces = rig.play(sessions)
+    traces = driver.play(sessions)
     network = load_network(folder)
     for trace in traces.values():
         assert trace.error is None
