@@ -1,4 +1,7 @@
-"""Parameters of methods and tasks: declared once as fields, parsed from `--set key=value`."""
+"""Parameters of methods and tasks: declared once as fields, parsed from `--set key=value`.
+
+Parameters of methods: see `agentbench_kv.params`.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from agentbench_kv.engines.base import Engine
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.contract import contract_problem, expected_score
-from agentbench_kv.methods.kvpress_adapter import PREFIX as KVPRESS
-from agentbench_kv.methods.kvpress_adapter import press_method
+from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
+from agentbench_kv.methods.kvpress import press_method
 
 _BASES: dict[str, type] = {"method": Method, "engine": Engine, "task": Task}
 

@@ -18,13 +18,13 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentbench_kv.calibrations import calibrated
-from agentbench_kv.engines.base import Phase, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import DTYPES, model_path, pick_device
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.provenance import hardware
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.registry import make_method
+from agentbench_kv.run.calibration import calibrated
+from agentbench_kv.run.provenance import hardware
 
 
 class ConstantPhase:

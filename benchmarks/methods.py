@@ -23,8 +23,7 @@ import torch
 
 from agentbench_kv.conformance.scenes import made_up_calibration
 from agentbench_kv.kernels import compact, use_backend
-from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind
-from agentbench_kv.methods.phases import Phase
+from agentbench_kv.methods.base import LayerView, Method, Phase, Queries, QueryKind
 from agentbench_kv.registry import load_method, make_method, names
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, INTERVAL = 32, 8, 128, 128

@@ -26,7 +26,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import (
     KVAccount,
     Timing,
@@ -35,8 +34,14 @@ from agentbench_kv.results.records import (
     TurnRecord,
     Usage,
 )
-from agentbench_kv.results.runinfo import RunInfo, RunStatus, write_info
-from agentbench_kv.results.store import prefix_parts, run_id
+from agentbench_kv.results.store import (
+    RunInfo,
+    RunReader,
+    RunStatus,
+    prefix_parts,
+    run_id,
+    write_info,
+)
 from agentbench_kv.results.summary import FILE, build, summarize
 
 METHODS = ("full", "agentkv", "snapkv", "h2o", "rkv", "streamingllm", "triattention", "random")

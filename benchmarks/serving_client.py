@@ -24,9 +24,9 @@ import subprocess
 import sys
 import time
 
-from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Vocabulary, Workload
-from agentbench_kv.loadgen.process import measure
-from agentbench_kv.provenance import hardware
+from agentbench_kv.run.provenance import hardware
+from agentbench_kv.serving_bench.loadgen import measure
+from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Vocabulary, Workload
 
 CHUNK = {
     "id": "cmpl-0123456789abcdef",

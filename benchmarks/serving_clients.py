@@ -21,12 +21,12 @@ from pathlib import Path
 
 import httpx
 
-from agentbench_kv.loadgen.connections import authorization
-from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Workload
-from agentbench_kv.loadgen.process import measure_apart
-from agentbench_kv.loadgen.prompts import read_vocabulary
-from agentbench_kv.provenance import hardware
 from agentbench_kv.results.stats import median
+from agentbench_kv.run.provenance import hardware
+from agentbench_kv.serving_bench.loadgen import measure_apart
+from agentbench_kv.serving_bench.prompts import read_vocabulary
+from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Workload
+from agentbench_kv.serving_bench.wires import authorization
 
 COMMANDS = {"vllm": "vllm bench serve", "sglang": "python -m sglang.bench_serving"}
 KEYS = (

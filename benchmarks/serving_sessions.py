@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from agentbench_kv.engines.base import Sampling
-from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import load_engine, make_method
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentbench_kv.ablation import AXES, ablate, variants
 from agentbench_kv.errors import UsageError
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.run.ablation import AXES, ablate, variants
+from agentbench_kv.run.spec import RunSpec
 
 BASE = RunSpec(
     engine="embedded",

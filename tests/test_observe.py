@@ -8,12 +8,20 @@ from transformers import AutoModelForCausalLM
 
 from agentbench_kv.adapters.base import Fact
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.audits import AuditedFact, SessionAudit, audit_session, by_outcome, find_text
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import UsageError
-from agentbench_kv.observe import capture_session, trace_session, watch
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run.replay import (
+    AuditedFact,
+    SessionAudit,
+    audit_session,
+    by_outcome,
+    capture_session,
+    find_text,
+    trace_session,
+    watch,
+)
+from agentbench_kv.run.spec import RunSpec, resolve
 
 
 def spec(method="full", budget=None, **settings):

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import serving_bench
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Vocabulary
-from agentbench_kv.loadgen.process import Result
-from agentbench_kv.results.serving.records import ServingArm, ServingPlan
-from agentbench_kv.serving_arms import Standing, engine_arms, stand, url_arms
-from agentbench_kv.serving_bench import ServingRun, measure_serving, rotated
+from agentbench_kv.serving_bench import bench as serving_bench
+from agentbench_kv.serving_bench.bench import (
+    ServingRun,
+    Standing,
+    engine_arms,
+    measure_serving,
+    rotated,
+    stand,
+    url_arms,
+)
+from agentbench_kv.serving_bench.loadgen import Result
+from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Vocabulary
+from agentbench_kv.serving_bench.results import ServingArm, ServingPlan
 
 NAMES = ("full", "full-constrained", "agentkv")
 SHAPES = (Shape(100, 10), Shape(200, 10))

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 
-from agentbench_kv import spec as specs
 from agentbench_kv.adapters.base import Outcome, Sample, Task
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run import spec as specs
+from agentbench_kv.run.spec import RunSpec, resolve
 
 
 @dataclass(kw_only=True)

@@ -2,26 +2,65 @@
 
 Per span, layer and head, the queries' rows are centred; the first k right singular vectors span
 their dominant directions. Two spans are compared by the mean of their k principal angles.
+
+Spans: maximal runs of tokens with one phase.
+
+Numbers for JSON.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.analysis.numbers import listed
-from agentbench_kv.analysis.spans import PhaseSpan, phase_spans
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+from agentbench_kv.methods.base import PHASE_NAMES, Phase
+
+
+class PhaseSpan(NamedTuple):
+    """Tokens [start, end) of a capture, all of one phase."""
+
+    phase: int
+    start: int
+    end: int
+
+
+def phase_spans(phases: Tensor, shortest: int = 1) -> list[PhaseSpan]:
+    """Return the spans of at least `shortest` tokens, in order, of phases [tokens]."""
+    changes = (phases.diff() != 0).nonzero()[:, 0] + 1
+    bounds = pairwise([0, *changes.tolist(), len(phases)])
+    return [
+        PhaseSpan(int(phases[start]), start, end)
+        for start, end in bounds
+        if end - start >= max(shortest, 1)
+    ]
+
+
+def listed(values: Tensor) -> Any:
+    """Return nested lists, or a number, with None for NaN and infinities: JSON has neither."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return plain(values.tolist())
+
 
 DIMENSIONS = 5
+
+
 _RANK_TOLERANCE = 1e-10
+
+
 """Smallest variance of a direction, as a share of the largest; below it lies rounding noise."""
 
 

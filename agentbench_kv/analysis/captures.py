@@ -1,23 +1,330 @@
-"""Captures: queries, keys and values of one session, as a model computed them."""
+"""Captures: queries, keys and values of one session, as a model computed them.
+
+Named arrays with a JSON note in one file: `.npz` or `.safetensors`, never pickles.
+
+Whether arrays are a capture: every problem is one line that names array, finding and need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.analysis.archives import read_archive, write_archive
-from agentbench_kv.analysis.checks import CaptureChecks
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.results.files import writing
+
+SUFFIXES = (".npz", ".safetensors")
+
+
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    KeyError,
+    MemoryError,
+    NotImplementedError,
+    ValueError,
+    SafetensorError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What a file holds."""
+
+    arrays: dict[str, Tensor]  # those asked for; of a safetensors file they are memory-mapped
+    names: tuple[str, ...]  # all arrays of the file
+    meta: dict[str, Any]  # the JSON note; empty if the file has none
+
+
+def check_suffix(path: Path) -> str:
+    """Return the suffix of a path; UsageError if it is none we read and write."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: expected a file name that ends in .npz or .safetensors")
+    return path.suffix
+
+
+def read_archive(path: Path, wanted: Collection[str]) -> Archive:
+    """Read the arrays in `wanted`, as far as the file has them; UsageError if it is no archive."""
+    reader = {".npz": _read_npz, ".safetensors": _read_safetensors}[check_suffix(path)]
+    if not path.is_file():
+        raise UsageError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    try:
+        return reader(path, wanted)
+    except _UNREADABLE as error:
+        reason = str(error).strip() or type(error).__name__
+        raise UsageError(
+            f"cannot read {path}: {reason.splitlines()[0]}; expected a {path.suffix} file as "
+            "docs/analysis.md describes"
+        ) from None
+
+
+def _read_npz(path: Path, wanted: Collection[str]) -> Archive:
+    # Opened here: numpy leaves a damaged archive open.
+    with path.open("rb") as handle:
+        file = np.load(handle, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array, not an archive of named arrays")
+        names = tuple(name for name in file.files if name != "meta")
+        arrays = {name: _as_tensor(path, name, file[name]) for name in names if name in wanted}
+        note = np.asarray(file["meta"]).reshape(-1).tolist() if "meta" in file.files else []
+    return Archive(arrays, names, _parse_note(path, str(note[0]) if note else ""))
+
+
+def _as_tensor(path: Path, name: str, array: np.ndarray[Any, Any] | bytes) -> Tensor:
+    if isinstance(array, bytes):
+        raise ValueError(f"its member {name!r} is not an array")
+    if array.dtype.kind not in "biuf":
+        raise UsageError(f"{path}: array {name!r} has dtype {array.dtype}, expected numbers")
+    if array.dtype.kind == "u":
+        array = array.astype(np.int64)
+    return torch.from_numpy(np.asarray(array, array.dtype.newbyteorder("="), order="C"))
+
+
+def _read_safetensors(path: Path, wanted: Collection[str]) -> Archive:
+    with safe_open(path, "pt") as file:
+        names = tuple(file.keys())
+        arrays = {name: _signed(file.get_tensor(name)) for name in names if name in wanted}
+        note = (file.metadata() or {}).get("meta", "")
+    return Archive(arrays, names, _parse_note(path, note))
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """Return int64 for the unsigned types that torch can hardly compute with."""
+    unsigned = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    return tensor.to(torch.int64) if unsigned else tensor
+
+
+def _parse_note(path: Path, note: str) -> dict[str, Any]:
+    if not note:
+        return {}
+    try:
+        meta = json.loads(note)
+    except (ValueError, RecursionError):
+        meta = None
+    if not isinstance(meta, dict):
+        raise UsageError(f"{path}: meta is not a JSON object")
+    return meta
+
+
+def write_archive(path: Path, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write arrays and note; `path` is replaced when all of it is written.
+
+    UsageError if the suffix is not one we write, PrerequisiteError if the place cannot be written.
+    """
+    writer = {".npz": _write_npz, ".safetensors": _write_safetensors}[check_suffix(path)]
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            writer(temporary, plain, json.dumps(dict(meta)))
+            temporary.replace(path)
+        except SafetensorError as error:
+            # safetensors wraps the operating system's errors in a type of its own.
+            raise OSError(str(error)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _write_npz(path: Path, arrays: dict[str, Tensor], note: str) -> None:
+    members: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
+    with path.open("wb") as file:
+        np.savez(file, meta=np.array(note), **members)
+
+
+def _write_safetensors(path: Path, arrays: dict[str, Tensor], note: str) -> None:
+    # safetensors writes files that only their owner can read, whatever the umask.
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(arrays, path, metadata={"meta": note})
+    path.chmod(mode)
+
+
+FLOATS = (torch.float16, torch.float32)
+
+
+LAST_POSITION = 10**8
+
+
+"""Far past any session; what comes later would only ask for absurd amounts of memory."""
+
+
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class CaptureChecks:
+    """Checks the arrays of one capture; every problem is a UsageError.
+
+    Messages start with `source`; `present` is all names of the file, also those that are not read.
+    """
+
+    def __init__(self, source: str, arrays: Mapping[str, Tensor], present: Sequence[str]) -> None:
+        self._source = source
+        self._arrays = arrays
+        self._present = present
+
+    def names(self, required: Sequence[str], known: Sequence[str]) -> None:
+        """Check that nothing is missing, and no name nearly one we read."""
+        for name in required:
+            if name not in self._arrays:
+                found = ", ".join(sorted(self._present)) or "nothing"
+                raise self._error(f"missing array {name!r}; expected q, k and v, found {found}")
+        for name in set(self._present) - set(known):
+            close = difflib.get_close_matches(name, set(known) - set(self._present), 1, 0.8)
+            if close:
+                raise self._error(f"unknown array {name!r}; did you mean {close[0]!r}?")
+
+    def main(self) -> bool:
+        """Check queries, keys and values; return whether they have a layer axis."""
+        q, k, v = (self._main_array(name) for name in ("q", "k", "v"))
+        if q.ndim not in (3, 4):
+            raise self._shape("q", q, "[q_heads, tokens, head_dim], with or without a layer axis")
+        heads = k.shape[-3] if k.ndim == q.ndim else 0
+        expected = (*q.shape[:-3], heads, *q.shape[-2:])
+        if not heads or k.shape != expected:
+            raise self._shape("k", k, f"kv_heads by tokens by head_dim of q {list(q.shape)}")
+        if v.shape != expected:
+            raise self._shape("v", v, f"the shape of k {list(expected)}")
+        if q.shape[-3] % heads:
+            raise self._error(f"{q.shape[-3]} query heads are not a multiple of {heads} KV heads")
+        return q.ndim == 4
+
+    def positions(self, layers: int, length: int) -> Tensor:
+        """Return the positions [tokens], 0, 1, … if the file has none."""
+        positions = self.per_token("positions", layers, length, LAST_POSITION)
+        if positions is None:
+            return torch.arange(length)
+        if length > 1 and int(positions.diff().min()) <= 0:
+            at = int((positions.diff() <= 0).nonzero()[0]) + 1
+            raise self._error(
+                f"positions are not ascending: {int(positions[at])} at token {at} follows "
+                f"{int(positions[at - 1])}"
+            )
+        return positions
+
+    def per_token(
+        self, name: str, layers: int, length: int, high: int | None = None
+    ) -> Tensor | None:
+        """Return an optional array of whole numbers [tokens] in [0, high], as int64."""
+        array = self._arrays.get(name)
+        if array is None:
+            return None
+        row = self._shared(name, array, layers, length)
+        if array.dtype not in _INTEGERS:
+            raise self._dtype(name, array, "whole numbers")
+        wrong = (row < 0) if high is None else (row < 0) | (row > high)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            allowed = "at least 0" if high is None else f"0 to {high}"
+            raise self._error(f"{name} {int(row[at])} at token {at}; expected {allowed}")
+        return row.long()
+
+    def moment(self, name: str, default: int, low: int) -> int:
+        """Return an optional scalar position of at least `low`."""
+        array = self._arrays.get(name)
+        if array is None:
+            return default
+        values = array.reshape(-1)
+        if not len(values) or bool((values != values[0]).any()):
+            raise self._shape(name, array, "one number")
+        if array.dtype not in _INTEGERS:
+            raise self._dtype(name, array, "a whole number")
+        if not low <= int(values[0]) <= LAST_POSITION + 1:
+            limits = f"at least {low}, and no more than {LAST_POSITION + 1}"
+            raise self._error(f"{name} is {int(values[0])}; expected {limits}")
+        return int(values[0])
+
+    def calibration(
+        self, names: Sequence[str], layers: int, heads: int, head_dim: int
+    ) -> Calibration | None:
+        """Return TriAttention's statistics if the file has them."""
+        found = [name for name in names if name in self._arrays]
+        if not found:
+            return None
+        if missing := [name for name in names if name not in found]:
+            raise self._error(f"missing array {missing[0]!r}: it goes with {', '.join(found)}")
+        half = head_dim // 2
+        real, imaginary, size = (self._statistic(n, (layers, heads, half)) for n in names[:3])
+        frequencies = self._shared(names[3], self._numbers(names[3]), layers, half).float()
+        return Calibration(torch.complex(real, imaginary), size, frequencies)
+
+    def _statistic(self, name: str, shape: tuple[int, int, int]) -> Tensor:
+        """Return a statistic [layers, q_heads, head_dim / 2]; one layer may lack its axis."""
+        array = self._numbers(name)
+        if array.ndim == 2 and shape[0] == 1:
+            array = array[None]
+        if tuple(array.shape) != shape:
+            raise self._shape(name, array, f"{list(shape)}, layers by q_heads by head_dim / 2")
+        return array.float()
+
+    def _main_array(self, name: str) -> Tensor:
+        array = self._arrays[name]
+        if array.dtype not in FLOATS:
+            raise self._dtype(name, array, "float16 or float32")
+        if not array.numel():
+            raise self._shape(name, array, "at least one token")
+        return self._finite(name, array)
+
+    def _numbers(self, name: str) -> Tensor:
+        array = self._arrays[name]
+        if not array.dtype.is_floating_point:
+            raise self._dtype(name, array, "floating-point numbers")
+        return self._finite(name, array)
+
+    def _finite(self, name: str, array: Tensor) -> Tensor:
+        # Layer by layer: the marks of a whole memory-mapped file would not be small.
+        for part in array if array.ndim == 4 else (array,):
+            finite = part.isfinite()
+            if not bool(finite.all()):
+                count = int((~finite).sum())
+                raise self._error(f"array {name!r} has {count} NaN or infinite values")
+        return array
+
+    def _shared(self, name: str, array: Tensor, layers: int, width: int) -> Tensor:
+        """Return [width] of an array that may repeat it for every layer."""
+        row = array[0] if array.ndim == 2 and array.shape[0] == layers else array
+        if tuple(row.shape) != (width,):
+            raise self._shape(name, array, f"[{width}]")
+        if bool((array != row).any()):
+            raise self._error(f"array {name!r} differs between layers; expected one for all")
+        return row
+
+    def _shape(self, name: str, array: Tensor, expected: str) -> UsageError:
+        return self._error(f"array {name!r} has shape {list(array.shape)}, expected {expected}")
+
+    def _dtype(self, name: str, array: Tensor, expected: str) -> UsageError:
+        found = str(array.dtype).removeprefix("torch.")
+        return self._error(f"array {name!r} has dtype {found}, expected {expected}")
+
+    def _error(self, message: str) -> UsageError:
+        return UsageError(f"{self._source}: {message}")
+
 
 REQUIRED = ("q", "k", "v")
+
+
 OPTIONAL = ("phase", "positions", "tokens", "decoded", "prompt", "now")
+
+
 CALIBRATION = ("q_mean_real", "q_mean_imag", "q_abs_mean", "inv_freq")
+
+
 NAMES = (*REQUIRED, *OPTIONAL, *CALIBRATION)
 
 

@@ -15,20 +15,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from agentbench_kv.analysis.angles import check_same_shape
-from agentbench_kv.analysis.attention import attention_sums
+from agentbench_kv.analysis.angles import check_same_shape, listed
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.analysis.events import event_points
-from agentbench_kv.analysis.numbers import listed
-from agentbench_kv.analysis.replay import Moment, kept_queries, moment_at
+from agentbench_kv.analysis.replay import (
+    Moment,
+    attention_sums,
+    event_points,
+    kept_queries,
+    moment_at,
+)
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
 from agentbench_kv.methods.agentkv import AgentKV
-from agentbench_kv.methods.base import Method, Queries, QueryKind, QueryPlan, ScoreContext
+from agentbench_kv.methods.base import (
+    PHASE_NAMES,
+    Method,
+    Phase,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    ScoreContext,
+)
 from agentbench_kv.methods.oracle import Oracle
-from agentbench_kv.methods.params import param
-from agentbench_kv.methods.phases import PHASE_NAMES, Phase
 from agentbench_kv.methods.samplers import SAMPLERS
+from agentbench_kv.params import param
 
 ORACLE = "oracle"
 OVERALL = "overall"

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.analysis.angles import Angles
+from agentbench_kv.analysis.audit import Timeline
 from agentbench_kv.analysis.coverage import ORACLE, Coverage, CoverageRow
-from agentbench_kv.analysis.extras import need
-from agentbench_kv.analysis.timeline import Timeline
-from agentbench_kv.analysis.tsne import Embedding
+from agentbench_kv.analysis.tsne import Embedding, need
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+from agentbench_kv.methods.base import PHASE_NAMES, Phase
 from agentbench_kv.results.files import writing
 
 if TYPE_CHECKING:

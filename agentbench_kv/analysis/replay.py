@@ -1,17 +1,67 @@
-"""What an engine would hand a method at an event, taken from a capture."""
+"""What an engine would hand a method at an event, taken from a capture.
+
+Sums of attention over many queries, in blocks: no [heads, tokens, tokens] tensor ever exists.
+
+Replaying a session's events over a capture, one after the other, each on what the last left.
+
+Offline scoring of a capture: the code the engines run, on a file.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.analysis.attention import attention_sums
-from agentbench_kv.analysis.captures import Capture
+from agentbench_kv import __version__
+from agentbench_kv.analysis.captures import Capture, write_archive
+from agentbench_kv.analysis.traces import EventTrace, Trace
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan, Selection
-from agentbench_kv.methods.phases import Phase
+from agentbench_kv.kernels import attention_mass
+from agentbench_kv.methods.base import (
+    LayerView,
+    Method,
+    Phase,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    Schedule,
+    Selection,
+)
+
+BLOCK_BYTES = 32 << 20
+
+
+"""Size of the attention probabilities that exist at a time."""
+
+
+def attention_sums(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, key_positions: Tensor
+) -> Tensor:
+    """Sum over queries of the attention that each key gets, mean over a group's query heads.
+
+    A query of `queries` [q_heads, n, head_dim] sees the keys [kv_heads, tokens, head_dim] at its
+    own position and before, and no others. `query_positions` is [n], `key_positions` [tokens] or
+    [kv_heads, tokens]; the result [kv_heads, tokens], float32.
+    """
+    places = key_positions.expand(keys.shape[:2])
+    total = torch.zeros(keys.shape[:2], device=keys.device)
+    size = max(1, BLOCK_BYTES // (4 * queries.shape[0] * keys.shape[1]))
+    for first in range(0, queries.shape[1], size):
+        block = queries[:, first : first + size].float()
+        mass = attention_mass(
+            block,
+            keys.float(),
+            query_positions=query_positions[first : first + size],
+            key_positions=places,
+        )
+        total += mass * block.shape[1]
+    return total
 
 
 @dataclass(frozen=True)
@@ -149,3 +199,178 @@ def phases_by_position(capture: Capture, now: int) -> Tensor | None:
     count = capture.before(now)
     labels[capture.positions[:count]] = capture.phases[:count]
     return labels
+
+
+def event_points(capture: Capture, method: Method) -> list[int]:
+    """Return the logical lengths at which an engine would have run the method's events.
+
+    An engine counts generated tokens. Where a capture does not say which those are (`decoded`),
+    every token after the prompt counts as one.
+    """
+    decoded = capture.decoded
+    if decoded is None:
+        decoded = capture.positions >= capture.prompt
+    starts = decoded & ~torch.nn.functional.pad(decoded, (1, 0))[:-1]
+    # Whether the last token ends a turn cannot be known: say no.
+    ends = decoded & ~torch.nn.functional.pad(decoded, (0, 1), value=True)[1:]
+    marks = (capture.positions, decoded, starts, ends)
+    schedule, points, live = Schedule(method), [], 0
+    for position, is_decoded, first, last in zip(*(m.tolist() for m in marks), strict=True):
+        # A token is sampled, and events run, when all before it are fed; it is fed afterwards.
+        due = is_decoded and any(
+            [
+                first and schedule.after_prefill(live, position),
+                schedule.after_decode(live, position),
+                last and schedule.after_turn(live, position),
+            ]
+        )
+        if due:
+            points.append(position)
+            live = method.budget_at(position)
+        live += 1
+    return points
+
+
+def replay(capture: Capture, method: Method, events: Sequence[int]) -> list[EventTrace]:
+    """Run events over a capture as an engine would, each on what the one before has left.
+
+    Parameters
+    ----------
+    capture : Capture
+    method : Method
+    events : sequence of int
+        Logical lengths, ascending. One that finds no more than the budget live is passed over.
+
+    Raises
+    ------
+    UsageError
+        If events are out of order or past the capture, or the method cannot be replayed.
+    """
+    last = int(capture.positions[-1]) + 1
+    for before, now in pairwise((0, *events)):
+        if not before < now <= last:
+            raise UsageError(f"event at {now}: expected ascending logical lengths up to {last}")
+    if method.positions == "cache":
+        raise UsageError(
+            f"{method.label} has positions=cache, a capture logical ones; "
+            "add --set positions=logical"
+        )
+    method = ready(method, capture, max(events, default=0))
+    cache = _Cache(capture, method)
+    traces = []
+    with torch.inference_mode():
+        for now in events:
+            cache.feed(capture.before(now))
+            if cache.rows.shape[-1] > method.budget_at(now):
+                traces.append(cache.run_event(now))
+    return traces
+
+
+class _Cache:
+    """What is live: rows of the capture [layers, heads, live], ascending, and their sums."""
+
+    def __init__(self, capture: Capture, method: Method) -> None:
+        self._capture, self._method = capture, method
+        self._with_sums = method.query_plan().kind is QueryKind.SUMS
+        self._fed = 0
+        self._sums = torch.zeros(capture.layers, cache_heads(capture, method), 0)
+        self.rows = self._sums.long()
+
+    def feed(self, end: int) -> None:
+        """Append the capture's tokens up to `end`, and what their queries attend to."""
+        start, capture = self._fed, self._capture
+        new = torch.arange(start, end).expand(*self.rows.shape[:2], -1)
+        self.rows = torch.cat([self.rows, new], -1)
+        self._sums = torch.cat([self._sums, torch.zeros(new.shape)], -1)
+        self._fed = end
+        if self._with_sums:
+            for layer, rows in enumerate(self.rows):
+                self._sums[layer] += attention_sums(
+                    capture.q[layer, :, start:end],
+                    capture.positions[start:end],
+                    gathered(capture.k[layer], rows),
+                    capture.positions[rows],
+                )
+
+    def run_event(self, now: int) -> EventTrace:
+        sums = self._sums if self._with_sums else None
+        selection = moment_at(self._capture, self._method, now, self.rows, sums).select(
+            self._method
+        )
+        positions = self._capture.positions[self.rows]
+        self.rows = self.rows.gather(-1, selection.kept)
+        self._sums = self._sums.gather(-1, selection.kept)
+        return EventTrace.from_selection(now, positions, selection)
+
+
+def replay_trace(capture: Capture, method: Method) -> Trace:
+    """Replay a capture at the events an engine would have had; UsageError if there are none."""
+    points = event_points(capture, method)
+    events = replay(capture, method, points)
+    if not events:
+        raise UsageError(
+            f"{method.label} would have had no event: the capture has {capture.length} tokens, "
+            f"{capture.prompt} of them prompt; lower --budget or --set interval"
+        )
+    meta = {
+        "method": method.label,
+        "settings": method.settings(),
+        "budget": method.budget,
+        "budget_share": method.share,
+        "capture": capture.meta,
+    }
+    return Trace(events, phases_by_position(capture, int(capture.positions[-1]) + 1), meta)
+
+
+@dataclass(frozen=True)
+class CaptureSelection:
+    """What a method keeps of a capture; the layer axis is there if the capture has one.
+
+    Query heads take the place of KV heads for a method with a cache per query head.
+    """
+
+    kept: Tensor  # tokens of the capture, ascending, int32 [.., kv_heads, budget]
+    # float32 [.., kv_heads, tokens]; NaN where always kept, -inf for tokens after the event.
+    score: Tensor
+    meta: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        write_archive(path, {"kept": self.kept, "score": self.score}, self.meta)
+
+
+def select_capture(capture: Capture, method: Method) -> CaptureSelection:
+    """Run one event at the capture's `now`.
+
+    UsageError if the budget is over the candidates, or the capture lacks what the method needs.
+    """
+    method = ready(method, capture, capture.now)
+    budget = method.budget_at(capture.now)
+    if budget > capture.candidates:
+        raise UsageError(
+            f"budget {budget} is over the {capture.candidates} tokens of the capture before "
+            f"position {capture.now}; lower --budget"
+        )
+    with torch.inference_mode():
+        selection = moment_at(capture, method, capture.now).select(method)
+    after = capture.length - capture.candidates
+    score = torch.nn.functional.pad(selection.scores, (0, after), value=-torch.inf)
+    layers = slice(None) if capture.layered else 0
+    meta = {
+        "method": method.name,
+        "preset": method.preset or None,
+        "settings": method.settings(),
+        "budget": budget,
+        "budget_share": method.share,
+        "version": __version__,
+        "T": capture.length,
+        "candidates": capture.candidates,
+        "now": capture.now,
+        "prompt": capture.prompt,
+        "layers": capture.layers,
+        "q_heads": capture.q_heads,
+        "kv_heads": capture.kv_heads,
+        "head_dim": capture.q.shape[-1],
+        "kept_per": "query_head" if method.per_query_head else "kv_head",
+        "capture": capture.meta,
+    }
+    return CaptureSelection(selection.kept[layers].int(), score[layers].float(), meta)

@@ -8,11 +8,10 @@ import torch
 from rich.table import Table
 
 from agentbench_kv.analysis.angles import Angles
-from agentbench_kv.analysis.audit import Evidence
+from agentbench_kv.analysis.audit import Evidence, Timeline
 from agentbench_kv.analysis.coverage import OVERALL, Coverage
-from agentbench_kv.analysis.timeline import Timeline
 from agentbench_kv.analysis.tsne import Embedding
-from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+from agentbench_kv.methods.base import PHASE_NAMES, Phase
 from agentbench_kv.results.terminal import plain
 
 

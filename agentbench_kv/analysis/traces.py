@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from agentbench_kv.analysis.archives import read_archive, write_archive
+from agentbench_kv.analysis.captures import read_archive, write_archive
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.views import Selection
+from agentbench_kv.methods.base import Selection
 
 REQUIRED = ("logical", "live", "positions", "kept", "score")
 NAMES = (*REQUIRED, "phase")

@@ -1,23 +1,43 @@
-"""t-SNE of query vectors, coloured by phase (AgentKV, figure 1)."""
+"""t-SNE of query vectors, coloured by phase (AgentKV, figure 1).
+
+Packages that only plots and t-SNE need.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from agentbench_kv.analysis.angles import listed
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.analysis.extras import need
-from agentbench_kv.analysis.numbers import listed
-from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.phases import PHASE_NAMES, Phase
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.methods.base import PHASE_NAMES, Phase
+
+_PACKAGES = {"matplotlib": ("plots need", "matplotlib"), "sklearn": ("tsne needs", "scikit-learn")}
+
+
+def need(module: str) -> None:
+    """Raise a PrerequisiteError with the command to install a package that is absent."""
+    if find_spec(module) is None:
+        purpose, package = _PACKAGES[module]
+        raise PrerequisiteError(
+            f"{purpose} {package}, from the extra [analysis]: in the clone, pip install "
+            f'".[analysis]"; elsewhere, pip install {package}'
+        )
+
 
 PER_PHASE = 100
+
+
 PERPLEXITY = 30.0
+
+
 _FEWEST = 8
 
 

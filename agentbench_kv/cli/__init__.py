@@ -12,7 +12,8 @@ from importlib import import_module
 
 import click
 
-from agentbench_kv import __version__, own_settings
+from agentbench_kv import __version__
+from agentbench_kv.environments import process_env as own_settings
 from agentbench_kv.errors import KVBenchError
 
 VERBS = (

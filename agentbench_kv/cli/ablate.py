@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.cli.options import (
+    base_spec,
     dry_run_option,
     json_option,
     many,
@@ -18,13 +19,13 @@ from agentbench_kv.cli.options import (
     parse_settings,
     quiet_option,
     set_option,
+    spec_options,
 )
-from agentbench_kv.cli.spec_options import base_spec, spec_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentbench_kv.ablation import Variant
+    from agentbench_kv.run.ablation import Variant
 
 
 @click.command()
@@ -63,12 +64,11 @@ def ablate(
     Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the
     same samples; p-values are Holm-adjusted over all variants.
     """
-    from agentbench_kv.ablation import ablate as run_arms
-    from agentbench_kv.ablation import variants
-    from agentbench_kv.cli.documents import print_json
-    from agentbench_kv.cli.output import show_plan
-    from agentbench_kv.cli.progress import run_progress
+    from agentbench_kv.cli.options import print_json
+    from agentbench_kv.cli.output import run_progress, show_plan
     from agentbench_kv.results.terminal import console
+    from agentbench_kv.run.ablation import ablate as run_arms
+    from agentbench_kv.run.ablation import variants
 
     base = replace(
         base_spec(shared), method=method, budget=parse_budget(budget), task=task, seed=seed
@@ -99,7 +99,7 @@ def _document(arm: Variant) -> dict[str, Any]:
 
 
 def _table(arms: list[Variant], metric: str) -> Table:
-    from agentbench_kv.results.render import percent
+    from agentbench_kv.results.show import percent
     from agentbench_kv.results.terminal import new_table
 
     rows = []

@@ -1,29 +1,24 @@
-"""`kvbench analyze`: what captures and traces show."""
+"""`kvbench analyze`: what captures and traces show.
+
+Options that the analyses share, and how their texts are read.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.analysis_options import (
-    layer_option,
-    many_captures,
-    one_capture,
-    outputs,
-    print_option,
-    read_place,
-    read_positions,
-    read_tokens,
-    trace_option,
-)
+from agentbench_kv.budget import Budget
 from agentbench_kv.cli.options import (
     FOLDER,
     NATURAL,
     PATH,
     POSITIVE,
+    F,
     local,
     many,
     option,
@@ -37,6 +32,70 @@ if TYPE_CHECKING:
 
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.traces import Trace
+
+
+_CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
+
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+_PLACE = re.compile(r"(\d+):(\d+)")
+
+
+one_capture = option("--capture", f"{_CAPTURE}.", PATH, required=True)
+
+
+many_captures = many(
+    "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", PATH, required=True
+)
+
+
+layer_option = many(
+    "--layer layers", "Only this layer of the capture; repeatable. [default: all]", int
+)
+
+
+trace_option = option("--trace", "Trace file of a session.", PATH)
+
+
+print_option = option("--json as_json", "Print one JSON document.", is_flag=True)
+
+
+def outputs(command: F) -> F:
+    """Add `--plot` and `--json`."""
+    plot = option("--plot", "Also draw it: a .png or .svg file.", PATH)
+    return plot(print_option(command))
+
+
+def read_tokens(text: str) -> int:
+    """Read a budget in tokens, `3072` or `3k`."""
+    tokens = Budget.parse(text).tokens
+    if tokens is None:
+        raise UsageError(f"budget {text!r}: expected a number of tokens, e.g. 3072 or 3k")
+    return tokens
+
+
+def read_place(text: str) -> tuple[int, int]:
+    """Read `LAYER:HEAD`."""
+    match = _PLACE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--at {text!r}: expected LAYER:HEAD, e.g. --at 24:32")
+    return int(match[1]), int(match[2])
+
+
+def read_positions(text: str) -> list[int]:
+    """Read positions and inclusive ranges, `120-135,200`."""
+    positions: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise UsageError(
+                f"--positions {part.strip()!r}: expected positions and ranges, e.g. 120-135,200"
+            )
+        positions += range(first, last + 1)
+    return positions
 
 
 @click.group()
@@ -151,9 +210,9 @@ def timeline(
     as_json: bool,
 ) -> None:
     """Count the kept tokens of each phase at every event of a trace or a replayed capture."""
+    from agentbench_kv.analysis.audit import trace_timeline
     from agentbench_kv.analysis.plots import check_plot, plot_timeline
     from agentbench_kv.analysis.tables import timeline_tables
-    from agentbench_kv.analysis.timeline import trace_timeline
 
     check_plot(plot)
     source = _trace(trace, capture, method, budget, pairs)
@@ -182,10 +241,10 @@ def evidence(
     the share of its tokens still held at the end, over layers and heads, and the rank of the
     evicted ones over the places there were (1 is the last token kept).
     """
-    from agentbench_kv.audits import audit_session, by_outcome
     from agentbench_kv.cli.output import evidence_table
     from agentbench_kv.results.store import RunStore
-    from agentbench_kv.spec import RunSpec
+    from agentbench_kv.run.replay import audit_session, by_outcome
+    from agentbench_kv.run.spec import RunSpec
 
     info = RunStore(runs).find(run_name).info
     spec = RunSpec(**info.spec)
@@ -256,7 +315,7 @@ def _trace(
     pairs: Sequence[str],
 ) -> Trace:
     """Load a trace, or make one by replaying a capture."""
-    from agentbench_kv.analysis.events import replay_trace
+    from agentbench_kv.analysis.replay import replay_trace
     from agentbench_kv.analysis.traces import Trace
     from agentbench_kv.registry import make_method
 
@@ -273,7 +332,7 @@ def _trace(
 def _show(
     document: dict[str, Any], tables: Sequence[Table], as_json: bool, files: Sequence[Path]
 ) -> None:
-    from agentbench_kv.cli.documents import print_json
+    from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.terminal import console
 
     if as_json:

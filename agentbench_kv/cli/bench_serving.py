@@ -28,10 +28,9 @@ from agentbench_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from agentbench_kv.loadgen.jobs import Load
-    from agentbench_kv.results.serving.records import Measurement, ServingPlan
-    from agentbench_kv.results.serving.summary import ServingSummary
-    from agentbench_kv.serving_bench import ServingRun
+    from agentbench_kv.serving_bench.bench import ServingRun
+    from agentbench_kv.serving_bench.records import Load
+    from agentbench_kv.serving_bench.results import Measurement, ServingPlan, ServingSummary
 
 
 @click.command()
@@ -118,7 +117,7 @@ def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     \b
     kvbench bench serving --budget 512 --shape 2k/256 --concurrency 4 --concurrency 8
     """  # noqa: D301  \b is click's mark for "do not wrap"
-    from agentbench_kv.serving_bench import folder_of, measure_serving
+    from agentbench_kv.serving_bench.bench import folder_of, measure_serving
 
     run = _run(options)
     path = folder_of(run.plan, out)
@@ -127,9 +126,9 @@ def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
 
 
 def _run(options: dict[str, Any]) -> ServingRun:
-    from agentbench_kv.loadgen.jobs import Shape, Vocabulary
-    from agentbench_kv.loadgen.prompts import read_vocabulary
-    from agentbench_kv.serving_bench import ServingRun
+    from agentbench_kv.serving_bench.bench import ServingRun
+    from agentbench_kv.serving_bench.prompts import read_vocabulary
+    from agentbench_kv.serving_bench.records import Shape, Vocabulary
 
     shapes = tuple(dict.fromkeys(Shape.parse(text) for text in options["shapes"]))
     loads = _loads(*(options[name] for name in ("concurrency", "rates", "sessions", "warmup")))
@@ -149,7 +148,7 @@ def _run(options: dict[str, Any]) -> ServingRun:
 def _loads(
     concurrency: Sequence[int], rates: Sequence[float], sessions: int | None, warmup: int
 ) -> tuple[Load, ...]:
-    from agentbench_kv.loadgen.jobs import Load
+    from agentbench_kv.serving_bench.records import Load
 
     closed = dict.fromkeys(concurrency if concurrency or rates else (8,))
     return (
@@ -160,8 +159,8 @@ def _loads(
 
 def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> ServingPlan:
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.serving.records import BASES, ServingPlan
-    from agentbench_kv.serving_arms import engine_arms, url_arms
+    from agentbench_kv.serving_bench.bench import engine_arms, url_arms
+    from agentbench_kv.serving_bench.results import BASES, ServingPlan
 
     same = ("turns", "tool_tokens", "sessions", "warmup", "repeats", "seed", "together")
     shared: dict[str, Any] = {name: options[name] for name in same}
@@ -206,9 +205,9 @@ def _tell(plan: ServingPlan, measured: Measurement, before: bool) -> None:
 
 
 def _show(summary: ServingSummary, path: Path, as_json: bool) -> None:
-    from agentbench_kv.cli.documents import print_json
+    from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.tables.formats import show
-    from agentbench_kv.results.tables.serving import summary_tables
+    from agentbench_kv.serving_bench.results import summary_tables
 
     if as_json:
         print_json({**summary.model_dump(mode="json"), "path": str(path)})

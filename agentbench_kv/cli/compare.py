@@ -1,19 +1,114 @@
-"""`kvbench compare`: whether a candidate has become worse than a base."""
+"""`kvbench compare`: whether a candidate has become worse than a base.
+
+What `kvbench compare --engines` prints.
+
+`kvbench baseline`: runs as one file that can be committed and compared with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import flag, local, local_flag, out_option, shown
+from agentbench_kv.cli.options import (
+    FOLDER,
+    flag,
+    json_option,
+    local,
+    local_flag,
+    option,
+    out_option,
+    print_json,
+    shown,
+)
 from agentbench_kv.errors import KVBenchError, UsageError
 
 if TYPE_CHECKING:
+    from agentbench_kv.results.engines import Consistency, Difference
     from agentbench_kv.results.runs import Run
+
+
+_MOST_REPLAYED = 8  # sessions that are played again for their logits
+
+
+def show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
+    """Print the cross-engine table of some runs; return the exit code."""
+    from agentbench_kv.results.baseline import open_sides
+    from agentbench_kv.results.engines import consistency
+    from agentbench_kv.results.terminal import print_json
+
+    with open_sides(sources, out) as (sides, _):
+        runs = [run for side in sides for run in side]
+        found = consistency(runs)
+    found = found.with_gaps(_gaps(runs, found))
+    if as_json:
+        print_json(found.document())
+    else:
+        _print(found)
+    return 0 if found.equal else 1
+
+
+def _gaps(runs: Sequence[Run], found: Consistency) -> dict[int, tuple[float | None, str]]:
+    """Ask the embedded engine how close the decisions were at which another engine parted."""
+    spec = next((run.spec for run in runs if run.setting.engine == "embedded"), None)
+    if spec is None:
+        return {}
+    parted = [i for i, each in enumerate(found.differences) if each.turn is not None]
+    return {i: _gap(spec, found.differences[i]) for i in parted[:_MOST_REPLAYED]}
+
+
+def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, str]:
+    from agentbench_kv.conformance.engines.comparison import decision_gap
+    from agentbench_kv.errors import KVBenchError
+    from agentbench_kv.run.spec import RunSpec
+
+    known = {field.name for field in fields(RunSpec)}
+    run = RunSpec(**{key: value for key, value in spec.items() if key in known})
+    if difference.trial or difference.turn is None or difference.index is None:
+        return None, "only first trials are played again"
+    try:
+        gap = decision_gap(
+            run, difference.sample, difference.turn, difference.index, difference.tokens
+        )
+    except KVBenchError as error:
+        return None, str(error)
+    return gap, ""
+
+
+def _print(found: Consistency) -> None:
+    from agentbench_kv.results.terminal import console, new_table
+
+    budget = "" if found.budget is None else f" at {found.budget}"
+    console().print(f"{found.task}, {found.model}, {found.method}{budget}", markup=False)
+    columns = ("engine", "run", "trials", "equal scores", "equal tokens", "score")
+    rows = [
+        (
+            *(row.engine, row.run_id, row.trials, row.equal_scores),
+            "not recorded" if row.equal_tokens is None else row.equal_tokens,
+            None if row.score is None else f"{100 * row.score:.1f}%",
+        )
+        for row in found.rows
+    ]
+    console().print(new_table(*columns, rows=rows))
+    if found.differences:
+        columns = ("sample", "trial", "engine", "score", "first differing token", "logit gap")
+        console().print(new_table(*columns, rows=map(_difference, found.differences)))
+
+
+def _difference(each: Difference) -> tuple[object, ...]:
+    mine, theirs = each.tokens
+    place = f"turn {each.turn}, token {each.index}: {theirs} instead of {mine}"
+    return (
+        *(each.sample, each.trial, each.engine, f"{each.scores[0]:g} > {each.scores[1]:g}"),
+        None if each.turn is None else place,
+        each.note or (None if each.gap is None else f"{each.gap:.2e}"),
+    )
+
 
 FORMATS = ("terminal", "markdown", "junit", "github", "json")
 
@@ -122,8 +217,6 @@ def compare(
     """
     form = "json" if as_json else form
     if engines:
-        from agentbench_kv.cli.consistency import show_engines
-
         return show_engines(runs, out, form == "json")
     if planned:
         limits = options["margin"], options["catch"]
@@ -153,9 +246,9 @@ def _compare(
     by: str | None,
     **options: Any,
 ) -> int:
+    from agentbench_kv.results.baseline import absent_baseline, open_sides
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show
-    from agentbench_kv.results.sources import absent_baseline, open_sides
 
     absent = absent_baseline(base, out)
     if absent is not None:
@@ -171,9 +264,8 @@ def _without_baseline(
     absent: Path, cand: str, out: Path, files: Sequence[tuple[str, Path]], bootstrap: bool
 ) -> int:
     """Save the candidate as the baseline that is missing, or say how to make one."""
-    from agentbench_kv.results.baseline import save_baseline
+    from agentbench_kv.results.baseline import how_to_make, open_sides, save_baseline
     from agentbench_kv.results.compare_text import write_note
-    from agentbench_kv.results.sources import how_to_make, open_sides
 
     runs: list[Run] = []
     if not bootstrap:
@@ -198,8 +290,8 @@ def _plan(
     discordance: float | None,
     as_json: bool,
 ) -> int:
-    from agentbench_kv.results.plan import plan, plan_lines
-    from agentbench_kv.results.sources import open_sides
+    from agentbench_kv.results.baseline import open_sides
+    from agentbench_kv.results.compare import plan, plan_lines
 
     if len(runs) > 1:
         raise UsageError(f"--plan takes BASE alone, got {len(runs)} runs")
@@ -209,3 +301,75 @@ def _plan(
     lines = [found.model_dump_json(indent=2)] if as_json else plan_lines(found)
     click.echo("\n".join(lines))
     return 0
+
+
+@click.group()
+def baseline() -> None:
+    """Save runs as a baseline for kvbench compare, or show one."""
+
+
+@baseline.command()
+@click.argument("name", metavar="NAME")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@option(
+    "--to folder",
+    "Folder to write NAME.json to.",
+    FOLDER,
+    default=Path("baselines"),
+    envvar="KVBENCH_BASELINES",
+    show_envvar=True,
+)
+@local_flag("--force", "Replace a baseline of that name.")
+@out_option()
+@json_option
+def save(
+    name: str, runs: tuple[str, ...], folder: Path, force: bool, out: Path, as_json: bool
+) -> None:
+    """Write finished runs to NAME.json; RUN is a path, an id, or a folder of runs.
+
+    Several runs of one method and task are its repetitions, which verdicts on speed need.
+    """
+    from agentbench_kv.results.baseline import open_sides, save_baseline
+
+    with open_sides(runs, out) as (sides, problems):
+        if problems:  # half-read runs stay out: a baseline is what later runs are judged by
+            raise UsageError(f"{problems[0].path}: {problems[0].reason}; not saved")
+        found = list({run.path: run for side in sides for run in side}.values())
+        path = save_baseline(name, found, folder, force)
+    if as_json:
+        print_json({"path": str(path), "runs": [run.run_id for run in found]})
+        return
+    _print_baseline(found)
+    click.echo(str(path))
+
+
+@baseline.command()
+@click.argument("source", metavar="BASELINE")
+@json_option
+def show(source: str, as_json: bool) -> None:
+    """Show what BASELINE holds: a file, the name of one in baselines/, or a URL."""
+    from agentbench_kv.results.baseline import open_sides
+
+    with open_sides([source], Path("runs")) as ((runs,), _):
+        if any(run.path.is_dir() for run in runs):
+            raise UsageError(f"{source} is a folder of runs, not a baseline; kvbench show RUN")
+    if not as_json:
+        _print_baseline(runs)
+        return
+    documents = [
+        {
+            "run_id": run.run_id,
+            "spec": run.spec,
+            "provenance": run.info.provenance,
+            "summary": run.summary.model_dump(mode="json"),
+        }
+        for run in runs
+    ]
+    print_json(documents)
+
+
+def _print_baseline(runs: Sequence[Run]) -> None:
+    from agentbench_kv.results import show as render
+    from agentbench_kv.results import terminal
+
+    terminal.console().print(render.summary_table([run.summary for run in runs]))

@@ -21,10 +21,10 @@ def convert(folder: str, out: Path, as_json: bool) -> None:
     better converted and quantised with llama.cpp's own tools. Without the package gguf here, the
     environment llamacpp converts.
     """
-    from agentbench_kv.cli.documents import print_json
+    from agentbench_kv.cli.options import print_json
     from agentbench_kv.engines.embedded.model import model_path
-    from agentbench_kv.engines.llamacpp.metadata import read_metadata
-    from agentbench_kv.engines.llamacpp.shape import model_shape
+    from agentbench_kv.engines.llamacpp.gguf import read_metadata
+    from agentbench_kv.engines.llamacpp.models import model_shape
 
     _convert(model_path(folder), out)
     shape = model_shape(read_metadata(out))
@@ -37,7 +37,7 @@ def convert(folder: str, out: Path, as_json: bool) -> None:
 
 def _convert(folder: Path, out: Path) -> None:
     if find_spec("gguf") is not None:
-        from agentbench_kv.engines.llamacpp.convert import convert as convert_here
+        from agentbench_kv.engines.llamacpp.gguf import convert as convert_here
 
         convert_here(folder, out)
         return

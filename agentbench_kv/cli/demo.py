@@ -11,7 +11,7 @@ from agentbench_kv.cli.options import NATURAL, POSITIVE, local, local_flag
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentbench_kv.demo_evoke import Demo, FactShown, TurnShown
+    from agentbench_kv.run.evoke_demo import Demo, FactShown, TurnShown
 
 BAR = 48  # width of the budget in characters
 
@@ -41,9 +41,9 @@ def evoke(
     The session grows to some 3,300 tokens. Each turn shows what left the cache (-), what came back
     without a forward pass (+) and how full it is at the end. Compare with --recovery discard.
     """
-    from agentbench_kv.demo_evoke import SEED, Demo, episode_for
-    from agentbench_kv.methods.evoke import Evoke
+    from agentbench_kv.methods.evoke.method import Evoke
     from agentbench_kv.results import terminal
+    from agentbench_kv.run.evoke_demo import SEED, Demo, episode_for
 
     console = terminal.console()
     method = Evoke.create("", budget, {"recovery": recovery, "block": block, "encoder": encoder})

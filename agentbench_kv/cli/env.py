@@ -1,4 +1,7 @@
-"""`kvbench env`: environments for dependencies that cannot share kvbench's own."""
+"""`kvbench env`: environments for dependencies that cannot share kvbench's own.
+
+`kvbench data`: corpora and data sets that users bring.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import PATH, flag, option
+from agentbench_kv.cli.options import PATH, flag, json_option, local, local_flag, option
 
 if TYPE_CHECKING:
     from agentbench_kv.environments import EnvironmentStatus
+
 
 _JSON = flag("--json as_json", "Print JSON.")
 
@@ -97,3 +101,51 @@ def _line(found: EnvironmentStatus) -> str:
     source = "" if found.source == "managed" else f" from {found.source}"
     mend = f"; mend with: {found.mend}" if found.mend else ""
     return f"{found.name:<8} {found.state}{source}: {found.detail}{size}{mend}"
+
+
+@click.group()
+def data() -> None:
+    """Import corpora for the browsing tasks.
+
+    They live in $KVBENCH_DATA/corpora (default: the folder data in kvbench's home).
+    """
+
+
+@data.command("import-corpus")
+@click.argument("source", type=PATH)
+@local("--name", "What results call it.", required=True)
+@local("--to", "Folder to write.", PATH)
+@local_flag("--synthetic", "Made for tests: no benchmark result.")
+@local(
+    "--encoder",
+    "Local sentence-transformers folder: also embed every document, for dense search.",
+    PATH,
+)
+@json_option
+def import_corpus(
+    source: Path, name: str, to: Path | None, synthetic: bool, encoder: Path | None, as_json: bool
+) -> None:
+    """Import SOURCE as a corpus: a folder, .jsonl, .jsonl.gz, .parquet, .html or text file.
+
+    \b
+    kvbench data import-corpus wikipedia/ --name wikipedia-2024-08
+    kvbench run --task frames/test --set corpus=wikipedia-2024-08
+    """  # noqa: D301  \b is click's mark for "do not wrap"
+    from dataclasses import asdict
+
+    from agentbench_kv.adapters.browser import importing
+    from agentbench_kv.adapters.data import data_folder
+    from agentbench_kv.cli.options import print_json
+    from agentbench_kv.errors import UsageError
+
+    if not name or name in {".", ".."} or Path(name).name != name:
+        raise UsageError(f"--name {name!r}: expected a plain name without slashes")
+    folder = to or data_folder() / "corpora" / name
+    made = importing.import_corpus(source, folder, name, synthetic=synthetic, encoder=encoder)
+    if as_json:
+        left_out = {"empty": made.empty, "duplicates": made.duplicates}
+        print_json({"folder": str(made.folder), **asdict(made.info), "left_out": left_out})
+        return
+    click.echo(f"{made.info.label}: {made.info.documents} documents in {made.folder}")
+    if made.empty or made.duplicates:
+        click.echo(f"left out: {made.empty} without text, {made.duplicates} with a repeated URL")

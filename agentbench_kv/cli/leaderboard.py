@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentbench_kv.cli.documents import print_json
-from agentbench_kv.cli.options import FOLDER, POSITIVE, local, option, out_option, shown
+from agentbench_kv.cli.options import FOLDER, POSITIVE, local, option, out_option, print_json, shown
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
     from agentbench_kv.leaderboard.checking import RunVerdict
-    from agentbench_kv.leaderboard.findings import Finding
+    from agentbench_kv.leaderboard.evidence import Finding
     from agentbench_kv.results.submissions import Rerun
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -1,15 +1,89 @@
-"""`kvbench ls`: what there is."""
+"""`kvbench ls`: what there is.
+
+The table of `kvbench ls tasks --lengths`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import NATURAL, flag, json_option, option, out_option, set_option
+from agentbench_kv.cli.options import (
+    NATURAL,
+    flag,
+    json_option,
+    option,
+    out_option,
+    parse_settings,
+    print_json,
+    set_option,
+)
+from agentbench_kv.engines.embedded.model import SHIPPED
+from agentbench_kv.errors import UsageError
+from agentbench_kv.registry import names
+from agentbench_kv.results import terminal
+from agentbench_kv.run.lengths import BUDGETS, PromptLengths, prompt_lengths
+
+
+def show_lengths(
+    pattern: str | None, model: str, limit: int | None, pairs: Sequence[str], as_json: bool
+) -> None:
+    """Measure and print; tasks that cannot be played are named on stderr.
+
+    `pattern` chooses tasks (`*` and `?` match), `model` the tokenizer, `limit` samples per task.
+    """
+    tasks = [name for name in names("task") if fnmatchcase(name, pattern or "*")]
+    if not tasks:
+        raise UsageError(f"no task is called {pattern!r} (kvbench ls tasks shows all)")
+    rows = prompt_lengths(tasks, model, limit, parse_settings(pairs), left_out=_left_out)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    columns = ("task", "samples", "shortest", "median", "longest")
+    over = [f"> {budget:,}" for budget in BUDGETS]
+    table = terminal.new_table(*columns, *over, rows=map(_cells, rows))
+    terminal.console().print(table)
+    for line in _notes(model, rows):
+        terminal.console().print(line, markup=False, soft_wrap=True)
+
+
+def _notes(model: str, rows: Sequence[PromptLengths]) -> list[str]:
+    """Say what was counted with which tokenizer, and what the figures do not say."""
+    entries = f" ({rows[0].vocabulary:,} entries)" if rows else ""
+    notes = [
+        f"tokens of the first prompt (system prompt, tools, first request), counted with the "
+        f"tokenizer and chat template of {model}{entries}",
+        "> B: share of samples whose first prompt alone exceeds a budget of B; tool results, "
+        "answers and later turns come on top",
+    ]
+    if model in SHIPPED:
+        notes.append(
+            f"{model}'s vocabulary is small, so the same text is more tokens than in a large "
+            "model's: for a model of yours, count with --model FOLDER"
+        )
+    return notes
+
+
+def _cells(row: PromptLengths) -> list[str]:
+    sizes = (row.shortest, row.median, row.longest)
+    shares = [f"{share:.0%}" for share in row.over.values()]
+    return [row.task, f"{row.samples:,}", *(f"{size:,.0f}" for size in sizes), *shares]
+
+
+def _left_out(task: str, why: str) -> None:
+    click.echo(f"kvbench: {task} is left out: {' '.join(why.split())}", err=True)
+
 
 KINDS = ("methods", "engines", "tasks", "runs")
+
+
 SORTS = ("name", "newest", "score", "kv", "speed", "failures")
+
+
 STATES = (
     "running", "interrupted", "complete", "failed",
     "valid", "incomplete", "budget_not_applied", "drift",
@@ -53,12 +127,11 @@ def ls(
     if lengths:
         if kind != "tasks":
             raise click.UsageError("--lengths is for tasks: kvbench ls tasks --lengths")
-        from agentbench_kv.cli.lengths import show_lengths
 
         show_lengths(filters["task"], filters["model"] or "micro", limit or None, pairs, as_json)
         return
     if kind == "runs":
-        from agentbench_kv.results.listing import Query, list_runs
+        from agentbench_kv.results.index import Query, list_runs
 
         list_runs(out, Query(**filters, sort=sort), limit, as_json)
         return

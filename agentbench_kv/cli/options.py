@@ -1,24 +1,50 @@
-"""How the verbs declare options, and the options and argument types that several share."""
+"""How the verbs declare options, and the options and argument types that several share.
+
+Options that every verb which plays sessions has: engine, model, decoding.
+
+JSON for programs; light, because some verbs need nothing else.
+
+`kvbench completion`: print the shell's completion script.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import get_completion_class
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 
+if TYPE_CHECKING:
+    from agentbench_kv.run.spec import RunSpec
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
+
 PATH = click.Path(path_type=Path)
+
+
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+
 FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
 NATURAL = click.IntRange(0)
+
+
 POSITIVE = click.IntRange(1)
+
+
 ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
 
@@ -53,18 +79,40 @@ def option(
 
 
 flag = partial(option, is_flag=True)
+
+
 many = partial(option, multiple=True)
+
+
 local = partial(option, envvar=None)  # the command line alone can set it
+
+
 local_flag = partial(flag, envvar=None)
+
+
 shown = partial(option, show_envvar=True)  # the help names the variable
+
+
 json_option = flag("--json as_json", "One JSON document.")
+
+
 quiet_option = flag("--quiet -q", "Show no progress.")
+
+
 dry_run_option = local_flag("--dry-run", "Check everything, show what would run, and stop.")
+
+
 engine_option = option("--engine", default="embedded")
+
+
 model_option = option(
     "--model", "The shipped micro model, or a Hugging Face model folder.", default="micro"
 )
+
+
 dtype_option = option("--dtype", default="float32")
+
+
 device_option = option("--device", default="auto")
 
 
@@ -101,3 +149,75 @@ def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str
 def parse_budget(text: str | None) -> int | str | None:
     """Read a budget: tokens (`3072`, `3k`), or a share of the logical length (`25%`) as text."""
     return None if text is None else Budget.parse(text).spelled
+
+
+engine_arg_option = many(
+    "--engine-arg engine_args NAME=VALUE",
+    "Option of a serving engine's own command line, without dashes; repeatable.",
+)
+
+
+untested_option = flag(
+    "--allow-untested-engine allow_untested",
+    "Go on with a version of the engine that the adapter was not tested with.",
+)
+
+
+SPEC_OPTIONS = {
+    "engine": engine_option,
+    "model": model_option,
+    "limit": option("--limit", "Only the first N samples.", int),
+    "trials": option("--trials", default=1),
+    "concurrency": option("--concurrency", "Sessions driven at once.", default=16),
+    "temperature": option("--temperature", default=0.0, show_default=False),
+    "max_tokens": option("--max-tokens", default=1024, show_default=False),
+    "timeout": option("--timeout", "Seconds per trial.", default=3600.0, show_default=False),
+    "dtype": dtype_option,
+    "device": device_option,
+    "engine_args": engine_arg_option,
+    "allow_untested": untested_option,
+}
+
+
+def spec_options(command: F) -> F:
+    """Add the options; the command gets them as one dict called `shared`, see `base_spec`."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> Any:
+        shared = {name: options.pop(name) for name in SPEC_OPTIONS}
+        return command(shared=shared, **options)
+
+    for declare in reversed(SPEC_OPTIONS.values()):
+        gathered = declare(gathered)
+    return gathered  # type: ignore[return-value]
+
+
+def base_spec(shared: dict[str, Any]) -> RunSpec:
+    """Return the spec all runs of a command share; method, budget and task are to be filled in."""
+    from agentbench_kv.run.spec import RunSpec
+
+    plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
+    return RunSpec(method="", budget=None, task="", timeout_s=plain.pop("timeout"), **plain)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    json.dump(document, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print the completion script of SHELL.
+
+    For bash: add `eval "$(kvbench completion bash)"` to ~/.bashrc.
+    """
+    from agentbench_kv.cli import kvbench
+
+    cls = get_completion_class(shell)
+    if cls is not None:
+        click.echo(cls(kvbench, {}, "kvbench", "_KVBENCH_COMPLETE").source())

@@ -9,6 +9,7 @@ import click
 
 from agentbench_kv.cli.options import (
     ABOVE_ZERO,
+    base_spec,
     dry_run_option,
     json_option,
     option,
@@ -18,8 +19,8 @@ from agentbench_kv.cli.options import (
     quiet_option,
     set_option,
     shown,
+    spec_options,
 )
-from agentbench_kv.cli.spec_options import base_spec, spec_options
 
 
 @click.command()
@@ -68,11 +69,10 @@ def run(
 
     Repeated options make a grid. The same command finishes a run that was interrupted.
     """
-    from agentbench_kv.cli.output import show_outcome, show_plan
-    from agentbench_kv.cli.progress import run_progress
-    from agentbench_kv.engines.api.costs import spending_limit
-    from agentbench_kv.runner import run_all
-    from agentbench_kv.spec import default_methods, grid
+    from agentbench_kv.cli.output import run_progress, show_outcome, show_plan
+    from agentbench_kv.engines.api.http import spending_limit
+    from agentbench_kv.run.runner import run_all
+    from agentbench_kv.run.spec import default_methods, grid
 
     if max_cost is not None:
         _check_billed(shared["engine"])

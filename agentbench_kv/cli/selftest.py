@@ -21,7 +21,7 @@ from agentbench_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from agentbench_kv.conformance.result import CheckResult
+    from agentbench_kv.conformance import CheckResult
     from agentbench_kv.methods.base import Method
 
 
@@ -143,7 +143,7 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
 
 def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:
     """Print the outcome and leave with its exit code."""
-    from agentbench_kv.cli.documents import print_json
+    from agentbench_kv.cli.options import print_json
     from agentbench_kv.conformance.suite import passed
     from agentbench_kv.results.terminal import console, new_table
 

@@ -9,14 +9,15 @@ from agentbench_kv.cli.options import (
     address_options,
     device_option,
     dtype_option,
+    engine_arg_option,
     engine_option,
     model_option,
     option,
     parse_budget,
     parse_settings,
     set_option,
+    untested_option,
 )
-from agentbench_kv.cli.spec_options import engine_arg_option, untested_option
 
 
 @click.command()
@@ -66,8 +67,8 @@ def serve(
     kvbench serve --method agentkv --budget 512
     """  # noqa: D301  \b is click's mark for "do not wrap"
     from agentbench_kv.gateway import open_gateway
-    from agentbench_kv.gateway.server import ServerSettings, check_exposure, run_server
-    from agentbench_kv.runner import build_engine
+    from agentbench_kv.gateway.http import ServerSettings, check_exposure, run_server
+    from agentbench_kv.run.runner import build_engine
 
     check_exposure(host, api_key)
     settings = ServerSettings(api_key=api_key, threads=concurrency)

@@ -1,4 +1,7 @@
-"""`kvbench show`: one run in detail."""
+"""`kvbench show`: one run in detail.
+
+`kvbench summarize`: rebuild the summary of runs and print it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,17 @@ from agentbench_kv.cli.options import FILE, out_option, shown
 @shown("--json as_json", "Print one JSON document instead of tables.", is_flag=True)
 def show(run: str, sample: str | None, png: Path | None, out: Path, as_json: bool) -> None:
     """Show the summary, the failures and the live KV turn by turn of RUN, a path or an id."""
-    from agentbench_kv.results.views import show_run
+    from agentbench_kv.results.show import show_run
 
     show_run(out, run, sample, as_json, png)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@out_option("Folder of runs, for those named by id.", show_envvar=True)
+@shown("--json as_json", "Print one JSON list instead of tables.", is_flag=True)
+def summarize(runs: tuple[str, ...], out: Path, as_json: bool) -> None:
+    """Rebuild summary.json of each RUN (a path or an id) from its records and print it."""
+    from agentbench_kv.results.show import summarize_runs
+
+    summarize_runs(out, runs, as_json)

@@ -1,10 +1,33 @@
 """Conformance suites for plug-ins: what every method, engine and task must do.
 
 Plain functions without a test framework; each returns a list of `CheckResult`.
+
+The outcome of one check.
 """
 
 from __future__ import annotations
 
-from agentbench_kv.conformance.result import CheckResult
+from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["CheckResult"]
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One property, whether it holds, and the first counterexample (or a figure) in words."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+    skipped: bool = False  # it could not be checked, `detail` says why; `ok` is True then
+
+
+def guarded(
+    check: Callable[[], list[CheckResult]], reraise: tuple[type[Exception], ...] = ()
+) -> list[CheckResult]:
+    """Run a part of a suite; what it raises is a failed result, except the types to `reraise`."""
+    try:
+        return check()
+    except reraise:
+        raise
+    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+        return [CheckResult("runs to the end", False, f"{type(error).__name__}: {error}")]

@@ -1,6 +1,8 @@
 """Properties every KV-cache method must have: the method conformance suite, without an engine.
 
 `sessions` and `masked_cache` hold the part that needs one.
+
+What must hold of a selection, on random caches with holes; a check says what is wrong.
 """
 
 from __future__ import annotations
@@ -10,11 +12,237 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentbench_kv.conformance.result import CheckResult
-from agentbench_kv.conformance.selection_checks import CHECKS, calibrated
+import torch
+from torch import Tensor
+
+from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.scenes import (
+    Scene,
+    Shape,
+    always_kept,
+    made_up_calibration,
+    make_scene,
+)
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase
 from agentbench_kv.registry import make_method
+
+SHAPE = Shape()
+
+
+def calibrated(method: Method, shape: Shape = SHAPE, heads: Tensor | None = None) -> Method:
+    """Return the method with made-up statistics of a model, if it needs any.
+
+    `heads` [q_heads] is another order of the query heads.
+    """
+    if not method.needs_calibration:
+        return method
+    frequencies = 1e4 ** -torch.linspace(0, 1, shape.head_dim // 2)
+    made = made_up_calibration(shape.layers, shape.q_heads, frequencies)
+    order = torch.arange(shape.q_heads) if heads is None else heads
+    moved = replace(made, mean=made.mean[:, order], abs_mean=made.abs_mean[:, order])
+    return method.with_calibration(moved)
+
+
+def _budget(method: Method) -> int:
+    return method.budget or 0
+
+
+def _tokens(method: Method) -> int:
+    return _budget(method) + 40
+
+
+def _scene(method: Method, seed: int) -> Scene:
+    return make_scene(method, _tokens(method), seed=seed)
+
+
+def _difference(before: Tensor, after: Tensor) -> str:
+    """Say where two sets of kept positions differ; empty if they do not."""
+    if before.shape != after.shape:
+        return f"kept {tuple(after.shape)}, expected {tuple(before.shape)}"
+    wrong = (before != after).any(-1).nonzero()
+    if not len(wrong):
+        return ""
+    layer, head = (int(i) for i in wrong[0])
+    old, new = set(before[layer, head].tolist()), set(after[layer, head].tolist())
+    return f"layer {layer} head {head}: kept {sorted(new - old)} instead of {sorted(old - new)}"
+
+
+def _scores_fit(method: Method, seed: int) -> str:
+    scores = _scene(method, seed).select(method).scores
+    shape = SHAPE.of_cache(method)
+    expected = (shape.layers, shape.kv_heads, _tokens(method))
+    return "" if scores.shape == expected else f"scores {tuple(scores.shape)}, expected {expected}"
+
+
+def _keeps_budget(method: Method, seed: int) -> str:
+    kept = _scene(method, seed).select(method).kept
+    shape = SHAPE.of_cache(method)
+    expected = (shape.layers, shape.kv_heads, _budget(method))
+    if kept.shape != expected:
+        return f"kept {tuple(kept.shape)}, expected {expected}"
+    if not bool((kept[..., 1:] > kept[..., :-1]).all()):
+        return "kept rows are not ascending and distinct"
+    inside = (kept >= 0).all() and (kept < _tokens(method)).all()
+    return "" if bool(inside) else "a kept row is outside the cache"
+
+
+def _keeps_always(method: Method, seed: int) -> str:
+    scene = _scene(method, seed)
+    must = set(always_kept(method, scene.now, scene.prompt).nonzero()[:, 0].tolist())
+    for head in scene.positions(scene.select(method)).flatten(0, 1).tolist():
+        if not must <= set(head):
+            return f"evicted {sorted(must - set(head))}, which the method always keeps"
+    return ""
+
+
+def _keeps_all_under_budget(method: Method, seed: int) -> str:
+    for tokens in (_budget(method), _budget(method) - 1):
+        kept = make_scene(method, tokens, seed=seed).select(method).kept
+        if kept.shape[-1] != tokens:
+            return f"{kept.shape[-1]} of {tokens} tokens kept under a budget of {method.budget}"
+    return ""
+
+
+def _evicts_one_token(method: Method, seed: int) -> str:
+    kept = make_scene(method, _budget(method) + 1, seed=seed).select(method).kept
+    return "" if kept.shape[-1] == _budget(method) else f"{kept.shape[-1]} tokens kept"
+
+
+def _follows_scores(method: Method, seed: int) -> str:
+    """Kept = always kept + highest scores, ties to the lower position; keys repeat to make ties."""
+    scene = _scene(method, seed)
+    for case in (scene, scene.with_keys(torch.zeros_like), scene.with_keys(_repeated)):
+        selection = case.select(method)
+        expected = _ranked(case.places, selection.scores, _budget(method))
+        problem = _difference(expected, case.positions(selection))
+        if problem:
+            return problem
+    return ""
+
+
+def _repeated(keys: Tensor) -> Tensor:
+    return keys[:, :4].repeat(1, -(-keys.shape[1] // 4), 1)[:, : keys.shape[1]].contiguous()
+
+
+def _ranked(places: Tensor, scores: Tensor, budget: int) -> Tensor:
+    """Rank in plain Python: NaN (always kept) first, then by score, then by position."""
+    heads = []
+    for where, values in zip(
+        places.flatten(0, 1).tolist(), scores.flatten(0, 1).tolist(), strict=True
+    ):
+        rows = zip(where, values, strict=True)
+        best = sorted(rows, key=lambda row: (row[1] == row[1], -row[1], row[0]))
+        heads.append(sorted(position for position, _ in best[:budget]))
+    return torch.tensor(heads).reshape(*places.shape[:2], -1)
+
+
+def _survives_extremes(method: Method, seed: int) -> str:
+    """Constant, zero and huge keys give no NaN where a token competes."""
+    scene = _scene(method, seed)
+    always = always_kept(method, scene.now, scene.prompt)[scene.places]
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "constant": torch.ones_like,
+        "zero": torch.zeros_like,
+        "huge": lambda keys: keys * 1e4,
+    }
+    for name, change in changes.items():
+        selection = scene.with_keys(change).select(method)
+        if bool(torch.isnan(selection.scores[~always]).any()):
+            return f"NaN scores for {name} keys"
+        if selection.kept.shape[-1] != _budget(method):
+            return f"{selection.kept.shape[-1]} tokens kept for {name} keys"
+    return ""
+
+
+def _rows(view: LayerView, index: Any) -> LayerView:
+    """Return a view with other KV heads or rows."""
+    sums = None if view.sums is None else view.sums[index]
+    return LayerView(view.keys[index], view.values[index], view.positions[index], sums)
+
+
+def _follows_heads(method: Method, seed: int) -> str:
+    """Permuting KV heads with their query groups permutes what is kept."""
+    if not method.treats_heads_alike:
+        return ""
+    scene, shape = _scene(method, seed), SHAPE.of_cache(method)
+    order = torch.arange(shape.kv_heads).flip(0)
+    rows = torch.arange(shape.q_heads).reshape(shape.kv_heads, shape.group)[order].flatten()
+    layers = [_rows(view, order) for view in scene.layers]
+    queries = [replace(q, vectors=q.vectors[rows]) for q in scene.queries]
+    swapped = replace(scene, layers=layers, queries=queries)
+    expected = scene.positions(scene.select(method))[:, order]
+    found = swapped.select(calibrated(method, heads=rows))
+    return _difference(expected, swapped.positions(found))
+
+
+def _ignores_cache_order(method: Method, seed: int) -> str:
+    scene = _scene(method, seed)
+    order = torch.randperm(_tokens(method), generator=torch.Generator().manual_seed(seed))
+    layers = [_rows(view, (slice(None), order)) for view in scene.layers]
+    shuffled = replace(scene, layers=layers)
+    expected = scene.positions(scene.select(method))
+    return _difference(expected, shuffled.positions(shuffled.select(method)))
+
+
+def _has_no_memory(method: Method, seed: int) -> str:
+    """Another session in between changes nothing; inputs are left as they were."""
+    scene = _scene(method, seed)
+    copies = [tensor.clone() for tensor in scene.tensors()]
+    first = scene.positions(scene.select(method))
+    make_scene(method, _tokens(method) + 8, seed=seed + 1).select(method)
+    problem = _difference(first, scene.positions(scene.select(method)))
+    if problem:
+        return f"the second call differs: {problem}"
+    same = all(torch.equal(a, b) for a, b in zip(copies, scene.tensors(), strict=True))
+    return "" if same else "select changed the cache or the queries it was given"
+
+
+def _shares_kept_sets(method: Method, seed: int) -> str:
+    for kept_set in KEPT_SETS:
+        variant = replace(method, kept_set=kept_set)
+        scene = _scene(variant, seed)
+        kept = scene.positions(scene.select(variant))
+        if kept_set != "per_head" and not torch.equal(kept, kept[:1].expand_as(kept)):
+            return f"kept_set={kept_set}: layers keep different tokens"
+        if kept_set == "shared" and not torch.equal(kept, kept[:, :1].expand_as(kept)):
+            return "kept_set=shared: KV heads keep different tokens"
+    return ""
+
+
+def _works_with_young_rings(method: Method, seed: int) -> str:
+    """Keep a full set in a session that has seen one phase only."""
+    scene = make_scene(method, _tokens(method), seed=seed, phases=(int(Phase.OTHERS),))
+    selection = scene.select(method)
+    if selection.kept.shape[-1] != _budget(method):
+        return f"{selection.kept.shape[-1]} tokens kept"
+    return "" if bool((~torch.isnan(selection.scores)).any()) else "all scores are NaN"
+
+
+def _survives_a_long_prompt(method: Method, seed: int) -> str:
+    """Take a first prefill as long as the budget or longer."""
+    for prompt in (_budget(method), _budget(method) + 8):
+        kept = make_scene(method, _tokens(method), seed=seed, prompt=prompt).select(method).kept
+        if kept.shape[-1] != _budget(method):
+            return f"{kept.shape[-1]} tokens kept after a first prefill of {prompt}"
+    return ""
+
+
+CHECKS: dict[str, Callable[[Method, int], str]] = {
+    "scores fit the cache": _scores_fit,
+    "keeps exactly the budget": _keeps_budget,
+    "keeps what is always kept": _keeps_always,
+    "keeps all under budget": _keeps_all_under_budget,
+    "evicts one token if one is too many": _evicts_one_token,
+    "kept set follows scores, ties to the lower position": _follows_scores,
+    "constant, zero and huge keys": _survives_extremes,
+    "follows a permutation of KV heads": _follows_heads,
+    "ignores the order of cache rows": _ignores_cache_order,
+    "has no memory and changes nothing": _has_no_memory,
+    "kept sets are shared as asked": _shares_kept_sets,
+    "works before all rings are full": _works_with_young_rings,
+    "works after a prompt over the budget": _survives_a_long_prompt,
+}
 
 
 def check_method(

@@ -15,13 +15,13 @@ from torch import Tensor
 from agentbench_kv.methods.base import (
     LayerView,
     Method,
+    Phase,
     Queries,
     QueryKind,
     QueryPlan,
     Selection,
 )
 from agentbench_kv.methods.calibration import Calibration
-from agentbench_kv.methods.phases import Phase
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model, visible
-from agentbench_kv.conformance.result import CheckResult
-from agentbench_kv.conformance.tracing import (
+from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.reference import (
     Trace,
     TraceRecorder,
     Turn,
     default_turns,
     feed,
     in_memory_engine,
+    largest_difference,
+    tiny_model,
+    visible,
 )
-from agentbench_kv.engines.base import Hints, Sampling, Source, TurnNotes
-from agentbench_kv.engines.blocks import BlockEngine
-from agentbench_kv.methods.blocks import SpanMethod
+from agentbench_kv.engines.base import Sampling
+from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.methods.spans import Hints, Source, SpanMethod, TurnNotes
 from agentbench_kv.phases import TokenPhases
 
 TOLERANCE = 1e-4

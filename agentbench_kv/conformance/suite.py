@@ -10,16 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentbench_kv.conformance.masked_cache import check_masked_cache
-from agentbench_kv.conformance.masked_reference import tiny_model
+from agentbench_kv.conformance import CheckResult, guarded
+from agentbench_kv.conformance.masked import check_masked_cache
 from agentbench_kv.conformance.methods import build_method, check_method
-from agentbench_kv.conformance.replay import check_replay
-from agentbench_kv.conformance.result import CheckResult, guarded
-from agentbench_kv.conformance.sessions import check_sessions
+from agentbench_kv.conformance.reference import drive, short_turns, tiny_model
+from agentbench_kv.conformance.replay import check_replay, check_sessions
 from agentbench_kv.conformance.spans import check_spans
-from agentbench_kv.conformance.tracing import drive, short_turns
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.blocks import SpanMethod
+from agentbench_kv.methods.spans import SpanMethod
 
 ENGINE_BUDGET = 160
 """Tokens kept where an engine runs: above the prompts of short sessions, below their lengths."""

@@ -16,15 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from agentbench_kv.adapters.base import SCRIPTED_AGENTS, ScriptedAgent
-from agentbench_kv.conformance.result import CheckResult, guarded
+from agentbench_kv.conformance import CheckResult, guarded
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
-from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunStore
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec, resolve
-from agentbench_kv.trials import sample_key
+from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
+from agentbench_kv.run.trial import sample_key
 
 DEFAULT_LIMIT = 5
 _LONGEST_ID = 256

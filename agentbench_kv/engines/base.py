@@ -3,41 +3,27 @@
 An engine never sees messages or text. It is given token ids with their phases, keeps the KV rows of
 each session, evicts what the method tells it to evict, and reports what it holds. The exception are
 engines at text level, see `engines.text`.
+
+What every engine is created from.
+
+The accounting of a session: added up over several caches, and as a JSON object.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.phases import Phase
-from agentbench_kv.methods.spans import Block, Hints, Source, SpanRange, TurnNotes
-
-__all__ = [
-    "Block",
-    "Capability",
-    "Engine",
-    "EngineInfo",
-    "FinishReason",
-    "Generation",
-    "Hints",
-    "KVEvent",
-    "KVStats",
-    "Phase",
-    "PhaseLabeller",
-    "Sampling",
-    "Source",
-    "SpanRange",
-    "TurnNotes",
-]
+from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
 
 class Capability(StrEnum):
@@ -290,3 +276,56 @@ class Engine(ABC):
     def shutdown(self) -> None:
         """Release threads, processes and memory. The engine is unusable afterwards."""
         return None
+
+
+ScriptSource = Callable[[str], Sequence[str]]  # session id -> assistant texts
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of `Engine.create`; an engine ignores what it has no use for."""
+
+    model: str  # a shipped model's name (`micro`), a folder, or what the engine understands
+    method: Method  # budget included
+    device: str = "auto"  # or `cpu`, `cuda`, `cuda:N`
+    dtype: str = "float32"  # or `bfloat16`, `float16`
+    concurrency: int = 16  # sessions the caller will drive at once
+    max_live_tokens: int | None = None  # over all sessions; None takes half of the free memory
+    scripts: ScriptSource | None = None  # for the scripted engine
+    trace: Path | None = None  # folder for what every event kept, for conformance checks
+    load_format: str = "auto"  # or `dummy`: random weights of the model's shape, throughput only
+    # Options passed on to a serving engine's own command line, by their names without dashes.
+    engine_args: Mapping[str, str] = field(default_factory=dict)
+    # Go on with a version of a serving engine that the adapter was not written for.
+    allow_untested: bool = False
+
+
+_SUMMED = (
+    "evicted restored prefill_tokens decode_tokens decode_kv_sum bytes_read rows_moved recomputed"
+)
+
+
+_SHOWN = (
+    "logical live peak_live evicted restored prefill_tokens longest_prefill decode_tokens "
+    "bytes_read rows_moved recomputed budget"
+)
+
+
+def merge_stats(before: KVStats, now: KVStats) -> KVStats:
+    """Return the accounting of a session that was closed with `before` and goes on as `now`."""
+    summed = {name: getattr(before, name) + getattr(now, name) for name in _SUMMED.split()}
+    restarts = [(len(before.events) + events, tokens) for events, tokens in now.restarts]
+    return replace(
+        now,
+        **summed,
+        peak_live=max(before.peak_live, now.peak_live),
+        longest_prefill=max(before.longest_prefill, now.longest_prefill),
+        events=[*before.events, *now.events],
+        restarts=[*before.restarts, *restarts],
+    )
+
+
+def stats_dict(stats: KVStats) -> dict[str, Any]:
+    """Return the accounting as a JSON object; events are counted, not listed."""
+    shown = {name: getattr(stats, name) for name in _SHOWN.split()}
+    return {**shown, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}

@@ -16,11 +16,11 @@ from agentbench_kv.engines.base import (
     Engine,
     Generation,
     KVStats,
-    Phase,
     PhaseLabeller,
     Sampling,
 )
 from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.base import Phase
 
 _NO_TOKENS = "this engine works on messages, not on tokens; ask it by /v1/chat/completions"
 

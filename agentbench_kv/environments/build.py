@@ -1,38 +1,175 @@
-"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker."""
+"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker.
+
+Wheels that no index holds: built once from a source distribution and kept for this machine.
+
+Which Python an environment is built from.
+
+The file that says an environment is complete: written last, replaced atomically.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from agentbench_kv.environments.locations import Report, interpreter
-from agentbench_kv.environments.marker import Marker
-from agentbench_kv.environments.profiles import Profile
-from agentbench_kv.environments.pythons import version_of
-from agentbench_kv.environments.source import export
-from agentbench_kv.environments.wheels import wheel_of
+from agentbench_kv.environments.locations import Report, home, interpreter
+from agentbench_kv.environments.profiles import BuiltWheel, Profile, export
 from agentbench_kv.errors import PrerequisiteError
 
+# Runs a command with additions to the environment; raises if it fails.
+Run = Callable[[Sequence[str], Mapping[str, str]], None]
+
+
+def cached_wheel(wanted: BuiltWheel) -> Path | None:
+    """Return the wheel that was built on such a processor before, if there is one."""
+    return next(iter(sorted(_folder(wanted).glob("*.whl"))), None)
+
+
+def wheel_of(wanted: BuiltWheel, python: Path, run: Run, report: Report) -> Path:
+    """Return the wheel, building it with the pip of `python` if this machine has not yet."""
+    folder = _folder(wanted)
+    if (found := cached_wheel(wanted)) is not None:
+        report(f"using {found}")
+        return found
+    missing = [tool for tool in wanted.tools if shutil.which(tool) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"building {wanted.requirement} needs {', '.join(missing)}; install it, for example "
+            f"with the system's package manager"
+        )
+    report(f"building {wanted.requirement}, once: about {wanted.minutes} minutes on two cores")
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [str(python), "-I", "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check"]
+    source = ["--no-deps", "--no-binary", wanted.distribution]
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
+        run([*pip, *source, "--wheel-dir", place, wanted.requirement], wanted.settings)
+        (made,) = Path(place).glob("*.whl")
+        return made.rename(folder / made.name)
+
+
+def _folder(wanted: BuiltWheel) -> Path:
+    """Return where the wheel is kept: code for one processor may not run on another."""
+    digest = hashlib.sha256(wanted.pinned() + _processor().encode()).hexdigest()
+    return home() / "wheels" / f"{wanted.distribution}-{wanted.version}-{digest[:12]}"
+
+
+def _processor() -> str:
+    """Name the machine and the instruction sets of its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.system()} {platform.machine()} {os.name} {flags}"
+
+
+Version = tuple[int, int]
+
+
+def find_python(oldest: Version, newest: Version) -> Path:
+    """Return a Python of a version from `oldest` to `newest`: kvbench's own if it is one.
+
+    Else the first that runs of `python3.N` on the PATH and of pyenv's versions, older ones first;
+    kvbench's own interpreter if there is none at all.
+    """
+    own = Path(sys.executable)
+    if oldest <= sys.version_info[:2] <= newest:
+        return own
+    for candidate in _candidates(oldest, newest):
+        found = version_of(candidate)
+        if found is not None and oldest <= found <= newest:
+            return candidate
+    return own
+
+
+def version_of(python: Path) -> Version | None:
+    """Return the version of an interpreter, `(major, minor)`; None if it does not run."""
+    code = "import sys; print(sys.version_info[0], sys.version_info[1])"
+    try:
+        run = subprocess.run(
+            (str(python), "-I", "-c", code), capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    numbers = run.stdout.split()
+    return (int(numbers[0]), int(numbers[1])) if run.returncode == 0 else None
+
+
+def _candidates(oldest: Version, newest: Version) -> Iterator[Path]:
+    names = [f"{newest[0]}.{minor}" for minor in range(oldest[1], newest[1] + 1)]
+    for name in names:
+        if found := shutil.which(f"python{name}"):
+            yield Path(found)
+    root = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser()
+    for name in names:
+        yield from sorted(root.glob(f"versions/{name}.*/bin/python"))
+
+
+MARKER_FILE = "kvbench-environment.json"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a finished environment holds."""
+
+    name: str
+    lock_sha256: str  # of the lock it was built from
+    python: str  # `major.minor`
+    packages: dict[str, str]  # distribution name to version
+    source: str = ""  # what was installed from a repository
+
+    def write(self, folder: Path) -> None:
+        draft = folder / f"{MARKER_FILE}.part"
+        draft.write_text(json.dumps(asdict(self), indent=1, sort_keys=True), encoding="utf-8")
+        draft.replace(folder / MARKER_FILE)
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """Return the marker of `folder`, or None if the environment is unfinished."""
+    try:
+        fields = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
+        return Marker(**fields)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 _PIP = ("-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
+
+
 _NO_DEPS = ("--no-deps",)
+
+
 _WHEELS_ONLY = ("--only-binary", ":all:")
+
+
 # The build backend is in the lock.
 _FROM_FOLDER = ("--no-build-isolation", "--no-index")
+
+
 # Settings that would send packages, or the interpreter's search path, somewhere else.
 _MISLEADING = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__",
     "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_REQUIRE_VIRTUALENV",
 )  # fmt: skip
+
+
 _LIST_PACKAGES = (
     "import importlib.metadata as m, json;"
     "print(json.dumps({d.name: d.version for d in m.distributions()}))"
 )
+
+
 _TAIL_LINES = 8
 
 

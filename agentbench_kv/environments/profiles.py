@@ -1,17 +1,185 @@
-"""What each managed environment holds, and how to tell that it works."""
+"""What each managed environment holds, and how to tell that it works.
+
+What an environment needs that no index holds as a wheel.
+
+Packages that are on no index: exported from their own repository, at the pinned version.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.environments.sdist import BuiltWheel
-from agentbench_kv.environments.source import Source
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import PrerequisiteError, UsageError
+
+
+@dataclass(frozen=True)
+class BuiltWheel:
+    """A distribution that is built from its source distribution."""
+
+    distribution: str
+    version: str
+    settings: Mapping[str, str] = field(default_factory=dict)  # environment variables of the build
+    tools: tuple[str, ...] = ()  # programs the build needs
+    minutes: int = 1  # about how long it takes on two cores, for the person who waits
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.distribution}=={self.version}"
+
+    def pinned(self) -> bytes:
+        """Return all that decides what is built, the processor aside."""
+        return repr((self.requirement, sorted(self.settings.items()))).encode()
+
+
+_GIT_S = 600
+
+
+@dataclass(frozen=True)
+class Source:
+    """One version of a package that pip cannot find by name.
+
+    Of the repository only `files` (at the root) and `folder` (the code) are exported. Nothing else
+    is read, so a partial clone will do.
+    """
+
+    distribution: str  # name, version and description as its `pyproject.toml` says
+    version: str
+    description: str
+    url: str  # public repository, and the pinned version in it
+    tag: str
+    commit: str
+    namesake: str  # what an index holds under the same name
+    environment: str = ""  # profile that installs it; named as the distribution if not given
+    files: tuple[str, ...] = ("pyproject.toml", "README.md", "LICENSE")
+    folder: str = "src"
+
+    def create_command(self) -> str:
+        return f"kvbench env create {self.environment or self.distribution} --from {self.url}"
+
+
+def export(source: Source, given: str | None, target: Path) -> str:
+    """Empty `target` and put the pinned version's files there; return what was exported.
+
+    `given` is a git URL, a git directory (bare or not), or an unpacked directory; PrerequisiteError
+    if nothing was given, an index was asked for, or what is there is something else.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    place = _place(source, given)
+    if isinstance(place, str):
+        with tempfile.TemporaryDirectory(prefix="kvbench-clone-") as folder:
+            clone = ("clone", "--quiet", "--bare", "--depth", "1", "--branch", source.tag)
+            _git(source, (*clone, place, f"{folder}/clone"))
+            about = _from_git(source, Path(folder) / "clone", target)
+    elif _is_git(place):
+        about = _from_git(source, place, target)
+    else:
+        about = _from_directory(source, place, target)
+    _check_project(source, target, str(given))
+    return about
+
+
+def _place(source: Source, given: str | None) -> Path | str:
+    name, command = source.distribution, source.create_command()
+    if not given:
+        raise PrerequisiteError(
+            f"{name} is installed from its repository ({source.namesake}); say where it is, "
+            f"a git URL, a git directory or a directory: {command}"
+        )
+    if "://" in given or re.match(r"[\w.-]+@[\w.-]+:", given):
+        return given.removeprefix("git+")
+    path = Path(given).expanduser().absolute()
+    if path.is_dir():
+        return path
+    if re.match(rf"(pypi:)?{re.escape(name)}\s*([=<>!~\[@].*)?$", given, re.IGNORECASE):
+        raise PrerequisiteError(
+            f"{given!r} names the project on PyPI, but {source.namesake}; use: {command}"
+        )
+    raise PrerequisiteError(f"--from {given}: neither a directory nor a URL; use: {command}")
+
+
+def _is_git(path: Path) -> bool:
+    bare = (path / "HEAD").is_file() and (path / "objects").is_dir()
+    return bare or (path / ".git").exists()
+
+
+def _from_git(source: Source, repository: Path, target: Path) -> str:
+    at = ("-c", "safe.directory=*", "-C", str(repository))
+    named = (*at, "rev-parse", "--verify", "--quiet", f"{source.tag}^{{commit}}")
+    found = _git(source, named).decode().strip()
+    if found != source.commit:
+        raise PrerequisiteError(
+            f"{repository}: tag {source.tag} is {found[:12]}, expected {source.commit[:12]}; "
+            f"use: {source.create_command()}"
+        )
+    # The code's own tree, not the root with a path: an archive of the root looks at every file,
+    # and a partial clone lacks the largest.
+    tree = f"{source.commit}:{source.folder}"
+    packed = _git(source, (*at, "archive", "--format=tar", f"--prefix={source.folder}/", tree))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(target, filter="data")
+    for name in source.files:
+        (target / name).write_bytes(_git(source, (*at, "show", f"{source.commit}:{name}")))
+    return f"git {source.tag} {source.commit}"
+
+
+def _from_directory(source: Source, directory: Path, target: Path) -> str:
+    for name in source.files:
+        if (directory / name).is_file():
+            shutil.copyfile(directory / name, target / name)
+    if (directory / source.folder).is_dir():
+        shutil.copytree(directory / source.folder, target / source.folder)
+    return f"directory, version {source.version}"
+
+
+def _check_project(source: Source, folder: Path, given: str) -> None:
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+    except (OSError, ValueError, KeyError):
+        project = {}
+    wanted = (source.distribution, source.version, source.description)
+    found = tuple(str(project.get(key)) for key in ("name", "version", "description"))
+    if found != wanted or not (folder / source.folder).is_dir():
+        raise PrerequisiteError(
+            f"--from {given} is not {source.distribution} {source.version} (found name, version, "
+            f"description: {', '.join(found)}); use: {source.create_command()}"
+        )
+
+
+def _git(source: Source, arguments: Sequence[str]) -> bytes:
+    command = ("git", *arguments)
+    try:
+        run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S)
+    except FileNotFoundError:
+        raise PrerequisiteError(
+            "git is not installed; install it, or name an unpacked directory with --from"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise PrerequisiteError(f"git took more than {_GIT_S} s: {' '.join(command)}") from None
+    if run.returncode != 0:
+        said = run.stderr.decode("utf-8", "replace").strip().splitlines()
+        fatal = [line for line in said if line.startswith("fatal:")]
+        reason = fatal[0] if fatal else f"no tag {source.tag}"
+        raise PrerequisiteError(
+            f"git found no {source.distribution} {source.tag} there ({reason}); "
+            f"use: {source.create_command()}"
+        )
+    return run.stdout
+
 
 LOCKS = Path(__file__).parent / "locks"
+
 
 BFCL_PROBE = """
 import os, tempfile
@@ -24,6 +192,7 @@ entries = len(load_dataset_entry("multi_turn_base"))
 if entries != 200:
     raise SystemExit(f"multi_turn_base has {entries} entries, expected 200")
 """
+
 
 TAU2_PROBE = """
 import importlib.metadata, os
@@ -40,7 +209,10 @@ missing = {{"airline", "retail", "telecom"}} - set(registry.get_info().domains)
 if missing:
     raise SystemExit(f"tau2 lacks the domains {{sorted(missing)}}")
 """
+
+
 MEM0_PROBE = (Path(__file__).parent / "mem0_probe.py").read_text(encoding="utf-8")
+
 
 VLLM_PROBE = """
 import importlib.metadata as m
@@ -53,6 +225,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import safetensors
 """
 
+
 LLAMACPP_PROBE = """
 import torch, numpy, transformers, gguf, safetensors
 import llama_cpp
@@ -60,6 +233,7 @@ if llama_cpp.__version__ != "0.3.36":
     raise SystemExit(f"expected llama-cpp-python 0.3.36, found {llama_cpp.__version__}")
 llama_cpp.llama_backend_init()
 """
+
 
 LLAMACPP = BuiltWheel(
     distribution="llama-cpp-python",
@@ -72,6 +246,7 @@ LLAMACPP = BuiltWheel(
     minutes=9,
 )
 
+
 SGLANG_PROBE = """
 import importlib.metadata as m, importlib.util as u
 found = m.version("sglang")
@@ -83,6 +258,7 @@ if absent:
 import fastapi, msgspec, orjson, safetensors, tokenizers, transformers, uvicorn
 """
 
+
 TAU2 = Source(
     distribution="tau2",
     version="0.2.1-dev",
@@ -92,6 +268,7 @@ TAU2 = Source(
     commit="f8de30c298689cbe0117d76a378e7315a17e5bd8",
     namesake="the tau2 on PyPI is an unrelated project about magnetic relaxation",
 )
+
 
 TAU2_V1 = replace(
     TAU2,
@@ -201,6 +378,8 @@ _ALL = (
         MEM0_PROBE,
     ),
 )
+
+
 PROFILES: dict[str, Profile] = {each.name: each for each in _ALL}
 
 

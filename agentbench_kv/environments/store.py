@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentbench_kv.environments import build as builder
+from agentbench_kv.environments.build import MARKER_FILE, find_python, read_marker
 from agentbench_kv.environments.locations import (
     Report,
     building,
@@ -18,9 +19,7 @@ from agentbench_kv.environments.locations import (
     overridden,
     override_variable,
 )
-from agentbench_kv.environments.marker import MARKER_FILE, read_marker
 from agentbench_kv.environments.profiles import PROFILES, Profile, profile
-from agentbench_kv.environments.pythons import find_python
 from agentbench_kv.errors import PrerequisiteError
 
 

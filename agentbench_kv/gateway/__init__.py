@@ -1,24 +1,23 @@
 """The gateway owns text: templates, parsers, phase labels and sessions over an engine.
 
 The client for trials inside the process is in `agentbench_kv.gateway.client`, the HTTP server in
-`agentbench_kv.gateway.server`.
+`agentbench_kv.gateway.http`.
 """
 
 from typing import Any
 
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.engines.text import TextEngine
-from agentbench_kv.gateway.base import AnyGateway
-from agentbench_kv.gateway.gateway import Gateway
+from agentbench_kv.gateway.gateway import AnyGateway, Gateway
 from agentbench_kv.gateway.parsing import Delta
-from agentbench_kv.gateway.text import TextGateway
-from agentbench_kv.gateway.types import (
+from agentbench_kv.gateway.session import (
     ChatResult,
     Options,
     SessionBusyError,
     SessionLimitError,
     UnknownSessionError,
 )
+from agentbench_kv.gateway.text import TextGateway
 
 __all__ = [
     "AnyGateway",

@@ -8,9 +8,8 @@ from typing import Any, Self
 
 from agentbench_kv.adapters.base import Message, Reply
 from agentbench_kv.engines.base import KVStats
-from agentbench_kv.gateway.accounting import SessionReport
-from agentbench_kv.gateway.base import AnyGateway
-from agentbench_kv.gateway.types import Options, UnknownSessionError
+from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.session import Options, SessionReport, UnknownSessionError
 
 
 class InProcessClient:

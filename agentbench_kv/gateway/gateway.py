@@ -1,22 +1,370 @@
-"""The token gateway: messages in, messages out, and between them an exact token log."""
+"""The token gateway: messages in, messages out, and between them an exact token log.
+
+What every gateway does with sessions: names, locks, limits, cancelling, final accounts.
+
+Breadcrumbs: a line of text for every evicted span that a message brings to mind.
+
+The method says which spans, the gateway makes the words: no text passes through the method.
+
+Does a request extend the session? What it adds if so, the whole prompt if not.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from agentbench_kv.engines.base import Engine
-from agentbench_kv.gateway.base import BaseGateway, Request
+from agentbench_kv.engines.base import Engine, KVStats
+from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.gateway.messages import ChatTemplate, Message, text_of
 from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
-from agentbench_kv.gateway.planning import Planner
-from agentbench_kv.gateway.reminders import reminder
-from agentbench_kv.gateway.session import Plan, Session
-from agentbench_kv.gateway.sources import notes_for
+from agentbench_kv.gateway.session import (
+    Answer,
+    BaseSession,
+    Cancellation,
+    ChatResult,
+    Known,
+    Options,
+    Plan,
+    Session,
+    SessionBusyError,
+    SessionLimitError,
+    SessionReport,
+    TurnInfo,
+    UnknownSessionError,
+    notes_for,
+)
 from agentbench_kv.gateway.turn import Turn
-from agentbench_kv.gateway.types import Answer, Options
-from agentbench_kv.phases.codec import TokenCodec, load_tokenizer
+from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PhaseTable
+from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+
+# Not a name the HTTP surface lets through.
+_ONE_SHOT = "one shot "
+
+
+_CLOSE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks: `messages` with `tools`, or a raw `prompt` of text or ids."""
+
+    options: Options
+    cancellation: Cancellation
+    messages: Sequence[Message] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | Sequence[int] | None = None
+
+
+S = TypeVar("S", bound=BaseSession)
+
+
+class BaseGateway(ABC, Generic[S]):
+    """Sessions over an engine. Thread-safe.
+
+    A session answers one request at a time; a second one at the same moment is refused with
+    `SessionBusyError`, not queued, because it cannot extend a log that is still being written.
+    Requests without a session get one of their own, closed when they are answered.
+
+    `on_turn` is called after every answered turn, in the request's thread, with session id and
+    figures; `on_close` with the final accounting of every session.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_sessions: int = 1024,
+        default_max_tokens: int = 1024,
+        on_turn: Callable[[str, TurnInfo], None] | None = None,
+        on_close: Callable[[SessionReport], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.max_sessions = max_sessions
+        self.default_max_tokens = default_max_tokens
+        self.on_turn = on_turn
+        self.on_close = on_close
+        self._sessions: dict[str, S] = {}
+        self._closed: dict[str, SessionReport] = {}
+        self._cancelled: set[str] = set()
+        self._lock = threading.Lock()
+        self._one_shots = itertools.count(1)
+        self._fatal: KVBenchError | None = None
+
+    @abstractmethod
+    def provenance(self) -> dict[str, Any]:
+        """Return what the text side contributes to a run's record."""
+
+    @abstractmethod
+    def _new_session(self, name: str) -> S:
+        """Return a session that is not open yet."""
+
+    @abstractmethod
+    def _answer(self, state: S, request: Request) -> Answer:
+        """Answer in a session that the request owns; see `stream` and `stream_complete`."""
+
+    def stream(
+        self,
+        session: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Options | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> Answer:
+        """Yield the answer's deltas, then the `ChatResult`. Closing it early cancels."""
+        asked = Request(options or Options(), cancellation or Cancellation(), messages, tools)
+        return self._stream(session, asked)
+
+    def stream_complete(
+        self,
+        session: str | None,
+        prompt: str | Sequence[int],
+        options: Options | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> Answer:
+        """Yield the text's deltas, then the `ChatResult`. Closing it early cancels."""
+        asked = Request(options or Options(), cancellation or Cancellation(), prompt=prompt)
+        return self._stream(session, asked)
+
+    def check(self) -> None:
+        """Raise what ends a whole run: a dead endpoint, money spent."""
+        if self._fatal is not None:
+            raise self._fatal
+
+    def chat(
+        self,
+        session: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Options | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> ChatResult:
+        """Answer a chat request whose `messages` are the whole history."""
+        return _last(self.stream(session, messages, tools, options, cancellation))
+
+    def complete(
+        self,
+        session: str | None,
+        prompt: str | Sequence[int],
+        options: Options | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> ChatResult:
+        """Answer a raw completion; the text is `content`, as generated.
+
+        In a session the prompt is the whole text so far: the last prompt, the text generated for
+        it, the stop that ended it, and what is new. Ids must extend the token log.
+        """
+        return _last(self.stream_complete(session, prompt, options, cancellation))
+
+    def close_report(self, session: str) -> SessionReport:
+        """Free a session and return its final report; a request it is answering is cancelled."""
+        try:
+            self._find(session)
+            self.cancel(session)
+            with self._owned(session, wait_s=_CLOSE_WAIT_S) as state:
+                return self._drop(state)
+        finally:
+            with self._lock:
+                self._cancelled.discard(session)
+
+    def cancel(self, session: str) -> None:
+        """End the request a session is answering, and every later one until it is closed.
+
+        From any thread, at any time: a session that is not open yet is cancelled in advance.
+        """
+        with self._lock:
+            self._cancelled.add(session)
+            state = self._sessions.get(session)
+            running = state.running if state else None
+        if running is not None:
+            running.cancel()
+
+    def stats(self, session: str) -> KVStats:
+        return self._find(session).stats()
+
+    def report(self, session: str) -> SessionReport:
+        """Return a session's turns and accounting so far, or its final ones when it is closed.
+
+        The last `max_sessions` closed ones are remembered.
+        """
+        with self._lock:
+            state, final = self._sessions.get(session), self._closed.get(session)
+        if state is None and final is not None:
+            return final
+        return self._find(session).report()
+
+    def sessions(self) -> list[str]:
+        with self._lock:
+            return sorted(self._sessions)
+
+    def _stream(self, session: str | None, request: Request) -> Answer:
+        """Answer in a session; one without a name lives as long as its request."""
+        name = session or f"{_ONE_SHOT}{next(self._one_shots)}"
+        with self._owned(name) as state:
+            try:
+                with self._lock:
+                    state.running = request.cancellation
+                    cancelled = name in self._cancelled
+                if cancelled:
+                    request.cancellation.cancel()
+                yield from self._answer(state, request)
+            finally:
+                state.running = None
+                if session is None or not state.opened:
+                    self._drop(state)
+
+    @contextmanager
+    def _owned(self, name: str, wait_s: float = 0.0) -> Iterator[S]:
+        """Hold a session's lock; a session that was closed meanwhile is replaced by a new one."""
+        while True:
+            state = self._find_or_add(name)
+            if not state.lock.acquire(timeout=wait_s):
+                raise SessionBusyError(
+                    f"session {name!r} is answering another request; wait for it to end"
+                )
+            if not state.gone:
+                break
+            state.lock.release()
+        try:
+            yield state
+        finally:
+            state.lock.release()
+
+    def _find_or_add(self, name: str) -> S:
+        with self._lock:
+            if name not in self._sessions:
+                if len(self._sessions) >= self.max_sessions:
+                    raise SessionLimitError(
+                        f"all {self.max_sessions} sessions are in use; close one first"
+                    )
+                self._sessions[name] = self._new_session(name)
+            return self._sessions[name]
+
+    def _find(self, name: str) -> S:
+        with self._lock:
+            if name not in self._sessions:
+                raise UnknownSessionError(f"no open session {name!r}")
+            return self._sessions[name]
+
+    def _drop(self, state: S) -> SessionReport:
+        """Close a session its caller owns; its name is free once the engine has let go of it."""
+        used = state.opened
+        try:
+            report = state.close()
+        finally:
+            state.gone = True
+            with self._lock:
+                self._sessions.pop(state.id, None)
+        if used and not state.id.startswith(_ONE_SHOT):
+            with self._lock:
+                self._closed.pop(state.id, None)
+                self._closed[state.id] = report
+                while len(self._closed) > self.max_sessions:
+                    self._closed.pop(next(iter(self._closed)))
+        if used and self.on_close:
+            self.on_close(report)
+        return report
+
+
+AnyGateway = BaseGateway[Any]
+
+
+def _last(items: Answer) -> ChatResult:
+    results = [item for item in items if isinstance(item, ChatResult)]
+    if not results:
+        raise UsageError("the request ended without an answer")
+    return results[-1]
+
+
+def reminder(codec: TokenCodec, tokens: Sequence[int], spans: Sequence[SpanRange]) -> str:
+    """Return one line per span of a session's tokens, special tokens left out."""
+    lines = []
+    for start, end in spans:
+        ids = [token for token in tokens[start:end] if token not in codec.special]
+        text = " ".join(codec.decode(ids).split())
+        lines.append(f"[earlier: {text}]\n")
+    return "".join(lines)
+
+
+def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
+    """Return messages of which the last one by the user begins with the reminder."""
+    reminded = [dict(message) for message in messages]
+    users = [message for message in reminded if message.get("role") == "user"]
+    if users:
+        users[-1]["content"] = text + text_of(users[-1].get("content"))
+    return reminded
+
+
+class Planner:
+    """Turns requests into plans. Of `message_ends` (ids), two in a row are one too many."""
+
+    def __init__(self, codec: TokenCodec, message_ends: frozenset[int]) -> None:
+        self._codec = codec
+        self._template = ChatTemplate(codec.tokenizer)
+        self._message_ends = message_ends
+
+    def chat(
+        self,
+        session: Session,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        reminder: str = "",
+    ) -> Plan:
+        """Plan a chat request: the client sends its whole history each time.
+
+        A reminder is put before the user's new message; the client never learns of it.
+        """
+        asked, old = Known.of_chat(messages, tools), session.known
+        if old is not None and not session.broken and asked.extends(old):
+            new = remind(messages[len(old.messages) :], reminder)
+            text, reset = self._template.render_delta(new, tools), False
+            ids = self._without_second_end(session, self._codec.encode(text))
+        else:
+            text, reset = self._template.render_first(messages, tools), not session.fresh
+            ids = self._codec.encode(text)
+        return Plan(ids, reset, asked, thinking=text.rstrip().endswith("<think>"))
+
+    def raw(self, session: Session, prompt: str | Sequence[int]) -> Plan:
+        """Plan a completion: a prompt of text, or of ids that extend the token log."""
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        if not isinstance(prompt, str):
+            return self._raw_ids(session, list(prompt))
+        rest = None if session.broken else _rest_of(prompt, session.known)
+        ids = self._codec.encode(prompt if rest is None else rest)
+        return Plan(ids, rest is None and not session.fresh, Known(text=prompt))
+
+    def _raw_ids(self, session: Session, ids: list[int]) -> Plan:
+        size = len(session.tokens)
+        extends = not session.fresh and not session.broken and ids[:size] == session.tokens
+        asked = Known(text=self._codec.decode(ids))
+        return Plan(ids[size:] if extends else ids, not (extends or session.fresh), asked)
+
+    def _without_second_end(self, session: Session, ids: list[int]) -> list[int]:
+        if not ids:
+            return ids
+        last = session.tokens[-1]
+        both_ends = last in self._message_ends and ids[0] in self._message_ends
+        return ids[1:] if ids[0] == last or both_ends else ids
+
+
+def _rest_of(prompt: str, known: Known | None) -> str | None:
+    """Return what `prompt` adds to the known text; None if it is another text.
+
+    The stop that ended the last generation is in the log but not in the text the client got. A
+    client that goes on without it has another text.
+    """
+    if known is None or known.text is None:
+        return None
+    seen = known.text + known.tail
+    return prompt[len(seen) :] if prompt.startswith(seen) else None
 
 
 class Gateway(BaseGateway[Session]):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.gateway.messages import tool_call
-from agentbench_kv.phases.codec import encodable
+from agentbench_kv.phases.tokens import encodable
 
 _Mode = Literal["content", "reasoning", "call"]
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"

@@ -1,21 +1,218 @@
-"""A session: the exact token log, what the client knows of it, and its accounting."""
+"""A session: the exact token log, what the client knows of it, and its accounting.
+
+What a turn and a session cost: the figures of `usage.kvbench` and of the run's records.
+
+Ending a request from another thread.
+
+Who wrote which prompt tokens: read from the markers, as phases are.
+
+What goes into the gateway and what comes out of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Self
 
-from agentbench_kv.engines.accounting import merge_stats
-from agentbench_kv.engines.base import Engine, Hints, KVStats, Phase
-from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
-from agentbench_kv.gateway.cancellation import Cancellation
+from agentbench_kv.engines.base import (
+    Engine,
+    FinishReason,
+    Generation,
+    KVStats,
+    merge_stats,
+    stats_dict,
+)
+from agentbench_kv.engines.text import TextRequest
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_key
-from agentbench_kv.gateway.sources import notes_for
+from agentbench_kv.gateway.parsing import Delta
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.spans import Hints, Source, TurnNotes
 from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
+
+_NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset", "cost"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnInfo:
+    """Figures of one turn. Token counts are per (layer, KV head), bytes are totals."""
+
+    turn: int  # index of the request in its session, from 0
+    prompt_tokens: int  # logical, before the generation
+    output_tokens: int
+    cached_tokens: int  # of the prompt, in the session before the request
+    phases: dict[str, int] = field(default_factory=dict)  # tokens this turn added, by phase name
+    live_before: int  # before the prompt was added
+    live_after: int  # after the last token
+    events: int = 0
+    evicted: int = 0
+    restored: int = 0
+    prefill_tokens: int
+    kv_bytes_read: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    finish_reason: str
+    reset: bool  # the request did not extend the token log, so the session started over
+    cost: float | None = None  # at the prices the user gave; None without prices
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of `results.records.TurnRecord`, without sample and trial."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_RECORDED}
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """A session's accounting so far, carried over resets."""
+
+    session: str
+    turns: tuple[TurnInfo, ...]
+    resets: int
+    prompt_sha: str | None  # sha256 of the ids of the first rendered prompt
+    stats: KVStats  # sums over the whole session; `logical` and `live` are the current ones
+    outputs: tuple[tuple[int, ...], ...] = ()  # the ids of every generation
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Prompt and completion tokens and requests, as an API client would be billed."""
+        return {
+            "prompt_tokens": sum(turn.prompt_tokens for turn in self.turns),
+            "completion_tokens": sum(turn.output_tokens for turn in self.turns),
+            "requests": len(self.turns),
+        }
+
+    @property
+    def cost(self) -> float | None:
+        """What the session was billed so far; None if no turn has a price."""
+        known = [turn.cost for turn in self.turns if turn.cost is not None]
+        return sum(known) if known else None
+
+    @property
+    def endpoint_failed(self) -> bool:
+        """Whether the last request got no usable answer, through no fault of the agent."""
+        return self._ended_by(FinishReason.ENDPOINT_ERROR)
+
+    @property
+    def at_context_limit(self) -> bool:
+        """Whether the last request ended at the model's last position, or would have passed it."""
+        return self._ended_by(FinishReason.CONTEXT_LIMIT)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "session": self.session,
+            "turns": len(self.turns),
+            **stats_dict(self.stats),
+            "session_resets": self.resets,
+            "prompt_sha": self.prompt_sha,
+            "usage": self.usage,
+        }
+
+    def _ended_by(self, reason: FinishReason) -> bool:
+        return bool(self.turns) and self.turns[-1].finish_reason == reason
+
+
+def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
+    """Return how many tokens each phase has, all four named."""
+    counts = Counter(phases)
+    return {phase.name.lower(): counts[phase] for phase in Phase}
+
+
+def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
+    """Return `usage.kvbench`: the session's totals, then this turn's own figures."""
+    stats = report.stats
+    spans: dict[str, Any] = {}
+    if stats.figures:  # a span-level method ran
+        spans = {"resident": stats.live, "recovered": stats.restored}
+        spans |= {"turn_recovered": turn.restored, "spans": stats.figures}
+    return {
+        "session": report.session,
+        "turn": turn.turn,
+        **stats_dict(stats),
+        **spans,
+        "session_resets": report.resets,
+        "phases": turn.phases,
+        "live_before": turn.live_before,
+        "live_after": turn.live_after,
+        "turn_events": turn.events,
+        "turn_evicted": turn.evicted,
+        "turn_restored": turn.restored,
+        "turn_prefill_tokens": turn.prefill_tokens,
+        "turn_bytes_read": turn.kv_bytes_read,
+        "ttft_ms": turn.ttft_ms,
+        "tpot_ms": turn.tpot_ms,
+        "reset": turn.reset,
+        "finish_reason": turn.finish_reason,
+        "prompt_sha": report.prompt_sha,
+    }
+
+
+class Cancellation:
+    """Lets another thread end a request; safe before, during and after its generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._generation: Generation | TextRequest | None = None
+        self._asked = False
+
+    def cancel(self) -> None:
+        """End the generation after the token in flight."""
+        with self._lock:
+            self._asked = True
+            generation = self._generation
+        if generation is not None:
+            generation.cancel()
+
+    def attach(self, generation: Generation | TextRequest) -> None:
+        """Name the generation that `cancel` ends."""
+        with self._lock:
+            self._generation = generation
+            asked = self._asked
+        if asked:
+            generation.cancel()
+
+
+_ROLES = {"user": Source.USER, "assistant": Source.ASSISTANT}
+
+
+def notes_for(machine: PhaseMachine, ids: Sequence[int], hints: Hints) -> TurnNotes:
+    """Return the messages that prompt ids consist of, and the client's hints about them.
+
+    `machine` is the session's, before these ids; it is not advanced.
+    """
+    machine = machine.copy()
+    messages: list[_Message] = []
+    opens = machine.table.family.message_open
+    for token in ids:
+        # What closes the message before goes with the first one: it is too little to be apart.
+        begins = machine.table.atomic.get(token) == opens
+        if not messages or (begins and messages[-1].header):
+            messages.append(_Message())
+        messages[-1].add(machine.label(token), machine.state.header)
+    return TurnNotes([(message.size, message.source) for message in messages], hints)
+
+
+class _Message:
+    """One message while its tokens are read."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.header = ""
+        self._tool = False
+
+    def add(self, phase: Phase, header: str) -> None:
+        self.size += 1
+        self.header = header or self.header
+        self._tool = self._tool or phase is Phase.TOOL
+
+    @property
+    def source(self) -> Source:
+        # Tool results are documents, whoever sends them.
+        role = self.header.strip().partition("<")[0].split()
+        return _ROLES.get(role[0] if role and not self._tool else "", Source.DOCUMENT)
 
 
 @dataclass(frozen=True)
@@ -157,3 +354,88 @@ class Session(BaseSession):
             self.opened = False
             self.carried = merge_stats(self.carried, self.engine.close(self.id))
         return self.report(self.carried)
+
+
+class SessionBusyError(KVBenchError):
+    """A session answers one request at a time; a second one at the same moment is refused."""
+
+
+class SessionLimitError(KVBenchError):
+    """The gateway holds as many sessions as it may."""
+
+
+class UnknownSessionError(KVBenchError):
+    """No open session has this id."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one request wants its tokens picked."""
+
+    max_tokens: int | None = None  # None takes the gateway's default
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0  # of the session; every turn draws from a stream of its own
+    stop: tuple[str, ...] = ()  # strings that end the text; they are cut off
+    parse_tools: bool = True  # False leaves tool calls in the content
+    hints: Hints = field(default_factory=Hints)  # for methods that manage whole spans
+    ignore_eos: bool = False  # the model's turn end does not end the generation: fixed length
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine can do."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise UsageError(f"temperature must be between 0 and 100, not {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise UsageError(f"top_k must be at least 0, not {self.top_k}")
+        if not all(self.stop):
+            raise UsageError("a stop string must not be empty")
+        if not 0.0 < self.hints.priority < float("inf"):
+            raise UsageError(f"a priority must be above 0, not {self.hints.priority}")
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """One answered request; `turn` and `report` are the figures of the turn and of its session."""
+
+    content: str  # visible text, markers removed
+    reasoning: str  # think block, markers removed
+    tool_calls: list[dict[str, Any]]  # OpenAI form, arguments as JSON text
+    finish_reason: str  # stop, tool_calls, length, context_limit or cancelled
+    unparsable: bool  # a tool-call marker was not followed by a call; the text is in `content`
+    raw: str  # as generated, markers included, turn end and stop string removed
+    token_ids: list[int]  # all generated ids
+    turn: TurnInfo
+    report: SessionReport
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message in OpenAI form."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The `usage` object of a response."""
+        turn = self.turn
+        return {
+            "prompt_tokens": turn.prompt_tokens,
+            "completion_tokens": turn.output_tokens,
+            "total_tokens": turn.prompt_tokens + turn.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+            "kvbench": kvbench_usage(self.report, turn),
+        }
+
+
+Item = Delta | ChatResult
+
+
+Answer = Iterator[Item]

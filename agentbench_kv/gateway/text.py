@@ -17,12 +17,17 @@ from agentbench_kv.errors import (
     PrerequisiteError,
     UsageError,
 )
-from agentbench_kv.gateway.accounting import SessionReport, TurnInfo
-from agentbench_kv.gateway.base import BaseGateway, Request
+from agentbench_kv.gateway.gateway import BaseGateway, Request
 from agentbench_kv.gateway.messages import canonical, tool_call
 from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
-from agentbench_kv.gateway.session import BaseSession, Known
-from agentbench_kv.gateway.types import Answer, ChatResult
+from agentbench_kv.gateway.session import (
+    Answer,
+    BaseSession,
+    ChatResult,
+    Known,
+    SessionReport,
+    TurnInfo,
+)
 
 
 @dataclass

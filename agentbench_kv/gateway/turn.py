@@ -8,14 +8,19 @@ from dataclasses import dataclass, replace
 
 from agentbench_kv.engines.base import FinishReason, Generation, Sampling
 from agentbench_kv.errors import ContextLimitError
-from agentbench_kv.gateway.accounting import TurnInfo, count_phases
-from agentbench_kv.gateway.cancellation import Cancellation
 from agentbench_kv.gateway.messages import canonical
 from agentbench_kv.gateway.parsing import Delta, Reader, beginning_of
-from agentbench_kv.gateway.session import Known, Plan, Session
-from agentbench_kv.gateway.types import ChatResult, Options
-from agentbench_kv.phases.codec import TokenCodec
-from agentbench_kv.phases.decoding import IncrementalDecoder, StopMatcher
+from agentbench_kv.gateway.session import (
+    Cancellation,
+    ChatResult,
+    Known,
+    Options,
+    Plan,
+    Session,
+    TurnInfo,
+    count_phases,
+)
+from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher, TokenCodec
 
 
 class StopCutter:

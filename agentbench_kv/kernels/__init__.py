@@ -8,6 +8,7 @@ forms for caches that lie in blocks.
 from __future__ import annotations
 
 from agentbench_kv.kernels.dispatch import active_backend, describe_backend, use_backend
+from agentbench_kv.kernels.layout import ascending_rows, by_position
 from agentbench_kv.kernels.ops import (
     aabb,
     aabb_score,
@@ -18,7 +19,6 @@ from agentbench_kv.kernels.ops import (
     select_top,
     similarity_column_mean,
 )
-from agentbench_kv.kernels.ordering import ascending_rows, by_position
 
 __all__ = [
     "aabb",

@@ -3,14 +3,21 @@
 A library is named after everything it depends on (sources, compiler, processor, flags), is built
 in a folder of its own and renamed into place, so that a build that is killed or runs twice at once
 does no harm.
+
+Finding the OpenMP team that PyTorch's operations run on, for the CPU kernels to share.
+
+Threads of an OpenMP runtime wait actively for some time after each parallel operation. Kernels with
+threads of their own would compete with them for the same cores.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,11 +35,22 @@ import torch
 from agentbench_kv.errors import PrerequisiteError
 
 SOURCES = Path(__file__).parent / "csrc"
+
+
 CACHE_VARIABLE = "KVBENCH_KERNEL_CACHE"
+
+
 FLAGS_VARIABLE = "KVBENCH_KERNEL_FLAGS"
+
+
 TIMEOUT_S = 600
+
+
 STALE_S = 3600
+
+
 PATIENCE_S = 1.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +229,30 @@ def _install(built: Path, target: Path) -> Path:
     descriptor, kept = tempfile.mkstemp(suffix=".so")
     os.close(descriptor)
     return built.replace(kept)
+
+
+_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
+
+
+def team_function() -> int | None:
+    """Return the address of `GOMP_parallel` in the runtime this process has loaded, if any.
+
+    GNU's, Intel's and LLVM's runtimes all have it; of several, the one in PyTorch's folder counts.
+    """
+    for path in _loaded_runtimes():
+        try:
+            function = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def _loaded_runtimes() -> list[str]:
+    """Return the OpenMP libraries among the files this process has mapped, PyTorch's first."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = dict.fromkeys(line.partition("/")[1] + line.partition("/")[2] for line in lines)
+    return sorted(filter(_RUNTIME.search, paths), key=lambda path: "torch" not in path)

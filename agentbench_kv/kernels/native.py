@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.errors import KVBenchError
+from agentbench_kv.kernels.build import team_function
 from agentbench_kv.kernels.layout import PagedRows
-from agentbench_kv.kernels.openmp import team_function
 from agentbench_kv.kernels.torch_backend import TorchBackend
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

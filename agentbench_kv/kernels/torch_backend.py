@@ -8,8 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentbench_kv.kernels.layout import PagedRows, gather_rows, scatter_rows
-from agentbench_kv.kernels.ordering import ascending_rows, by_position
+from agentbench_kv.kernels.layout import (
+    PagedRows,
+    ascending_rows,
+    by_position,
+    gather_rows,
+    scatter_rows,
+)
 
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Bytes of similarities that exist at a time; a CPU works best inside its cache."""

@@ -7,17 +7,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.leaderboard import identity, physics, trials, turns
-from agentbench_kv.leaderboard.benchmark import (
+from agentbench_kv.leaderboard import identity, physics, turns
+from agentbench_kv.leaderboard import turns as trials
+from agentbench_kv.leaderboard.evidence import (
+    Checks,
+    Evidence,
+    Finding,
+    Note,
+    Stop,
+    Wrong,
+    check_files,
+    check_listing,
+    read_manifest,
+    read_run,
+    shown,
+)
+from agentbench_kv.leaderboard.identity import (
     check_data,
     check_samples,
     find_samples,
     opened,
     unfit,
 )
-from agentbench_kv.leaderboard.evidence import Evidence, read_run
-from agentbench_kv.leaderboard.findings import Checks, Finding, Note, Stop, Wrong, shown
-from agentbench_kv.leaderboard.layout import check_files, check_listing, read_manifest
 from agentbench_kv.leaderboard.replay import Replay
 from agentbench_kv.results.submissions import Label, Manifest, SubmittedRun
 

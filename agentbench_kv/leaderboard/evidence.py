@@ -1,28 +1,307 @@
-"""The records of one submitted run, read strictly and laid out by trial."""
+"""The records of one submitted run, read strictly and laid out by trial.
+
+What a check says: a finding refuses the submission, a note says what it leaves open.
+
+JSON as kvbench writes it, and nothing else that a parser might let through.
+
+A submission is somebody else's text. Numbers beyond 64 bits, NaN, the same key twice, endless
+nesting and half characters are what later code would stumble over, or read in two ways.
+
+What lies in a submission's folder: which files, their hashes, the manifest.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
-from agentbench_kv.leaderboard.findings import Wrong
-from agentbench_kv.leaderboard.layout import TRANSCRIPTS, transcripts
-from agentbench_kv.leaderboard.strict import retyped, strict_json
 from agentbench_kv.registry import load_engine
-from agentbench_kv.results.lines import Lines
-from agentbench_kv.results.reader import RunReader, TrialKey, latest_turns
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
-from agentbench_kv.results.runinfo import RunInfo
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.results.store import Lines, RunInfo, RunReader, TrialKey, latest_turns
+from agentbench_kv.results.submissions import Manifest, SubmittedRun
+from agentbench_kv.results.summary import FILE as SUMMARY
+from agentbench_kv.run.spec import RunSpec
+
+_LONGEST = 160
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a submission: the run (empty: the manifest), the field, the words."""
+
+    run: str
+    field: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return ": ".join(part for part in (self.run, self.field, self.text) if part)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A finding before the run's name is put in front."""
+
+    field: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that could not be checked, and why."""
+
+    text: str
+
+
+class Stop(Note):
+    """A note for which a run cannot be called re-scored."""
+
+
+Checks = Iterator[Wrong | Note]
+
+
+def differs(field: str, said: Any, derived: Any) -> Wrong:
+    """Return the finding for a value that another one contradicts."""
+    return Wrong(field, f"is {shown(said)}, expected {shown(derived)}")
+
+
+def shown(value: Any) -> str:
+    """Return a value on one short line, whatever it holds."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__} too large to show"
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_DEEPEST = 64
+
+
+_MOST = 2**63 - 1
+
+
+def strict_json(raw: bytes) -> Any:
+    """Parse one JSON document.
+
+    Raises
+    ------
+    ValueError
+        With the reason, on one line.
+    """
+    try:
+        document = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_constant,
+        )
+        _check(document)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from None
+    return document
+
+
+def retyped(document: Any, record: Any, field: str = "") -> str:
+    """Return the first field that a record holds as another type than its JSON; empty if none.
+
+    A lenient reader makes a number of the text `"1"`, which no writer of ours wrote.
+    """
+    if not isinstance(document, dict):
+        texts = isinstance(document, str) == isinstance(record, str)
+        same = texts and isinstance(document, bool) == isinstance(record, bool)
+        return "" if same else field
+    for name, said in document.items():
+        read = record.get(name) if isinstance(record, dict) else getattr(record, name, said)
+        if found := retyped(said, read, f"{field}.{name}".lstrip(".")):
+            return found
+    return ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object with the same key twice")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) > _MOST:
+        raise ValueError(f"a number of {len(text)} digits; the most are 64 bits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    # A large one may become an integer of hundreds of digits where one is expected.
+    if not abs(float(text)) <= _MOST:
+        raise ValueError(f"a number out of range: {text[:20]}")
+    return float(text)
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _check(document: Any) -> None:
+    """Refuse deep nesting and half characters, without recursion."""
+    level, depth = [document], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"nested deeper than {_DEEPEST} levels")
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                _check_text(value)
+            elif isinstance(value, dict):
+                below += [*value, *value.values()]
+            elif isinstance(value, list):
+                below += value
+        level = below
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character in {text[:40]!a}") from error
+
+
+MANIFEST = "submission.json"
+
+
+HASHED = ("samples.jsonl", "run.json", "turns.jsonl")
+
+
+NEEDED = HASHED
+
+
+TRANSCRIPTS = "transcripts"
+
+
+_KNOWN = frozenset({*HASHED, SUMMARY, TRANSCRIPTS})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `submission.json`.
+
+    Raises
+    ------
+    UsageError
+        If there is none or it is not one.
+    """
+    path = folder / MANIFEST
+    if not is_plain(path):
+        raise UsageError(
+            f"{folder} is not a submission: no {MANIFEST}; kvbench leaderboard pack makes one"
+        )
+    try:
+        return Manifest.model_validate(strict_json(path.read_bytes()))
+    except ValidationError as error:
+        raise UsageError(f"{path}: {first_error(error)}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def first_error(error: ValidationError) -> str:
+    """Return the first thing that is wrong with data of a model."""
+    detail = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+
+
+def check_listing(folder: Path, manifest: Manifest) -> list[Finding]:
+    """Find runs listed twice, runs not listed and anything else in the folder."""
+    listed = [run.run_id for run in manifest.runs]
+    twice = sorted({name for name in listed if listed.count(name) > 1})
+    present = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
+    return [
+        *(Finding(name, "", "listed twice") for name in twice),
+        *(Finding(n, "", f"not listed in {MANIFEST}") for n in present if n not in listed),
+    ]
+
+
+def check_files(path: Path, listed: SubmittedRun) -> Checks:
+    """Check that a run's files are plain, known, and those that were promised."""
+    missing = [name for name in NEEDED if not is_plain(path / name)]
+    yield from (Wrong(name, "is missing or not a plain file") for name in missing)
+    if missing:
+        return
+    for entry in sorted(path.iterdir()):
+        if entry.name not in _KNOWN or entry.is_symlink():
+            yield Wrong(ascii(entry.name)[1:-1], "is no file of a submitted run")
+    if not _plain_transcripts(path):
+        yield Wrong(TRANSCRIPTS, "holds something else than transcripts")
+        return
+    found, promised = hashes(path), listed.sha256
+    for name in sorted(found.keys() | promised.keys()):
+        if found.get(name) != promised.get(name):
+            text = f"sha256 is {found.get(name)}, {MANIFEST} says {promised.get(name)}"
+            yield Wrong(name, text)
+
+
+def hashes(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of those `HASHED` a run has, and one over its transcripts."""
+    found = {name: sha for name in HASHED if (sha := file_sha(path / name))}
+    names = transcripts(path)
+    if names:
+        lines = [f"{name} {file_sha(path / TRANSCRIPTS / name)}\n" for name in names]
+        found[TRANSCRIPTS] = hashlib.sha256("".join(lines).encode()).hexdigest()
+    return found
+
+
+def same_files(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether two runs have the same records, whatever lies beside them."""
+    return all(one.get(name) == other.get(name) for name in HASHED)
+
+
+def file_sha(path: Path) -> str:
+    """Return the SHA-256 of a file, empty if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
+
+
+def transcripts(path: Path) -> list[str]:
+    """Return the names of a run's transcripts."""
+    return sorted(each.name for each in (path / TRANSCRIPTS).glob("*.json"))
+
+
+def is_plain(path: Path) -> bool:
+    """Whether this is a file, and neither it nor its folder a link to somewhere else."""
+    return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
+
+
+def _plain_transcripts(path: Path) -> bool:
+    folder = path / TRANSCRIPTS
+    if not folder.exists():
+        return True
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = list(folder.iterdir())
+    ours = all(name.suffix == ".json" and name.name.isascii() for name in names)
+    return ours and all(is_plain(name) for name in names)
+
 
 CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
+
+
 """Ends that no token tells. Such a trial counts 0, and its session may have been left anywhere."""
 
 

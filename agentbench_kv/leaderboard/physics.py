@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentbench_kv.engines.serving.model import read_model
+from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence, place
-from agentbench_kv.leaderboard.findings import Checks, Wrong, differs
+from agentbench_kv.leaderboard.evidence import CUT_OFF, Checks, Evidence, Wrong, differs, place
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.leaderboard.turns import OWN
-from agentbench_kv.results.reader import TrialKey
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, TurnRecord
-from agentbench_kv.results.validity import UNCOMPRESSED, RunState, assess
+from agentbench_kv.results.store import TrialKey
+from agentbench_kv.results.summary import UNCOMPRESSED, RunState, assess
 
 _LOCAL = frozenset({"embedded", "llamacpp", "vllm", "sglang"})
 _SLACK_S = 60.0

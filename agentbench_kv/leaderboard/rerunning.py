@@ -11,19 +11,16 @@ from pathlib import Path
 
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
-from agentbench_kv.leaderboard.benchmark import find_samples, opened, unfit
-from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence
-from agentbench_kv.leaderboard.identity import folder_of_model
-from agentbench_kv.leaderboard.layout import file_sha
+from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence, file_sha
+from agentbench_kv.leaderboard.identity import find_samples, folder_of_model, opened, unfit
 from agentbench_kv.leaderboard.physics import account
-from agentbench_kv.provenance import hardware
-from agentbench_kv.records import trial_record
 from agentbench_kv.results.files import write_atomic, writing
-from agentbench_kv.results.reader import TrialKey
+from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
-from agentbench_kv.runner import open_stage
-from agentbench_kv.spec import RunSpec
-from agentbench_kv.trials import Played, Stage, play_session
+from agentbench_kv.run.provenance import hardware
+from agentbench_kv.run.runner import open_stage
+from agentbench_kv.run.spec import RunSpec
+from agentbench_kv.run.trial import Played, Stage, play_session, trial_record
 
 
 def rerun(

@@ -14,15 +14,16 @@ from agentbench_kv.kernels import attention_mass
 from agentbench_kv.kernels.ops import GqaMode
 from agentbench_kv.methods.base import (
     GQA_MODES,
+    PHASE_NAMES,
     Method,
+    Phase,
     Queries,
     QueryKind,
     QueryPlan,
     ScoreContext,
 )
-from agentbench_kv.methods.params import param
-from agentbench_kv.methods.phases import PHASE_NAMES, Phase
 from agentbench_kv.methods.samplers import HISTORY, SAMPLERS, sample
+from agentbench_kv.params import param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,20 @@
 Every such method is: which queries represent the future, a score per cached token, what is always
 kept, which set granularity, and when. A method declares the first and implements the second; the
 rest is here (shared specification: methods.md, notation).
+
+What a method is given at an event and what it returns.
+
+When a session's cache is compressed: the trigger's state, one object per session.
+
+The four phases of an agent's token stream (AgentKV, section 3.2 and appendix D.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,34 +26,114 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.kernels import ascending_rows, by_position, select_top
 from agentbench_kv.methods.calibration import Calibration
-from agentbench_kv.methods.params import ParamSpec, param, param_specs, parse_settings
-from agentbench_kv.methods.views import (
-    LayerView,
-    Queries,
-    QueryKind,
-    QueryPlan,
-    ScoreContext,
-    Selection,
-    in_order,
-)
+from agentbench_kv.params import ParamSpec, param, param_specs, parse_settings
 
-__all__ = [
-    "GQA_MODES",
-    "KEPT_SETS",
-    "TRIGGERS",
-    "LayerView",
-    "Method",
-    "Queries",
-    "QueryKind",
-    "QueryPlan",
-    "ScoreContext",
-    "Selection",
-]
+
+class QueryKind(StrEnum):
+    """What an engine keeps of past queries for a method."""
+
+    NONE = "none"
+    RECENT = "recent"  # the last queries
+    PER_PHASE = "per_phase"  # the last queries of each phase
+    SUMS = "sums"  # no queries, but the attention every cached row has got so far
+    FUTURE = "future"  # the attention it will get after the event, which only a capture knows
+
+
+@dataclass(frozen=True)
+class QueryPlan:
+    """The queries a method wants kept: `size` of them (per phase for `PER_PHASE`)."""
+
+    kind: QueryKind = QueryKind.NONE
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Kept queries of one layer, post-RoPE."""
+
+    vectors: Tensor  # [q_heads, n, head_dim]
+    positions: Tensor  # [n], int64
+    phases: Tensor  # [n], int64
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """The live rows of one layer of one session's cache, in cache order."""
+
+    keys: Tensor  # [kv_heads, tokens, head_dim], post-RoPE at their original positions
+    values: Tensor  # [kv_heads, tokens, head_dim]
+    positions: Tensor  # [kv_heads, tokens], int64: original ones; may differ between heads
+    # [kv_heads, tokens], float32: attention probability every row has got since it was written,
+    # summed over all queries that saw it, mean over the group's query heads; given for plans of
+    # kind `SUMS`. For plans of kind `FUTURE`, the same over all later queries.
+    sums: Tensor | None = None
+
+
+def in_order(vectors: Tensor, order: Tensor | None) -> Tensor:
+    """Return vectors [kv_heads, tokens, head_dim] in an order [kv_heads, tokens]; None: as is."""
+    if order is None:
+        return vectors
+    return vectors.gather(1, order[..., None].expand(-1, -1, vectors.shape[-1]))
+
+
+@dataclass(frozen=True)
+class ScoreContext:
+    """What `score` may know besides queries and keys."""
+
+    positions: Tensor  # [kv_heads, tokens], int64: original ones; ascending if `ordered`
+    cached: LayerView  # the layer's rows in cache order
+    now: int  # logical length: tokens ever seen
+    budget: int  # tokens to keep at this event
+    layer: int
+    order: Tensor | None = None  # [kv_heads, tokens], int64: cache row of every key; None: as is
+    sums: Tensor | None = None  # [kv_heads, tokens], float32, see `LayerView`
+    prompt: int = 0  # tokens of the session's first prefill
+    # RoPE position of the next token: `now`, or the rows held where positions are the cache's.
+    next_position: int = 0
+    seen_phases: Tensor | None = None  # [now], int64: phase of every token ever seen
+
+    @cached_property
+    def phases(self) -> Tensor | None:
+        """Phase of every key's token [kv_heads, tokens], int64; None if phases are not known."""
+        return None if self.seen_phases is None else self.seen_phases[self.positions]
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Values [kv_heads, tokens, head_dim] in the order of the keys; sorted when asked for."""
+        return in_order(self.cached.values, self.order)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The outcome of one event."""
+
+    kept: Tensor  # [layers, kv_heads, budget], int64: cache rows to keep, ascending
+    # [layers, kv_heads, tokens], float32: scores after `kept_set` merging; NaN where always kept.
+    values: Tensor
+    # Of `values`, [layers, kv_heads, tokens], int64, if they come in cache order; else None, and
+    # they come by ascending position.
+    positions: Tensor | None = None
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """`values` by ascending position."""
+        if self.positions is None:
+            return self.values
+        return self.values.gather(-1, self.positions.argsort(-1))
+
 
 GQA_MODES = ("mean_prob", "max_prob", "max_logit")
+
+
 KEPT_SETS = ("per_head", "per_kv_head", "shared")
+
+
 POSITIONS = ("logical", "cache")
+
+
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
+
+
 ENDLESS = 1 << 40  # a budget larger than any session
 
 
@@ -290,3 +378,50 @@ class Method:
 
 def _ascending(order: Tensor) -> bool:
     return bool((order[:, 1:] > order[:, :-1]).all())
+
+
+class Schedule:
+    """Counts decoded tokens of one session and says when an event fires."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._since_due = 0
+
+    def after_decode(self, live: int, logical: int) -> bool:
+        """Count one decoded token, with `live` tokens cached of `logical` ever seen."""
+        self._since_due += 1
+        trigger = self._method.trigger
+        if trigger == "slack":
+            return self._over(live, logical, self._method.interval)
+        if trigger == "turn" or self._since_due < self._method.interval:
+            return False
+        self._since_due = 0
+        return self._over(live, logical)
+
+    def take_back(self) -> None:
+        """Uncount the last decoded token, with which no event fired."""
+        self._since_due = (self._since_due - 1) % self._method.interval
+
+    def after_prefill(self, live: int, logical: int) -> bool:
+        return self._method.trigger == "prefill+every" and self._over(live, logical)
+
+    def after_turn(self, live: int, logical: int) -> bool:
+        return self._method.trigger == "turn" and self._over(live, logical)
+
+    def _over(self, live: int, logical: int, slack: int = 0) -> bool:
+        if not self._method.compresses:
+            return False
+        budget = self._method.budget_at(logical)
+        return live >= budget + slack if slack else live > budget
+
+
+class Phase(IntEnum):
+    """What a token is part of; the values are the ones capture files use."""
+
+    THINK = 0
+    ACT = 1
+    TOOL = 2
+    OTHERS = 3
+
+
+PHASE_NAMES = tuple(phase.name.lower() for phase in Phase)

@@ -1,6 +1,10 @@
 """What TriAttention knows of a model: means of its queries before RoPE.
 
 Made once per model from plain text by `kvbench calibrate`; methods.md, section triattention.
+
+Rotary position embedding in the half-split convention of Llama, Mistral and Qwen.
+
+A pair is (x[f], x[f + d/2]); position p turns it by p · inverse_frequency[f] (Su et al., RoFormer).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.kernels.torch_backend import rotated
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,18 @@ class Calibration:
     def to(self, device: torch.device) -> Calibration:
         tensors = (self.mean.to(device), self.abs_mean.to(device), self.frequencies.to(device))
         return Calibration(*tensors, self.scale, self.meta)
+
+
+def rotate(vectors: Tensor, shifts: Tensor, frequencies: Tensor) -> Tensor:
+    """Move vectors [..., tokens, head_dim] that carry RoPE by some positions.
+
+    `shifts`, broadcastable to [..., tokens], are negative to move back; `frequencies`
+    [head_dim / 2] are the inverse ones, in radians per position.
+    """
+    return rotated(vectors, shifts, frequencies, interleaved=False)
+
+
+def as_complex(vectors: Tensor) -> Tensor:
+    """Return the pairs as complex64 numbers, [..., head_dim] -> [..., head_dim / 2]."""
+    first, second = vectors.float().chunk(2, -1)
+    return torch.complex(first.contiguous(), second.contiguous())

@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.blocks import SpanMethod
-from agentbench_kv.methods.params import ParamSpec, param_specs, parse_settings
+from agentbench_kv.methods.spans import SpanMethod
+from agentbench_kv.params import ParamSpec, param_specs, parse_settings
 
 HOOKS = "score select recent_kept budget_at query_plan validate with_calibration"
 TEXTS = ("name", "summary", "source", "default_preset")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Queries, QueryKind, QueryPlan, ScoreContext
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 
 
 @dataclass(frozen=True, kw_only=True)

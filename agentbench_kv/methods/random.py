@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.methods.base import Method, Queries, ScoreContext
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 
 _MASK = (1 << 63) - 1
 

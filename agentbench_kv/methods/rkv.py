@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agentbench_kv.kernels import similarity_column_mean
 from agentbench_kv.methods.base import Queries, ScoreContext
-from agentbench_kv.methods.params import param
 from agentbench_kv.methods.snapkv import SnapKV
+from agentbench_kv.params import param
 
 
 @dataclass(frozen=True, kw_only=True)

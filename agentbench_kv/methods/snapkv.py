@@ -20,7 +20,7 @@ from agentbench_kv.methods.base import (
     QueryPlan,
     ScoreContext,
 )
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 
 _AVERAGED = {"kernel": 5, "pool": "avg", "gqa": "mean_prob", "columns": "all"}
 

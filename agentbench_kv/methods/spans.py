@@ -3,6 +3,10 @@
 A token-level method ranks rows inside an engine (`methods.base`). A span-level one is outside:
 between two generations it decides which logical spans to evict, save and restore, for all layers
 and heads alike. It sees token ids, who wrote them, embeddings and attention; never text.
+
+The base of span-level methods: whole spans of tokens leave the cache and may come back.
+
+The spans themselves, and what manages one session, are in `methods.spans`.
 """
 
 from __future__ import annotations
@@ -11,10 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan, Selection
 
 SpanRange = tuple[int, int]  # logical positions `[start, end)` of a session
 
@@ -153,3 +161,64 @@ class SpanSession(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of everything kept for the session."""
+
+
+class SpanSessions(Protocol):
+    """All sessions of one engine under a span-level method, and what they share."""
+
+    def open(self, cache: SpanCache) -> SpanSession:
+        """Return what manages a new session."""
+
+    def close(self) -> None:
+        """Let go of what the sessions share, such as a host store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident(Method):
+    """What an engine runs below a span-level method: it keeps all rows until it is told."""
+
+    name: ClassVar[str] = "resident"
+    compresses: ClassVar[bool] = False
+
+    recent_queries: int = 0
+
+    def query_plan(self) -> QueryPlan:
+        if not self.recent_queries:
+            return QueryPlan()
+        return QueryPlan(QueryKind.RECENT, self.recent_queries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanMethod(Method):
+    """Base of span-level methods. Subclasses are frozen keyword-only dataclasses."""
+
+    spans: ClassVar[bool] = True
+
+    # Fields of the base that mean nothing here: no `param`, so `--set` does not take them.
+    interval: int = 128
+    trigger: str = "turn"
+    kept_set: str = "shared"
+    keep_recent: int = 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"evict_spans"})
+
+    def below(self) -> Method:
+        """Return the method that the engine itself runs."""
+        return Resident()
+
+    def sessions(self) -> SpanSessions:
+        """Return what opens the sessions of one engine."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement sessions")
+
+    def select(
+        self,
+        layers: Sequence[LayerView],
+        queries: Sequence[Queries],
+        now: int,
+        prompt: int = 0,
+        phases: Tensor | None = None,
+    ) -> Selection:
+        del layers, queries, now, prompt, phases
+        raise UsageError(f"method {self.label!r} works on spans of a session, not on cache rows")

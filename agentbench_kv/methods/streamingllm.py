@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from agentbench_kv.methods.base import Method, Queries, ScoreContext
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 
 
 @dataclass(frozen=True, kw_only=True)

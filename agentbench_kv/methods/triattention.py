@@ -14,7 +14,7 @@ from torch import Tensor
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.base import KEPT_SETS, TRIGGERS, Method, Queries, ScoreContext
 from agentbench_kv.methods.calibration import Calibration
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 
 logger = logging.getLogger(__name__)
 

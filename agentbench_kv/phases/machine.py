@@ -12,18 +12,109 @@ in one piece, in any chunks, or token by token while decoding gets the same labe
 * Think and act spans count in the assistant's messages only. They nest: a call inside a thought is
   `act`, what follows it is `think` again. Opening what is already open or closing what is not
   changes nothing. A span without an end ends with its message, whose end marker is the message's.
+
+Marker tables: how each model family writes messages, thoughts, calls and tool results.
+
+How a labeller is named, so that a backend in another process can make the same one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Protocol, Self
 
-from agentbench_kv.methods.phases import Phase
-from agentbench_kv.phases.codec import TokenCodec
-from agentbench_kv.phases.families import FAMILIES, PLAIN, Family, SpanRule
+from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+
+
+@dataclass(frozen=True)
+class HeaderRule:
+    r"""Gives a whole message a phase; `pattern` is matched at the start of the header so far.
+
+    A pattern that must see the complete role name ends in ``\Z``.
+    """
+
+    pattern: str
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class SpanRule:
+    """A marked span inside messages whose header matches `header`; no `close`: to the end."""
+
+    open: str
+    close: str | None
+    phase: Phase
+    header: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """The markers of one chat format. A message's header holds role, channel and recipient."""
+
+    name: str
+    detect: str  # an added token only this family has; empty for the family without markers
+    message_open: str
+    header_close: str
+    message_close: tuple[str, ...]  # any of them ends a message
+    headers: tuple[HeaderRule, ...]  # first match wins; a message without a match is `others`
+    spans: tuple[SpanRule, ...]
+
+
+_ASSISTANT = r"assistant\Z"
+
+
+_THINK = SpanRule("<think>", "</think>", Phase.THINK, _ASSISTANT)
+
+
+_CALL = SpanRule("<tool_call>", "</tool_call>", Phase.ACT, _ASSISTANT)
+
+
+CHATML = Family(
+    name="chatml",
+    detect="<|im_start|>",
+    message_open="<|im_start|>",
+    header_close="\n",
+    message_close=("<|im_end|>",),
+    headers=(HeaderRule(r"tool\Z", Phase.TOOL),),
+    spans=(_THINK, _CALL, SpanRule("<tool_response>", "</tool_response>", Phase.TOOL, r"user\Z")),
+)
+
+
+LLAMA3 = Family(
+    name="llama3",
+    detect="<|start_header_id|>",
+    message_open="<|start_header_id|>",
+    header_close="<|end_header_id|>",
+    message_close=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    headers=(HeaderRule(r"(ipython|tool)\Z", Phase.TOOL),),
+    spans=(_THINK, _CALL, SpanRule("<|python_tag|>", None, Phase.ACT, _ASSISTANT)),
+)
+
+
+HARMONY = Family(
+    name="harmony",
+    detect="<|channel|>",
+    message_open="<|start|>",
+    header_close="<|message|>",
+    message_close=("<|end|>", "<|call|>", "<|return|>"),
+    headers=(
+        HeaderRule(r"(functions\.|browser\b|python\b)", Phase.TOOL),
+        HeaderRule(r"assistant.*\sto=", Phase.ACT),
+        HeaderRule(r"assistant.*<\|channel\|>analysis", Phase.THINK),
+    ),
+    spans=(),
+)
+
+
+PLAIN = Family("plain", "", "", "", (), (), ())
+
+
+FAMILIES = (HARMONY, LLAMA3, CHATML)
 
 
 class PhaseTable:
@@ -153,3 +244,45 @@ def _completed(markers: tuple[str, ...], window: str, start: int) -> list[str]:
             ends.append((at + len(marker), marker))
             at = window.find(marker, at + 1)
     return [marker for _, marker in sorted(ends)]
+
+
+MARKERS = "markers"  # the recipe of `PhaseMachine` over the model's own tokenizer
+
+
+class Labeller(Protocol):
+    """Labels a session's tokens one by one."""
+
+    def label(self, token: int) -> Phase:
+        """Return the phase of the next token of the session."""
+        ...
+
+
+class TokenPhases:
+    """Labels a token by its id, so that all four phases occur in random ids. For tests."""
+
+    recipe = "token-id"
+
+    def label(self, token: int) -> Phase:
+        return Phase(token % len(Phase))
+
+
+def recipe_of(labeller: Any) -> str:
+    """Return the name under which `make_labeller` makes another one of the kind.
+
+    UsageError for a labeller that only exists in this process.
+    """
+    if isinstance(labeller, PhaseMachine):
+        return MARKERS
+    if getattr(labeller, "recipe", None) == TokenPhases.recipe:
+        return TokenPhases.recipe
+    raise UsageError(
+        f"{type(labeller).__name__} cannot label tokens in another process; use --engine embedded"
+    )
+
+
+def make_labeller(recipe: str, model_path: Path) -> Callable[[], Labeller]:
+    """Return what makes labellers that start before a session's first token."""
+    if recipe == TokenPhases.recipe:
+        return TokenPhases
+    table = PhaseTable.for_tokenizer(TokenCodec(load_tokenizer(model_path)))
+    return lambda: PhaseMachine(table)

@@ -1,20 +1,28 @@
-"""One row of a comparison: a metric, a base, a candidate, a change with its verdict."""
+"""One row of a comparison: a metric, a base, a candidate, a change with its verdict.
+
+The samples that changed between two sides, with how they ended and where to read them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import stats
-from agentbench_kv.results.flips import Flip, flips
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.groups import RunGroup, asked_once
+from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
+
+if TYPE_CHECKING:
+    pass
+
 
 SPEED, PEAK = "output_tok_s", "peak_live"
 
@@ -239,3 +247,75 @@ def _order_notes(pair: Pair) -> list[str]:
 
 def _ids(pairs: Sequence[Pair]) -> str:
     return f"{pairs[0].base.first.run_id} and {pairs[0].cand.first.run_id}"
+
+
+Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
+
+
+"""Trials of one sample by index and seed, each with its run's folder."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A sample whose figure differs: its score (mean of its trials) or size on each side.
+
+    Statuses and transcripts are of the first trial that the sides scored differently, else the
+    first; a transcript is None if the run does not have it, as in a baseline.
+    """
+
+    task: str
+    sample: str
+    base: float
+    cand: float
+    base_status: str
+    cand_status: str
+    base_transcript: str | None
+    cand_transcript: str | None
+
+
+def flips(
+    pairs: Sequence[Pair],
+    was: Mapping[str, float],
+    now: Mapping[str, float],
+    moved: Mapping[str, float],
+    most: int,
+) -> list[Flip]:
+    """List the samples that changed: the largest changes first, of equal ones losses first.
+
+    Figures and changes are by `number of the pair/sample`.
+    """
+    changed = [name for name, move in moved.items() if move]
+    chosen = sorted(changed, key=lambda name: (-abs(moved[name]), moved[name], name))[:most]
+    before = _played([pair.base for pair in pairs], chosen)
+    after = _played([pair.cand for pair in pairs], chosen)
+    found = []
+    for name in chosen:
+        number, _, sample = name.partition("/")
+        old, new = _telling(before[name], after[name])
+        ends = old[1].status, new[1].status, _transcript(*old), _transcript(*new)
+        found.append(Flip(pairs[int(number)].task, sample, was[name], now[name], *ends))
+    return found
+
+
+def _played(groups: Sequence[RunGroup], chosen: Sequence[str]) -> dict[str, Played]:
+    """Read the trials of some samples again; of a trial played twice the earliest counts."""
+    found: dict[str, Played] = {name: {} for name in chosen}
+    for i, group in enumerate(groups):
+        for run in group.runs:
+            for record in run.records():
+                trials = found.get(f"{i}/{record.sample_id}", {})
+                trials.setdefault((record.trial, record.seed), (run.path, record))
+    return found
+
+
+def _telling(base: Played, cand: Played) -> tuple[tuple[Path, TrialRecord], ...]:
+    """Choose a trial that both sides played and scored differently, else the first of each."""
+    for key in sorted(base.keys() & cand.keys()):
+        if base[key][1].headline != cand[key][1].headline:
+            return base[key], cand[key]
+    return base[min(base)], cand[min(cand)]
+
+
+def _transcript(folder: Path, record: TrialRecord) -> str | None:
+    path = folder / record.transcript if record.transcript else None
+    return str(path) if path and path.is_file() else None

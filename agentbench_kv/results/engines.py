@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import Run
+from agentbench_kv.results.store import RunReader
 
 _FREE = {"engine", "engine_args", "allow_untested", "device", "concurrency", "timeout_s", "limit"}
 """Parts of a spec that may differ between engines."""

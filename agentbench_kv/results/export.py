@@ -1,10 +1,14 @@
-"""Trials as a file: parquet, CSV or JSON lines, to any place that fsspec can write."""
+"""Trials as a file: parquet, CSV or JSON lines, to any place that fsspec can write.
+
+`README.md` beside an exported parquet file: the card that a data hub shows.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -12,12 +16,99 @@ from typing import IO, Any
 import msgspec
 import pandas as pd
 
+from agentbench_kv import __version__
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results import card
-from agentbench_kv.results.frame import load_results
-from agentbench_kv.results.places import Target, locate, writing_to
+from agentbench_kv.results.files import Target, locate, writing_to
+from agentbench_kv.results.frame import COLUMNS, load_results
 from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.tables.formats import markdown_text
 from agentbench_kv.results.terminal import console, plain, print_json
+
+FILE = "README.md"
+
+
+_TYPES = {"category": "string", "Int64": "int64", "int64": "int64", "float64": "float64"}
+
+
+_MEANINGS = {column.name: column.meaning for column in COLUMNS}
+
+
+_SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
+
+
+_OF_RUN = ("run_id", "task", "method", "budget", "model", "engine", "seed")
+
+
+def card(frame: pd.DataFrame, file: str, command: str) -> str:
+    """Return the card of a file that holds the frame and that the command wrote."""
+    counts = f"{len(frame)} trials of {frame['run_id'].nunique()} runs"
+    about = (
+        f"{counts}, one row a trial, measured with kvbench and written by its version "
+        f"{__version__}: KV-cache methods on LLM agents. A run is a method at a budget on an "
+        "engine, a model and a task, with its number of trials and its seed."
+    )
+    made = (
+        f"Written by `{command}`. As everywhere in kvbench, the last record of each (sample, "
+        "trial) counts; scores are the benchmark's own checker's, and a failed trial has none and "
+        "a `headline` of 0. The sample is the unit of every interval, not the trial. `path` names "
+        "folders of the machine that exported."
+    )
+    tasks = sorted(frame["task"].dropna().astype(str).unique())
+    parts = (
+        _front_matter(frame, file),
+        f"# Trials of {', '.join(map(markdown_text, tasks))}",
+        about,
+        "## Runs",
+        _table((*_OF_RUN, "trials", "validity"), _runs(frame)),
+        "## Columns",
+        _table(("column", "type", "meaning"), _columns(frame)),
+        "## How it was made",
+        made,
+        "## Licence",
+        "Not chosen yet: add `license:` to the lines at the top. Scores and hashes are yours; a "
+        "benchmark's own licence covers what `sample_id` and `error` quote of it.",
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(frame: pd.DataFrame, file: str) -> str:
+    """Return the YAML that hubs read; JSON strings are YAML."""
+    size = next((name for most, name in _SIZES if len(frame) < most), "n>1M")
+    features = [
+        f"  - name: {json.dumps(str(name))}\n    dtype: {_TYPES[str(frame[name].dtype)]}"
+        for name in frame
+    ]
+    lines = (
+        "---",
+        'pretty_name: "kvbench trials"',
+        "tags:\n- kvbench\n- kv-cache\n- llm-agents",
+        f"size_categories:\n- {size}",
+        "configs:\n- config_name: default\n  data_files:",
+        f"  - split: trials\n    path: {json.dumps(file)}",
+        "dataset_info:\n  config_name: default\n  features:",
+        *features,
+        "---",
+    )
+    return "\n".join(lines)
+
+
+def _runs(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
+    for _, trials in frame.groupby("path", observed=True, sort=False):
+        first = trials.iloc[0]
+        cells = (*(first[name] for name in _OF_RUN), len(trials), first["run_state"])
+        yield ["" if pd.isna(cell) else markdown_text(str(cell)) for cell in cells]
+
+
+def _columns(frame: pd.DataFrame) -> Iterable[Sequence[str]]:
+    for name in map(str, frame):
+        meaning = _MEANINGS.get(name, "the checker's figure of that name")
+        yield markdown_text(name), _TYPES[str(frame[name].dtype)], meaning
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
 
 _ROWS_AT_ONCE = 50_000
 
@@ -63,7 +154,7 @@ def export_trials(
     Runs are paths, URLs, or ids of runs in `out`; a card is `README.md` beside a parquet file.
     Errors as of `export_runs`.
     """
-    beside = f"{target.removesuffix(PurePosixPath(target).name)}{card.FILE}"
+    beside = f"{target.removesuffix(PurePosixPath(target).name)}{FILE}"
     if with_card:
         if _suffix(target) != ".parquet":
             raise UsageError(
@@ -73,7 +164,7 @@ def export_trials(
     frame = export_runs([_place(out, run) for run in runs], target, force)
     if with_card:
         command = shlex.join(["kvbench", "export", *runs, "--to", target, "--card"])
-        text = card.card(frame, PurePosixPath(target).name, command)
+        text = card(frame, PurePosixPath(target).name, command)
         _replace(beside, lambda file: file.write(text.encode()))
     found = frame.attrs["problems"]
     if as_json:

@@ -2,14 +2,17 @@
 
 Two numbers: `margin`, how much worse is harmless, and `catch`, the loss that must not slip
 through. docs/decisions/0030 has the error rates behind the levels.
+
+The A/A arm: how far two runs of `full` lie apart is the floor under every difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import combinations
 from math import ceil, sqrt
 
 import numpy as np
@@ -18,19 +21,40 @@ from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.stats import LEVEL, SEED, paired_ends
+from agentbench_kv.results.groups import RunGroup
+from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.stats import LEVEL, SEED, Change, change, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
+
+
 DISCORDANCE = 0.15
+
+
 """Share of samples whose outcome differs that a plan assumes if nothing was measured."""
+
+
 LOSSES = (0.05, 0.10, 0.15, 0.20)
+
+
 POWER = 0.9
 
+
 _ALARM = 0.03  # two-sided: a loss of the margin is called a regression in at most 1.5 %
+
+
 _MOST_EXACT = 1000
+
+
 _MOST = 100_000
+
+
 _SAME = 1e-12
+
+
 _RARE = 1e-9
+
+
 _DRAWS = 16
 
 
@@ -216,3 +240,55 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
             above += 1
         proof[wins], fine[wins] = fewest, above - 1
     return proof, fine
+
+
+_FREE = frozenset({"limit", "trials", "concurrency"})
+
+
+"""What the specs of two runs may differ in that are an A/A pair."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Two runs of `full` that only differ in being run twice; first minus second."""
+
+    first: Run
+    second: Run
+    change: Change
+    changed: int  # samples whose score differs
+
+
+def repeats(runs: Iterable[Run], metric: str = SCORE) -> list[Repeat]:
+    """Compare every two runs of `full` of one setting that were run apart and share samples."""
+    full = [run for run in runs if run.method == "full" and run.valid]
+    pairs = (_repeat(a, b, metric) for a, b in combinations(full, 2) if _twice(a, b))
+    return [pair for pair in pairs if pair is not None]
+
+
+def describe(found: Sequence[Repeat]) -> str:
+    """Return the line that stands under a table or a verdict."""
+    if not found:
+        return "no A/A arm: the noise floor is unknown; run full twice (a second --out folder)"
+    worst = max(found, key=lambda each: (abs(each.change.point), each.changed / each.change.n))
+    gap = worst.change
+    several = f", the widest of {len(found)} pairs" if len(found) > 1 else ""
+    return (
+        f"A/A noise floor on {worst.first.setting.task}: full against full "
+        f"{100 * gap.point:+.1f} points [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}], "
+        f"{worst.changed} of {gap.n} samples changed{several}"
+    )
+
+
+def _twice(a: Run, b: Run) -> bool:
+    """Tell a second run from a copy of the first, such as the one in a baseline."""
+    copied = a.run_id == b.run_id and a.info.created == b.info.created
+    one, other = ({k: v for k, v in run.spec.items() if k not in _FREE} for run in (a, b))
+    return not copied and a.setting == b.setting and one == other
+
+
+def _repeat(a: Run, b: Run, metric: str) -> Repeat | None:
+    first, second = (RunGroup(run.label, (run,)).scores(metric) for run in (a, b))
+    if not first or not second or (gap := change(first, second, tested=False)) is None:
+        return None
+    shared = first.parts.keys() & second.parts.keys()
+    return Repeat(a, b, gap, sum(first.parts[name] != second.parts[name] for name in shared))

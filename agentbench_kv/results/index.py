@@ -4,28 +4,55 @@ One file in the folder, `.kvbench-index.json`, holds what `kvbench ls runs` show
 the times, sizes and inodes of the files it was derived from. It is a cache and nothing else: what
 does not fit the files is derived again, and without the file, or where it cannot be written, the
 answer is the same. It is replaced atomically, so any number of processes may use it.
+
+`kvbench ls runs`: the runs of a folder, filtered, sorted, and laid out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
 
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results.files import write_atomic
-from agentbench_kv.results.runinfo import RunStatus, holder, read_info
+from agentbench_kv.results.store import RunStatus, holder, read_info
+from agentbench_kv.results.terminal import (
+    console,
+    failures,
+    new_table,
+    number,
+    plain,
+    print_json,
+    share,
+)
 
 FILE = ".kvbench-index.json"
+
+
 _VERSION = 2
+
+
 _SOURCES = ("run.json", "samples.jsonl")
 
+
 Stamp = tuple[int, ...]
+
+
 """Time of change in ns, size and inode of each source; zeros for one that is missing."""
 
 
@@ -171,3 +198,212 @@ def _with_status(path: Path, entry: Entry, now: float) -> Entry:
         if info is not None and holder(info, now) is None:
             return msgspec.structs.replace(entry, status="interrupted")
     return entry
+
+
+_LAST = float("inf")
+
+
+def _most(value: float | None) -> float:
+    """Sort the largest first, what is missing last."""
+    return _LAST if value is None else -value
+
+
+SORTS: dict[str, Callable[[Entry], Any]] = {
+    "name": lambda entry: entry.run_id,
+    "newest": lambda entry: _most(entry.created),
+    "score": lambda entry: _most(entry.score.point if entry.score else None),
+    "kv": lambda entry: _LAST if entry.live_over_logical is None else entry.live_over_logical,
+    "speed": lambda entry: _most(entry.tokens_per_s),
+    "failures": lambda entry: _most(sum(entry.failures.values())),
+}
+
+
+@dataclass(frozen=True)
+class Query:
+    """Which runs to list, by names or shell patterns (`micro/*`), and in which order."""
+
+    task: str | None = None
+    method: str | None = None  # without `@` all of its presets
+    model: str | None = None  # or its last path component
+    status: str | None = None  # of the run (`complete`) or its validity (`valid`)
+    sort: str = "name"  # a key of `SORTS`
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether a run passes every filter."""
+        method, model = entry.method or "", entry.model or ""
+        return (
+            _matches(self.task, entry.task or "")
+            and _matches(self.method, method, method.partition("@")[0])
+            and _matches(self.model, model, model.rstrip("/").rsplit("/", 1)[-1])
+            and self.status in (None, entry.status, entry.run_state)
+        )
+
+
+def select_runs(entries: Sequence[Entry], query: Query) -> list[Entry]:
+    """Return the entries that a query wants, in its order; equal ones by name."""
+    wanted = sorted(filter(query.wants, entries), key=SORTS["name"])
+    return sorted(wanted, key=SORTS[query.sort])
+
+
+def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
+    """Print the runs of a folder, as JSON all, in a table `limit` of them; 0 is all."""
+    entries = read_index(folder)
+    wanted = select_runs(entries, query)
+    if as_json:
+        print_json(msgspec.to_builtins(wanted))
+        return
+    screen = console()
+    if not wanted:
+        tasks = ", ".join(sorted({entry.task for entry in entries if entry.task}))
+        none = f"none of the {len(entries)} runs in {folder} is like that; tasks there: {tasks}"
+        screen.print(plain(none if entries else f"no runs in {folder}"), soft_wrap=True)
+        return
+    shown = wanted[:limit] if limit else wanted
+    if sys.stdout.isatty():
+        width = screen.width
+    else:
+        width, screen.width = None, _UNLIMITED
+    for line in runs_lines(shown, width):
+        screen.print(line)
+    for entry in shown:
+        if entry.problem:
+            screen.print(plain(f"{entry.run_id}: {entry.problem}"), soft_wrap=True)
+    if len(shown) < len(wanted):
+        more = len(wanted) - len(shown)
+        screen.print(f"and {more} more; --limit 0 shows all, the filters fewer")
+
+
+def _score(entry: Entry) -> str | None:
+    score = entry.score
+    return share(score.point, score.low, score.high) if score else None
+
+
+def _short_score(entry: Entry) -> str | None:
+    score = entry.score
+    if score is None:
+        return None
+    return f"{100 * score.point:.1f} [{100 * score.low:.0f}, {100 * score.high:.0f}]"
+
+
+def _kv(entry: Entry) -> str | None:
+    ratio = entry.live_over_logical
+    return None if ratio is None else f"{100 * ratio:.0f}%"
+
+
+Columns = dict[str, Callable[[Entry], object]]
+
+
+_MORE: Columns = {
+    "kv": _kv,
+    "seed": lambda entry: entry.seed,
+    "status": lambda entry: entry.status,
+    "failures": lambda entry: failures(entry.failures),
+    "peak live": lambda entry: number(entry.peak_live),
+    "logical": lambda entry: number(entry.logical),
+    "tok/s": lambda entry: number(entry.tokens_per_s),
+}
+
+
+_WIDE: Columns = {
+    "run": lambda entry: entry.run_id,
+    "method": lambda entry: entry.method,
+    "budget": lambda entry: entry.budget,
+    "task": lambda entry: entry.task,
+    "score [95% CI]": _score,
+    "trials": lambda entry: f"{entry.trials}/{entry.expected_trials or '?'}",
+    "validity": lambda entry: entry.run_state or "unreadable",
+    **_MORE,
+}
+
+
+_NARROW: Columns = {
+    "method": _WIDE["method"],
+    "budget": _WIDE["budget"],
+    "score %": _short_score,
+    "n": _WIDE["trials"],
+    "validity": _WIDE["validity"],
+}
+
+
+_FOLDED = ("run", "method", "validity")
+
+
+_MOST = {"validity": 10}  # `budget_not_applied` takes two lines
+
+
+_GAP = 2
+
+
+_UNLIMITED = 100_000
+
+
+_DIGEST = re.compile(r"-([0-9a-f]{8})[0-9a-f]{2}$")
+
+
+def runs_lines(entries: Sequence[Entry], width: int | None) -> list[Table | Text]:
+    """Return a table of one row per run, or what stands for it in a narrow terminal.
+
+    Scores are in percent, KV figures in tokens per (layer, KV head). Where not everything fits,
+    each task has a table of its own, an id is cut to the start of the hash that ends it, which
+    names the run to every command that takes an id, and what matters less is shown as it fits.
+    A width of None is as much as the table takes.
+    """
+    wide = {title: _cells(of, entries) for title, of in _WIDE.items()}
+    widths = _widths(wide)
+    if width is None or _total(widths) <= width:
+        return [_table(wide, widths, fixed=True)]
+    columns = {"run": [plain(name) for name in _short_ids(entries)]}
+    columns |= {title: _cells(of, entries) for title, of in _NARROW.items()}
+    widths = {title: min(size, _MOST.get(title, size)) for title, size in _widths(columns).items()}
+    for title in _MORE:
+        more = widths | _widths({title: wide[title]})
+        if _total(more) <= width:
+            columns[title], widths = wide[title], more
+    lines: list[Table | Text] = []
+    for task in dict.fromkeys(entry.task for entry in entries):
+        rows = [index for index, entry in enumerate(entries) if entry.task == task]
+        part = {title: [cells[row] for row in rows] for title, cells in columns.items()}
+        lines += [plain(task), _table(part, widths, fixed=_total(widths) <= width)]
+    lines.append(plain("run: the start of the hash in its id, enough for what takes an id"))
+    if left_out := ", ".join(title for title in _MORE if title not in columns):
+        lines.append(plain(f"left out: {left_out}; a wider terminal, a pipe or --json has all"))
+    return lines
+
+
+def _cells(of: Callable[[Entry], object], entries: Sequence[Entry]) -> list[Text]:
+    return [plain(of(entry)) for entry in entries]
+
+
+def _widths(columns: Mapping[str, Sequence[Text]]) -> dict[str, int]:
+    return {
+        title: max(map(cell_len, (title, *map(str, cells)))) for title, cells in columns.items()
+    }
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+
+def _table(columns: Mapping[str, Sequence[Text]], widths: Mapping[str, int], fixed: bool) -> Table:
+    """Return a table of columns as wide as told; unless fixed, words may be folded further."""
+    table = new_table(*columns)
+    for column, width in zip(table.columns, widths.values(), strict=True):
+        column.no_wrap = column.header not in _FOLDED
+        column.min_width, column.max_width = width if fixed else None, width
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _short_ids(entries: Sequence[Entry]) -> list[str]:
+    """Return the hash at the end of each id, where it has one that no other run here has."""
+    found = [_DIGEST.search(entry.run_id) for entry in entries]
+    count = Counter(match.group(1) for match in found if match)
+    return [
+        match.group(1) if match and count[match.group(1)] == 1 else entry.run_id
+        for match, entry in zip(found, entries, strict=True)
+    ]
+
+
+def _matches(pattern: str | None, *names: str) -> bool:
+    return pattern is None or any(fnmatchcase(name, pattern) for name in names)

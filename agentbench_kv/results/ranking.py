@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from agentbench_kv.results.groups import RunGroup, asked_once, by_conditions, by_setting, grouped
 from agentbench_kv.results.runs import SCORE, Run, Setting
 from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change, level
-from agentbench_kv.results.validity import UNCOMPRESSED
+from agentbench_kv.results.summary import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
 LEAST_GROUPS = 5

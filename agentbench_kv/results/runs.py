@@ -13,11 +13,9 @@ from typing import Any
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.reader import RunReader, TrialKey, latest_trials
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.runinfo import RunInfo
-from agentbench_kv.results.summary import Summary, derive
-from agentbench_kv.results.validity import RunState, triggered_samples
+from agentbench_kv.results.store import RunInfo, RunReader, TrialKey, latest_trials
+from agentbench_kv.results.summary import RunState, Summary, derive, triggered_samples
 
 SCORE = "score"
 CONDITIONS = ("temperature", "max_tokens", "timeout_s", "dtype", "task_params")

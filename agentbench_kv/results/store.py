@@ -1,23 +1,543 @@
-"""The folder of runs: names derived from specs, opening, listing, finding."""
+"""The folder of runs: names derived from specs, opening, listing, finding.
+
+`run.json`: what a run is, who is writing it, and whether it may be taken over.
+
+Reading JSON lines: each record that this version understands, and what is odd elsewhere.
+
+Reading a run directory, whether it is finished, interrupted or being written right now.
+
+Writing a run directory: claim it, keep its heartbeat, append what finishes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
-from agentbench_kv.errors import UsageError
-from agentbench_kv.results.reader import RunReader
-from agentbench_kv.results.rundir import RunDir
+import msgspec
+from msgspec import Struct
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError
+
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.results.files import (
+    append_lines,
+    exclusive,
+    is_json,
+    json_bytes,
+    write_atomic,
+    writing,
+)
+from agentbench_kv.results.records import (
+    REFUSED,
+    TrialRecord,
+    TurnRecord,
+    checked,
+    encode,
+    explained,
+)
+
+STALE_S = 30.0
+
+
+FILE = "run.json"
+
+
+# Tokens of the runs this very process holds: a restarted container often gets the same pid.
+HELD: set[str] = set()
+
+
+class RunStatus(StrEnum):
+    """How the last process that wrote the run left it; whether trials are missing is `RunState`.
+
+    `running` without a fresh heartbeat means it was interrupted.
+    """
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+class Resume(BaseModel):
+    """A later start of the same run, and which provenance changed."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    at: float  # seconds since 1970
+    changed: dict[str, tuple[Any, Any]] = {}  # by key: the value in the first start, and in this
+
+
+class RunInfo(BaseModel):
+    """The content of `run.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run_id: str
+    spec: dict[str, Any]  # resolved
+    status: RunStatus
+    created: float  # seconds since 1970, as is the heartbeat
+    heartbeat: float
+    pid: PositiveInt  # of the process that writes the run
+    host: str
+    owner: str  # a token that is new at every start
+    wall_s: NonNegativeFloat = 0.0  # in which trials were played, over all starts
+    expected_trials: int | None = None  # samples times trials; None while unknown
+    provenance: dict[str, Any] = {}  # versions, git commit, hardware, hashes, whatever is known
+    resumes: list[Resume] = []
+    error: str | None = None  # why the run failed
+
+
+def read_info(folder: Path) -> RunInfo | None:
+    """Read `run.json`; None if the folder has none, a UsageError if it is not kvbench's."""
+    path = folder / FILE
+    try:
+        return RunInfo.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]["msg"]
+        raise UsageError(f"{path} is not a kvbench run record: {detail}") from error
+
+
+def write_info(folder: Path, info: RunInfo) -> None:
+    """Replace `run.json` atomically; a PrerequisiteError if it cannot be written."""
+    write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
+
+
+def holder(info: RunInfo, now: float) -> str | None:
+    """Say who is writing the run at time `now` (seconds since 1970); None if nobody is."""
+    age = max(0.0, now - info.heartbeat)
+    if info.status is not RunStatus.RUNNING or age >= STALE_S or _is_gone(info):
+        return None
+    return f"pid {info.pid} on {info.host} (heartbeat {age:.0f} s ago)"
+
+
+def _is_gone(info: RunInfo) -> bool:
+    """Whether the writer is certainly dead; only its own machine can tell."""
+    if info.host != socket.gethostname():
+        return False
+    if info.pid == os.getpid():
+        return info.owner not in HELD
+    return not _is_alive(info.pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives, as somebody else's
+        pass
+    return True
+
+
+R = TypeVar("R", bound=Struct)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A line this version cannot read in full: its number (from 1) and what is odd about it."""
+
+    line: int
+    reason: str
+
+
+@dataclass
+class Lines(Generic[R]):
+    """What a JSON-lines file holds: its records in order, the odd lines, a torn end or not."""
+
+    records: list[R] = field(default_factory=list)
+    unreadable: list[Unreadable] = field(default_factory=list)
+    torn: bool = False
+
+
+def read_lines(path: Path, kind: type[R]) -> Lines[R]:
+    """Read every record of a file; a missing one has none."""
+    if not path.exists():
+        return Lines()
+    with path.open("rb") as file:
+        return parse_lines(file, kind)
+
+
+def parse_lines(lines: Iterable[bytes], kind: type[R]) -> Lines[R]:
+    """Read a record from each line of an open binary file; a damaged file is never an error.
+
+    A line that is no record of this version is left out and reported; one that only has unknown
+    fields is read without them and reported. An incomplete last line is dropped.
+    """
+    found: Lines[R] = Lines()
+    decode = msgspec.json.Decoder(kind).decode
+    for number, raw in enumerate(lines, start=1):
+        try:
+            found.records.append(decode(raw))
+        except REFUSED as error:
+            if not raw.endswith(b"\n") and not is_json(raw):
+                found.torn = True
+            elif raw.strip():
+                reason = _read_odd(found.records, raw, kind, error)
+                found.unreadable.append(Unreadable(number, reason))
+    return found
+
+
+def _read_odd(records: list[R], raw: bytes, kind: type[R], error: Exception) -> str:
+    """Add what can be read of a line that was refused for `error`; return what is odd about it."""
+    unknown: list[str] = []
+    try:
+        data = msgspec.json.decode(raw)
+        unknown = _prune(data, kind)
+        records.append(checked(data, kind))
+    except REFUSED as again:
+        return explained(again if unknown else error)
+    return f"unknown field {', '.join(unknown)}"
+
+
+def _prune(data: Any, kind: type[Struct], place: str = "") -> list[str]:
+    """Drop the fields that `kind` does not have, and return where they were."""
+    if not isinstance(data, dict):
+        return []
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    unknown = [place + name for name in data if name not in known]
+    for name in set(data) - set(known):
+        del data[name]
+    for name, inner in known.items():
+        if isinstance(inner, type) and issubclass(inner, Struct):
+            unknown += _prune(data.get(name), inner, f"{place}{name}.")
+    return unknown
+
+
+TrialKey = tuple[str, int]
+
+
+class RunReader:
+    """The files of one run. Nothing here writes, locks, or fails on a damaged line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def info(self) -> RunInfo:
+        """The current `run.json`; a UsageError if there is none."""
+        info = read_info(self.path)
+        if info is None:
+            raise UsageError(f"{self.path} is not a run directory: it has no run.json")
+        return info
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run says `running` but nobody is writing it."""
+        info = self.info
+        return info.status is RunStatus.RUNNING and holder(info, time.time()) is None
+
+    def trial_lines(self) -> Lines[TrialRecord]:
+        """Read `samples.jsonl` as it is: superseded records, unreadable lines and all."""
+        return read_lines(self.path / "samples.jsonl", TrialRecord)
+
+    def turn_lines(self) -> Lines[TurnRecord]:
+        """Read `turns.jsonl` as it is."""
+        return read_lines(self.path / "turns.jsonl", TurnRecord)
+
+    def trials(self) -> list[TrialRecord]:
+        """Return the record that counts for each (sample, trial): the last one."""
+        return latest_trials(self.trial_lines().records)
+
+    def turns(self) -> list[TurnRecord]:
+        """Return the turns of the last attempt at each trial, in the order they were written."""
+        return latest_turns(self.turn_lines().records)
+
+    def finished_trials(self) -> set[TrialKey]:
+        """Return the (sample id, trial) pairs that need not be run again."""
+        return {record.key for record in self.trials() if record.finished}
+
+    def transcript(self, record: TrialRecord) -> Any:
+        """Load a trial's transcript; None if it has none or the file is gone."""
+        if record.transcript is None:
+            return None
+        path = (self.path / record.transcript).resolve()
+        if not path.is_relative_to(self.path.resolve()) or not path.is_file():
+            return None
+        return json.loads(path.read_bytes())
+
+
+def latest_trials(records: list[TrialRecord]) -> list[TrialRecord]:
+    """Keep the last record of each key, in the order the keys first appeared."""
+    return list({record.key: record for record in records}.values())
+
+
+def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
+    """Keep each trial's last attempt: a turn index that does not grow begins a new one."""
+    return [turn for turns in turns_by_trial(records).values() for turn in turns]
+
+
+def turns_by_index(records: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
+    """Return the turns of each turn index, whatever their trial, the first index first."""
+    groups: dict[int, list[TurnRecord]] = {}
+    for record in records:
+        groups.setdefault(record.turn, []).append(record)
+    return [groups[index] for index in sorted(groups)]
+
+
+def turns_by_trial(records: list[TurnRecord]) -> dict[TrialKey, list[TurnRecord]]:
+    """Return the turns of each trial's last attempt, in the order the trials first appeared."""
+    attempts: dict[TrialKey, list[TurnRecord]] = {}
+    for record in records:
+        turns = attempts.setdefault(record.key, [])
+        if turns and record.turn <= turns[-1].turn:
+            turns.clear()
+        turns.append(record)
+    return attempts
+
+
+BEAT_S = 5.0
+
+
+class RunDir(RunReader):
+    """A run this process is writing; made by `RunStore.open`.
+
+    Use it as a context manager: a clean exit marks the run `complete`, an exception `failed`.
+    Appending is thread-safe, and what an append returned from survives `kill -9`. Append a trial's
+    turns before the trial itself: the trial record is what says that both are on the disk.
+    """
+
+    def __init__(self, path: Path, info: RunInfo) -> None:
+        super().__init__(path)
+        self._info = info
+        self._base_wall_s = info.wall_s
+        self._started: float | None = time.monotonic()
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._lost: UsageError | None = None
+        self._beat = threading.Thread(target=self._keep_beating, name="kvbench-beat", daemon=True)
+        self._beat.start()
+
+    @classmethod
+    def claim(
+        cls, path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any], trials: int | None
+    ) -> Self:
+        """Create the directory, or take over the one an earlier process left.
+
+        A UsageError if another process is writing the run or the directory holds another spec; a
+        PrerequisiteError if the directory cannot be written.
+        """
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with exclusive(path):
+            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
+                with writing(leftover):
+                    leftover.unlink(missing_ok=True)
+            info = _claimed(path, _plain(spec), _plain(provenance), trials)
+            write_info(path, info)
+            HELD.add(info.owner)
+        return cls(path, info)
+
+    def append_trial(self, record: TrialRecord) -> None:
+        """Append one trial to `samples.jsonl`; on return it is on the disk.
+
+        A PrerequisiteError if the disk is full or read-only (everything appended before is safe), a
+        UsageError if another process took the run over.
+        """
+        self._append("samples.jsonl", [record])
+
+    def append_turns(self, records: Sequence[TurnRecord]) -> None:
+        """Append turns to `turns.jsonl`; raises like `append_trial`."""
+        self._append("turns.jsonl", records)
+
+    def save_transcript(self, sample_id: str, trial: int, data: Any) -> str:
+        """Write a transcript as JSON and return its path inside the run directory."""
+        name = transcript_name(sample_id, trial)
+        path = self.path / name
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json_bytes(data, indent=1))
+        return name
+
+    def annotate(self, provenance: Mapping[str, Any]) -> None:
+        """Add provenance that is known only once the engine runs.
+
+        In a resumed run the first start's values stay and differences are recorded as changes.
+        """
+        with self._lock:
+            self._update(**_annotated(self._info, _plain(provenance)))
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Count as `wall_s` what passes within, and nothing before or after.
+
+        An engine may take longer to start than its trials. Without this, all of the time counts
+        in which the run is open.
+        """
+        began = self._started = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._base_wall_s += time.monotonic() - began
+                self._started = None
+
+    def expect(self, trials: int) -> None:
+        """Set how many trials make the run complete."""
+        self._update(expected_trials=trials)
+
+    def close(self, status: RunStatus = RunStatus.COMPLETE, error: str | None = None) -> None:
+        """Stop the heartbeat and write the final status; further calls do nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._beat.join()
+        try:
+            self._update(status=status, error=error)
+        finally:
+            HELD.discard(self._info.owner)
+
+    def __enter__(self) -> Self:
+        """Return the run itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the run; an error on the way out never hides the one that caused it."""
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(KVBenchError):
+            if isinstance(error, KeyboardInterrupt):
+                self.close(RunStatus.RUNNING)  # which nobody writes any more: interrupted
+            else:
+                self.close(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+
+    def _append(self, name: str, records: Sequence[Struct]) -> None:
+        with self._lock:
+            # A process that was suspended may have been taken for dead before its next heartbeat.
+            if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
+                self._update()
+            if self._lost is not None:
+                raise self._lost
+            append_lines(self.path / name, map(encode, records))
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock, exclusive(self.path):
+            current = read_info(self.path)
+            if current is not None and current.owner != self._info.owner:
+                self._lost = UsageError(
+                    f"run {self._info.run_id} was taken over by pid {current.pid} on "
+                    f"{current.host}; this process stops writing it"
+                )
+                raise self._lost
+            active = 0.0 if self._started is None else time.monotonic() - self._started
+            clock = {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
+            self._info = self._info.model_copy(update=changes | clock)
+            write_info(self.path, self._info)
+
+    def _keep_beating(self) -> None:
+        while self._lost is None and not self._stop.wait(BEAT_S):
+            # A full disk may be freed again; whoever appends meanwhile is told.
+            with contextlib.suppress(PrerequisiteError, UsageError):
+                self._update()
+
+
+def _claimed(
+    path: Path, spec: dict[str, Any], provenance: dict[str, Any], expected_trials: int | None
+) -> RunInfo:
+    old = read_info(path)
+    now = time.time()
+    mine: dict[str, Any] = {
+        "status": RunStatus.RUNNING,
+        "heartbeat": now,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "owner": uuid.uuid4().hex,
+        "error": None,
+    }
+    if old is None:
+        mine |= {"provenance": provenance, "expected_trials": expected_trials}
+        return RunInfo(run_id=path.name, spec=spec, created=now, **mine)
+    who = holder(old, now)
+    if who is not None:
+        raise UsageError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
+    changed = _changes(old.spec, spec) | _changes(spec, old.spec)
+    if changed:
+        name = min(changed)
+        raise UsageError(
+            f"{path} holds a run of another spec: {name} is {old.spec.get(name)!r} there and "
+            f"{spec.get(name)!r} here; choose another --out"
+        )
+    if expected_trials is not None:
+        mine["expected_trials"] = expected_trials
+    mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
+    resumed = old.model_copy(update=mine | {"resumes": [*old.resumes, Resume(at=now)]})
+    return resumed.model_copy(update=_annotated(resumed, provenance))
+
+
+def _unwritten_s(path: Path, info: RunInfo) -> float:
+    """Return the seconds a killed writer played after its last heartbeat, if records prove any.
+
+    Its trials count, so their time must: without it every kill would make the run look faster.
+    """
+    if info.status is not RunStatus.RUNNING:
+        return 0.0
+    try:
+        last = (path / "samples.jsonl").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+    return min(max(0.0, last - info.heartbeat), STALE_S)
+
+
+def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `info` that new provenance changes."""
+    if not info.resumes:
+        return {"provenance": info.provenance | provenance}
+    shared = {name: value for name, value in provenance.items() if name in info.provenance}
+    *earlier, last = info.resumes
+    changed = last.changed | _changes(info.provenance, shared)
+    return {
+        "provenance": provenance | info.provenance,
+        "resumes": [*earlier, last.model_copy(update={"changed": changed})],
+    }
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    missing = object()
+    return {k: (old.get(k), value) for k, value in new.items() if old.get(k, missing) != value}
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping as it will read back from JSON."""
+    return dict(json.loads(json_bytes(dict(data))))
+
+
+def transcript_name(sample_id: str, trial: int) -> str:
+    """Return the path of a trial's transcript; a hash keeps sample ids apart that look alike."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "_", sample_id).strip("._")[:80] or "sample"
+    digest = hashlib.sha256(sample_id.encode("utf-8", "replace")).hexdigest()
+    return f"transcripts/{slug}-{digest[:8]}-t{trial}.json"
+
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
+
+
 _HASH_START = re.compile(r"[0-9a-f]{4,10}")
+
+
 _PART_LENGTH = 40
+
+
 _PREFIX_LENGTH = 160
 
 

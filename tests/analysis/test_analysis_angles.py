@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import subspace_angles
 
-from agentbench_kv.analysis.angles import phase_angles
-from agentbench_kv.analysis.spans import PhaseSpan, phase_spans
+from agentbench_kv.analysis.angles import PhaseSpan, phase_angles, phase_spans
 from agentbench_kv.errors import UsageError
 
 DIM = 8

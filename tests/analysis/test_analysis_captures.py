@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from agentbench_kv.analysis.archives import read_archive, write_archive
-from agentbench_kv.analysis.captures import NAMES, Capture
+from agentbench_kv.analysis.captures import NAMES, Capture, read_archive, write_archive
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 SUFFIXES = (".npz", ".safetensors")
@@ -340,7 +339,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, suffix, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("numpy.savez", full)
-    monkeypatch.setattr("agentbench_kv.analysis.archives.save_file", full)
+    monkeypatch.setattr("agentbench_kv.analysis.captures.save_file", full)
     with pytest.raises(PrerequisiteError, match="no space left"):
         write_archive(path, {"a": torch.ones(2)}, {"n": 2})
     assert read_archive(path, ["a"]).meta == {"n": 1}

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from agentbench_kv.analysis import attention
+from agentbench_kv.analysis import replay as attention
 from agentbench_kv.analysis.coverage import utility_coverage
-from agentbench_kv.analysis.selection import select_capture
+from agentbench_kv.analysis.replay import select_capture
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import make_method
 

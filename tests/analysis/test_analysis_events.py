@@ -10,17 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.analysis import attention
+from agentbench_kv.analysis import replay as attention
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.analysis.events import event_points, replay, replay_trace
-from agentbench_kv.analysis.selection import select_capture
+from agentbench_kv.analysis.replay import event_points, replay, replay_trace, select_capture
 from agentbench_kv.analysis.traces import EventTrace
-from agentbench_kv.conformance.masked_reference import tiny_model
-from agentbench_kv.conformance.tracing import Turn
-from agentbench_kv.engines.base import Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.conformance.reference import Turn, tiny_model
+from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.errors import UsageError
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method

@@ -7,11 +7,12 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from agentbench_kv.analysis import extras, plots
+from agentbench_kv.analysis import plots
+from agentbench_kv.analysis import tsne as extras
 from agentbench_kv.analysis.angles import phase_angles
+from agentbench_kv.analysis.audit import trace_timeline
 from agentbench_kv.analysis.coverage import utility_coverage
-from agentbench_kv.analysis.events import replay_trace
-from agentbench_kv.analysis.timeline import trace_timeline
+from agentbench_kv.analysis.replay import replay_trace
 from agentbench_kv.analysis.tsne import embed_queries
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.analysis import attention, replay, selection
+from agentbench_kv.analysis import replay
+from agentbench_kv.analysis import replay as attention
+from agentbench_kv.analysis import replay as selection
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import QueryKind, QueryPlan
 from agentbench_kv.registry import make_method

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.analysis.archives import write_archive
-from agentbench_kv.analysis.audit import audit
-from agentbench_kv.analysis.timeline import phase_timeline, trace_timeline
+from agentbench_kv.analysis.audit import audit, phase_timeline, trace_timeline
+from agentbench_kv.analysis.captures import write_archive
 from agentbench_kv.analysis.traces import EventTrace, Trace
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.views import Selection
+from agentbench_kv.methods.base import Selection
 
 NAN, INF = float("nan"), float("inf")
 

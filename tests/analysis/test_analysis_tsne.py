@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.analysis import extras
+from agentbench_kv.analysis import tsne as extras
 from agentbench_kv.analysis.tsne import embed_queries
 from agentbench_kv.errors import PrerequisiteError, UsageError
 

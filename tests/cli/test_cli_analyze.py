@@ -152,7 +152,7 @@ def test_one_line_and_exit_code_two(args, message, folder, monkeypatch, capsys):
 @pytest.mark.usefixtures("folder")
 def test_a_missing_extra_is_named(name, module, monkeypatch, capsys):
     monkeypatch.setattr(
-        "agentbench_kv.analysis.extras.find_spec", lambda found: None if found == module else found
+        "agentbench_kv.analysis.tsne.find_spec", lambda found: None if found == module else found
     )
     monkeypatch.setattr(sys, "argv", ["kvbench", "analyze", *CASES[name], "--plot", "x.png"])
     with pytest.raises(SystemExit) as caught:

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Return a folder with the real runs: full, full again, and agentkv at a harsh budget."""
-    from agentbench_kv.runner import run_all
-    from agentbench_kv.spec import RunSpec, resolve
+    from agentbench_kv.run.runner import run_all
+    from agentbench_kv.run.spec import RunSpec, resolve
 
     out = tmp_path_factory.mktemp("real")
     base = RunSpec("embedded", "micro", "full", None, "micro/recall-1k", limit=6)

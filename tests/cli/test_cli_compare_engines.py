@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.runner import run_all
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run.runner import run_all
+from agentbench_kv.run.spec import RunSpec, resolve
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
-from agentbench_kv.demo_evoke import Demo, episode_for
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.evoke import Evoke
+from agentbench_kv.methods.evoke.method import Evoke
+from agentbench_kv.run.evoke_demo import Demo, episode_for
 
 
 def test_the_demo_shows_what_left_came_back_and_was_recalled() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from agentbench_kv import __version__
-from agentbench_kv.results.columns import COLUMNS
+from agentbench_kv.results.frame import COLUMNS
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore
 

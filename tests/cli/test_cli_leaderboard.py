@@ -10,8 +10,8 @@ import pytest
 
 from agentbench_kv.cli import main
 from agentbench_kv.results.submissions import Label, labels
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
 
 
 @dataclass

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from agentbench_kv import lengths, spec
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.lengths import PromptLengths, prompt_lengths
 from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.run import lengths, spec
+from agentbench_kv.run.lengths import PromptLengths, prompt_lengths
 
 MICRO = Path(str(files("agentbench_kv.models"))) / "micro"
 TEXTS = {"short": "hello " * 5, "long": "hello " * 400}

@@ -15,8 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from agentbench_kv.results.index import FILE, read_index
-from agentbench_kv.results.listing import runs_lines
+from agentbench_kv.results.index import FILE, read_index, runs_lines
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore, prefix_parts, run_id
 

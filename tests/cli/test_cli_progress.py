@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from agentbench_kv.cli.progress import LiveProgress, PlainProgress, Quiet, run_progress
+from agentbench_kv.cli.output import LiveProgress, PlainProgress, Quiet, run_progress
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.run.spec import RunSpec
 
 SPEC = RunSpec(
     engine="embedded", model="micro", method="agentkv", budget=384, task="micro/recall-1k"
@@ -57,7 +57,7 @@ def test_plain_progress_prints_about_ten_lines_without_control_characters():
 def test_speed_counts_from_the_first_trial_on(monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("agentbench_kv.cli.progress.time", clock)
+    monkeypatch.setattr("agentbench_kv.cli.output.time", clock)
     text = io.StringIO()
     progress = PlainProgress(Console(file=text, width=200))
     progress(SPEC, 0, 1, None)

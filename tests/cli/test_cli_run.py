@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.run.spec import RunSpec
 
 Kvbench = Callable[..., Any]
 PLAN = ("run", "--method", "full", "--dry-run", "--json")

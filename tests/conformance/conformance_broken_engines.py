@@ -8,11 +8,17 @@ from typing import Any, Self
 
 import torch
 
-from agentbench_kv.engines.accounting import merge_stats
-from agentbench_kv.engines.base import FinishReason, Generation, KVStats, PhaseLabeller, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.methods.phases import Phase
+from agentbench_kv.engines.base import (
+    EngineOptions,
+    FinishReason,
+    Generation,
+    KVStats,
+    PhaseLabeller,
+    Sampling,
+    merge_stats,
+)
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.methods.base import Phase
 
 
 class Watched(EmbeddedEngine):

@@ -8,16 +8,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentbench_kv.conformance.engines.driver import Driver
-from agentbench_kv.conformance.engines.kept import read_kept, takes_recorder
-from agentbench_kv.conformance.engines.leaks import check_leaks
-from agentbench_kv.conformance.engines.models import CONTEXT, VOCAB, load_network, write_model
-from agentbench_kv.conformance.engines.traces import EngineTrace, Step, epochs
-from agentbench_kv.conformance.tracing import Event
-from agentbench_kv.engines.base import KVStats
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.conformance.engines.checks import check_leaks
+from agentbench_kv.conformance.engines.driver import (
+    Driver,
+    EngineTrace,
+    Step,
+    epochs,
+    read_kept,
+    takes_recorder,
+)
+from agentbench_kv.conformance.engines.fixture import CONTEXT, VOCAB, load_network, write_model
+from agentbench_kv.conformance.reference import Event
+from agentbench_kv.engines.base import EngineOptions, KVStats
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.registry import make_method

@@ -8,18 +8,18 @@ from pathlib import Path
 import conformance_broken_engines as broken
 import pytest
 
-from agentbench_kv.conformance.engines import plans, pools
-from agentbench_kv.conformance.engines.bench import Fixture
-from agentbench_kv.conformance.engines.models import write_model
-from agentbench_kv.conformance.engines.parts import (
+from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.engines import driver as pools
+from agentbench_kv.conformance.engines import fixture as plans
+from agentbench_kv.conformance.engines.fixture import Fixture, write_model
+from agentbench_kv.conformance.engines.suite import (
     crowd_part,
+    engine_suite,
     leak_part,
     method_part,
     stop_part,
 )
-from agentbench_kv.conformance.engines.suite import engine_suite
-from agentbench_kv.conformance.result import CheckResult
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import UsageError
 
 TOKENS = "tokens are the embedded engine's"

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import agentbench_kv.conformance.engines as suite
 from agentbench_kv.cli.selftest import selftest
-from agentbench_kv.conformance.result import CheckResult
+from agentbench_kv.conformance import CheckResult
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 

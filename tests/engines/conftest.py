@@ -21,12 +21,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentbench_kv.engines.base import Phase
-from agentbench_kv.engines.embedded import EmbeddedEngine
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.links import link_packages
+from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.registry import make_method
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.base import FinishReason, Hints, Phase, Sampling, Source, TurnNotes
-from agentbench_kv.engines.blocks import BlockEngine
-from agentbench_kv.engines.embedded import EmbeddedEngine
-from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
+from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import ContextLimitError, UsageError
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.spans import Hints, Source, TurnNotes
 from agentbench_kv.registry import make_method
 
 Build = Callable[..., BlockEngine]

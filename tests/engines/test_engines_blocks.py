@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.engines.base import Block, Phase, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine, Observer
-from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
-from agentbench_kv.methods.blocks import Resident
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.spans import Block, Resident
 
 SPAN = (100, 200)
 

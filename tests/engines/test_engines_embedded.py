@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentbench_kv.engines.base import FinishReason, Phase, Sampling
+from agentbench_kv.engines.base import FinishReason, Sampling
 from agentbench_kv.errors import CapacityError, ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.methods.base import Phase
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from agentbench_kv.engines.embedded.cache import SessionCache
-from agentbench_kv.engines.embedded.pool import SMALLEST, CachePools, CacheShape
+from agentbench_kv.engines.embedded.cache import SMALLEST, CachePools, CacheShape, SessionCache
 
 SHAPE = CacheShape(
     layers=1,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.environments.pythons import find_python, version_of
+from agentbench_kv.environments.build import find_python, version_of
 
 HERE = sys.version_info[:2]
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from agentbench_kv import environments
 from agentbench_kv.cli.env import env
-from agentbench_kv.environments import build, source
-from agentbench_kv.environments.profiles import PROFILES, TAU2, TAU2_V1
-from agentbench_kv.environments.source import Source, export
+from agentbench_kv.environments import build
+from agentbench_kv.environments import profiles as source
+from agentbench_kv.environments.profiles import PROFILES, TAU2, TAU2_V1, Source, export
 from agentbench_kv.errors import PrerequisiteError
 
 PROJECT = '[project]\nname = "small"\nversion = "1.2"\ndescription = "made"\n'

@@ -12,7 +12,7 @@ import pytest
 
 from agentbench_kv import environments
 from agentbench_kv.environments import build, locations, profiles, store
-from agentbench_kv.environments.marker import MARKER_FILE, read_marker
+from agentbench_kv.environments.build import MARKER_FILE, read_marker
 from agentbench_kv.environments.profiles import PROFILES, Profile
 from agentbench_kv.errors import PrerequisiteError, UsageError
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.environments import PROFILES, wheels
-from agentbench_kv.environments.sdist import BuiltWheel
-from agentbench_kv.environments.wheels import cached_wheel, wheel_of
+from agentbench_kv.environments import PROFILES
+from agentbench_kv.environments import build as wheels
+from agentbench_kv.environments.build import cached_wheel, wheel_of
+from agentbench_kv.environments.profiles import BuiltWheel
 from agentbench_kv.errors import PrerequisiteError
 
 WANTED = BuiltWheel("some-thing", "1.2", {"FLAGS": "-O3"})

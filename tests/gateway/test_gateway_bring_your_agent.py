@@ -17,7 +17,7 @@ import pytest
 
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.server import BackgroundServer
+from agentbench_kv.gateway.http import BackgroundServer
 
 DOC = Path(__file__).parents[2] / "docs" / "bring-your-agent.md"
 BLOCK = re.compile(r"^```python (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ import pytest
 from agentbench_kv.engines.base import Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.server import BackgroundServer
+from agentbench_kv.gateway.http import BackgroundServer
 
 
 @pytest.mark.parametrize("ignored", [True, False])

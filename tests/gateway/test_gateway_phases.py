@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.base import Phase
-from agentbench_kv.phases.codec import TokenCodec
-from agentbench_kv.phases.families import CHATML, HARMONY, LLAMA3, PLAIN
-from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.phases.machine import CHATML, HARMONY, LLAMA3, PLAIN, PhaseMachine, PhaseTable
+from agentbench_kv.phases.tokens import TokenCodec
 
 OPEN = {"<think>": Phase.THINK, "<tool_call>": Phase.ACT, "<tool_response>": Phase.TOOL}
 CLOSE = {"</think>": Phase.THINK, "</tool_call>": Phase.ACT, "</tool_response>": Phase.TOOL}

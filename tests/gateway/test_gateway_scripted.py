@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.base import FinishReason, Phase, Sampling
+from agentbench_kv.engines.base import FinishReason, Sampling
 from agentbench_kv.engines.scripted import EXHAUSTED, ScriptedEngine
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import PhaseMachine
 
 EngineOf = Callable[..., ScriptedEngine]

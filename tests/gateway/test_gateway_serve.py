@@ -26,8 +26,8 @@ def asked(
     def run(gateway: Any, host: str, port: int, settings: Any) -> None:
         seen.update(gateway=gateway, host=host, port=port, settings=settings)
 
-    monkeypatch.setattr("agentbench_kv.runner.build_engine", build)
-    monkeypatch.setattr("agentbench_kv.gateway.server.run_server", run)
+    monkeypatch.setattr("agentbench_kv.run.runner.build_engine", build)
+    monkeypatch.setattr("agentbench_kv.gateway.http.run_server", run)
     return seen
 
 

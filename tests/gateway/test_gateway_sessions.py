@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.base import FinishReason, Generation, Phase
+from agentbench_kv.engines.base import FinishReason, Generation
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import (
@@ -24,6 +24,7 @@ from agentbench_kv.gateway import (
     UnknownSessionError,
 )
 from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import PhaseMachine
 
 GatewayOf = Callable[..., Gateway]

@@ -9,12 +9,12 @@ from typing import Any
 import openai
 import pytest
 
-from agentbench_kv.engines.base import Hints, Source, SpanRange, TurnNotes
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import Gateway, Options, TextGateway
-from agentbench_kv.gateway.server import BackgroundServer
-from agentbench_kv.gateway.sources import notes_for
+from agentbench_kv.gateway.http import BackgroundServer
+from agentbench_kv.gateway.session import notes_for
+from agentbench_kv.methods.spans import Hints, Source, SpanRange, TurnNotes
 from agentbench_kv.phases.machine import PhaseMachine
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from agentbench_kv.kernels import openmp
+from agentbench_kv.kernels import build as openmp
 
 
 def test_the_team_function_runs_work_on_as_many_threads_as_asked():

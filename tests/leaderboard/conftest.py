@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from agentbench_kv.leaderboard import pack
-from agentbench_kv.leaderboard.layout import MANIFEST, hashes
-from agentbench_kv.results.reader import RunReader
-from agentbench_kv.results.store import prefix_parts, run_id
+from agentbench_kv.leaderboard.evidence import MANIFEST, hashes
+from agentbench_kv.results.store import RunReader, prefix_parts, run_id
 from agentbench_kv.results.summary import summarize
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
 
 SUBJECT = "rkv"
 """The run that is forged: it has sessions that succeed and sessions that fail."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agentbench_kv.leaderboard import validate
-from agentbench_kv.results.rundir import transcript_name
+from agentbench_kv.results.store import transcript_name
 from agentbench_kv.results.submissions import Label
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.run.spec import RunSpec
 
 Forgery = Callable[[Any, dict[str, Path]], None]
 

@@ -16,12 +16,12 @@ from agentbench_kv.adapters.micro.task import Recall1k
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.leaderboard import pack, validate
-from agentbench_kv.leaderboard.layout import MANIFEST
-from agentbench_kv.results.reader import RunReader
+from agentbench_kv.leaderboard.evidence import MANIFEST
 from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.submissions import Label
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
 
 
 def play(tmp_path: Path, settings: dict[str, str] | None = None, **changes: Any) -> Path:

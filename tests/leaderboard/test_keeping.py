@@ -11,25 +11,24 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.frames.task import FramesSynthetic
+from agentbench_kv.adapters.browser.frames import FramesSynthetic
 from agentbench_kv.engines.base import EngineInfo
+from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
-from agentbench_kv.engines.serving.backend.ledger import SessionLedger
-from agentbench_kv.engines.serving.model import read_model
+from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard import add, pack, rerun, validate
-from agentbench_kv.leaderboard.benchmark import unfit
-from agentbench_kv.leaderboard.evidence import Evidence, read_run
-from agentbench_kv.leaderboard.layout import MANIFEST
-from agentbench_kv.leaderboard.recorded import RecordedEngine
-from agentbench_kv.results.reader import RunReader
+from agentbench_kv.leaderboard.evidence import MANIFEST, Evidence, read_run
+from agentbench_kv.leaderboard.identity import unfit
+from agentbench_kv.leaderboard.replay import RecordedEngine
 from agentbench_kv.results.runs import load_runs
+from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.submissions import Label, labels, replications, submissions
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec
-from agentbench_kv.trials import sample_key
+from agentbench_kv.run import runner
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec
+from agentbench_kv.run.trial import sample_key
 
 
 def spec_of(path: Path) -> RunSpec:

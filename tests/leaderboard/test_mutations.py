@@ -22,8 +22,7 @@ import pytest
 from agentbench_kv import registry
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard import checking, validate
-from agentbench_kv.leaderboard.layout import MANIFEST, hashes
-from agentbench_kv.leaderboard.strict import strict_json
+from agentbench_kv.leaderboard.evidence import MANIFEST, hashes, strict_json
 from agentbench_kv.results.store import prefix_parts, run_id
 
 LONG = os.environ.get("KVBENCH_LONG_TESTS") == "1"

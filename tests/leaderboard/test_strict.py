@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.leaderboard.strict import strict_json
+from agentbench_kv.leaderboard.evidence import strict_json
 
 WHOLE = st.integers(-(2**63) + 1, 2**63 - 1)
 PARTS = (

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
-from agentbench_kv.loadgen import load
-from agentbench_kv.loadgen.jobs import Job, Load, Shape, Target, Vocabulary, Workload
-from agentbench_kv.loadgen.load import Outcome
+from agentbench_kv.serving_bench import loadgen as load
+from agentbench_kv.serving_bench.loadgen import Outcome
+from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Vocabulary, Workload
 
 TOKEN = 7
 """Ids of an answer are this, that + 1, ..."""

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.loadgen.answers import Answer, Turn
-from agentbench_kv.loadgen.load import Outcome
-from agentbench_kv.loadgen.metrics import figures, kv_figures, most_at_once
+from agentbench_kv.serving_bench.loadgen import Outcome, figures, kv_figures, most_at_once
+from agentbench_kv.serving_bench.records import Answer, Turn
 
 
 def turn(session: int, number: int, start: float, gaps: list[float], **more: Any) -> Turn:

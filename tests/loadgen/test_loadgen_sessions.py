@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.loadgen import load
-from agentbench_kv.loadgen.answers import Turn, events
-from agentbench_kv.loadgen.jobs import Job, Load, Shape, Workload
-from agentbench_kv.loadgen.load import Outcome
-from agentbench_kv.loadgen.prompts import Speaker
+from agentbench_kv.serving_bench import loadgen as load
+from agentbench_kv.serving_bench.loadgen import Outcome
+from agentbench_kv.serving_bench.prompts import Speaker
+from agentbench_kv.serving_bench.records import Job, Load, Shape, Turn, Workload, events
 
 Play = Callable[[Any, Job], Outcome]
 Fake = Callable[..., Any]

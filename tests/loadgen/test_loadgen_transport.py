@@ -12,10 +12,11 @@ import aiohttp
 import pytest
 
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.loadgen import load, process
-from agentbench_kv.loadgen.client import Player
-from agentbench_kv.loadgen.connections import open_client
-from agentbench_kv.loadgen.jobs import Target
+from agentbench_kv.serving_bench import loadgen as load
+from agentbench_kv.serving_bench import loadgen as process
+from agentbench_kv.serving_bench.loadgen import Player
+from agentbench_kv.serving_bench.records import Target
+from agentbench_kv.serving_bench.wires import open_client
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 ERRORS = ("ServerDisconnectedError", "ClientResponseError", "ClientPayloadError", "ClientOSError")
@@ -218,7 +219,7 @@ def test_a_client_process_that_dies_is_one_line(
 
 def test_the_client_process_is_light() -> None:
     heavy = "{'torch', 'pandas', 'scipy', 'transformers'}"
-    script = f"import sys, agentbench_kv.loadgen.process; print({heavy} & set(sys.modules))"
+    script = f"import sys, agentbench_kv.serving_bench.loadgen; print({heavy} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.loadgen.arrivals import poisson
-from agentbench_kv.loadgen.jobs import Load, Shape, Vocabulary, Workload
-from agentbench_kv.loadgen.prompts import Speaker, read_vocabulary
-from agentbench_kv.methods.phases import Phase
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases import PhaseMachine, PhaseTable, load_tokenizer
+from agentbench_kv.serving_bench.loadgen import poisson
+from agentbench_kv.serving_bench.prompts import Speaker, read_vocabulary
+from agentbench_kv.serving_bench.records import Load, Shape, Vocabulary, Workload
 
 MICRO = Path(__file__).parents[2] / "agentbench_kv" / "models" / "micro"
 

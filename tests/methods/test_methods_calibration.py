@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_reference import (
-    ReferenceTensors,
-    reference_logits,
-    tiny_model,
-)
+from agentbench_kv.conformance.reference import ReferenceTensors, reference_logits, tiny_model
 from agentbench_kv.engines.embedded.calibrate import calibrate
 from agentbench_kv.engines.embedded.model import wrap_model
 from agentbench_kv.errors import PrerequisiteError, UsageError

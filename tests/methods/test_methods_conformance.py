@@ -13,7 +13,7 @@ import torch
 from agentbench_kv.conformance.methods import check_method
 from agentbench_kv.conformance.scenes import Scene, make_scene
 from agentbench_kv.methods.base import LayerView, Method
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 from agentbench_kv.registry import make_method
 
 

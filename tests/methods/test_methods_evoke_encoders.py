@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.evoke_encoders import (
+from agentbench_kv.methods.evoke.scoring import (
+    cosine,
     hash_encoder,
     make_encoder,
     sentence_encoder,
     token_encoder,
 )
-from agentbench_kv.methods.evoke_scorer import cosine
 from agentbench_kv.registry import make_method
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.evoke_scorer import Focus, Scorer, cosine
+from agentbench_kv.methods.evoke.scoring import Focus, Scorer, cosine
 from agentbench_kv.methods.spans import Source
 from agentbench_kv.registry import make_method
 

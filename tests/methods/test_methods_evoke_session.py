@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.evoke import Evoke
+from agentbench_kv.methods.evoke.method import Evoke
 from agentbench_kv.methods.spans import Block, Hints, Source, TurnNotes
 from agentbench_kv.registry import make_method
 

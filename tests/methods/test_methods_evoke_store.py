@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentbench_kv.methods.evoke_store import HostStore
+from agentbench_kv.methods.evoke.store import HostStore
 from agentbench_kv.methods.spans import Block
 
 KEYS = st.tuples(st.sampled_from("ab"), st.integers(0, 5))

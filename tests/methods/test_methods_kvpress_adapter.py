@@ -25,8 +25,8 @@ from agentbench_kv.cli import main
 from agentbench_kv.conformance.methods import check_method
 from agentbench_kv.conformance.scenes import Shape, make_scene
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.methods import kvpress_adapter
-from agentbench_kv.methods.views import QueryKind, QueryPlan, in_order
+from agentbench_kv.methods import kvpress as kvpress_adapter
+from agentbench_kv.methods.base import QueryKind, QueryPlan, in_order
 from agentbench_kv.registry import load_class, load_method, make_method
 
 calls: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentbench_kv.kernels import attention_mass
-from agentbench_kv.methods.views import LayerView, Queries
+from agentbench_kv.methods.base import LayerView, Queries
 from agentbench_kv.registry import make_method
 
 PYTHON = os.environ.get("KVBENCH_KVPRESS_PYTHON", "")

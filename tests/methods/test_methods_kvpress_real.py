@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.methods.views import LayerView, Queries
+from agentbench_kv.methods.base import LayerView, Queries
 from agentbench_kv.registry import make_method
 
 PYTHON = os.environ.get("KVBENCH_KVPRESS_PYTHON", "")
@@ -38,8 +38,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import kvpress, numpy, torch
 import transformers.models.qwen3.modeling_qwen3 as qwen3
-from agentbench_kv.methods.kvpress_adapter import press_method
-from agentbench_kv.methods.views import LayerView, Queries
+from agentbench_kv.methods.kvpress import press_method
+from agentbench_kv.methods.base import LayerView, Queries
 
 taken, plain = [], qwen3.apply_rotary_pos_emb
 

@@ -11,10 +11,15 @@ import math
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_cache import check_masked_cache
-from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model
-from agentbench_kv.conformance.tracing import default_turns, drive, short_turns
-from agentbench_kv.engines.embedded import pool
+from agentbench_kv.conformance.masked import check_masked_cache
+from agentbench_kv.conformance.reference import (
+    default_turns,
+    drive,
+    largest_difference,
+    short_turns,
+    tiny_model,
+)
+from agentbench_kv.engines.embedded import cache as pool
 from agentbench_kv.registry import load_method, make_method, names
 
 BUDGETS = {

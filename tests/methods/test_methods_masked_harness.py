@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from agentbench_kv.conformance.masked_cache import check_trace
-from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model
-from agentbench_kv.conformance.tracing import drive, short_turns
+from agentbench_kv.conformance.masked import check_trace
+from agentbench_kv.conformance.reference import drive, largest_difference, short_turns, tiny_model
 from agentbench_kv.engines.embedded import scheduler
 from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.kernels import active_backend
-from agentbench_kv.methods.schedule import Schedule
+from agentbench_kv.methods.base import Schedule
 from agentbench_kv.registry import make_method
 
 

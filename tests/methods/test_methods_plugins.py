@@ -132,7 +132,7 @@ HEAD = """
 from dataclasses import dataclass, field
 from typing import ClassVar
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.params import param
+from agentbench_kv.params import param
 
 class Plain: pass
 

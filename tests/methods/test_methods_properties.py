@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.conformance.methods import check_method
+from agentbench_kv.conformance.methods import calibrated, check_method
 from agentbench_kv.conformance.scenes import Shape, always_kept, make_scene
-from agentbench_kv.conformance.selection_checks import calibrated
 from agentbench_kv.methods.base import Queries
 from agentbench_kv.registry import load_method, make_method, names
 

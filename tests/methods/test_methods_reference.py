@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from agentbench_kv.conformance.methods import calibrated
 from agentbench_kv.conformance.scenes import Shape, make_scene
-from agentbench_kv.conformance.selection_checks import calibrated
 from agentbench_kv.registry import load_method, make_method, names
 
 AGENTKV = [

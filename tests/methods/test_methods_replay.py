@@ -14,20 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_reference import tiny_model
-from agentbench_kv.conformance.replay import check_replay, moments
-from agentbench_kv.conformance.scenes import held_queries
-from agentbench_kv.conformance.tracing import (
+from agentbench_kv.conformance.reference import (
     Turn,
     calibrated_for,
     default_turns,
     drive,
     short_turns,
+    tiny_model,
 )
-from agentbench_kv.engines import queries
+from agentbench_kv.conformance.replay import check_replay, moments
+from agentbench_kv.conformance.scenes import held_queries
+from agentbench_kv.engines.core import rings as queries
 from agentbench_kv.engines.embedded import cache, scheduler
-from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.views import QueryKind, QueryPlan
+from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
 from agentbench_kv.registry import load_method, make_method, names
 
 SPECS = [

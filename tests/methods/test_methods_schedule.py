@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.methods.schedule import Schedule
+from agentbench_kv.methods.base import Schedule
 from agentbench_kv.registry import make_method
 
 

@@ -8,25 +8,23 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_reference import (
+from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.methods import build_method
+from agentbench_kv.conformance.reference import (
     cache_rows,
+    default_turns,
     reference_logits,
     tiny_model,
     visible,
 )
-from agentbench_kv.conformance.methods import build_method
-from agentbench_kv.conformance.result import CheckResult
 from agentbench_kv.conformance.spans import check_spans, drive_spans
 from agentbench_kv.conformance.suite import method_suite, passed
-from agentbench_kv.conformance.tracing import default_turns
-from agentbench_kv.engines.base import Hints, TurnNotes
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.blocks import SpanMethod
 from agentbench_kv.methods.contract import contract_problem
-from agentbench_kv.methods.evoke import Evoke
-from agentbench_kv.methods.evoke_session import EvokeSession
+from agentbench_kv.methods.evoke.method import Evoke, EvokeSession
+from agentbench_kv.methods.spans import Hints, SpanMethod, TurnNotes
 from agentbench_kv.registry import make_method
 
 SETTINGS: list[dict[str, Any]] = [

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from agentbench_kv.conformance.methods import calibrated
 from agentbench_kv.conformance.scenes import Scene, Shape, make_scene
-from agentbench_kv.conformance.selection_checks import calibrated
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan
 from agentbench_kv.registry import make_method

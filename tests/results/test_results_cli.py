@@ -7,12 +7,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from agentbench_kv.cli.show import show
-from agentbench_kv.cli.summarize import summarize
+from agentbench_kv.cli.show import show, summarize
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.runinfo import RunStatus, read_info, write_info
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunStatus, RunStore, read_info, write_info
 from agentbench_kv.results.terminal import plain
 
 HOSTILE = "[red]x[/red] \x1b[2J\x07 \u202e"
@@ -131,7 +129,7 @@ def test_an_interrupted_run_says_how_to_go_on(out):
 
 def test_help_needs_no_statistics_library():
     code = (
-        "import sys, agentbench_kv.cli.show, agentbench_kv.cli.summarize, "
+        "import sys, agentbench_kv.cli.show, agentbench_kv.cli.show, "
         "agentbench_kv.results.records, agentbench_kv.results.store; "
         "sys.exit(any(m in sys.modules for m in ('scipy', 'pandas', 'statsmodels', 'rich')))"
     )

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results import aa, drift
-from agentbench_kv.results.baseline import read_baseline, save_baseline
+from agentbench_kv.results import drift
+from agentbench_kv.results import gate as aa
+from agentbench_kv.results.baseline import open_sides, read_baseline, save_baseline
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
 from agentbench_kv.results.gate import Verdict
-from agentbench_kv.results.runinfo import read_info, write_info
 from agentbench_kv.results.runs import CONDITIONS, load_runs
-from agentbench_kv.results.sources import open_sides
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunStore, read_info, write_info
 
 PROVENANCE = {
     "kvbench": "0.1.0",

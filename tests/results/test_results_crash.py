@@ -11,9 +11,7 @@ import time
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.reader import RunReader
-from agentbench_kv.results.runinfo import RunStatus
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunReader, RunStatus, RunStore
 
 WRITER = """
 import sys

@@ -15,12 +15,10 @@ import pytest
 
 from agentbench_kv import load_results
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.columns import COLUMNS, METRIC_PREFIX
-from agentbench_kv.results.frame import problems
-from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results.frame import COLUMNS, METRIC_PREFIX, problems
 from agentbench_kv.results.records import TrialRecord, encode
 from agentbench_kv.results.runs import load_runs
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.store import RunReader, RunStore
 
 KV = {"peak_live": 400, "longest_prefill": 90, "logical": 1000, "events": 2, "budget": 256}
 GOOD = {

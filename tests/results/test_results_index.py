@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agentbench_kv.results import index
-from agentbench_kv.results.index import FILE, Entry, Score, read_index
-from agentbench_kv.results.listing import SORTS, Query, select_runs
-from agentbench_kv.results.runinfo import HELD, RunStatus, read_info, write_info
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.index import FILE, SORTS, Entry, Query, Score, read_index, select_runs
+from agentbench_kv.results.store import HELD, RunStatus, RunStore, read_info, write_info
 from agentbench_kv.results.summary import build, summarize
 
 KV = {"peak_live": 400, "longest_prefill": 90, "logical": 1000, "events": 2, "evicted": 600}
@@ -224,7 +222,7 @@ def test_filters_and_orders(query, names):
 
 def test_the_command_line_offers_every_order_and_state():
     from agentbench_kv.cli import ls
-    from agentbench_kv.results.validity import RunState
+    from agentbench_kv.results.summary import RunState
 
     assert set(ls.SORTS) == set(SORTS)
     assert set(ls.STATES) == {*RunStatus, "interrupted", *RunState}

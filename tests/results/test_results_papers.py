@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from agentbench_kv.results.papers import FILES, PublishedFigure, count_first, figures, leaders
+from agentbench_kv.results.tables.accuracy import published_tables
 from agentbench_kv.results.tables.model import Mark
-from agentbench_kv.results.tables.published import published_tables
 
 
 def rows(name):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentbench_kv.results.aa import describe, repeats
+from agentbench_kv.results.gate import describe, repeats
 from agentbench_kv.results.groups import grouped
 from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, boards, rank
 from agentbench_kv.results.records import TrialRecord

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.serving.folder import ServingFolder, serving_folders
-from agentbench_kv.results.serving.records import Measurement, ServingArm, ServingPlan
-from agentbench_kv.results.serving.summary import ServingSummary, summarize_serving
 from agentbench_kv.results.tables.formats import render_markdown
 from agentbench_kv.results.tables.model import Kind, Table
-from agentbench_kv.results.tables.serving import DUMMY, serving_tables, summary_tables
+from agentbench_kv.serving_bench.results import (
+    DUMMY,
+    Measurement,
+    ServingArm,
+    ServingFolder,
+    ServingPlan,
+    ServingSummary,
+    serving_folders,
+    serving_tables,
+    summarize_serving,
+    summary_tables,
+)
 
 AGENTKV = ServingArm(name="agentkv 4096", method="agentkv", budget=4096, settings={"interval": 128})
 ARMS = [ServingArm(name="full", method="full"), AGENTKV]

@@ -15,8 +15,8 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.papers import figures
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site import build_site
-from agentbench_kv.results.site.text import file_stem, visible
-from agentbench_kv.results.site.timeline import overview, read_turns, session, timeline
+from agentbench_kv.results.site.charts import file_stem, visible
+from agentbench_kv.results.site.runpage import overview, read_turns, session, timeline
 from agentbench_kv.results.store import RunStore
 
 

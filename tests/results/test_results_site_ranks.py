@@ -12,8 +12,8 @@ import pytest
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site import build_site
-from agentbench_kv.results.site.contests import by_tier, tier_name
-from agentbench_kv.results.site.views import views
+from agentbench_kv.results.site.charts import by_tier, tier_name
+from agentbench_kv.results.site.leaderboard import views
 from agentbench_kv.results.store import RunStore
 
 Make = Callable[..., None]

@@ -12,11 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results import rundir, runinfo
-from agentbench_kv.results.reader import RunReader
+from agentbench_kv.results import store as rundir
+from agentbench_kv.results import store as runinfo
 from agentbench_kv.results.records import TrialRecord, TurnRecord
-from agentbench_kv.results.runinfo import STALE_S, RunStatus, read_info, write_info
-from agentbench_kv.results.store import RunStore, nearest, prefix_parts, run_id
+from agentbench_kv.results.store import (
+    STALE_S,
+    RunReader,
+    RunStatus,
+    RunStore,
+    nearest,
+    prefix_parts,
+    read_info,
+    run_id,
+    write_info,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -22,8 +22,7 @@ from agentbench_kv.results.tables.formats import (
     render_terminal,
     write,
 )
-from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
-from agentbench_kv.results.tables.text import cell_text
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit, cell_text
 from agentbench_kv.results.terminal import visible
 
 HOSTILE = "a|b\n<script>x</script> **b** [l](javascript:1) \\end{tabular} $x_1$ 5% & \x1b[31m\u202e"

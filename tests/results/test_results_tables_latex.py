@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.results.tables.latex import escape, render
+from agentbench_kv.results.tables.formats import escape, render
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
 
 HOSTILE = (

@@ -15,7 +15,7 @@ from agentbench_kv.results.compare import compare
 from agentbench_kv.results.runs import Setting, load_runs
 from agentbench_kv.results.stats import level, pass_scores
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.tables.published import same_cell
+from agentbench_kv.results.tables.accuracy import same_cell
 from agentbench_kv.results.tables.report import report_tables
 
 TASK = "tau2/retail"

@@ -222,7 +222,7 @@ def ablated(write, tmp_path, monkeypatch, base, cand):
     for spec, scores in zip(json.loads(plan.stdout), (base, cand), strict=True):
         own = {name: value for name, value in spec["spec"].items() if name != "seed"}
         write(spec["run_id"], scores, LOCOMO, folder=tmp_path / "ablated", **own)
-    monkeypatch.setattr("agentbench_kv.ablation.run_all", lambda *_: [])
+    monkeypatch.setattr("agentbench_kv.run.ablation.run_all", lambda *_: [])
     shown = CliRunner().invoke(ablate, [*options, "--json"])
     _, variant = json.loads(shown.stdout)
     gap = variant["difference"]

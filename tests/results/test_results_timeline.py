@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.results import timeline
+from agentbench_kv.results import show as timeline
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.timeline import Step, draw_timeline, steps, timeline_table
+from agentbench_kv.results.show import Step, draw_timeline, steps, timeline_table
 
 
 def turn(index: int, live: int, evicted: int = 0, sample: str = "s", events: int = 0) -> TurnRecord:

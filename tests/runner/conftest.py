@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec, resolve
 
 Behave = Callable[[str, int, TrialContext], Outcome]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec
 
 pytestmark = pytest.mark.engine
 

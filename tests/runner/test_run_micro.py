@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.validity import RunState
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.results.summary import RunState
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
 
 
 def quiet(*_: Any) -> None:
@@ -58,8 +58,9 @@ def test_a_compressed_run_is_valid_and_proved(method: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_model_runs_far_beyond_its_trained_length() -> None:
-    from agentbench_kv.engines.base import Phase, Sampling
-    from agentbench_kv.runner import build_engine
+    from agentbench_kv.engines.base import Sampling
+    from agentbench_kv.methods.base import Phase
+    from agentbench_kv.run.runner import build_engine
 
     class Others:
         def label(self, token: int) -> Phase:  # noqa: ARG002

@@ -14,15 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.adapters.base import Outcome, TrialContext
 from agentbench_kv.engines.base import Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.validity import RunState
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.results.summary import RunState
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec
 
 SpecOf = Callable[..., RunSpec]
 Play = Callable[..., dict[str, TrialRecord]]

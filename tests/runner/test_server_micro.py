@@ -9,12 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from agentbench_kv.adapters.micro.environment import Environment
-from agentbench_kv.adapters.micro.generate import generate
-from agentbench_kv.adapters.micro.profiles import PROFILES, held_out_seed
+from agentbench_kv.adapters.micro.episode import Environment
+from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_seed
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.server import BackgroundServer
-from agentbench_kv.runner import build_engine
+from agentbench_kv.gateway.http import BackgroundServer
+from agentbench_kv.run.runner import build_engine
 
 BUDGET = 256
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from agentbench_kv.adapters.base import Outcome, TrialContext
-from agentbench_kv.gateway.app import _SESSION_ID
+from agentbench_kv.gateway.http import _SESSION_ID
 from agentbench_kv.results.records import TrialRecord, TrialStatus
-from agentbench_kv.trials import sample_key, session_id
+from agentbench_kv.run.trial import sample_key, session_id
 
 LONGEST_RUN_ID = "r" * 171
 ODD = [

@@ -10,7 +10,7 @@ import pytest
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import load_method
-from agentbench_kv.spec import RunSpec, default_methods, grid, resolve
+from agentbench_kv.run.spec import RunSpec, default_methods, grid, resolve
 
 SpecOf = Callable[..., RunSpec]
 BASE = RunSpec(

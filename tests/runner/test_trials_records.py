@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.adapters.base import Fact, Outcome, TrialContext
 from agentbench_kv.engines.base import Generation, KVEvent, KVStats, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.results.records import TrialRecord, TrialStatus
-from agentbench_kv.results.rundir import RunDir
-from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.results.store import RunDir, RunStore
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec
 
 SpecOf = Callable[..., RunSpec]
 UseEngine = Callable[..., list[ScriptedEngine]]

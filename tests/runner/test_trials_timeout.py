@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from agentbench_kv import deadline as deadline_module
 from agentbench_kv.adapters.base import Outcome, TrialContext
-from agentbench_kv.deadline import Deadline
 from agentbench_kv.engines.base import FinishReason, Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
-from agentbench_kv.gateway import base as gateway_module
+from agentbench_kv.gateway import gateway as gateway_module
 from agentbench_kv.results.records import Timing, TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
+from agentbench_kv.run import trial as deadline_module
+from agentbench_kv.run.trial import Deadline
 
 Play = Callable[..., dict[str, TrialRecord]]
 UseEngine = Callable[..., list[ScriptedEngine]]

@@ -4,14 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentbench_kv.adapters.micro.profiles import CURRICULUM
+from agentbench_kv.adapters.micro.generate import CURRICULUM
 from agentbench_kv.training.micro.data import Encoder, Mix, episode_row
 from agentbench_kv.training.micro.evaluate import evaluate
 from agentbench_kv.training.micro.model import MicroConfig, MicroModel, load_model
-from agentbench_kv.training.micro.optim import Muon
-from agentbench_kv.training.micro.stages import RECIPE, Stage
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
-from agentbench_kv.training.micro.train import Options, Trainer
+from agentbench_kv.training.micro.train import RECIPE, Muon, Options, Stage, Trainer
 
 TINY = MicroConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
 STAGES = (

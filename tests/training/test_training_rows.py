@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.adapters.micro.profiles import PROFILES, held_out_seed, train_seed
+from agentbench_kv.adapters.micro.generate import PROFILES, held_out_seed, train_seed
 from agentbench_kv.training.micro import data
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, MEMORY, PROMPT, TEMPLATE
 from agentbench_kv.training.micro.evaluate import gaps
-from agentbench_kv.training.micro.stages import RECIPE
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
+from agentbench_kv.training.micro.train import RECIPE
 
 SMALL, LARGE = PROFILES["recall-1k"], PROFILES["recall-5k"]
 

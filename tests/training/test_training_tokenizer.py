@@ -2,9 +2,14 @@ import json
 
 import pytest
 
-from agentbench_kv.adapters.micro.generate import generate
-from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, held_out_seed
-from agentbench_kv.adapters.micro.words import NAMES, SYLLABLES
+from agentbench_kv.adapters.micro.generate import (
+    CURRICULUM,
+    NAMES,
+    PROFILES,
+    SYLLABLES,
+    generate,
+    held_out_seed,
+)
 from agentbench_kv.training.micro.conversation import main
 from agentbench_kv.training.micro.tokenizer import MARKERS, SPECIALS, build_tokenizer
 

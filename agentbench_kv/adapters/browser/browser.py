@@ -3,22 +3,70 @@
 The semantics follow what SideQuest's agents used (gpt-oss' simple browser): `search`, `open` by
 link or URL, `find` in a page; a view shows numbered lines up to a token cap, and each call pushes
 one page, so that a cursor names one tool result.
+
+How long a text is in tokens, without a tokenizer.
+
+An adapter never sees tokens, and views must be the same for every model, so their cap is counted in
+estimated tokens: word pieces of at most four letters, every digit and every mark on its own. On
+English prose that is more than a byte-level BPE tokenizer of 100k entries or more makes of it.
+
+The browser as tools: OpenAI function schemas, and calls with arguments that a model wrote.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.documents import lines_of
-from agentbench_kv.adapters.browser.estimate import TokenCount, estimate_tokens
+from agentbench_kv.adapters.browser.corpus import Corpus, lines_of
+
+TokenCount = Callable[[str], int]
+
+
+"""Counts the tokens of a text; a real tokenizer's `len(encode(text))` is one too."""
+
+
+_LETTERS_A_TOKEN = 4
+
+
+_WORD = re.compile(r"[A-Za-z]+")
+
+
+_WIDE = re.compile(r"[\u0800-\U0010ffff]")
+
+
+_SINGLE = re.compile(r"[^A-Za-z \t]")
+
+
+def estimate_tokens(text: str) -> int:
+    """Return the estimated number of tokens of a text.
+
+    >>> estimate_tokens("L12: The capital is Paris.")
+    11
+    """
+    words = sum(-(-len(word) // _LETTERS_A_TOKEN) for word in _WORD.findall(text))
+    # Scripts beyond the two-byte range cost about two tokens a character.
+    return words + len(_SINGLE.findall(text)) + len(_WIDE.findall(text))
+
 
 VIEW_TOKENS = 1024
+
+
 RESULTS = 10
+
+
 _MOST_MATCHES = 50
+
+
 _MATCH_LINES = 3
+
+
 _TITLE = 200
+
+
 _SNIPPET = 120
 
 
@@ -223,3 +271,101 @@ def _places(lines: tuple[str, ...], wanted: str) -> list[int]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+_INTEGER = {"type": "integer"}
+
+
+_CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
+
+
+def _tool(name: str, text: str, required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": text, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TOOLS: list[dict[str, Any]] = [
+    _tool(
+        "search",
+        "Search the corpus. Shows results as links [0], [1], … on a new page.",
+        ["query"],
+        {"query": {"type": "string"}, "topn": {**_INTEGER, "description": "Most results to show."}},
+    ),
+    _tool(
+        "open",
+        "Open link `id` of the page at `cursor`, or a URL given as `id`, from line `loc` on. "
+        "Without `id`, show another part of the page at `cursor`.",
+        [],
+        {
+            "id": {"type": ["integer", "string"], "description": "Link number, or a URL."},
+            "cursor": _CURSOR,
+            "loc": {**_INTEGER, "description": "First line to show."},
+            "num_lines": {**_INTEGER, "description": "Most lines to show."},
+        },
+    ),
+    _tool(
+        "find",
+        "Find a text in the document at `cursor`. Matches are links that `open` takes.",
+        ["pattern"],
+        {"pattern": {"type": "string"}, "cursor": _CURSOR},
+    ),
+]
+
+
+_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+
+
+def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> View:
+    """Answer a tool call; whatever is wrong with it comes back as text.
+
+    `arguments` are an object or, as models write them, its JSON text.
+    """
+    try:
+        if name not in _PARAMETERS:
+            raise BrowserError(f"no tool {name!r}; there are {', '.join(_PARAMETERS)}")
+        view: View = getattr(browser, name)(**_checked(name, arguments))
+    except BrowserError as error:
+        return View(f"Error: {error}")
+    return view
+
+
+def _checked(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    properties, required = _PARAMETERS[name]["properties"], _PARAMETERS[name]["required"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise BrowserError("the arguments are not JSON") from None
+    if not isinstance(arguments, Mapping):
+        raise BrowserError("the arguments are not a JSON object")
+    if unknown := sorted(set(arguments) - set(properties)):
+        takes = ", ".join(properties)
+        raise BrowserError(f"{name} takes {takes}, not {', '.join(map(str, unknown))}")
+    if missing := [each for each in required if arguments.get(each) is None]:
+        raise BrowserError(f"{name} needs {missing[0]!r}")
+    return {
+        key: _value(key, value, properties[key]["type"])
+        for key, value in arguments.items()
+        if value is not None
+    }
+
+
+def _value(key: str, value: Any, kinds: str | list[str]) -> int | str:
+    """Return an argument as its tool takes it; models write numbers as text and the reverse."""
+    if "integer" in kinds and (number := _whole(value)) is not None:
+        return number
+    if "string" in kinds and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise BrowserError(f"{key} must be {'a number' if 'integer' in kinds else 'a text'}")
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        digits = value.strip().removeprefix("-")
+        value = int(value) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else None
+    return value if isinstance(value, int) else None

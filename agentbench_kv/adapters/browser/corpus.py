@@ -1,4 +1,7 @@
-"""A corpus: documents that stay on disk, their titles and URLs, a search index, and a name."""
+"""A corpus: documents that stay on disk, their titles and URLs, a search index, and a name.
+
+What a corpus holds, and how a page is laid out in numbered lines.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,44 @@ import hashlib
 import json
 import mmap
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
-from agentbench_kv.adapters.browser.dense import DenseIndex, encoder_sha, load_encoder
-from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.search import Bm25Index
+from agentbench_kv.adapters.browser.search import Bm25Index, DenseIndex, encoder_sha, load_encoder
 from agentbench_kv.adapters.data import VARIABLE, data_folder, file_sha256
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
+LINE_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Document:
+    """One page of a corpus, in plain text."""
+
+    id: str  # name in the source (`docid`, file path); the URL if it has none
+    url: str  # what `open` takes; unique in a corpus
+    title: str
+    text: str
+
+
+def lines_of(text: str, width: int = LINE_WIDTH) -> tuple[str, ...]:
+    """Break a text into lines of at most `width` characters; empty lines stay."""
+    return tuple(line for part in text.splitlines() for line in textwrap.wrap(part, width) or [""])
+
+
 ABOUT, DOCUMENTS, CATALOG = "corpus.json", "documents.jsonl", "catalog.jsonl"
+
+
 BM25, DENSE = "bm25", "dense"
+
+
 _PIN = re.compile(r"@([0-9a-f]{12})\Z")
+
+
 _MEND = "kvbench data import-corpus SOURCE --name NAME"
 
 

@@ -6,9 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from agentbench_kv.adapters.base import AgentClient, Message
-from agentbench_kv.adapters.browser.browser import Browser
-from agentbench_kv.adapters.browser.estimate import estimate_tokens
-from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
+from agentbench_kv.adapters.browser.browser import TOOLS, Browser, call_tool, estimate_tokens
 from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.results.records import TrialStatus
 

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.adapters.browser.answers import unseal
 from agentbench_kv.adapters.browser.judge import Judge
-from agentbench_kv.adapters.browser.seal import unseal
 from agentbench_kv.adapters.browser.task import EVALUATION
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic
-from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.store import RunReader
 
 
 @dataclass(frozen=True)

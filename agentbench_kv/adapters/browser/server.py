@@ -17,9 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentbench_kv.adapters.browser.browser import Browser, View
+from agentbench_kv.adapters.browser.browser import TOOLS, Browser, View, call_tool
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
 from agentbench_kv.errors import PrerequisiteError
 
 _MOST_BODY = 1 << 16

@@ -1,30 +1,105 @@
-"""Questions answered by browsing a corpus: what FRAMES and BrowseComp-Plus have in common."""
+"""Questions answered by browsing a corpus: what FRAMES and BrowseComp-Plus have in common.
+
+Agents whose score is known in advance, as raw assistant texts for the browsing loop.
+
+Documents made from questions, for testing the plumbing: they hold the answers in plain words.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import unquote
 
 from agentbench_kv.adapters.base import Message, Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.adapters.browser.answers import final_answer, matches
 from agentbench_kv.adapters.browser.browser import RESULTS, VIEW_TOKENS, Browser
-from agentbench_kv.adapters.browser.corpus import Corpus, CorpusInfo, corpus_folder, pinned
-from agentbench_kv.adapters.browser.documents import Document
+from agentbench_kv.adapters.browser.corpus import (
+    Corpus,
+    CorpusInfo,
+    Document,
+    corpus_folder,
+    pinned,
+)
 from agentbench_kv.adapters.browser.episode import Episode, play
 from agentbench_kv.adapters.browser.judge import Judge
-from agentbench_kv.adapters.browser.made import Question, made_documents
-from agentbench_kv.adapters.browser.scripts import script
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
+NULL_ANSWER = "I would rather not."
+
+
+_MOST = 200
+
+
+def script(
+    agent: ScriptedAgent, question: str, answer: str, pages: Sequence[str], turns: int
+) -> list[str]:
+    """Write what an agent says, one text a turn, with only the calls that fit into `turns`.
+
+    `gold` searches, opens each of `pages` (URLs), looks the answer up and gives it; `corrupt` does
+    the same and gives another answer; `null` answers nothing.
+    """
+    if agent == "null":
+        return [NULL_ANSWER]
+    calls = [_call("search", {"query": question[:_MOST]})]
+    for page in pages:
+        calls += [_call("open", {"id": page}), _call("find", {"pattern": answer[:_MOST]})]
+    said = " ".join(answer.split())
+    given = said if agent == "gold" else f"certainly not {said}"
+    last = f"<think>\nThat is enough.\n</think>\n\nFinal answer: {given}"
+    return [*calls[: turns - 1], last]
+
+
+def _call(name: str, arguments: dict[str, str]) -> str:
+    payload = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<think>\nI use {name}.\n</think>\n\n<tool_call>\n{payload}\n</tool_call>"
+
+
+_PADDING_LINES = 120
+
+
+_NOTICE = "This page was made by kvbench to test its browser. It is not an article."
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item of a benchmark."""
+
+    id: str
+    question: str
+    answer: str
+    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
+
+
+def made_documents(questions: Iterable[Question]) -> list[Document]:
+    """Return a document per page: some filler, and the answer of each question that needs it."""
+    found: dict[str, list[str]] = {}
+    for question in questions:
+        note = f"The answer to {question.id} is: {' '.join(question.answer.split())}"
+        for page in question.pages:
+            found.setdefault(page, []).append(note)
+    documents = []
+    for page, notes in found.items():
+        title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
+        filler = (f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES))
+        text = "\n".join([title, "", _NOTICE, *filler, *notes])
+        documents.append(Document(page, page, title, text))
+    return documents
+
+
 EVALUATION = "evaluation"
+
+
 """Role of the transcript's last entry: question, gold answer, what was judged."""
+
 
 _SYSTEM = """\
 You answer questions with the help of a browser over a fixed collection of documents.

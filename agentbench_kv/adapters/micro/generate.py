@@ -6,29 +6,169 @@ Tags and plans are made of two passing facts, the job code of the user's turn an
 last result. Those are named alike in every turn, so later text cannot say which ones they were:
 a tag or a plan can only be read where it was written. In training some are random instead: whoever
 makes them anew, instead of reading them, is then wrong.
+
+The closed vocabulary of the depot world: names, separators and the codes that must be recalled.
+
+A fact of an episode is a *handle*, `<name><separator><code>`, as in `bag/timu`. The separator says
+where the fact was first stated, the code is two of 64 syllables, so it cannot be guessed.
+
+Sizes of episodes: the two tasks and the stages of the training curriculum.
+
+The depot's tools as OpenAI function schemas.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from agentbench_kv.adapters.micro.episode import Call, Episode, Kind, Reply, Slot, UserTurn
-from agentbench_kv.adapters.micro.profiles import Profile, Span
-from agentbench_kv.adapters.micro.tools import schemas
-from agentbench_kv.adapters.micro.words import (
-    ACT,
-    HINT,
-    MEMO,
-    NAMES,
-    READING,
-    RULE,
-    THINK,
-    TOOL,
-    Code,
-    Handle,
-    draw_code,
+
+# Left out: syllables that would merge with the words of the chat template when tokenised.
+CLASHING = {"ge", "gi", "me", "ne", "ra", "te"}
+
+
+SYLLABLES = tuple(c + v for c in "bdfghklmnprstv" for v in "aeiou" if c + v not in CLASHING)
+
+
+_WORDS = """
+bag ban bar bat bay bed bet bib bin bog bow box bud bug bun bus dab dam day den dew
+dig dip dog dot dug fan fat fax fig fin fir fog fox fun fur gag gap gas god gum gun
+gut ham hat hay hen hip hog hop hub hug hut kid kin kit lab lad lap law leg lid lip
+lot mat map mop mud mug nap nib nod nun nut pad pan paw peg pen pet pig pin pit pod
+pot pub pup rib rim rod rot rug rum run sap saw sax set sip sob sod son sum sun tab
+tan tap tar tax tin tip top tub tug van vat vet vow
+"""
+
+
+NAMES = tuple(_WORDS.split())
+
+
+TOOL, ACT, THINK, RULE, MEMO = "/", "#", ":", "=", "@"
+
+
+"""Separators by source: tool results, call arguments, conclusions, system rules, the user."""
+
+
+HINT, READING = "~", "+"
+
+
+"""Separators of passing facts: the user's job code of a turn, the readings of a tool result."""
+
+
+HANDLE = re.compile(rf"([a-z]+)([/#:=@~+])((?:{'|'.join(SYLLABLES)}){{2}})(?![a-z])")
+
+
+"""Matches one handle in any text: groups name, separator, code."""
+
+
+Code = tuple[str, str]
+
+
+"""Two syllables."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A named fact, as `str` writes it in texts."""
+
+    name: str  # what the fact is about
+    separator: str  # where it was first stated
+    code: Code
+
+    def __str__(self) -> str:
+        return self.name + self.separator + "".join(self.code)
+
+
+def draw_code(rng: random.Random) -> Code:
+    return rng.choice(SYLLABLES), rng.choice(SYLLABLES)
+
+
+Span = tuple[int, int]
+
+
+"""Inclusive range that a count is drawn from."""
+
+
+TEST_SEEDS = 1 << 32
+
+
+"""Test seeds are below this number, training seeds from it on."""
+
+
+def held_out_seed(index: int) -> int:
+    return index % TEST_SEEDS
+
+
+def train_seed(index: int) -> int:
+    return TEST_SEEDS + index
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long an episode is and how far apart its facts lie."""
+
+    name: str  # part of the random state: equal seeds of two profiles are unrelated episodes
+    stores: Span  # user turns of each sort
+    ships: Span  # never more than stores
+    reads: Span
+    rules: Span  # handles in the system prompt's table
+    memos: Span  # handles in the first user message
+    scan_log: Span  # handles of noise in the results of the tools
+    ship_log: Span
+    read_log: Span
+    tools: bool = True  # schemas in the system prompt; the shortest training rows have none
+
+
+PROFILES = {
+    "recall-1k": Profile(
+        "recall-1k", (2, 3), (2, 2), (0, 0), (2, 4), (2, 3), (1, 4), (0, 2), (4, 8)
+    ),
+    "recall-5k": Profile(
+        "recall-5k", (5, 6), (5, 5), (7, 8), (64, 76), (30, 38), (4, 14), (4, 12), (22, 32)
+    ),
+}
+
+
+"""The profiles behind the tasks `micro/recall-1k` and `micro/recall-5k`."""
+
+
+CURRICULUM = (
+    Profile("s0", (1, 2), (1, 1), (0, 1), (1, 3), (1, 3), (0, 1), (0, 1), (2, 3), tools=False),
+    Profile("s1", (2, 4), (2, 3), (0, 1), (3, 8), (2, 6), (0, 4), (0, 3), (3, 8)),
+    Profile("s2", (3, 4), (2, 4), (0, 2), (4, 30), (2, 16), (2, 10), (0, 8), (4, 20)),
+    Profile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),
+    Profile("s4", (6, 7), (6, 6), (4, 5), (78, 92), (36, 46), (4, 14), (4, 12), (18, 28)),
 )
+
+
+"""Profiles of the training stages, shortest first; the last asks for more than any task does."""
+
+
+PARAMETERS = {
+    "login": ("crew",),
+    "scan": ("tag",),
+    "open": ("route", "pass", "crew", "session"),
+    "ship": ("plan", "gate", "port", "tag"),
+    "read": ("page",),
+}
+
+
+"""Argument names of every tool, in the order they are written."""
+
+
+def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the function schemas of the tools named."""
+    found = []
+    for name in names:
+        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
+        parameters = {"type": "object", "properties": properties}
+        found.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    return found
+
 
 PREAMBLE = (
     "You are a depot agent. Think, call one tool, then reply.\n"

@@ -1,15 +1,20 @@
-"""The micro tasks: generated tool-use sessions, executed and checked exactly."""
+"""The micro tasks: generated tool-use sessions, executed and checked exactly.
+
+The score of a session: one if every message was right, and where the facts got lost.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import (
     AgentClient,
+    Fact,
     Message,
     Outcome,
     Reply,
@@ -18,16 +23,73 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
-from agentbench_kv.adapters.micro.environment import Environment
-from agentbench_kv.adapters.micro.episode import Episode
-from agentbench_kv.adapters.micro.generate import generate
-from agentbench_kv.adapters.micro.profiles import PROFILES, TEST_SEEDS, held_out_seed
-from agentbench_kv.adapters.micro.score import score
+from agentbench_kv.adapters.micro.episode import Environment, Episode, Slot
+from agentbench_kv.adapters.micro.generate import PROFILES, TEST_SEEDS, generate, held_out_seed
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import Metric, TrialStatus
 
+Tally = tuple[int, int]
+
+
+"""How many were right, how many were asked for."""
+
+
+EVIDENCE = ("recurring", "one_shot")
+
+
+"""The kinds of facts that have to be recalled."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Result of one session.
+
+    `tallies` are of exact `messages` and of recalled facts by the phase that stated them (`tool`),
+    by kind (`one_shot`) and by both (`tool_one_shot`).
+    """
+
+    success: bool  # every call and every reply was exactly as expected
+    tallies: dict[str, Tally]
+    facts: tuple[Fact, ...]  # the recalled facts, in the order they were needed
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The tallies as a trial's metrics, `x_right` of `x_asked`."""
+        found: dict[str, Metric] = {}
+        for name, (right, asked) in self.tallies.items():
+            found |= {f"{name}_right": right, f"{name}_asked": asked}
+        return found
+
+
+def score(environment: Environment) -> Score:
+    """Score a session after its last user turn."""
+    exact = environment.exact
+    recalled = [(j.slot, j.right) for j in environment.judged if j.slot.kind in EVIDENCE]
+    kinds = _tallies(recalled, lambda slot: slot.kind)
+    tallies = {
+        "messages": (sum(exact), len(exact)),
+        **_tallies(recalled, lambda slot: slot.source),
+        **{kind: kinds[kind] for kind in EVIDENCE if kind in kinds},
+        **_tallies(recalled, lambda slot: f"{slot.source}_{slot.kind}"),
+    }
+    facts = (Fact(slot.handle, slot.source, slot.kind, right) for slot, right in recalled)
+    return Score(environment.done and all(exact), tallies, tuple(facts))
+
+
+def _tallies(answers: Iterable[tuple[Slot, bool]], name: Callable[[Slot], str]) -> dict[str, Tally]:
+    asked, right = Counter[str](), Counter[str]()
+    for slot, is_right in answers:
+        asked[name(slot)] += 1
+        right[name(slot)] += is_right
+    return {key: (right[key], count) for key, count in sorted(asked.items())}
+
+
 DEFAULT_SAMPLES = 50
+
+
 SEED_STRIDE = 1_000_000
+
+
 MAX_MESSAGE_TOKENS = 192
 
 

@@ -1,9 +1,18 @@
-"""tau2-bench: customer-service simulations, and the three domains of v0.2.0."""
+"""tau2-bench: customer-service simulations, and the three domains of v0.2.0.
+
+The releases of tau2-bench that there are tasks for; their figures are never in one table.
+
+The published data of tau2-bench, by the hashes that its repository knows.
+
+tau2-bench v1.0.1: the domains of v0.2.0 with other task texts, and a judge in one of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +21,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
-from agentbench_kv.adapters.tau2.published import data_state, require_data
-from agentbench_kv.adapters.tau2.releases import V0, Release
+from agentbench_kv.adapters.browser.judge import KEY_VARIABLE, Judge
+from agentbench_kv.adapters.data import data_file
 from agentbench_kv.adapters.worker import (
     Limits,
     RemoteError,
@@ -26,10 +35,121 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
+
+@dataclass(frozen=True)
+class Release:
+    """One release: what is installed, and the data that goes with it."""
+
+    tag: str  # in its repository
+    environment: str  # profile it is installed by (`kvbench env create`)
+    installed: str  # version of the distribution `tau2`
+    data: str  # folder, among the user's data sets
+    # Domain -> file -> git's blob id at the tag: what `git hash-object FILE` prints.
+    published: Mapping[str, Mapping[str, str]]
+
+
+_V0: dict[str, dict[str, str]] = {
+    "airline": {
+        "tasks.json": "ca8b69141e816ad140a042f16b94fc646f0acdc9",
+        "policy.md": "8098be7db3f47de943fad39d1e057ede6cc6cd04",
+        "db.json": "c6a1e817aa9102c5822e83affb3595acbc312701",
+    },
+    "retail": {
+        "tasks.json": "866c95e5e89186b185c2b10e06273099e143ec69",
+        "policy.md": "d127e6b074654926f337d0d98b0e669ebe90d19e",
+        "db.json": "4d67b03b2d39ade5a7ab6facb2edd7ab3e013d48",
+    },
+    "telecom": {
+        "tasks.json": "87b904294c773f6f937777e375179d0343b4f541",
+        "main_policy.md": "c55f5bd10c49a3d0b48f6e83a3168e6242fb2be7",
+        "tech_support_manual.md": "b64a9f1433bfb62bdaf9e5c1d90c10e833b26c17",
+        "db.toml": "6c8a639d85896a049a5daf87332107a840a55aac",
+        "user_db.toml": "1def9a98eabf1d4a5fc95a67387ec294f56196d8",
+    },
+}
+
+
+# Databases, policies and manuals are those of v0.2.0.
+_V1: dict[str, dict[str, str]] = {
+    "airline": {
+        **_V0["airline"],
+        "tasks.json": "ea4ff5e3f5e3d97ca391846a6e8dd9eb3437dc80",
+        "split_tasks.json": "c83cce155671e66a6bf07450fd2845fe0eb1f229",
+    },
+    "retail": {
+        **_V0["retail"],
+        "tasks.json": "e95a9f898b2d1f6568ea8faec78edc3767ce747d",
+        "split_tasks.json": "8b20704a17aa1940b1e58668f89dcef2ddaeeea3",
+    },
+    "telecom": {
+        **_V0["telecom"],
+        "tasks.json": "6f41a5e3489e187fa247d729706509d8250a31c1",
+        "split_tasks.json": "a5b01687eaaa5c669f792bff33c0d6ec13be36fd",
+    },
+}
+
+
+V0 = Release("v0.2.0", "tau2", "0.2.1.dev0", "tau2_v0.2.0", _V0)
+
+
+V1 = Release("v1.0.1", "tau2-v1", "1.0.1", "tau2_v1.0.1", _V1)
+
+
+_USER_FILES = ("simulation_guidelines.md", "simulation_guidelines_tools.md")
+
+
+def require_data(release: Release, domain: str) -> Path:
+    """Return the data folder (`TAU2_DATA_DIR`) once it holds what the domain needs.
+
+    PrerequisiteError if something is missing, or tasks or policies are not the published ones.
+    """
+    hint = (
+        f"it is the folder data/ of tau2-bench {release.tag} "
+        f"(https://github.com/sierra-research/tau2-bench/tree/{release.tag}/data) under that name"
+    )
+    root = data_file(release.data, None, hint)
+    for name in _USER_FILES:
+        data_file(f"{release.data}/tau2/user_simulator/{name}", None, hint)
+    for name, blob in release.published[domain].items():
+        path = data_file(f"{release.data}/tau2/domains/{domain}/{name}", None, hint)
+        found = git_blob(path)
+        # Another database is allowed, because the airline's had to be rebuilt in some copies;
+        # `data_state` tells it.
+        if found != blob and Path(name).stem not in ("db", "user_db"):
+            raise PrerequisiteError(
+                f"{path} is not the published file: git blob {found[:12]}, expected {blob[:12]}; "
+                f"{hint}"
+            )
+    return root
+
+
+def data_state(release: Release, domain: str, root: Path) -> dict[str, Any]:
+    """Return the hash of every file in use, and which ones are not the published ones."""
+    folder = root / "tau2" / "domains" / domain
+    published = release.published[domain]
+    found = {name: git_blob(folder / name) for name in published}
+    other = sorted(name for name, blob in published.items() if found[name] != blob)
+    return {"data_git_blobs": found, "data_not_as_published": other}
+
+
+def git_blob(path: Path) -> str:
+    """Return the id that git gives to a file's content."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
 USER_KEY = "KVBENCH_USER_API_KEY"
+
+
 _WORKER = Path(__file__).with_name("worker_main.py")
+
+
 _LOCAL_COMMAND_S = 120.0
+
+
 _PROBE_S = 10.0
+
+
 # A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
 _LIMITS = Limits(address_space=32 << 30)
 
@@ -232,3 +352,69 @@ def _metrics(played: dict[str, Any]) -> dict[str, Metric]:
         **{f"reward_{name.lower()}": value for name, value in parts.items()},
         **{f"user_{name}": count for name, count in user.items()},
     }
+
+
+SCRIPTED = "scripted"
+
+
+@dataclass(kw_only=True)
+class SimulationsV1(Simulations):
+    """A domain of v1.0.1."""
+
+    release: ClassVar[Release] = V1
+    # Whether some tasks demand that a model finds assertions about the conversation true.
+    judged: ClassVar[bool] = False
+
+    judge: str = param(
+        SCRIPTED,
+        "who judges assertions about the conversation (retail): URL|MODEL of an "
+        "OpenAI-compatible server, or scripted (agrees to everything; for tests)",
+    )
+
+    def provenance(self) -> dict[str, Any]:
+        return {**super().provenance(), "judge": self.judge if self.judged else "none is asked"}
+
+    def _require_partners(self) -> None:
+        super()._require_partners()
+        if not self.judged:
+            return
+        if self.judge != SCRIPTED:
+            require_server(Judge.parse(self.judge).endpoint, "judge", "judge='URL|MODEL'")
+        elif self.user != SCRIPTED:
+            raise UsageError(
+                f"{self.name} asks a model whether the agent said what it had to, and "
+                "judge=scripted agrees to everything: --set judge='URL|MODEL'"
+            )
+
+    def _judge_arguments(self) -> dict[str, Any]:
+        if self.judge == SCRIPTED or not self.judged:
+            return {"kind": SCRIPTED, "url": None, "model": "", "key": None}
+        judge = Judge.parse(self.judge)
+        key = os.environ.get(KEY_VARIABLE)
+        return {"kind": "llm", "url": base_url(judge.endpoint), "model": judge.model, "key": key}
+
+
+class AirlineV1(SimulationsV1):
+    """50 simulations."""
+
+    name = "tau2-v1/airline"
+    summary = "tau2-bench v1.0.1, airline: 50 simulations; not tau2/airline"
+    domain = "airline"
+
+
+class RetailV1(SimulationsV1):
+    """114 simulations, 40 of them judged by a model as well."""
+
+    name = "tau2-v1/retail"
+    summary = "tau2-bench v1.0.1, retail: 114 simulations, a judge; not tau2/retail"
+    domain = "retail"
+    judged = True
+
+
+class TelecomV1(SimulationsV1):
+    """114 simulations in which the user has tools, too."""
+
+    name = "tau2-v1/telecom"
+    summary = "tau2-bench v1.0.1, telecom: 114 simulations; not tau2/telecom"
+    domain = "telecom"
+    corrupt_score = 0.0

@@ -1,26 +1,134 @@
-"""Driving any engine through its contract and recording everything it did."""
+"""Driving any engine through its contract and recording everything it did.
+
+What a session was asked and what an engine did in it, the same for every engine.
+
+What an engine's events kept: told to a recorder in this process, or read from a trace folder.
+
+What an engine says of its memory.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from agentbench_kv.conformance.engines.kept import KeptRecorder, read_kept, takes_recorder
-from agentbench_kv.conformance.engines.pools import pool_of
-from agentbench_kv.conformance.engines.traces import EngineTrace, Step
-from agentbench_kv.conformance.tracing import Event, feed
-from agentbench_kv.engines.base import Sampling
-from agentbench_kv.engines.options import EngineOptions
+from torch import Tensor
+
+from agentbench_kv.conformance.reference import Event, Trace, feed
+from agentbench_kv.engines.base import EngineOptions, FinishReason, KVStats, Sampling
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenCodec, TokenPhases
-from agentbench_kv.phases.decoding import IncrementalDecoder, StopMatcher
+from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn of a session: what to prefill, and when to stop."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int  # 0 leaves the prompt for the next step's generation
+    stop_ids: frozenset[int] = frozenset()
+    stop_text: str = ""
+    own_stop: bool = False  # the text is matched by a function the engine cannot look into
+    cancel_after: int | None = None  # tokens read before the cancel
+
+
+@dataclass
+class EngineTrace(Trace):
+    """A trace of any engine, without logits; lists have one entry per step."""
+
+    turns: list[list[int]] = field(default_factory=list)  # generated ids
+    reasons: list[FinishReason | None] = field(default_factory=list)
+    after: list[KVStats] = field(default_factory=list)  # accounting after the step
+    kept_missing: str = ""  # why `events` are not those of `stats`; empty if they are
+    error: Exception | None = None  # what ended the session early
+
+
+def epochs(trace: EngineTrace) -> list[tuple[list[int], Trace]]:
+    """Cut a session where its rows were lost, as its accounting says.
+
+    Each part is the positions of the tokens generated in it, and the session up to its end with
+    the events since its start: a loss undoes evictions, as everything before it is computed again
+    in one prefill without a mask.
+    """
+    starts = [(0, 0), *trace.stats.restarts, (len(trace.events), len(trace.tokens))]
+    found = []
+    for (before, start), (until, end) in pairwise(starts):
+        positions = [position for position in trace.decoded_at if start <= position < end]
+        if positions:
+            # Later events than the last token's query change nothing.
+            last = positions[-1]
+            events = [event for event in trace.events[before:until] if event.logical < last]
+            found.append((positions, Trace(trace.tokens[: last + 1], events=events)))
+    return found
+
+
+class KeptRecorder:
+    """Kept sets of an engine that runs in this process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[Tensor]] = defaultdict(list)
+
+    def on_logits(self, session: str, logical: int, logits: Tensor) -> None:
+        """Logits are not compared: other engines do not show theirs."""
+
+    def on_event(self, session: str, logical: int, kept_positions: Tensor) -> None:  # noqa: ARG002
+        self._kept[session].append(kept_positions.detach().cpu().clone())
+
+    def of(self, names: Sequence[str]) -> list[Tensor]:
+        """Return original positions [layers, kv_heads, budget] of every event, in order.
+
+        `names` is what the engine called the session, one name after the other.
+        """
+        return [kept for name in names for kept in self._kept[name]]
+
+
+def read_kept(folder: Path, names: Sequence[str]) -> list[Tensor]:
+    """As `KeptRecorder.of`, from the files that an engine wrote to its `EngineOptions.trace`."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    starts = [quote(name, safe="") + "." for name in names]
+    return [load_file(f)["kept"] for start in starts for f in files if f.name.startswith(start)]
+
+
+def takes_recorder(create: Any) -> bool:
+    return "recorder" in inspect.signature(create).parameters
+
+
+PATIENCE_S = 10.0
+
+
+_COMPARED = {"free_blocks", "total_blocks", "sessions", "allocated_bytes"}
+
+
+def pool_of(engine: Any) -> dict[str, Any] | None:
+    """Return what an engine says of its memory; None if it says nothing."""
+    return {key: value for key, value in engine.pool().items() if key in _COMPARED} or None
+
+
+def settled(engine: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Wait until the pool is as wanted, at most `PATIENCE_S`; return it as it is then.
+
+    Engines free what a closed session held on a thread of their own.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while (pool := pool_of(engine) or {}) != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return pool
+
 
 _numbers = itertools.count(1)
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
+from agentbench_kv.engines.embedded.cache import CachePool, SessionCache
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.embedded.pool import CachePool
-from agentbench_kv.engines.queries import QueryBuffer, RingWrite
 
 ATTENTION_NAME = "kvbench"
 

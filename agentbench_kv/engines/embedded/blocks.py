@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import Block, SpanRange
 from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
+from agentbench_kv.methods.spans import Block, SpanRange
 
 
 def save_block(session: EmbeddedSession, start: int, end: int) -> Block:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import PhaseLabeller, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.calibration import Calibration, as_complex, rotate
 from agentbench_kv.methods.full import Full
-from agentbench_kv.methods.phases import Phase
-from agentbench_kv.methods.rope import as_complex, rotate
 
 MAX_TOKENS = 32768
 MIN_TOKENS = 256

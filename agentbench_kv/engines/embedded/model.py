@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
-from agentbench_kv.engines.embedded.pool import CacheShape
+from agentbench_kv.engines.embedded.cache import CacheShape
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
 

@@ -1,10 +1,16 @@
-"""Looking inside a running engine: what captures and audits are made of."""
+"""Looking inside a running engine: what captures and audits are made of.
+
+Observers that keep what they see: queries, keys and values, or events.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
-from agentbench_kv.methods.views import Selection
+from agentbench_kv.methods.base import Selection
 
 
 class Observer:
@@ -40,3 +46,84 @@ class Observer:
 
         `positions` [layers, kv_heads, live] are in cache order, which `selection.kept` indexes.
         """
+
+
+class SessionLog(Observer):
+    """Keeps the tokens of one session, in the order they are fed."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.phases: list[int] = []
+        self.decoded: list[bool] = []
+
+    def on_rows(
+        self,
+        session: str,
+        tokens: list[int],
+        phases: list[int],
+        generated: list[bool],
+        position: int,
+    ) -> None:
+        """Add a chunk; a session that starts over starts the log over."""
+        del session
+        if position == 0:
+            self.clear()
+        self.tokens += tokens
+        self.phases += phases
+        self.decoded += generated
+
+    def clear(self) -> None:
+        self.tokens.clear()
+        self.phases.clear()
+        self.decoded.clear()
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the first prefill."""
+        return self.decoded.index(True) if True in self.decoded else len(self.decoded)
+
+
+class QkvRecorder(SessionLog):
+    """Keeps queries, keys and values of one session on the CPU: some layers, some KV heads."""
+
+    def __init__(self, layers: Sequence[int], heads: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        self.heads = tuple(heads)
+        self.dtype = dtype
+        self._parts: dict[int, list[list[Tensor]]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._parts = {layer: [] for layer in self.layers}
+
+    def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if layer not in self._parts:
+            return
+        group = query.shape[0] // key.shape[0]
+        queries = [head * group + i for head in self.heads for i in range(group)]
+        parts = (query[queries], key[list(self.heads)], value[list(self.heads)])
+        self._parts[layer].append([part.detach().to("cpu", self.dtype) for part in parts])
+
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Q [layers, q_heads, tokens, head_dim], K and V [layers, kv_heads, ...]."""
+        stacked = [
+            torch.stack([torch.cat([part[i] for part in self._parts[n]], 1) for n in self.layers])
+            for i in range(3)
+        ]
+        return stacked[0], stacked[1], stacked[2]
+
+
+class EventLog(SessionLog):
+    """Hands every event to `keep`: logical length, positions in cache order, selection."""
+
+    def __init__(self, keep: Callable[[int, Tensor, Selection], None]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def on_selection(
+        self, session: str, logical: int, positions: Tensor, selection: Selection
+    ) -> None:
+        del session
+        self._keep(logical, positions, selection)

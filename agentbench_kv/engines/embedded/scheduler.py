@@ -1,33 +1,179 @@
-"""Continuous batching: one thread that prefills and decodes every running session together."""
+"""Continuous batching: one thread that prefills and decodes every running session together.
+
+A running generation, fed by the scheduler's thread and read by the caller's.
+
+Work on a session's cache between two of its turns.
+
+Packing chunks of many sessions into one forward.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, compress
+from itertools import accumulate, compress, groupby
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import FinishReason, PhaseLabeller
-from agentbench_kv.engines.embedded.errands import Command
-from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
+from agentbench_kv.engines.base import FinishReason, PhaseLabeller, Sampling
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
+from agentbench_kv.engines.embedded.attention import DecodeGroup, Segment, StepPlan
+from agentbench_kv.engines.embedded.cache import CachePool, CachePools
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.embedded.packing import Packed, pack
-from agentbench_kv.engines.embedded.pool import CachePools
 from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
-from agentbench_kv.engines.queries import QueryBuffer
+from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 
+
+class EmbeddedGeneration(StreamedGeneration):
+    """A generation that the scheduler thread feeds; that thread waits for no reader."""
+
+    def __init__(self, session: EmbeddedSession, sampling: Sampling) -> None:
+        super().__init__(sampling)
+        self.session = session
+        self.sampler = Sampler(sampling)
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self._hand_over(None)
+
+    def fail(self, error: BaseException) -> None:
+        self._hand_over(error)
+
+
+@dataclass(eq=False)
+class Command:
+    """Work on one session's cache that waits for the engine's thread."""
+
+    session: EmbeddedSession
+    work: Callable[[], Any]
+    more: int  # rows it adds
+    done: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        try:
+            self.done.set_result(self.work())
+        except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
+            self.done.set_exception(error)
+
+
+SPARSE = 0.5  # share of a range of slots below which each session has a call of its own
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A forward's input, session after session."""
+
+    sessions: list[EmbeddedSession]
+    tokens: list[int]
+    positions: list[int]  # of RoPE
+    rows: list[int]  # tokens each session feeds
+    plan: StepPlan
+
+
+def pack(
+    sessions: Sequence[EmbeddedSession],
+    chunk: int,
+    queries: QueryBuffer,
+    observer: Observer | None = None,
+) -> Packed:
+    """Take a chunk of pending tokens from every session and plan their attention.
+
+    Decoding sessions come first, ordered by pool and slot, so that each pool's are neighbours.
+    """
+    for session in sessions:
+        session.cache.reserve(min(chunk, len(session.pending)))
+    ordered = sorted(
+        sessions, key=lambda s: (len(s.pending) > 1, s.cache.pool.capacity, s.cache.slot)
+    )
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    ring_rows: list[int] = []
+    ring_slots: list[int] = []
+    for session in ordered:
+        taken = session.take(chunk)
+        stored, slots = session.queries.place([p for _, p in taken], session.fed, len(tokens))
+        ring_rows += stored
+        ring_slots += slots
+        positions += range(session.next_position, session.next_position + len(taken))
+        ids = [token for token, _ in taken]
+        if observer is not None:
+            labels = [int(phase) for _, phase in taken]
+            own = [session.fed + i in session.generated for i in range(len(ids))]
+            observer.on_rows(session.name, ids, labels, own, session.fed)
+        tokens += ids
+        rows.append(len(taken))
+    prefills, decodes = _attention_plan(ordered, rows)
+    write = None
+    if ring_rows:
+        write = RingWrite(_ids(ring_rows, queries.device), _ids(ring_slots, queries.device))
+    plan = StepPlan(prefills, decodes, queries, write, observer)
+    return Packed(ordered, tokens, positions, rows, plan)
+
+
+def _attention_plan(
+    sessions: Sequence[EmbeddedSession], rows: Sequence[int]
+) -> tuple[list[Segment], list[DecodeGroup]]:
+    prefills: list[Segment] = []
+    decodes: list[DecodeGroup] = []
+    start = 0
+    for (single, _), members in groupby(
+        zip(sessions, rows, strict=True), key=lambda item: (item[1] == 1, id(item[0].cache.pool))
+    ):
+        group = list(members)
+        neighbours = [session for session, _ in group]
+        if single and _is_dense(neighbours):
+            decodes.append(_decode_group(neighbours, start))
+            start += len(group)
+            continue
+        for session, n in group:
+            prefills.append(Segment(session.cache, start, start + n))
+            start += n
+    return prefills, decodes
+
+
+def _is_dense(sessions: Sequence[EmbeddedSession]) -> bool:
+    """Whether one call over the slots' range wastes less than calls of their own would."""
+    covered = sessions[-1].cache.slot - sessions[0].cache.slot + 1
+    return len(sessions) >= SPARSE * covered
+
+
+def _decode_group(sessions: Sequence[EmbeddedSession], start: int) -> DecodeGroup:
+    pool: CachePool = sessions[0].cache.pool
+    device = pool.keys.device
+    slots = [session.cache.slot for session in sessions]
+    lengths = [session.cache.length for session in sessions]
+    first, last, tokens = slots[0], slots[-1] + 1, max(lengths) + 1
+    # A slot nobody decodes in shows its first row: an empty softmax would be NaN.
+    ends = [1] * (last - first)
+    for slot, length in zip(slots, lengths, strict=True):
+        ends[slot - first] = length + 1
+    hidden = torch.arange(tokens, device=device) >= _ids(ends, device)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=pool.keys.dtype, device=device)
+    mask.masked_fill_(hidden, float("-inf"))
+    ids, rows = _ids(slots, device), _ids(lengths, device)
+    return DecodeGroup(pool, start, ids, rows, first, last, tokens, mask[:, None, None])
+
+
+def _ids(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
 PREFILL_CHUNK = 512
+
+
 STEP_TOKENS = 2048
+
 
 T = TypeVar("T")
 

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVEvent, KVStats, PhaseLabeller
-from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
+from agentbench_kv.engines.embedded.cache import CachePools, SessionCache
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.embedded.pool import CachePools
-from agentbench_kv.engines.queries import QueryBuffer, QueryStore
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.phases import Phase
-from agentbench_kv.methods.schedule import Schedule
+from agentbench_kv.methods.base import Method, Phase, Schedule
 
 
 class Recorder(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.llamacpp.elsewhere import lines_of
+from agentbench_kv.engines.llamacpp.models import lines_of
 
 PROTOCOLS = {
     "empty": "empty cache, block at [0, n), back to where it was",
@@ -55,7 +55,7 @@ def measure_restore(
         "cells": cells,
         "repeats": repeats,
     }
-    module = "agentbench_kv.engines.llamacpp.backend.bench_restore"
+    module = "agentbench_kv.engines.llamacpp.server.restore_bench"
     for line in lines_of(python, module, [json.dumps(asked)]):
         row = json.loads(line)
         yield RestoreTimes(**row) if "protocol" in row else row

@@ -19,15 +19,16 @@ from typing import Any, Self
 from agentbench_kv.engines.base import (
     Engine,
     EngineInfo,
+    EngineOptions,
     FinishReason,
     Generation,
     KVStats,
-    Phase,
     PhaseLabeller,
     Sampling,
+    ScriptSource,
 )
-from agentbench_kv.engines.options import EngineOptions, ScriptSource
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, unknown_name
+from agentbench_kv.methods.base import Phase
 
 AGENTS = ("gold", "corrupt", "null")
 EXHAUSTED = "Done."

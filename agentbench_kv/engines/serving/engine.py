@@ -1,15 +1,25 @@
-"""The base of engines that run in a process of their own: sessions, restarts, accounting."""
+"""The base of engines that run in a process of their own: sessions, restarts, accounting.
+
+One generation of a serving engine, streamed on a thread of its own.
+
+Accounting of an engine as shipped, which has no ledger of ours: what its client can see.
+
+A session as the harness keeps it, so that a backend may die without the session being lost.
+
+Starting a server that loads our plug-in; what vLLM and SGLang have in common there.
+"""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 
@@ -17,24 +27,155 @@ from agentbench_kv.engines.base import (
     Capability,
     Engine,
     EngineInfo,
+    EngineOptions,
     FinishReason,
     Generation,
+    KVEvent,
     KVStats,
-    Phase,
     PhaseLabeller,
     Sampling,
+    merge_stats,
 )
-from agentbench_kv.engines.serving.backend.policy import method_document
-from agentbench_kv.engines.serving.control import ControlClient, ControlError
-from agentbench_kv.engines.serving.generation import ServingGeneration
-from agentbench_kv.engines.serving.observed import ObservedLedger
-from agentbench_kv.engines.serving.process import BackendProcess
-from agentbench_kv.engines.serving.sessions import ServingSession, stats_from
-from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
+from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.embedded.model import folder_sha, model_path
+from agentbench_kv.engines.sampling import StreamedGeneration
+from agentbench_kv.engines.serving.plugin import method_document
+from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
+from agentbench_kv.engines.serving.wire import (
+    PluginWire,
+    Request,
+    ServerSetup,
+    Wire,
+    read_model,
+    stop_document,
+)
+from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
-from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.full import Full
+from agentbench_kv.phases.machine import recipe_of
+
+# Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
+_AHEAD = 4
+
+
+class ServingGeneration(StreamedGeneration):
+    """Tokens on their way from a backend; `play` runs to the end and calls `push` per token."""
+
+    def __init__(
+        self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]
+    ) -> None:
+        super().__init__(sampling, ahead=_AHEAD)
+        self._play = play
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.finish_reason = self._play(self)
+        except BaseException as error:  # noqa: BLE001  the reader is told, on its own thread
+            self._hand_over(error)
+            return
+        self._hand_over(None)
+
+
+class ObservedLedger(SessionLedger):
+    """One session of a server that evicts nothing within a request.
+
+    A prefix cache may have dropped what the session had before; the server says how many tokens it
+    found, and the others count as recomputed.
+    """
+
+    def __init__(self, bytes_per_token: int) -> None:
+        super().__init__(Full(), bytes_per_token)
+        self._expected = 0  # rows the next forward writes
+        self._before = 0  # rows the session had when the generation began
+
+    def begin(self, tokens: int) -> None:
+        """Expect a generation from a session of `tokens` tokens."""
+        # The last token it generated was never fed; it is part of no prompt.
+        self.begin_turn(tokens - (self.fed + (self.fed > 0)))
+        self._before = self.fed
+        self._expected = tokens - self.fed
+
+    def token(self) -> None:
+        """Count a generated token and the forward it came from."""
+        self.forward(self._expected)
+        self.sampled()
+        self._expected = 1
+
+    def end(self, cached_tokens: int | None) -> None:
+        """Take in how many of the prompt's tokens the server had cached, where it says so."""
+        if cached_tokens is not None:
+            self.stats.recomputed += max(0, self._before - cached_tokens)
+
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class ServingSession:
+    """One session."""
+
+    name: str
+    labeller: PhaseLabeller
+    recipe: str = field(init=False)
+    # What the backend calls it; new after every loss, so that nothing old is taken for it.
+    backend_name: str = field(init=False)
+    tokens: list[int] = field(default_factory=list)  # everything it was given or generated
+    known: int = 0  # how many of them this backend has seen
+    epoch: int = 0  # which start of the backend it lives in; 0: none yet
+    carried: KVStats = field(default_factory=KVStats)  # accounting of backends that died
+    last: KVStats = field(default_factory=KVStats)  # the living backend's, when it was last asked
+    observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
+
+    def __post_init__(self) -> None:
+        self.recipe = recipe_of(self.labeller)
+        self._rename()
+
+    def accept(self, token: int) -> None:
+        """Add a generated token."""
+        self.labeller.label(token)
+        self.tokens.append(token)
+        self.known += 1
+        if self.observed is not None:
+            self.observed.token()
+
+    def enter(self, epoch: int) -> None:
+        """Move to another start of the backend; what the old one held is computed again."""
+        if self.epoch:
+            self.carried = merge_stats(self.carried, self.last)
+            self.carried.restarts.append((len(self.carried.events), len(self.tokens)))
+            self.carried.recomputed += self.known
+            self._rename()
+        self.last = KVStats()
+        self.observed = None
+        self.known = 0
+        self.epoch = epoch
+
+    def total(self) -> KVStats:
+        """Return the accounting over all backends."""
+        merged = merge_stats(self.carried, self.last)
+        merged.logical = len(self.tokens)
+        return merged
+
+    def _rename(self) -> None:
+        self.backend_name = f"{self.name}~{next(_numbers)}"
+
+
+def stats_from(document: dict[str, Any]) -> KVStats:
+    """Return the accounting a backend sent."""
+    events: Sequence[dict[str, int]] = document.pop("events")
+    restarts: Sequence[Sequence[int]] = document.pop("restarts")
+    return KVStats(
+        **document,
+        events=[KVEvent(**event) for event in events],
+        restarts=[(before, tokens) for before, tokens in restarts],
+    )
+
 
 RESTARTS = 3  # restarts one generation waits for before it gives up
+
+
 _GONE = (OSError, httpx.TransportError)
 
 
@@ -239,3 +380,40 @@ def refuse_method(method: Method) -> None:
 def scratch_folder() -> Path:
     """Make a private folder whose path is short enough for a Unix socket in it."""
     return Path(tempfile.mkdtemp(prefix="kvbench-"))
+
+
+_Engine = TypeVar("_Engine", bound=ServingEngine)
+
+
+def start_server(
+    engine: type[_Engine],
+    wire_class: type[PluginWire],
+    name: str,
+    options: EngineOptions,
+    environment: str,
+    *,
+    gpu: bool,
+) -> _Engine:
+    """Return an engine over a new server; one for `full` runs as shipped."""
+    refuse_method(options.method)
+    path = model_path(options.model)
+    facts = read_model(path)
+    python, folder = python_of(environment), scratch_folder()
+    stock = options.method.name == "full"
+    wire = wire_class(ServerSetup(options, facts, python, path, folder, gpu, stock))
+    info = EngineInfo(
+        name=name,
+        model=options.model,
+        model_path=path,
+        model_sha=folder_sha(path),
+        device="cuda" if gpu else "cpu",
+        dtype=options.dtype,
+        context_limit=wire.context_limit,
+        eos_token_ids=facts.eos_token_ids,
+        capabilities=engine.capabilities,
+    )
+    # The log stays when the scratch folder is removed.
+    logs = home() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{name}-{folder.name}.log"
+    return engine(info, wire, folder, log, facts.bytes_per_token(options.dtype))

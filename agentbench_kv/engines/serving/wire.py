@@ -1,25 +1,85 @@
-"""How a serving engine is spoken to: what differs between them, behind one interface."""
+"""How a serving engine is spoken to: what differs between them, behind one interface.
+
+What a Hugging Face model folder says about the model, read without its weights.
+
+Server-sent events of a backend's HTTP endpoint.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from agentbench_kv.engines.base import Sampling
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.backend.parent import ALLOW_UNTESTED
-from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
-from agentbench_kv.engines.serving.links import link_packages
-from agentbench_kv.engines.serving.model import ModelFacts
-from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, Policy
+from agentbench_kv.engines.serving.process import Launch, link_packages
+from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
-from agentbench_kv.phases.decoding import StopMatcher
+from agentbench_kv.phases.tokens import StopMatcher
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Shapes and limits of a decoder."""
+
+    family: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    context_limit: int  # last position + 1
+    eos_token_ids: tuple[int, ...]
+
+    def bytes_per_token(self, dtype: str) -> int:
+        """Return bytes of keys and values of one token, all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
+
+
+def read_model(path: Path) -> ModelFacts:
+    """Read a model folder's config; PrerequisiteError if it lacks what a decoder's config has."""
+    config = _json(path / "config.json")
+    try:
+        heads = int(config["num_attention_heads"])
+        return ModelFacts(
+            family=str(config["model_type"]),
+            layers=int(config["num_hidden_layers"]),
+            q_heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            context_limit=int(config["max_position_embeddings"]),
+            eos_token_ids=_eos_ids(path, config),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PrerequisiteError(
+            f"{path / 'config.json'} is not a decoder's ({error}); give a Hugging Face model folder"
+        ) from None
+
+
+def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    found = _json(generation).get("eos_token_id") if generation.exists() else None
+    found = config.get("eos_token_id") if found is None else found
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PrerequisiteError(f"cannot read {path}: {error}; give a model folder") from None
+    return document
+
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 
@@ -155,3 +215,42 @@ def stop_document(sampling: Sampling) -> dict[str, Any] | None:
     """
     stop = sampling.stop
     return stop.document() if isinstance(stop, StopMatcher) else None
+
+
+# A queue of prefills may come before the first token.
+_TIMEOUT = httpx.Timeout(30.0, read=3600.0)
+
+
+class RequestError(KVBenchError):
+    """The backend refused a request; the message is its own."""
+
+
+def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up.
+
+    Raises RequestError for an answer that is no stream of events.
+    """
+    with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
+        if response.status_code != httpx.codes.OK:
+            text = response.read().decode(errors="replace")
+            raise RequestError(f"the backend answered {response.status_code}: {text[:500]}")
+        for line in _lines(response.iter_bytes()):
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                raise RequestError(f"the backend failed: {event['error']}")
+            yield event
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Split at newlines only: generated text may hold what Unicode calls a line's end."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest

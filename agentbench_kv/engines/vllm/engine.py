@@ -1,15 +1,190 @@
-"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in."""
+"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in.
+
+vLLM's command line and its HTTP surface.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+import json
+import socket
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import httpx
+
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype, model_path
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.engine import ServingEngine
-from agentbench_kv.engines.serving.setup import start_server
-from agentbench_kv.engines.vllm.wire import VllmWire, on_gpu
+from agentbench_kv.engines.serving.engine import ServingEngine, start_server
+from agentbench_kv.engines.serving.process import ControlClient, Launch
+from agentbench_kv.engines.serving.wire import (
+    LIMITS,
+    PluginWire,
+    Request,
+    ServerSetup,
+    as_flags,
+    post_events,
+    stop_document,
+)
 from agentbench_kv.environments import python_of
+
+_BACKEND = "agentbench_kv.engines.vllm.plugin"
+
+
+_SERVED = "kvbench"
+
+
+_CPU_BLOCK = 32
+
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+class VllmWire(PluginWire):
+    """One vLLM server on a Unix socket in a private folder.
+
+    As shipped, prefix caching and async scheduling are on.
+    """
+
+    def __init__(self, setup: ServerSetup) -> None:
+        self._socket = setup.folder / "http"
+        transport = httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
+        super().__init__(setup, transport)
+        self._client.base_url = httpx.URL("http://vllm")
+
+    @property
+    def context_limit(self) -> int:
+        """Last position + 1: what the model reads, what was asked for, what the pool holds.
+
+        vLLM wants room for one whole context, as if nothing were ever evicted.
+        """
+        asked = self._options.engine_args.get("max-model-len")
+        limits = [
+            self._setup.facts.context_limit,
+            self._options.max_live_tokens,
+            asked and int(asked),
+        ]
+        return min(limit for limit in limits if limit)
+
+    def launch(self) -> Launch:
+        # A server that was killed leaves its socket, which another could not bind.
+        self._socket.unlink(missing_ok=True)
+        plugins = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
+        environment = self._environment("vllm.general_plugins", plugins)
+        environment |= {"VLLM_API_KEY": self._key, "VLLM_NO_USAGE_STATS": "1"}
+        if not self._setup.gpu:
+            environment["VLLM_TARGET_DEVICE"] = "cpu"
+        if not self.stock:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        command = [str(self._setup.python), "-m", f"{_BACKEND}.launch", "serve"]
+        command += [str(self._setup.model), "--uds", str(self._socket), *self._flags()]
+        return Launch(command, self._ready, environment)
+
+    def stream(self, request: Request) -> Generator[int]:
+        for event in post_events(self._client, "/v1/completions", self._body(request)):
+            details = (event.get("usage") or {}).get("prompt_tokens_details")
+            if details is not None:
+                request.usage["cached_tokens"] = int(details.get("cached_tokens") or 0)
+            for choice in event.get("choices", ()):
+                yield from choice.get("token_ids") or ()
+
+    def details(self) -> dict[str, str]:
+        """Return version, set-up and flags, without what is this machine's own."""
+        version = self._client.get("/version").json().get("version", "unknown")
+        return {**super().details(), "version": str(version), "flags": " ".join(self._flags())}
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        extra = {"kvbench_session": request.session, "kvbench_labels": request.recipe}
+        stop = stop_document(sampling)
+        if stop is not None:
+            extra["kvbench_stop"] = json.dumps(stop)
+        return {
+            "model": _SERVED,
+            "prompt": list(request.tokens),
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+            "stop_token_ids": sorted(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+            **({} if self.stock else {"vllm_xargs": extra}),
+        }
+
+    def _ready(self) -> bool:
+        if not _listens(self._socket):
+            return False
+        try:
+            up = self._client.get("/health").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+        if not up or self.stock:
+            return up
+        with closing(ControlClient(self.control)) as control:
+            return control.answers()
+
+    def _flags(self) -> list[str]:
+        options = self._options
+        arguments: dict[str, str | None] = {
+            "served-model-name": _SERVED,
+            "dtype": options.dtype,
+            "max-num-seqs": str(options.concurrency),
+            "load-format": options.load_format,
+            "generation-config": "vllm",
+            "uvicorn-log-level": "warning",
+        }
+        arguments |= self._memory()
+        if not self._setup.gpu:
+            arguments["enforce-eager"] = None
+        if self.stock:
+            arguments["enable-prompt-tokens-details"] = None
+        else:
+            arguments |= {
+                "scheduler-cls": f"{_BACKEND}.scheduler.Scheduler",
+                "worker-cls": f"{_BACKEND}.worker.Worker",
+                "no-enable-prefix-caching": None,
+                "no-async-scheduling": None,
+            }
+        return as_flags(arguments | dict(options.engine_args))
+
+    def _memory(self) -> dict[str, str | None]:
+        """Return how large the cache is: what was asked for, or vLLM's own choice on a GPU."""
+        arguments: dict[str, str | None] = {}
+        block = 16 if self._setup.gpu else _CPU_BLOCK
+        if self._options.max_live_tokens is not None:
+            # One block is vLLM's placeholder.
+            blocks = -(-self._options.max_live_tokens // block) + 1
+            arguments |= {"block-size": str(block), "num-gpu-blocks-override": str(blocks)}
+            arguments["max-model-len"] = str(self.context_limit)
+        elif not self._setup.gpu:
+            arguments["block-size"] = str(block)
+        if not self._setup.gpu:
+            arguments["kv-cache-memory-bytes"] = str(_CPU_CACHE_BYTES)
+        return arguments
+
+
+def on_gpu(device: str) -> bool:
+    """Return whether a device name means a GPU, `auto` if there is one."""
+    if device != "auto":
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _listens(path: Path) -> bool:
+    """Return whether anybody listens on a Unix socket; vLLM makes it long before it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 class VllmEngine(ServingEngine):

@@ -1,8 +1,11 @@
-"""What a session cost, a row a run, and how fast runs were served, a row for runs served alike."""
+"""What a session cost, a row a run, and how fast runs were served, a row for runs served alike.
+
+What a task was run with and its name does not say: route, corpus, encoder, simulated user.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median as middle
@@ -18,12 +21,17 @@ COSTS = (
     "tokens per layer and KV head; KV read, prefilled and restored: mean of a session",
     "failures: share of the trials that ended without a score, then trials by kind",
 )
+
+
 SPEEDS = (
     f"speed: a run is one measurement; intervals and ratios from {REPETITIONS} runs served alike, "
     "else the median of those there are, which ranks nobody",
     "in flight: sessions at once on average, of those allowed; TTFT, TPOT: medians of trials",
 )
+
+
 BASES = ("full", "full-constrained")
+
 
 Value = Callable[[Run], float | None]
 
@@ -165,3 +173,36 @@ def _allowed(run: Run) -> float | None:
 
 def _budget(run: Run) -> str | None:
     return None if run.budget is None else str(run.budget)
+
+
+SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
+
+
+"""Keys of a task's provenance or settings that a reader must see beside its scores."""
+
+
+def conditions(runs: Iterable[Run]) -> list[str]:
+    """Return a line for each condition of some runs, with all values it has among them."""
+    known = list(runs)
+    lines = []
+    for name in SHOWN:
+        values = sorted({value for run in known if (value := _value(run, name))})
+        if values:
+            lines.append(f"{name.replace('_', ' ')}: {'; '.join(values)}")
+    return lines
+
+
+def _value(run: Run, name: str) -> str:
+    task = run.info.provenance.get("task")
+    recorded = task.get(name) if isinstance(task, Mapping) else None
+    settings = run.spec.get("task_params")
+    given = settings.get(name) if isinstance(settings, Mapping) else None
+    value = given if recorded is None else recorded
+    if isinstance(value, Mapping):
+        parts = (
+            str(value.get("name") or value.get("model") or ""),
+            str(value.get("sha256", ""))[:12],
+        )
+        words = "@".join(filter(None, parts))
+        return f"{words} (synthetic)" if value.get("synthetic") else words
+    return "" if value is None else str(value)

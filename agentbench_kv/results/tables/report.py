@@ -1,16 +1,119 @@
-"""All tables of a set of runs, in the order people read them."""
+"""All tables of a set of runs, in the order people read them.
+
+Curves as tables: area relative to full, smallest budget that keeps 95%, crossovers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 
 from agentbench_kv.errors import UsageError, unknown_name
+from agentbench_kv.results.curves import CurveSummary, Keeps, Point, curve_summary
+from agentbench_kv.results.groups import RunGroup
+from agentbench_kv.results.ranking import Board, Entry, boards
 from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
-from agentbench_kv.results.tables.curves import curve_tables
-from agentbench_kv.results.tables.model import Kind, Table
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
+
+LEGEND = (
+    "area: under the curve over log2(budget), relative to full; 1 is as good as full",
+    "keeps 95% of full from: of a curve that never falls and that goes on, straight over "
+    "log2(budget), to full at the length of its longest session, where nothing is evicted",
+)
+
+
+_CURVES = (
+    Column("method"),
+    Column("budgets", Unit.NUMBER),
+    Column("area [95% interval]", Unit.RATIO),
+    Column("keeps 95% of full from, tokens", Unit.TOKENS),
+)
+
+
+_CROSSOVERS = (
+    Column("leads below"),
+    Column("leads above"),
+    Column("budget, tokens [95% interval]", Unit.TOKENS),
+    Column("of resamples %", Unit.SHARE),
+)
+
+
+def curve_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return the curves of every board with full and a method with a budget."""
+    return [
+        table
+        for board in boards(runs)
+        if board.full is not None and any(entry.group.compressed for entry in board.entries)
+        for table in _of_board(board, board.full)
+    ]
+
+
+def _of_board(board: Board, full: Entry) -> Iterator[Table]:
+    points, left_out = [], []
+    for entry in board.entries:
+        # A share is as many tokens as in the median run.
+        tokens = round(median(run.tokens or 0 for run in entry.group.runs))
+        if entry.group.compressed and tokens:
+            points.append(Point(entry.group.label, tokens, entry.scores))
+        elif entry.group.compressed:
+            left_out.append(f"left out: {entry.group.name}, whose budget is no number of tokens")
+    summary = curve_summary(full.scores, points, _lengths(full.group))
+    if summary is None or summary.full <= 0:
+        return
+    number = len(board.samples)
+    table = partial(
+        setting_table, setting=board.setting, kind=Kind.CURVES, conditions=board.conditions,
+        metric=board.metric, samples=number,
+    )  # fmt: skip
+    groups = f" in {summary.groups} groups" if summary.groups else ""
+    notes = [f"{summary.samples} samples{groups}; full scores {100 * summary.full:.1f}%", *left_out]
+    yield table(
+        what=f"accuracy over budget, {number} samples", apart=("curves", str(number)),
+        columns=_CURVES, rows=_curves(summary), notes=notes, legend=LEGEND,
+    )  # fmt: skip
+    if summary.crossovers:
+        yield table(
+            what=f"where methods change places, {number} samples",
+            apart=("crossovers", str(number)), columns=_CROSSOVERS, rows=_crossovers(summary),
+        )  # fmt: skip
+
+
+def _lengths(group: RunGroup) -> dict[str, float]:
+    """Return how long a sample's session is that keeps everything, median over its trials."""
+    found: dict[str, list[int]] = {}
+    for run in group.runs:
+        for sample, peaks in run.trials.peaks.items():
+            found.setdefault(sample, []).extend(peaks)
+    return {sample: median(peaks) for sample, peaks in found.items()}
+
+
+def _curves(summary: CurveSummary) -> list[Row]:
+    rows = []
+    for curve in summary.curves:
+        budgets, area = curve.budgets, curve.area
+        text = f"{len(budgets)}, {budgets[0]} to {budgets[-1]}"
+        over = Cell(area.point, area.low, area.high) if area else Cell()
+        keeps = _keeps(curve.keeps) if curve.keeps else Cell()
+        rows.append(Row((Cell(curve.label), Cell(len(budgets), text=text), over, keeps)))
+    return rows
+
+
+def _keeps(keeps: Keeps) -> Cell:
+    text = str(keeps)
+    return Cell(text if keeps.point is None else keeps.point, keeps.low, keeps.high, text=text)
+
+
+def _crossovers(summary: CurveSummary) -> list[Row]:
+    return [
+        Row((
+            Cell(each.below), Cell(each.above),
+            Cell(each.budget, each.low, each.high), Cell(each.support),
+        ))
+        for each in summary.crossovers
+    ]  # fmt: skip
 
 
 def report_tables(

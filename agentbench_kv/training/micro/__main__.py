@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.training.micro.stages import RECIPE
-from agentbench_kv.training.micro.train import Options, Trainer
+from agentbench_kv.training.micro.train import RECIPE, Options, Trainer
 
 
 @click.command()

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from agentbench_kv.adapters.micro.episode import Episode
-from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.generate import Profile, generate, train_seed
 from agentbench_kv.adapters.micro.memory import cursors
-from agentbench_kv.adapters.micro.profiles import Profile, train_seed
 from agentbench_kv.training.micro.conversation import (
     COPIED,
+    INVENTED,
     LABELS,
     MEMORY,
     NAME,
@@ -26,9 +26,9 @@ from agentbench_kv.training.micro.conversation import (
     TEMPLATE,
     Conversation,
     auxiliary,
+    drill,
     main,
 )
-from agentbench_kv.training.micro.drills import INVENTED, drill
 
 Ints = npt.NDArray[np.int64]
 

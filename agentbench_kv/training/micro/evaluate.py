@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentbench_kv.adapters.micro.profiles import PROFILES, held_out_seed
+from agentbench_kv.adapters.micro.generate import PROFILES, held_out_seed
 from agentbench_kv.training.micro.conversation import LABELS, TEMPLATE
 from agentbench_kv.training.micro.data import Encoder, TrainingRow, auxiliary_row, episode_row
 from agentbench_kv.training.micro.model import MicroModel, load_model

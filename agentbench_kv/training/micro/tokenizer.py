@@ -16,10 +16,15 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.generate import (
+    CURRICULUM,
+    NAMES,
+    PROFILES,
+    SYLLABLES,
+    generate,
+    train_seed,
+)
 from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
-from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, train_seed
-from agentbench_kv.adapters.micro.words import NAMES, SYLLABLES
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens that decoding may skip."""

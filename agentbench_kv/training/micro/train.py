@@ -1,11 +1,17 @@
-"""The training loop: deterministic for a seed, checkpointed, resumable at any step."""
+"""The training loop: deterministic for a seed, checkpointed, resumable at any step.
+
+Muon for the matrices, AdamW for the rest.
+
+The curriculum: what is trained on, in which order, and when to go on.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,18 +19,182 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name all of torch uses
-from torch import Tensor
+from torch import Tensor, nn
 
+from agentbench_kv.adapters.micro.generate import CURRICULUM, PROFILES
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, PAD
-from agentbench_kv.training.micro.data import Batch, Encoder, batch
+from agentbench_kv.training.micro.data import Batch, Encoder, Mix, batch
 from agentbench_kv.training.micro.model import MicroConfig, MicroModel, save_model
-from agentbench_kv.training.micro.optim import Optimizers
-from agentbench_kv.training.micro.stages import Stage
 from agentbench_kv.training.micro.tokenizer import build_tokenizer, save_tokenizer
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised, so that all directions of a matrix learn alike.
+
+    For matrices only; Nesterov momentum, decoupled decay. See
+    https://kellerjordan.github.io/posts/muon/
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Update the matrices, those of a shape together."""
+        for group in self.param_groups:
+            shapes = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    shapes[weight.shape].append(weight)
+            for weights in shapes.values():
+                self._update(weights, group)
+
+    def _update(self, weights: list[nn.Parameter], group: dict[str, float]) -> None:
+        nudges = [self._nudge(weight, group["momentum"]) for weight in weights]
+        rows, columns = weights[0].shape
+        scale = group["lr"] * max(1.0, rows / columns) ** 0.5
+        for weight, update in zip(weights, _orthogonal(torch.stack(nudges)), strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+
+    def _nudge(self, weight: nn.Parameter, momentum: float) -> Tensor:
+        state = self.state[weight]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(weight)
+        gradient = weight.grad
+        if gradient is None:
+            raise RuntimeError("a weight without a gradient reached the update")
+        state["momentum"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(state["momentum"], momentum)
+
+
+def _orthogonal(stack: Tensor) -> Tensor:
+    """Bring all singular values near one by five Newton-Schulz steps; (matrices, rows, columns)."""
+    tall = stack.shape[-2] > stack.shape[-1]
+    x: Tensor = stack.mT if tall else stack
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.mT if tall else x
+
+
+class Optimizers:
+    """Both optimizers behind one learning-rate factor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
+        embeddings = [p for name, p in named if p.dim() == 2 and "embed" in name]
+        gains = [p for _, p in named if p.dim() < 2]
+        adam = torch.optim.AdamW(
+            [{"params": embeddings, "lr": 3e-3}, {"params": gains, "lr": 1e-2}],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        )
+        self.parts: tuple[torch.optim.Optimizer, ...] = (Muon(matrices), adam)
+        self._rates = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def step(self, factor: float) -> None:
+        """Update the weights at `factor` times the learning rates, and drop the gradients."""
+        for part, rates in zip(self.parts, self._rates, strict=True):
+            for group, rate in zip(part.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state(self) -> list[dict[str, object]]:
+        """Return what a resumed run needs."""
+        return [part.state_dict() for part in self.parts]
+
+    def restore(self, state: list[dict[str, object]]) -> None:
+        for part, saved in zip(self.parts, state, strict=True):
+            part.load_state_dict(saved)
+
+
+SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
+
+
+TASK_1K = PROFILES["recall-1k"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training."""
+
+    name: str
+    mixes: tuple[Mix, ...]  # taken in turn, one per step
+    tokens: int  # after which the stage is over
+    recall: float = 2.0  # it is over earlier once every kind of code is recalled this well
+    rates: tuple[float, float] = (1.0, 1.0)  # learning-rate factors at its first and last token
+
+
+RECIPE = (
+    Stage("drills", (Mix(160, 14, (SHORT,), drills=1.0),), 4_000_000, recall=0.93),
+    Stage(
+        "turns",
+        (
+            Mix(512, 4, (SHORT,), drills=0.25, auxiliary=0.15),
+            Mix(512, 4, (SHORT, MEDIUM), drills=0.25, auxiliary=0.15),
+        ),
+        1_500_000,
+        recall=0.95,
+    ),
+    Stage(
+        "sessions",
+        (Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.1, auxiliary=0.2, gaps=0.4),),
+        1_000_000,
+        recall=0.96,
+    ),
+    Stage(
+        "long",
+        (
+            Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.05, auxiliary=0.2, gaps=0.5),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.2, gaps=0.3),
+        ),
+        500_000,
+        recall=0.97,
+    ),
+    Stage(
+        "final",
+        (
+            Mix(1152, 2, (MEDIUM, TASK_1K), 0.02, 0.2, gaps=0.5, names=5.0, memory=5.0),
+            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0, memory=5.0),
+            Mix(512, 4, (SHORT,), auxiliary=0.7, names=5.0, memory=5.0),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.15, gaps=0.3, names=5.0, memory=5.0),
+            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0, memory=5.0),
+        ),
+        3_000_000,
+        rates=(1.0, 0.0),
+    ),
+    Stage(
+        "memory",
+        (
+            Mix(512, 6, (SHORT, MEDIUM), auxiliary=0.85, names=5.0, memory=5.0),
+            Mix(5632, 1, (LONGEST,), names=5.0),
+            Mix(512, 6, (SHORT, MEDIUM), auxiliary=0.85, names=5.0, memory=5.0),
+            Mix(1152, 2, (MEDIUM, TASK_1K), auxiliary=0.5, gaps=0.3, names=5.0, memory=5.0),
+        ),
+        2_000_000,
+        rates=(0.6, 0.0),
+    ),
+)
+
+
+"""From dense drills to whole sessions at a falling rate; then once more with more memory turns."""
+
 
 logger = logging.getLogger(__name__)
 
+
 WARM_UP = 100
+
+
 """Steps over which the learning rate rises."""
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.adapters.bfcl.calls import Call, parse, to_python, visible
+from agentbench_kv.adapters.bfcl.worker.session import Call, parse, to_python, visible
 
 TOOLS = {"mv", "cat"}
 

@@ -6,15 +6,15 @@ from itertools import pairwise
 import pytest
 
 from agentbench_kv.adapters.base import TrialContext
-from agentbench_kv.adapters.bfcl.calls import as_text, parse, tool_names, unmarked
-from agentbench_kv.adapters.bfcl.entries import Category, kind_of
-from agentbench_kv.adapters.bfcl.scripts import script
 from agentbench_kv.adapters.bfcl.task import (
     MultiTurnBase,
     MultiTurnLongContext,
     MultiTurnMissFunc,
     MultiTurnMissParam,
 )
+from agentbench_kv.adapters.bfcl.worker.entries import Category, kind_of
+from agentbench_kv.adapters.bfcl.worker.scripts import script
+from agentbench_kv.adapters.bfcl.worker.session import as_text, parse, tool_names, unmarked
 
 engine = pytest.mark.engine
 OTHERS = [MultiTurnMissFunc, MultiTurnMissParam, MultiTurnLongContext]

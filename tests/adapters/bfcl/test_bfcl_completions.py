@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.adapters.bfcl.completions import (
+from agentbench_kv.adapters.bfcl.worker.session import (
     CancelledError,
     Completions,
     ContextLimitError,
@@ -18,7 +18,7 @@ from agentbench_kv.adapters.bfcl.completions import (
 )
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.server import BackgroundServer
+from agentbench_kv.gateway.http import BackgroundServer
 
 
 class Canceller:

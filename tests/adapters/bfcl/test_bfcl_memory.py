@@ -9,16 +9,18 @@ from dataclasses import replace
 import pytest
 
 from agentbench_kv.adapters.base import Sample, TrialContext
-from agentbench_kv.adapters.bfcl import memory_worker
-from agentbench_kv.adapters.bfcl.chains import (
+from agentbench_kv.adapters.bfcl.memory import (
     Chain,
+    Memory,
+    MemoryKv,
+    MemoryVector,
     seed_of,
     session_of,
 )
-from agentbench_kv.adapters.bfcl.entries import backend_of
-from agentbench_kv.adapters.bfcl.memory_task import Memory, MemoryKv, MemoryVector
-from agentbench_kv.adapters.bfcl.memory_worker import HashEncoder, contents
 from agentbench_kv.adapters.bfcl.task import status_of
+from agentbench_kv.adapters.bfcl.worker import memory as memory_worker
+from agentbench_kv.adapters.bfcl.worker.entries import backend_of
+from agentbench_kv.adapters.bfcl.worker.memory import HashEncoder, contents
 from agentbench_kv.adapters.worker import (
     RemoteError,
     WorkerDiedError,

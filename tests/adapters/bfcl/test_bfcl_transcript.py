@@ -1,8 +1,7 @@
 """The append-only text and the scripted agents."""
 
-from agentbench_kv.adapters.bfcl.calls import parse, visible
-from agentbench_kv.adapters.bfcl.scripts import NULL_SENTENCE, script
-from agentbench_kv.adapters.bfcl.transcript import Transcript
+from agentbench_kv.adapters.bfcl.worker.scripts import NULL_SENTENCE, script
+from agentbench_kv.adapters.bfcl.worker.session import Transcript, parse, visible
 
 TOOLS = [
     {"name": "echo", "parameters": {"properties": {"content": {}, "file_name": {}}}},

@@ -8,11 +8,17 @@ import httpx
 import pytest
 
 from agentbench_kv.adapters.base import TrialContext
-from agentbench_kv.adapters.bfcl import web_live, web_task
-from agentbench_kv.adapters.bfcl.agentic_scripts import search_script
-from agentbench_kv.adapters.bfcl.web_live import LiveWeb, Recorder, WebService
-from agentbench_kv.adapters.bfcl.web_task import WebSearchBase, WebSearchNoSnippet
-from agentbench_kv.adapters.bfcl.web_worker import (
+from agentbench_kv.adapters.bfcl import web as web_live
+from agentbench_kv.adapters.bfcl import web as web_task
+from agentbench_kv.adapters.bfcl.web import (
+    LiveWeb,
+    Recorder,
+    WebSearchBase,
+    WebSearchNoSnippet,
+    WebService,
+)
+from agentbench_kv.adapters.bfcl.worker.scripts import search_script
+from agentbench_kv.adapters.bfcl.worker.web import (
     RecordedWeb,
     ServiceWeb,
     WebSearchAPI,

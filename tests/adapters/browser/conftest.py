@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.documents import Document
+from agentbench_kv.adapters.browser.corpus import Corpus, Document
 
 pytest.importorskip("bm25s", reason="the extra [browser] is not installed")
 

@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 
 from agentbench_kv.adapters.browser import corpus as corpus_module
-from agentbench_kv.adapters.browser import dense, importing
+from agentbench_kv.adapters.browser import importing
+from agentbench_kv.adapters.browser import search as dense
 from agentbench_kv.adapters.browser import search as search_module
-from agentbench_kv.adapters.browser.corpus import Corpus, corpus_folder, pinned
-from agentbench_kv.adapters.browser.dense import DenseIndex
-from agentbench_kv.adapters.browser.documents import Document
-from agentbench_kv.adapters.browser.html_text import article
-from agentbench_kv.adapters.browser.importing import Imported, import_corpus
-from agentbench_kv.adapters.browser.search import best_first
+from agentbench_kv.adapters.browser.corpus import Corpus, Document, corpus_folder, pinned
+from agentbench_kv.adapters.browser.importing import Imported, article, import_corpus
+from agentbench_kv.adapters.browser.search import DenseIndex, best_first
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 ROWS = [

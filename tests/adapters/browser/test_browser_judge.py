@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import runner
+from agentbench_kv.adapters.browser.frames import FramesTest
 from agentbench_kv.adapters.browser.judge import Judge
 from agentbench_kv.adapters.browser.rejudge import judge_run
-from agentbench_kv.adapters.frames.task import FramesTest
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec, resolve
 
 from .browsing_data import QUESTIONS, write_browsecomp, write_frames
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from agentbench_kv.adapters.browser.browser import Browser, BrowserError
-from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.documents import lines_of
-from agentbench_kv.adapters.browser.estimate import estimate_tokens
-from agentbench_kv.adapters.browser.tools import TOOLS, call_tool
+from agentbench_kv.adapters.browser.browser import (
+    TOOLS,
+    Browser,
+    BrowserError,
+    call_tool,
+    estimate_tokens,
+)
+from agentbench_kv.adapters.browser.corpus import Corpus, lines_of
 
 
 def test_each_call_pushes_one_page(corpus: Corpus) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from agentbench_kv.adapters.browser.browser import Browser
+from agentbench_kv.adapters.browser.browser import TOOLS, Browser
 from agentbench_kv.adapters.browser.corpus import Corpus
 from agentbench_kv.adapters.browser.server import BrowserServer
-from agentbench_kv.adapters.browser.tools import TOOLS
 
 
 @pytest.fixture

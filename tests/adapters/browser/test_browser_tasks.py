@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import runner
+from agentbench_kv.adapters.browser.answers import seal, unseal
+from agentbench_kv.adapters.browser.frames import FILE, SHA256, FramesTest, choose, read_questions
 from agentbench_kv.adapters.browser.importing import import_corpus
-from agentbench_kv.adapters.browser.seal import seal, unseal
-from agentbench_kv.adapters.frames.data import FILE, SHA256, choose, read_questions
-from agentbench_kv.adapters.frames.task import FramesTest
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import TrialRecord, TrialStatus
-from agentbench_kv.results.rundir import RunDir
-from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.results.store import RunDir, RunStore
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec, resolve
 
 from .browsing_data import QUESTIONS, WIKI, write_browsecomp, write_frames
 

@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from agentbench_kv.adapters.locomo import encoders
-from agentbench_kv.adapters.locomo.encoders import BertScore, Similarity
+from agentbench_kv.adapters.locomo import scoring as encoders
+from agentbench_kv.adapters.locomo.scoring import BertScore, Similarity
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 SENTENCES = """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.adapters.locomo import metrics
+from agentbench_kv.adapters.locomo import scoring as metrics
 from agentbench_kv.errors import PrerequisiteError
 
 needs_nltk = pytest.mark.skipif(

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from agentbench_kv.adapters.base import Reply, Sample, TrialContext
-from agentbench_kv.adapters.locomo.metrics import find_spec
-from agentbench_kv.adapters.locomo.prompts import ask, facts, history
-from agentbench_kv.adapters.locomo.task import CORRUPT, LocomoQA
+from agentbench_kv.adapters.locomo.scoring import find_spec
+from agentbench_kv.adapters.locomo.task import CORRUPT, LocomoQA, ask, facts, history
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.reader import RunReader
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.runner import run_one
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.results.store import RunReader
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec
 
 pytestmark = pytest.mark.skipif(
     find_spec("nltk") is None, reason="nltk absent: pip install 'agentbench-kv[locomo]'"

@@ -2,11 +2,9 @@ import json
 
 import pytest
 
-from agentbench_kv.adapters.micro.environment import Environment
-from agentbench_kv.adapters.micro.generate import generate
-from agentbench_kv.adapters.micro.profiles import PROFILES
-from agentbench_kv.adapters.micro.score import score
-from agentbench_kv.adapters.micro.task import Recall1k, Recall5k
+from agentbench_kv.adapters.micro.episode import Environment
+from agentbench_kv.adapters.micro.generate import PROFILES, generate
+from agentbench_kv.adapters.micro.task import Recall1k, Recall5k, score
 
 
 def play(episode, alter=lambda call: (call.name, call.arguments)):

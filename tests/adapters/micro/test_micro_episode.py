@@ -2,11 +2,18 @@ import json
 
 import pytest
 
-from agentbench_kv.adapters.micro.generate import generate
+from agentbench_kv.adapters.micro.generate import (
+    CURRICULUM,
+    HANDLE,
+    NAMES,
+    PARAMETERS,
+    PROFILES,
+    SYLLABLES,
+    generate,
+    held_out_seed,
+    train_seed,
+)
 from agentbench_kv.adapters.micro.memory import auxiliary_reply, cursors
-from agentbench_kv.adapters.micro.profiles import CURRICULUM, PROFILES, held_out_seed, train_seed
-from agentbench_kv.adapters.micro.tools import PARAMETERS
-from agentbench_kv.adapters.micro.words import HANDLE, NAMES, SYLLABLES
 
 ALL = (*PROFILES.values(), *CURRICULUM)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.tau2.published import git_blob
-from agentbench_kv.adapters.tau2.releases import V0, V1, Release
+from agentbench_kv.adapters.tau2.task import V0, V1, Release, git_blob
 
 ADDRESS = {
     "address1": "1 Long Road", "address2": "", "city": "Springfield", "country": "USA",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.tau2.chat import (
+from agentbench_kv.adapters.tau2.worker.chat import (
     CancelledError,
     ChatLine,
     ContextLimitError,

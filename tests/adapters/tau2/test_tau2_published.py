@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.adapters.tau2.published import data_state, git_blob, require_data
-from agentbench_kv.adapters.tau2.releases import V0, V1
+from agentbench_kv.adapters.tau2.task import V0, V1, data_state, git_blob, require_data
 from agentbench_kv.errors import PrerequisiteError
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.adapters.data import data_folder
-from agentbench_kv.adapters.tau2.releases import V0
+from agentbench_kv.adapters.tau2.task import V0
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec, resolve
 
 pytestmark = pytest.mark.engine
 

@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.base import Sample, TrialContext
-from agentbench_kv.adapters.tau2.releases import V0, V1
-from agentbench_kv.adapters.tau2.task import Airline, Retail, Telecom
-from agentbench_kv.adapters.tau2.v1 import AirlineV1, RetailV1, TelecomV1
-from agentbench_kv.adapters.tau2.worker_main import SUMMARIES, WrongPackageError, require_tau2_bench
+from agentbench_kv.adapters.tau2.task import (
+    V0,
+    V1,
+    Airline,
+    AirlineV1,
+    Retail,
+    RetailV1,
+    Telecom,
+    TelecomV1,
+)
+from agentbench_kv.adapters.tau2.worker.main import SUMMARIES, WrongPackageError, require_tau2_bench
 from agentbench_kv.adapters.worker import RemoteError, WorkerDiedError, WorkerTimeoutError
 from agentbench_kv.environments import PROFILES
 from agentbench_kv.errors import PrerequisiteError, UsageError

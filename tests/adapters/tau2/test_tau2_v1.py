@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv import runner
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec, resolve
+from agentbench_kv.run import runner
+from agentbench_kv.run.spec import RunSpec, resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("made_data_v1")]
 

@@ -16,10 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from agentbench_kv.engines.api import ApiEngine
-from agentbench_kv.engines.api.costs import Prices, Spending
-from agentbench_kv.engines.api.endpoint import parse_model
-from agentbench_kv.engines.api.retries import Policy
+from agentbench_kv.engines.api.engine import ApiEngine
+from agentbench_kv.engines.api.http import Policy, Prices, Spending, parse_model
 
 Messages = list[dict[str, Any]]
 Answers = Callable[[Messages], dict[str, Any]]

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.api import ApiEngine
-from agentbench_kv.engines.api.endpoint import parse_model
-from agentbench_kv.engines.api.retries import Policy
+from agentbench_kv.engines.api.engine import ApiEngine
+from agentbench_kv.engines.api.http import Policy, parse_model
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway import TextGateway
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.api import ApiEngine, retries
-from agentbench_kv.engines.api.costs import Prices
-from agentbench_kv.engines.api.retries import Policy
-from agentbench_kv.engines.api.transport import Answer
+from agentbench_kv.engines.api import http as retries
+from agentbench_kv.engines.api.engine import ApiEngine
+from agentbench_kv.engines.api.http import Answer, Policy, Prices
 from agentbench_kv.errors import EndpointError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Options, TextGateway, open_gateway
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.base import ScriptedAgent
-from agentbench_kv.adapters.micro.environment import Environment
+from agentbench_kv.adapters.micro.episode import Environment
 from agentbench_kv.adapters.micro.task import Recall1k
 from agentbench_kv.cli import main
 from agentbench_kv.gateway.parsing import PARSERS, OutputParser

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from agentbench_kv import runner, spec
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.spec import RunSpec
+from agentbench_kv.run import runner, spec
+from agentbench_kv.run.spec import RunSpec
 
 
 class Worker(Task):

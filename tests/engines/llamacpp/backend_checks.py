@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentbench_kv.engines.llamacpp.backend import library
-from agentbench_kv.engines.llamacpp.backend.blob import Blob, RowFormat
-from agentbench_kv.engines.llamacpp.backend.cells import Cells
-from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
-from agentbench_kv.engines.llamacpp.backend.plugin import find_plugin
-from agentbench_kv.engines.llamacpp.backend.rows import SequenceRows
-from agentbench_kv.engines.llamacpp.backend.watch import NativeWatch, PythonWatch, Watch
-from agentbench_kv.engines.llamacpp.made_model import TINY, make_model
+from agentbench_kv.engines.llamacpp.gguf import TINY, make_model
+from agentbench_kv.engines.llamacpp.server import watch as library
+from agentbench_kv.engines.llamacpp.server.context import Batch, Context
+from agentbench_kv.engines.llamacpp.server.rows import Blob, Cells, RowFormat, SequenceRows
+from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch, find_plugin
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError
 
 F32, F16, Q8 = 0, 1, 8

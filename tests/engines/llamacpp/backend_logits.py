@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from agentbench_kv.engines.llamacpp.backend.context import Batch, Context
-from agentbench_kv.engines.llamacpp.backend.library import llama
+from agentbench_kv.engines.llamacpp.server.context import Batch, Context
+from agentbench_kv.engines.llamacpp.server.watch import llama
 
 
 def main() -> None:

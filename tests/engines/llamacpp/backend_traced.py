@@ -12,9 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.llamacpp.backend.blocks import Blocks
-from agentbench_kv.engines.llamacpp.backend.scheduler import Scheduler
-from agentbench_kv.engines.llamacpp.backend.server import main
+from agentbench_kv.engines.llamacpp.server.app import Blocks, main
+from agentbench_kv.engines.llamacpp.server.scheduler import Scheduler
 
 TRACE = "KVBENCH_TEST_TRACE"
 

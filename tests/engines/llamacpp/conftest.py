@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.engines.llamacpp.elsewhere import environment_of
+from agentbench_kv.engines.llamacpp.models import environment_of
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentbench_kv.conformance.engines import engine_suite
-from agentbench_kv.conformance.engines.models import FAMILIES
+from agentbench_kv.conformance.engines.fixture import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -14,10 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.llamacpp.metadata import read_metadata
-from agentbench_kv.engines.llamacpp.models import convert_elsewhere, resolve_model
-from agentbench_kv.engines.llamacpp.shape import model_shape
-from agentbench_kv.engines.llamacpp.tokenizer_folder import write_tokenizer
+from agentbench_kv.engines.llamacpp.gguf import read_metadata, write_tokenizer
+from agentbench_kv.engines.llamacpp.models import convert_elsewhere, model_shape, resolve_model
 from agentbench_kv.errors import UsageError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

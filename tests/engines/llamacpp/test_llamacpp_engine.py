@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentbench_kv.engines.base import Engine, FinishReason, KVStats, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.base import Engine, EngineOptions, FinishReason, KVStats, Sampling
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
-from agentbench_kv.engines.options import EngineOptions
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.blocks import Resident
+from agentbench_kv.methods.spans import Resident
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 

@@ -17,14 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from agentbench_kv.conformance.masked_reference import largest_difference, tiny_model
-from agentbench_kv.conformance.tracing import Event, Trace
-from agentbench_kv.engines.base import Engine, Sampling, Source, TurnNotes
-from agentbench_kv.engines.blocks import BlockEngine
+from agentbench_kv.conformance.reference import Event, Trace, largest_difference, tiny_model
+from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
+from agentbench_kv.engines.core.spans import BlockEngine
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
-from agentbench_kv.engines.llamacpp.wire import LlamaCppWire
-from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, LlamaCppWire
+from agentbench_kv.methods.spans import Source, TurnNotes
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 

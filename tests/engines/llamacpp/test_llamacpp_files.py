@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, refuse_method
-from agentbench_kv.engines.llamacpp.metadata import read_metadata
-from agentbench_kv.engines.llamacpp.pretokenizers import (
+from agentbench_kv.engines.llamacpp.gguf import (
     PRETOKENIZERS,
     pretokenizer_name,
     pretokenizer_of,
+    read_metadata,
+    tokenizer_files,
 )
-from agentbench_kv.engines.llamacpp.shape import model_shape
-from agentbench_kv.engines.llamacpp.tokenizer_folder import tokenizer_files
+from agentbench_kv.engines.llamacpp.models import model_shape
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 

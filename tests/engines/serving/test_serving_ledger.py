@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.conformance.masked_reference import tiny_model
-from agentbench_kv.engines.base import KVStats, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.backend.ledger import SessionLedger
+from agentbench_kv.conformance.reference import tiny_model
+from agentbench_kv.engines.base import EngineOptions, KVStats, Sampling
+from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv import own_settings
 from agentbench_kv.engines.serving import process
-from agentbench_kv.engines.serving.backend.control import ControlServer
-from agentbench_kv.engines.serving.backend.policy import VARIABLE, Policy
-from agentbench_kv.engines.serving.control import ControlClient, ControlError
-from agentbench_kv.engines.serving.links import link_packages
-from agentbench_kv.engines.serving.process import BackendProcess, Launch
+from agentbench_kv.engines.serving.plugin import VARIABLE, ControlServer, Policy
+from agentbench_kv.engines.serving.process import (
+    BackendProcess,
+    ControlClient,
+    ControlError,
+    Launch,
+    link_packages,
+)
+from agentbench_kv.environments import process_env as own_settings
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.registry import make_method
 
@@ -155,7 +158,7 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     backend = (
         "import os, pathlib, time;"
-        "from agentbench_kv.engines.serving.backend.parent import follow_parent;"
+        "from agentbench_kv.engines.serving.plugin import follow_parent;"
         f"follow_parent(); pathlib.Path({str(ready)!r}).write_text(str(os.getpid()));"
         "time.sleep(600)"
     )

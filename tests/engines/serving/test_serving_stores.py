@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentbench_kv.engines.serving.backend.stores import CopiedStore, PagedStore
-from agentbench_kv.engines.vllm.backend.layout import (
+from agentbench_kv.engines.core.rows import CopiedStore, PagedStore
+from agentbench_kv.engines.vllm.plugin.blocks import (
     PackedStore,
     pack_tiles,
     paged_store,

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.backend.policy import VARIABLE, method_from
-from agentbench_kv.engines.serving.model import ModelFacts
-from agentbench_kv.engines.serving.wire import PluginWire, ServerSetup
-from agentbench_kv.engines.sglang.wire import SglangWire
-from agentbench_kv.engines.vllm.wire import VllmWire
+from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.serving.plugin import VARIABLE, method_from
+from agentbench_kv.engines.serving.wire import ModelFacts, PluginWire, ServerSetup
+from agentbench_kv.engines.sglang.engine import SglangWire
+from agentbench_kv.engines.vllm.engine import VllmWire
 from agentbench_kv.registry import make_method
 
 FACTS = ModelFacts("qwen3", 2, 4, 2, 32, 4096, (1,))

@@ -22,4 +22,4 @@ def sglang_python(environment_python: Callable[[str], Path]) -> Path:
 def in_sglang(sglang_python: Path, in_environment: Callable[..., str]) -> Callable[[str], str]:
     """Run code in the environment, with the stand-ins; returns what it printed."""
     run = partial(in_environment, sglang_python, SGLANG_USE_CPU_ENGINE="1")
-    return lambda code: run("import agentbench_kv.engines.sglang.backend.launch\n" + code)
+    return lambda code: run("import agentbench_kv.engines.sglang.plugin.launch\n" + code)

@@ -66,7 +66,7 @@ def written_down(folder: Path) -> Iterator[None]:
     """Let servers that are started meanwhile write their logits to `folder`."""
     import pytest
 
-    from agentbench_kv.engines.sglang.wire import SglangWire
+    from agentbench_kv.engines.sglang.engine import SglangWire
 
     path = _plug_in(folder / "path")
     launch = SglangWire.launch

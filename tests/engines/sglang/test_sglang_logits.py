@@ -18,13 +18,11 @@ import pytest
 import torch
 from sglang_logits import Row, rows, written_down
 
-from agentbench_kv.conformance.engines.models import load_network, write_model
-from agentbench_kv.conformance.engines.plans import prompt
-from agentbench_kv.conformance.masked_reference import largest_difference
-from agentbench_kv.conformance.tracing import Event, Trace
-from agentbench_kv.engines.base import Sampling, SpanRange
-from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.conformance.engines.fixture import load_network, prompt, write_model
+from agentbench_kv.conformance.reference import Event, Trace, largest_difference
+from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.sglang.engine import SglangEngine
+from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 

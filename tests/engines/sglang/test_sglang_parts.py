@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.backend.ledger import Cut
-from agentbench_kv.engines.serving.backend.policy import Policy
-from agentbench_kv.engines.serving.backend.rows import Fed, RowShape
-from agentbench_kv.engines.serving.model import ModelFacts
-from agentbench_kv.engines.serving.wire import ServerSetup
-from agentbench_kv.engines.sglang.backend import admission, cpu
-from agentbench_kv.engines.sglang.backend.answers import attach
-from agentbench_kv.engines.sglang.backend.book import SessionTable
-from agentbench_kv.engines.sglang.backend.desk import CommandQueue
-from agentbench_kv.engines.sglang.backend.hooks import TARGETS
-from agentbench_kv.engines.sglang.backend.patches import Patches
-from agentbench_kv.engines.sglang.backend.steps import Steps
-from agentbench_kv.engines.sglang.backend.worker import DecodedRow, Pool, PrefilledRows, Worker
-from agentbench_kv.engines.sglang.flags import flags
-from agentbench_kv.engines.sglang.wire import SglangWire, _refuse_abort
+from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.core.rows import Fed, RowShape
+from agentbench_kv.engines.core.session import Cut
+from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.wire import ModelFacts, ServerSetup
+from agentbench_kv.engines.sglang.engine import SglangWire, _refuse_abort, flags
+from agentbench_kv.engines.sglang.plugin import launch as cpu
+from agentbench_kv.engines.sglang.plugin import memory as admission
+from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
+from agentbench_kv.engines.sglang.plugin.runtime import CommandQueue
+from agentbench_kv.engines.sglang.plugin.sessions import SessionTable, attach
+from agentbench_kv.engines.sglang.plugin.worker import (
+    DecodedRow,
+    Pool,
+    PrefilledRows,
+    Steps,
+    Worker,
+)
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import Method

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.conformance.engines.driver import Driver
-from agentbench_kv.conformance.engines.exactness import wrong_tokens
-from agentbench_kv.conformance.engines.models import load_network, write_model
-from agentbench_kv.conformance.engines.plans import prompt
-from agentbench_kv.conformance.engines.traces import Step
-from agentbench_kv.engines.options import EngineOptions
+from agentbench_kv.conformance.engines.comparison import wrong_tokens
+from agentbench_kv.conformance.engines.driver import Driver, Step
+from agentbench_kv.conformance.engines.fixture import load_network, prompt, write_model
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.registry import make_method

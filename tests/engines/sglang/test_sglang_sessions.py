@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from agentbench_kv.conformance.engines import engine_suite
-from agentbench_kv.conformance.engines.models import write_model
-from agentbench_kv.conformance.engines.plans import prompt
-from agentbench_kv.engines.accounting import stats_dict
-from agentbench_kv.engines.base import Engine, KVStats, Sampling
-from agentbench_kv.engines.embedded import EmbeddedEngine
-from agentbench_kv.engines.options import EngineOptions
-from agentbench_kv.engines.serving.streams import post_events
+from agentbench_kv.conformance.engines.fixture import prompt, write_model
+from agentbench_kv.engines.base import Engine, EngineOptions, KVStats, Sampling, stats_dict
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.serving.wire import post_events
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
@@ -193,7 +190,7 @@ def test_an_answer_of_the_native_endpoint_ends_with_its_accounting(
         engine.close(name)
         return known, after
 
-    monkeypatch.setattr("agentbench_kv.engines.sglang.wire.post_events", listening)
+    monkeypatch.setattr("agentbench_kv.engines.sglang.engine.post_events", listening)
     with ThreadPoolExecutor(3) as threads:
         played = list(threads.map(lambda n: two_turns(sglang, f"s{n}", n), (60, 140, 201)))
     for name, after in played:
@@ -269,13 +266,13 @@ def test_an_option_that_eviction_cannot_stand_ends_the_start(folder: Path) -> No
 
 
 def test_every_hook_is_where_it_is_expected(in_sglang: Callable[[str], str]) -> None:
-    code = "from agentbench_kv.engines.sglang.backend.hooks import mismatches; print(mismatches())"
+    code = "from agentbench_kv.engines.sglang.plugin.hooks import mismatches; print(mismatches())"
     assert in_sglang(code).splitlines()[-1] == "[]"
 
 
 def test_a_hook_that_moved_is_named(in_sglang: Callable[[str], str]) -> None:
     code = """
-from agentbench_kv.engines.sglang.backend import hooks
+from agentbench_kv.engines.sglang.plugin import hooks
 batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 hooks.TARGETS = {batch + "prepare_for_decode": ("self", "moon_phase"), batch + "sleep": ("self",),
     "sglang.srt.nowhere.x": ()}

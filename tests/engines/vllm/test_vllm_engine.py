@@ -12,11 +12,10 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance.engines import engine_suite
-from agentbench_kv.engines.serving.backend.parent import ALLOW_UNTESTED
 from agentbench_kv.engines.serving.engine import refuse_method
-from agentbench_kv.engines.vllm.backend import launch
-from agentbench_kv.engines.vllm.engine import VllmEngine
-from agentbench_kv.engines.vllm.wire import on_gpu
+from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED
+from agentbench_kv.engines.vllm.engine import VllmEngine, on_gpu
+from agentbench_kv.engines.vllm.plugin import launch
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import make_method
 
@@ -25,14 +24,14 @@ MICRO = Path(launch.__file__).parents[3] / "models" / "micro"
 
 @pytest.mark.engine
 def test_every_symbol_the_plugin_uses_is_there(in_vllm: Callable[[str], str]) -> None:
-    code = "from agentbench_kv.engines.vllm.backend.contract import problems; print(problems())"
+    code = "from agentbench_kv.engines.vllm.plugin.launch import problems; print(problems())"
     assert in_vllm(code).splitlines()[-1] == "[]"
 
 
 @pytest.mark.engine
 def test_a_symbol_that_changed_is_named(in_vllm: Callable[[str], str]) -> None:
     code = """
-from agentbench_kv.engines.vllm.backend import contract
+from agentbench_kv.engines.vllm.plugin import contract
 contract.SYMBOLS = {
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("moon_phase",),
     "vllm.v1.request:RequestStatus.ASLEEP": (),
@@ -51,7 +50,7 @@ def test_tiles_are_the_ones_vllm_writes(in_vllm: Callable[[str], str]) -> None:
 import torch
 from vllm import _custom_ops as ops
 import vllm._C
-from agentbench_kv.engines.vllm.backend.layout import pack_tiles, unpack_tiles
+from agentbench_kv.engines.vllm.plugin.blocks import pack_tiles, unpack_tiles
 for isa, dtype, size, dim in (
     ("vec", torch.float32, 32, 64),
     ("vec", torch.float32, 128, 128),

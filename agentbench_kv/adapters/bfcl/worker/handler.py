@@ -1,0 +1,269 @@
+"""The official multi-turn loop over one session of a server; runs in the bfcl environment.
+
+Two routes. `RawSessionHandler` keeps one append-only text and sends it to the completions route.
+`ChatHandler` keeps messages and sends them to the chat route with tools in the OpenAI schema.
+The loop passes `data` from method to method; what we keep is in the handler instead.
+
+The official checker, and the simulators' state around it; runs in the bfcl environment.
+"""
+
+# ruff: noqa: N802, ARG002  the official loop names the methods and chooses their arguments
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bfcl_eval.constants.enums import ModelStyle
+from bfcl_eval.constants.type_mappings import GORILLA_TO_OPENAPI
+from bfcl_eval.eval_checker.agentic_eval.agentic_checker import agentic_checker
+from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from bfcl_eval.model_handler.base_handler import BaseHandler
+from bfcl_eval.model_handler.utils import convert_to_tool
+
+from .session import (
+    Completion,
+    Completions,
+    Transcript,
+    as_text,
+    parse,
+    to_python,
+    tool_names,
+    unmarked,
+    visible,
+)
+
+_NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
+
+
+Fields = dict[str, Any]
+
+
+class TruncatedError(Exception):
+    """The engine ran into the model's last position in the middle of an answer."""
+
+
+class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no types
+    """What both routes share: which calls may run, and a record per completion.
+
+    `name` is the key of this trial's simulators; no other living trial of the sample has it.
+    """
+
+    function_calling = False
+
+    def __init__(self, name: str, entry: Fields, line: Completions) -> None:
+        super().__init__(name, 0.0, name, is_fc_model=self.function_calling)
+        self.steps: list[Fields] = []  # one record per completion
+        self._known = tool_names(entry)
+        self._line = line
+        self._turn = 0
+
+    def decode_execute(self, result: str, has_tool_call_tag: bool = False) -> list[str]:
+        """Turn visible text into the source lines that the executor evaluates."""
+        calls, _ = parse(result)
+        return [to_python(call, self._known) for call in calls]
+
+    def said(self) -> Any:
+        """Return the whole session: text, or a list of messages."""
+        raise NotImplementedError
+
+    def _read(self, answer: Completion, shown: str) -> Fields:
+        """Record a completion whose visible text is `shown`; return what the loop reads of it."""
+        calls, unparsable = parse(shown)
+        self.steps.append({
+            "turn": self._turn,
+            "calls": [{"name": c.name, "arguments": c.arguments} for c in calls],
+            "refused": sum(c.name not in self._known for c in calls),
+            "unparsable": unparsable,
+            "finish_reason": answer.finish_reason,
+            "seconds": round(answer.seconds, 4),
+            "usage": answer.usage,
+            "results": [],
+        })  # fmt: skip
+        if answer.finish_reason == "context_limit":
+            self._keep(answer.said)
+            raise TruncatedError("the session reached the model's last position")
+        return {
+            "model_responses": shown,
+            "said": answer.said,
+            "input_token": answer.usage.get("prompt_tokens", 0),
+            "output_token": answer.usage.get("completion_tokens", 0),
+        }
+
+    def _keep(self, said: Any) -> None:
+        """Append what the model said to the session."""
+        raise NotImplementedError
+
+
+class RawSessionHandler(SessionHandler):
+    """The raw route: every prompt extends the one before to the letter."""
+
+    def __init__(self, name: str, entry: Fields, line: Completions) -> None:
+        super().__init__(name, entry, line)
+        self._transcript = Transcript(entry["function"])
+
+    def said(self) -> str:
+        return self._transcript.text
+
+    def _keep(self, said: str) -> None:
+        self._transcript.add_generated(said)
+
+    def _pre_query_processing_prompting(self, test_entry: Fields) -> Fields:
+        return {"id": test_entry["id"]}
+
+    def add_first_turn_message_prompting(self, data: Fields, messages: list[Fields]) -> Fields:
+        self._transcript.begin([m["content"] for m in messages if m["role"] == "system"])
+        self._add([m for m in messages if m["role"] != "system"])
+        return data
+
+    def _add_next_turn_user_message_prompting(self, data: Fields, messages: list[Fields]) -> Fields:
+        self._turn += 1
+        self._add(messages)
+        return data
+
+    def _add(self, messages: list[Fields]) -> None:
+        for message in messages:
+            self._transcript.add(message["role"], message["content"])
+
+    def _query_prompting(self, data: Fields) -> tuple[Completion, float]:
+        answer = self._line.complete(self._transcript.prompt())
+        return answer, answer.seconds
+
+    def _parse_query_response_prompting(self, answer: Completion) -> Fields:
+        return self._read(answer, visible(answer.said))
+
+    def _add_assistant_message_prompting(self, data: Fields, response: Fields) -> Fields:
+        self._keep(response["said"])
+        return data
+
+    def _add_execution_results_prompting(
+        self, data: Fields, results: list[str], response: Fields
+    ) -> Fields:
+        self.steps[-1]["results"] = list(results)
+        self._transcript.add_results(results)
+        return data
+
+
+class ChatHandler(SessionHandler):
+    """The chat route: assistant messages go back exactly as the server gave them."""
+
+    function_calling = True
+
+    def __init__(self, name: str, entry: Fields, line: Completions) -> None:
+        super().__init__(name, entry, line)
+        self._messages: list[Fields] = []
+        self._tools: list[Fields] = []
+
+    def said(self) -> list[Fields]:
+        return self._messages
+
+    def _keep(self, said: Fields) -> None:
+        self._messages.append(said)
+
+    def _pre_query_processing_FC(self, data: Fields, test_entry: Fields) -> Fields:
+        return data
+
+    def _compile_tools(self, data: Fields, test_entry: Fields) -> Fields:
+        style = ModelStyle.OPENAI_COMPLETIONS
+        self._tools = list(convert_to_tool(test_entry["function"], GORILLA_TO_OPENAPI, style))
+        return data
+
+    def add_first_turn_message_FC(self, data: Fields, messages: list[Fields]) -> Fields:
+        self._messages.extend(messages)
+        return data
+
+    def _add_next_turn_user_message_FC(self, data: Fields, messages: list[Fields]) -> Fields:
+        self._turn += 1
+        self._messages.extend(messages)
+        return data
+
+    def _query_FC(self, data: Fields) -> tuple[Completion, float]:
+        answer = self._line.chat(self._messages, self._tools)
+        return answer, answer.seconds
+
+    def _parse_query_response_FC(self, answer: Completion) -> Fields:
+        calls = answer.said.get("tool_calls")
+        content = str(answer.said.get("content") or "")
+        return self._read(answer, as_text(calls) if calls else unmarked(content))
+
+    def _add_assistant_message_FC(self, data: Fields, response: Fields) -> Fields:
+        self._keep(response["said"])
+        return data
+
+    def _add_execution_results_FC(
+        self, data: Fields, results: list[str], response: Fields
+    ) -> Fields:
+        self.steps[-1]["results"] = list(results)
+        left = iter(results)
+        for call in response["said"].get("tool_calls") or ():
+            ran = bool(parse(as_text([call]))[0])
+            content = next(left, _NOT_AN_OBJECT) if ran else _NOT_AN_OBJECT
+            answered = {"role": "tool", "tool_call_id": call.get("id"), "content": content}
+            self._messages.append(answered)
+        return data
+
+
+_OF_THE_CHECKER = ("_eval", "_ground_truth_eval")
+
+
+class SimulatorNames:
+    """Names under which trials keep their simulators.
+
+    BFCL keeps simulators in module globals under the model's name and the sample's id, and never
+    resets them. A living trial has a name of its own, and what it kept is deleted when it ends.
+    The smallest free number is used, not a random one: the name can surface in a tool's result,
+    and the prompts of two equal trials must be equal.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used: set[tuple[str, int]] = set()
+
+    @contextmanager
+    def take(self, sample: str) -> Iterator[str]:
+        """Hold a name for one trial of `sample`."""
+        with self._lock:
+            number = next(n for n in range(len(self._used) + 1) if (sample, n) not in self._used)
+            self._used.add((sample, number))
+        name = f"kvbench{number}"
+        try:
+            yield name
+        finally:
+            for key in simulators(name, sample, *_OF_THE_CHECKER):
+                vars(multi_turn_utils).pop(key, None)
+            with self._lock:
+                self._used.discard((sample, number))
+
+
+def simulators(name: str, sample: str, *infixes: str) -> dict[str, Any]:
+    """Return the running conversation's simulators, and the checker's of the given infixes."""
+    names = (f"{name}{infix}_{sample}_" for infix in ("", *infixes))
+    prefixes = tuple(re.sub(r"[-./:]", "_", each) for each in names)
+    held = list(vars(multi_turn_utils).items())  # other threads add theirs meanwhile
+    return {key: value for key, value in held if key.startswith(prefixes)}
+
+
+def verdict(
+    entry: dict[str, Any],
+    ground_truth: Sequence[Sequence[str]],
+    texts: Sequence[Sequence[str]],
+    name: str,
+) -> dict[str, Any]:
+    """Run the official checker on the visible texts, by turn and step, of the trial of a name."""
+    tools = tool_names(entry)
+    steps = [[parse(text)[0] for text in turn] for turn in texts]
+    lines = [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]
+    category = entry["id"].rsplit("_", 1)[0]
+    return dict(multi_turn_checker(lines, ground_truth, entry, category, name))
+
+
+def answer_verdict(possible: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+    """Run the official checker of web search and memory on the last text without calls."""
+    answers = [text for text in texts if not parse(text)[0]]
+    if not answers or not answers[-1]:
+        return {"valid": False, "error_type": "agentic:no_last_message"}
+    return dict(agentic_checker(answers[-1], list(possible)))

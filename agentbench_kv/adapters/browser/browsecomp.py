@@ -1,0 +1,115 @@
+"""BrowseComp-Plus over its imported corpus, and a synthetic variant that proves the plumbing.
+
+Reading `browsecomp_plus_decrypted.jsonl`, the file the authors' own script writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentbench_kv.adapters.base import Message
+from agentbench_kv.adapters.browser.answers import seal
+from agentbench_kv.adapters.browser.corpus import Document
+from agentbench_kv.adapters.browser.task import BrowsingTask, Question
+from agentbench_kv.adapters.data import data_file, file_sha256
+from agentbench_kv.errors import UsageError
+
+FILE = "browsecomp_plus_decrypted.jsonl"
+
+
+HINT = "make it with scripts_build_index/decrypt_dataset.py of texttron/BrowseComp-Plus"
+
+
+_NEEDED = ("query_id", "query", "answer")
+
+
+_PAGES = ("gold_docs", "evidence_docs")
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Return the questions in the order of the file; UsageError if it holds none, or others."""
+    questions = [_question(row) for row in _rows(path)]
+    if not questions:
+        raise UsageError(f"{path} holds no question")
+    return questions
+
+
+def read_evidence(path: Path) -> list[Document]:
+    """Return the documents that come with the questions, those with a text."""
+    found: dict[str, Document] = {}
+    for row in _rows(path):
+        for each in _documents(row, (*_PAGES, "negative_docs")):
+            name, text = str(each.get("docid", "")), str(each.get("text") or "")
+            if name and text:
+                url = str(each.get("url") or name)
+                found.setdefault(url, Document(name, url, url, text))
+    return list(found.values())
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                raise UsageError(f"{path} line {number} is not JSON") from None
+            missing = [key for key in _NEEDED if not isinstance(row, dict) or key not in row]
+            if missing:
+                raise UsageError(f"{path} line {number} has no {missing[0]!r}")
+            yield row
+
+
+def _question(row: Mapping[str, Any]) -> Question:
+    listed = (str(each["docid"]) for each in _documents(row, _PAGES) if "docid" in each)
+    name, text, answer = (str(row[field]) for field in _NEEDED)
+    pages = tuple(dict.fromkeys(listed))
+    return Question(f"browsecomp-plus-{name}", text.strip(), answer.strip(), pages)
+
+
+def _documents(row: Mapping[str, Any], fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    listed = [each for name in fields for each in row.get(name) or ()]
+    return [each for each in listed if isinstance(each, dict)]
+
+
+@dataclass(kw_only=True, eq=False)
+class BrowseCompPlusTest(BrowsingTask):
+    """BrowseComp-Plus with our browser tools; transcripts are sealed, as its authors ask.
+
+    The authors' agents have `search` and `get_document` and are judged by Qwen3-32B: figures of
+    this task are not those of their leaderboard.
+    """
+
+    name: ClassVar[str] = "browsecomp-plus/test"
+    summary: ClassVar[str] = "BrowseComp-Plus: hard questions over its corpus; data from you"
+
+    def questions(self) -> list[Question]:
+        return read_questions(self._file())
+
+    def made_documents(self, questions: Sequence[Question]) -> list[Document]:
+        """Take the documents that come with the questions; make pages if there are none."""
+        return read_evidence(self._file()) or super().made_documents(questions)
+
+    def data_provenance(self) -> dict[str, Any]:
+        return {"data_sha256": file_sha256(self._file()), "split": "all"}
+
+    def transcript(self, entries: list[Message]) -> Any:
+        """Seal the transcript: a run never holds questions and answers in plain text."""
+        return seal(entries)
+
+    def _file(self) -> Path:
+        return data_file(FILE, None, HINT)  # no published hash is known to compare it with
+
+
+@dataclass(kw_only=True, eq=False)
+class BrowseCompPlusSynthetic(BrowseCompPlusTest):
+    """The same loop over a made corpus: never a BrowseComp-Plus result."""
+
+    name: ClassVar[str] = "browsecomp-plus/synthetic"
+    summary: ClassVar[str] = "plumbing of browsecomp-plus/test over a made corpus; not its result"
+    synthetic: ClassVar[bool] = True

@@ -1,1 +1,0 @@
-"""FRAMES: multi-hop questions over Wikipedia, answered by browsing a corpus."""

@@ -1,0 +1,1 @@
+"""adapters.tau2.worker."""

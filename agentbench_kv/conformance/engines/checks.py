@@ -1,0 +1,347 @@
+"""A generation ends where it should, and the session continues exactly from there.
+
+Whatever sessions do and however they end, the memory comes back.
+
+More sessions than the cache holds: they wait, or are computed again and counted.
+
+A backend that dies is started again, and its sessions continue from their tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, NamedTuple
+
+from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.engines.comparison import (
+    accounting_problem,
+    check_reference,
+    describe_choice,
+    error_problem,
+    kept_problem,
+    reason_problem,
+    token_problem,
+    wrong_tokens,
+)
+from agentbench_kv.conformance.engines.driver import (
+    Driver,
+    EngineTrace,
+    Step,
+    settled,
+    stop_matcher,
+)
+from agentbench_kv.conformance.engines.fixture import prompt
+from agentbench_kv.conformance.reference import Trace, feed
+from agentbench_kv.engines.base import FinishReason
+from agentbench_kv.errors import CapacityError, ContextLimitError
+from agentbench_kv.phases import TokenCodec, TokenPhases
+
+_NEXT_STEP = Step(prompt(40, 7), 45)
+
+
+_EARLIEST = 3
+
+
+"""Stops are looked for after this many tokens, so that ending at once is not right."""
+
+
+class _Stop(NamedTuple):
+    """A way to end a generation: what is asked, how many tokens it must give, and why it ends."""
+
+    name: str
+    step: Step
+    tokens: int
+    reason: FinishReason
+
+
+def check_stops(
+    driver: Driver, reference: Driver, network: Any, codec: TokenCodec
+) -> list[CheckResult]:
+    """Check stop ids, stop texts, functions and lengths against the embedded engine."""
+    stops = _find_stops(reference, codec)
+    steps = {stop.name: [stop.step, _NEXT_STEP] for stop in stops}
+    expected, found = reference.play(steps), driver.play(steps)
+    exact = check_reference(network, found, driver.method.positions)
+    return [
+        *(_check_stop(stop, expected[stop.name], found[stop.name]) for stop in stops),
+        replace(exact, name="goes on exactly behind every ending"),
+    ]
+
+
+def _check_stop(stop: _Stop, expected: EngineTrace, found: EngineTrace) -> CheckResult:
+    name = f"{stop.name} ends at its token"
+    if found.error is not None:
+        return CheckResult(name, False, error_problem(found))
+    tokens, reason = len(found.turns[0]), found.reasons[0]
+    if (tokens, reason) != (stop.tokens, stop.reason):
+        problem = f"{tokens} tokens and {reason}, expected {stop.tokens} and {stop.reason}"
+    elif stop.step.own_stop and found.stats.recomputed:
+        # The engine had run ahead of the function, so it had to start over: the reference decides
+        # what comes after.
+        same = expected.turns[0] == found.turns[0]
+        problem = "" if same else "other tokens before the stop"
+    else:
+        problem = token_problem(expected, found) or reason_problem(expected, found)
+        if not stop.step.own_stop:
+            problem = problem or accounting_problem(expected, found)
+    return CheckResult(name, not problem, problem or f"after {tokens} tokens")
+
+
+def _find_stops(reference: Driver, codec: TokenCodec) -> list[_Stop]:
+    """Find stops in what the model says freely."""
+    for seed in range(50):
+        opening = Step(prompt(120, 500 + seed), 60)
+        free = reference.play({"free": [opening]})["free"].turns[0]
+        text, at_text = _stop_text(codec, free)
+        fresh = [i for i in range(_EARLIEST, len(free)) if free[i] not in free[:i]]
+        if text and fresh:
+            stop_id = replace(opening, stop_ids=frozenset({free[fresh[0]]}))
+            with_text = replace(opening, stop_text=text)
+            stop, length = FinishReason.STOP, FinishReason.LENGTH
+            return [
+                _Stop("a stop id", stop_id, fresh[0] + 1, stop),
+                _Stop("a stop text", with_text, at_text, stop),
+                _Stop("a stop function", replace(with_text, own_stop=True), at_text, stop),
+                _Stop("max_tokens", replace(opening, max_tokens=7), 7, length),
+                _Stop("a single token", replace(opening, max_tokens=1), 1, length),
+            ]
+    raise RuntimeError("the tiny model says nothing a stop text could match; change its seed")
+
+
+def _stop_text(codec: TokenCodec, tokens: Sequence[int]) -> tuple[str, int]:
+    """Return a text that ends late in `tokens`, and how many tokens there are up to its end."""
+    for first in range(_EARLIEST, len(tokens) - 2):
+        for width in (2, 1):
+            text = codec.decode(tokens[first : first + width])
+            if not text.isascii() or not text.isprintable() or len(text) > 24 or "<|" in text:
+                continue
+            matcher = stop_matcher(codec, text)
+            end = next((i + 1 for i, token in enumerate(tokens) if matcher(token)), 0)
+            if end == first + width:
+                return text, end
+    return "", 0
+
+
+def check_cancel(driver: Driver, reference: Driver, network: Any) -> list[CheckResult]:
+    """Check that a cancelled generation leaves a session whose log is exact."""
+    opening = Step(prompt(300, 8), 400)
+    free = reference.play({"free": [replace(opening, max_tokens=60)]})["free"].turns[0]
+    steps = {
+        f"after {n} tokens": [
+            replace(opening, cancel_after=n),
+            replace(_NEXT_STEP, cancel_after=5),
+            _NEXT_STEP,
+        ]
+        for n in (0, 1, 6, 40)
+    }
+    found = driver.play(steps)
+    problems = (
+        f"{name}: {text}" for name, t in found.items() if (text := _cancel_problem(free, t))
+    )
+    problem = next(problems, "")
+    exact = check_reference(network, found, driver.method.positions)
+    return [
+        CheckResult("cancel ends a generation", not problem, problem or f"{len(found)} sessions"),
+        replace(exact, name="goes on exactly after a cancel"),
+    ]
+
+
+def _cancel_problem(free: list[int], trace: EngineTrace) -> str:
+    if trace.error is not None:
+        return error_problem(trace)
+    first = trace.turns[0]
+    if trace.reasons[0] is not FinishReason.CANCELLED:
+        return f"ended by {trace.reasons[0]} after {len(first)} tokens"
+    if first[: len(free)] != free[: len(first)]:
+        return "other tokens than without the cancel"
+    if trace.stats.logical != len(trace.tokens):
+        return f"{trace.stats.logical} tokens in the accounting, {len(trace.tokens)} in the log"
+    return ""
+
+
+def check_context_limit(driver: Driver, reference: Driver) -> list[CheckResult]:
+    """Check that a session ends at the model's last position and is not let past it."""
+    limit = driver.engine.info.context_limit
+    refusal = _refusal_problem(driver, limit)
+    steps = {"full": [Step(prompt(limit - 30, 9), 10), Step(prompt(10, 10), 400)]}
+    expected, found = reference.play(steps)["full"], driver.play(steps)["full"]
+    problem = error_problem(found) or token_problem(expected, found)
+    problem = problem or reason_problem(expected, found)
+    if not problem and len(found.tokens) != limit:
+        problem = f"ended after {len(found.tokens)} tokens of {limit}"
+    return [
+        CheckResult("too long a prompt is refused", not refusal, refusal),
+        CheckResult("ends at the last position", not problem, problem or f"{limit} tokens"),
+    ]
+
+
+def _refusal_problem(driver: Driver, limit: int) -> str:
+    driver.engine.open("too-long", TokenPhases())
+    try:
+        feed(driver.engine, "too-long", prompt(limit, 11), Trace())
+    except ContextLimitError:
+        return ""
+    finally:
+        driver.engine.close("too-long")
+    return f"{limit} tokens are taken, of which the model can read {limit - 1} and write none"
+
+
+SESSIONS = 10
+
+
+"""Sessions of one example."""
+
+
+_THREADS = 6
+
+
+_NAME = "memory comes back"
+
+
+Example = Sequence[list[Step]]
+
+
+def check_leaks(driver: Driver, examples: int) -> CheckResult:
+    """Open, drive, cancel and close sessions at random; the pool must be as at the engine's start.
+
+    An example has `SESSIONS` sessions. Best with a small pool, so that sessions are dropped too.
+    """
+    before = driver.pool_at_start
+    if before is None:
+        return CheckResult(_NAME, True, "the engine does not say what is free", skipped=True)
+    if find_spec("hypothesis") is None:
+        return CheckResult(_NAME, True, "needs pip install hypothesis", skipped=True)
+    traces: list[EngineTrace] = []
+    problem = ""
+
+    def play(sessions: Example) -> None:
+        nonlocal problem
+        # Not again once there is a problem, though hypothesis repeats what failed: a leak stays.
+        if not problem:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                new = list(threads.map(lambda steps: driver.play({"one": steps})["one"], sessions))
+            traces.extend(new)
+            problem = next(filter(None, map(_unexpected_error, new)), "")
+            after = settled(driver.engine, before)
+            if after != before:
+                problem = f"{after} after {_describe(sessions)}, {before} at the start"
+        if problem:
+            raise _FoundError
+
+    with suppress(_FoundError):
+        _run_examples(play, examples)
+    refused = sum(isinstance(trace.error, CapacityError) for trace in traces)
+    events = sum(len(trace.stats.events) for trace in traces)
+    detail = f"{len(traces)} sessions, {refused} refused, {events} events"
+    return CheckResult(_NAME, not problem, problem or detail)
+
+
+class _FoundError(Exception):
+    """Ends the search for a problem."""
+
+
+def _unexpected_error(trace: EngineTrace) -> str:
+    return "" if isinstance(trace.error, CapacityError) else error_problem(trace)
+
+
+def _run_examples(play: Callable[[Example], None], examples: int) -> None:
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+
+    def step(length: int, max_tokens: int, cancel_after: int | None) -> Step:
+        return Step(prompt(length, length), max_tokens, cancel_after=cancel_after)
+
+    cancels = st.none() | st.integers(0, 10)
+    steps = st.builds(step, st.integers(1, 250), st.integers(0, 60), cancels)
+    sessions = st.lists(st.lists(steps, max_size=4), min_size=SESSIONS, max_size=SESSIONS)
+    limits = settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    limits(given(sessions)(lambda example: play(example)))()
+
+
+def _describe(sessions: Example) -> str:
+    """Say an example in a few words: prompt and output lengths, turn by turn."""
+    words = [
+        "+".join(f"{len(s.prompt)}/{s.max_tokens}" for s in steps) or "0" for steps in sessions
+    ]
+    return f"{len(sessions)} sessions of {', '.join(words)} tokens"
+
+
+def check_crowd(
+    network: Any,
+    positions: str,
+    expected: Mapping[str, EngineTrace],
+    found: Mapping[str, EngineTrace],
+) -> CheckResult:
+    """Check sessions of a small pool against those of a large one (`expected`).
+
+    Each must give the same tokens; or count what was computed again and give the masked
+    reference's tokens; or be refused as too large, with the same tokens until then.
+    """
+    name, outcomes = "a small pool changes no session unseen", Counter[str]()
+    for session, trace in found.items():
+        outcome, problem = _judge(network, positions, expected[session], trace)
+        if problem:
+            return CheckResult(name, False, f"{session}: {problem}")
+        outcomes[outcome] += 1
+    recomputed = sum(trace.stats.recomputed for trace in found.values())
+    same, again, refused = (outcomes[key] for key in ("same", "again", "refused"))
+    detail = f"{same} as in a large pool, {again} computed again ({recomputed} tokens)"
+    return CheckResult(name, same + again > 0, f"{detail}, {refused} refused")
+
+
+def _judge(
+    network: Any, positions: str, expected: EngineTrace, found: EngineTrace
+) -> tuple[str, str]:
+    """Return how a session ended, and what was wrong with it."""
+    if isinstance(found.error, CapacityError):
+        done = list(chain.from_iterable(found.turns))
+        same = list(chain.from_iterable(expected.turns))[: len(done)] == done
+        return "refused", "" if same else "other tokens before it was refused"
+    if found.error is not None:
+        return "", error_problem(found)
+    if not found.stats.recomputed:
+        problem = token_problem(expected, found) or kept_problem(expected, found)
+        return "same", problem and f"{problem}, and nothing was counted as computed again"
+    if not found.stats.restarts:
+        return "", f"{found.stats.recomputed} tokens computed again, KVStats.restarts has none"
+    if found.kept_missing:
+        return "", found.kept_missing
+    wrong = wrong_tokens(network, found, positions)
+    return "again", f"{describe_choice(wrong[0])} after rows were computed again" if wrong else ""
+
+
+_NAME_restart = "a killed backend's sessions go on"
+
+
+def check_restart(driver: Driver, network: Any) -> list[CheckResult]:
+    """Kill the engine's process between two turns; the session must continue, and say so."""
+    pid = getattr(driver.engine, "backend_pid", None)
+    if pid is None:
+        return [CheckResult(_NAME_restart, True, "the engine runs in this process", skipped=True)]
+    steps = [Step(prompt(150, 12), 45), Step(prompt(40, 13), 45)]
+    traces = driver.play({"killed": steps}, between=lambda: os.kill(pid, signal.SIGKILL))
+    recomputed = traces["killed"].stats.recomputed
+    problem = error_problem(traces["killed"])
+    problem = problem or ("" if recomputed else "nothing is counted as recomputed")
+    result = CheckResult(
+        _NAME_restart, not problem, problem or f"{recomputed} tokens computed again"
+    )
+    if problem:
+        return [result]
+    exact = check_reference(network, traces, driver.method.positions)
+    return [result, replace(exact, name="goes on exactly after a restart")]

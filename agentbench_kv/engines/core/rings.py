@@ -1,0 +1,134 @@
+"""The queries a method wants kept, in rings on the device, all sessions in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.kernels import ring_write
+from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
+from agentbench_kv.methods.calibration import rotate
+
+_RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
+
+
+@dataclass(frozen=True)
+class RingWrite:
+    """Which rows of a packed forward go to which ring slots; equal for all layers."""
+
+    rows: Tensor
+    slots: Tensor
+
+
+class QueryBuffer:
+    """Rings of all sessions: [layers, sessions · slots, q_heads, head_dim].
+
+    One scatter per layer and forward serves every session.
+    """
+
+    def __init__(
+        self,
+        plan: QueryPlan,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.kv_heads = kv_heads
+        self.rings = _RINGS.get(plan.kind, 0)
+        self.per_session = self.rings * plan.size
+        self.device = device
+        self._free: list[int] = []
+        self._vectors = torch.zeros(layers, 0, heads, head_dim, dtype=dtype, device=device)
+
+    def take(self) -> int:
+        """Take a session's place, doubling the buffer if it is full."""
+        if not self._free:
+            layers, slots, heads, head_dim = self._vectors.shape
+            places = slots // self.per_session if self.per_session else 0
+            more = max(4, places)
+            extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
+            self._vectors = torch.cat([self._vectors, extra], 1)
+            self._free = list(range(places + more - 1, places - 1, -1))
+        return self._free.pop()
+
+    def give_back(self, place: int) -> None:
+        self._free.append(place)
+
+    def write(self, layer: int, queries: Tensor, write: RingWrite) -> None:
+        """Store one layer's queries [heads, packed rows, head_dim]."""
+        chosen = queries[:, write.rows].transpose(0, 1)
+        ring_write(self._vectors[layer], chosen, write.slots)
+
+    def write_all(self, queries: Tensor, slots: Tensor) -> None:
+        """Store queries [layers, n, heads, head_dim] of all layers at once."""
+        self._vectors.index_copy_(1, slots, queries)
+
+    def read(self, place: int, slots: Tensor) -> Tensor:
+        """Return vectors [layers, heads, n, head_dim] of a session's slots."""
+        first = place * self.per_session
+        return self._vectors[:, first + slots].transpose(1, 2)
+
+    def shift(self, place: int, by: int, frequencies: Tensor) -> None:
+        """Turn a session's stored queries by some positions."""
+        first = place * self.per_session
+        rows = slice(first, first + self.per_session)
+        moves = torch.full((1, 1), by, device=self.device)
+        self._vectors[:, rows] = rotate(self._vectors[:, rows], moves, frequencies)
+
+
+class QueryStore:
+    """One session's rings: which slot holds the query of which position and phase."""
+
+    def __init__(self, buffer: QueryBuffer) -> None:
+        self._buffer = buffer
+        self._place = -1
+        self._seen = [0] * buffer.rings
+        self._held: dict[int, tuple[int, Phase]] = {}
+
+    def place(
+        self, phases: Sequence[Phase], first_position: int, first_row: int
+    ) -> tuple[list[int], list[int]]:
+        """Plan a chunk: which packed rows to store, and in which slots of the buffer.
+
+        Logical position and packed row are the first token's; each ring keeps its last `size`.
+        """
+        size, rings = self._buffer.plan.size, self._buffer.rings
+        if not rings:
+            return [], []
+        if self._place < 0:
+            self._place = self._buffer.take()
+        chosen: dict[int, int] = {}
+        for offset, phase in enumerate(phases):
+            ring = int(phase) if rings > 1 else 0
+            slot = ring * size + self._seen[ring] % size
+            self._seen[ring] += 1
+            chosen[slot] = offset
+            self._held[slot] = (first_position + offset, phase)
+        base = self._place * self._buffer.per_session
+        return [first_row + offset for offset in chosen.values()], [base + slot for slot in chosen]
+
+    def layer_queries(self, layers: int) -> list[Queries]:
+        """Return what is kept, oldest first, for every layer."""
+        device = self._buffer.device
+        held = sorted((position, phase, slot) for slot, (position, phase) in self._held.items())
+        columns = torch.tensor(held, dtype=torch.int64, device=device).reshape(-1, 3)
+        positions, phases, slots = columns.T.contiguous()
+        vectors = self._buffer.read(max(self._place, 0), slots)
+        return [Queries(vectors[i], positions, phases) for i in range(layers)]
+
+    def shift(self, by: int, frequencies: Tensor) -> None:
+        """Turn the stored queries by some positions, as the end of the cache moved."""
+        if self._place >= 0:
+            self._buffer.shift(self._place, by, frequencies)
+
+    def free(self) -> None:
+        if self._place >= 0:
+            self._buffer.give_back(self._place)
+            self._place = -1

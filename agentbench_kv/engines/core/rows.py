@@ -1,0 +1,347 @@
+"""One worker's view of its sessions: queries, original positions, phases; selecting and moving.
+
+Rows of a session in a paged cache whose rows are contiguous in memory, moved in place.
+
+Attention every cached row has got so far, for methods that rank by it (H2O).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.core.session import Removal
+from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.kernels import attention_mass, paged, rope_rotate
+from agentbench_kv.kernels import compact as compact_rows
+from agentbench_kv.kernels.layout import PagedRows, gather_rows
+from agentbench_kv.methods.base import LayerView, Phase, QueryKind
+from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.phases.machine import Labeller, make_labeller
+
+
+class CopiedStore:
+    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        moved = compact_rows(
+            self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
+        )
+        self.keys = self.keys[:, :, : kept.shape[-1]]
+        self.values = self.values[:, :, : kept.shape[-1]]
+        return moved
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        rope_rotate(self.keys, shifts, frequencies)
+
+
+class PagedStore:
+    """Rows in blocks, found through a table [blocks], int32; kernels move them in place."""
+
+    def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
+        self._keys = keys
+        self._values = values
+        self._table = blocks[None]
+        self._live = live
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return copies of keys and values."""
+        keys = gather_rows(self._keys, self._table, 0, self._live)
+        return keys, gather_rows(self._values, self._table, 0, self._live)
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        lengths = torch.tensor([self._live], device=kept.device)
+        # What goes along moves by the same plan, as one block per layer.
+        along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
+        one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
+        paged.compact(along, one_block, kept[None], lengths, sort=sort, check=False)
+        moved = paged.compact(
+            [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
+        )
+        self._live = kept.shape[-1]
+        return int(moved)
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
+        paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
+
+
+BLOCK = 64  # queries whose attention probabilities exist at the same time
+
+
+class AttentionSums:
+    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
+
+    Serving engines do not keep attention probabilities, so every forward's are computed again from
+    its queries and the cached keys: exact, and slow on long contexts.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
+        self._shape = (layers, kv_heads)
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def of(self, session: str, live: int) -> Tensor:
+        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
+        sums = self._sums.get(session)
+        if sums is None or sums.shape[-1] < live:
+            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
+            if sums is not None:
+                grown[:, :, : sums.shape[-1]] = sums
+            sums = self._sums[session] = grown
+        return sums[:, :, :live]
+
+    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
+        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
+
+        Attention is causal; the last n rows are the queries' own.
+        """
+        n, live = queries.shape[1], keys.shape[1]
+        sums = self.of(session, live)[layer]
+        sums[:, live - n :] = 0.0
+        rows = torch.arange(live, device=keys.device)
+        for first in range(0, n, BLOCK):
+            block = queries[:, first : first + BLOCK]
+            size = block.shape[1]
+            mass = attention_mass(
+                block,
+                keys,
+                query_positions=rows[live - n + first :][:size],
+                key_positions=rows.expand(keys.shape[0], -1),
+            )
+            sums += mass * size
+
+    def drop(self, session: str) -> None:
+        self._sums.pop(session, None)
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RowStore(Protocol):
+    """The rows of one session in an engine's cache."""
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
+        ...
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
+
+        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
+        keeps the order of `kept` instead of filling holes.
+        """
+        ...
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Tokens of one session in a forward."""
+
+    session: str
+    first_position: int
+    tokens: Sequence[int]
+
+
+@dataclass
+class SessionRows:
+    """What a worker knows of one session besides keys and values."""
+
+    labeller: Labeller
+    queries: QueryStore
+    phases: list[int] = field(default_factory=list)
+    # [layers, kv_heads, budget], int64: original positions of the rows the last event left. The
+    # rows after them are in order.
+    kept: Tensor | None = None
+    since: int = 0  # logical length at that event
+
+
+class WorkerRows:
+    """All sessions of a worker.
+
+    RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
+    """
+
+    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
+        self.policy = policy
+        self.shape = shape
+        plan = policy.method.query_plan()
+        self.sums = AttentionSums(shape.layers, shape.kv_heads, shape.device)
+        self.wants_sums = plan.kind is QueryKind.SUMS
+        self.rings = QueryBuffer(
+            plan,
+            shape.layers,
+            shape.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            shape.device,
+        )
+        self._frequencies = frequencies if policy.method.positions == "cache" else None
+        self._labellers: dict[str, Callable[[], Labeller]] = {}
+        self._sessions: dict[str, SessionRows] = {}
+
+    @property
+    def cache_positions(self) -> bool:
+        """Whether RoPE positions are those in the cache."""
+        return self._frequencies is not None
+
+    def drop(self, session: str) -> None:
+        """Forget a session whose rows are gone."""
+        rows = self._sessions.pop(session, None)
+        if rows is not None:
+            rows.queries.free()
+        self.sums.drop(session)
+
+    def feed(self, fed: Sequence[Fed], recipes: dict[str, str]) -> RingWrite | None:
+        """Label a forward's tokens, in the order of its rows, and plan which queries to store.
+
+        `recipes` says how a session's labeller is made.
+        """
+        rows: list[int] = []
+        slots: list[int] = []
+        start = 0
+        for part in fed:
+            phases = self._label(part, recipes[part.session])
+            session = self._sessions[part.session]
+            stored, where = session.queries.place(phases, part.first_position, start)
+            rows += stored
+            slots += where
+            start += len(part.tokens)
+        if not rows:
+            return None
+        device = self.shape.device
+        return RingWrite(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
+
+    def remove(self, removal: Removal, store: RowStore) -> int:
+        """Carry out one event; return rows moved, summed over layers and heads."""
+        session, cut = self._sessions[removal.session], removal.cut
+        positions = self._positions(session, cut.live, cut.logical)
+        extras = [self.sums.of(removal.session, cut.live)] if self.wants_sums else []
+        selection = self.policy.method.select(
+            self._views(store, positions, extras),
+            session.queries.layer_queries(self.shape.layers),
+            cut.logical,
+            cut.prompt,
+            torch.tensor(session.phases, device=self.shape.device),
+        )
+        moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
+        self._settle(removal, store, selection.kept, positions)
+        return moved
+
+    def outside(
+        self, session: str, recipe: str, live: int, logical: int, spans: Sequence[SpanRange]
+    ) -> Tensor:
+        """Return the rows [n] of a session's tokens that lie outside some logical spans.
+
+        ValueError if heads keep different tokens.
+        """
+        if self.policy.method.compresses:
+            raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
+        rows = self._sessions.setdefault(session, self._open(recipe))
+        labels = self._positions(rows, live, logical)[0, 0]
+        inside = torch.zeros_like(labels, dtype=torch.bool)
+        for start, end in spans:
+            inside |= (labels >= start) & (labels < end)
+        return (~inside).nonzero()[:, 0]
+
+    def keep_tokens(self, removal: Removal, store: RowStore, kept: Tensor) -> int:
+        """Keep rows [n] in all layers and heads, in their order; return rows moved."""
+        session, cut = self._sessions[removal.session], removal.cut
+        positions = self._positions(session, cut.live, cut.logical)
+        everywhere = kept.expand(self.shape.layers, self.shape.kv_heads, -1).contiguous()
+        moved = store.keep(everywhere, positions, [], sort=True)
+        self._settle(removal, store, everywhere, positions)
+        return moved
+
+    def fork(self, session: str, new: str) -> None:
+        """Let a session start with what is known of another one's rows; it keeps no queries."""
+        rows = self._sessions.get(session)
+        if rows is not None:
+            self._sessions[new] = replace(
+                rows, queries=QueryStore(self.rings), phases=rows.phases.copy()
+            )
+
+    def _settle(self, removal: Removal, store: RowStore, kept: Tensor, positions: Tensor) -> None:
+        """Record what an event left."""
+        session, cut = self._sessions[removal.session], removal.cut
+        session.kept, session.since = positions[:, :, : cut.keep].clone(), cut.logical
+        if self._frequencies is not None:
+            rows = torch.arange(kept.shape[-1], device=kept.device)
+            store.rotate(rows - kept, self._frequencies)
+            session.queries.shift(cut.keep - cut.live, self._frequencies)
+        if self.policy.trace is not None:
+            _write_trace(self.policy.trace, removal, session.kept)
+
+    def _views(
+        self, store: RowStore, positions: Tensor, extras: Sequence[Tensor]
+    ) -> list[LayerView]:
+        keys, values = store.read()
+        return [
+            LayerView(keys[i], values[i], positions[i], extras[0][i] if extras else None)
+            for i in range(self.shape.layers)
+        ]
+
+    def _positions(self, session: SessionRows, live: int, logical: int) -> Tensor:
+        """Return original positions [layers, kv_heads, live] in cache order; a copy."""
+        shape = (self.shape.layers, self.shape.kv_heads)
+        recent = torch.arange(session.since, logical, device=self.shape.device)
+        newer = recent.expand(*shape, len(recent))
+        positions = newer if session.kept is None else torch.cat([session.kept, newer], -1)
+        if positions.shape[-1] != live:
+            raise RuntimeError(f"{positions.shape[-1]} rows are known, the scheduler has {live}")
+        return positions.contiguous()
+
+    def _label(self, part: Fed, recipe: str) -> list[Phase]:
+        session = self._sessions.get(part.session)
+        if session is None:
+            session = self._sessions[part.session] = self._open(recipe)
+        if part.first_position != len(session.phases):
+            raise RuntimeError(
+                f"session {part.session} goes on at {part.first_position}, "
+                f"{len(session.phases)} tokens are labelled"
+            )
+        phases = [session.labeller.label(token) for token in part.tokens]
+        session.phases += [int(phase) for phase in phases]
+        return phases
+
+    def _open(self, recipe: str) -> SessionRows:
+        if recipe not in self._labellers:
+            self._labellers[recipe] = make_labeller(recipe, self.policy.model_path)
+        return SessionRows(self._labellers[recipe](), QueryStore(self.rings))
+
+
+def _write_trace(folder: Path, removal: Removal, kept: Tensor) -> None:
+    name = f"{quote(removal.session, safe='')}.{removal.number:06d}"
+    path = folder / f"{name}.safetensors"
+    partial = folder / f"{name}.partial"
+    save_file({"kept": kept.cpu().contiguous()}, partial)
+    partial.replace(path)

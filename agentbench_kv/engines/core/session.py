@@ -1,0 +1,175 @@
+"""One session as a scheduler sees it: lengths, events that fall due, accounting. No tensors.
+
+What a scheduler tells its workers about one step: plain data, pickled between processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentbench_kv.engines.base import KVEvent, KVStats
+from agentbench_kv.methods.base import Method, Schedule
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An event that is due: from how many rows to how many."""
+
+    live: int  # rows per (layer, KV head) before
+    keep: int  # and after
+    logical: int  # tokens the model has seen
+    prompt: int  # tokens of the session's first prefill
+
+
+class SessionLedger:
+    """Counts what a session holds and says when an event falls due.
+
+    Lengths after an event follow from the method alone, so a scheduler can free blocks before the
+    worker has moved a row. Calls follow the tokens: `begin_turn`, `forward` for every forward,
+    `sampled` after each that samples, `end_turn`.
+    """
+
+    def __init__(self, method: Method, bytes_per_token: int) -> None:
+        self.stats = KVStats()
+        self.fed = 0  # tokens the model has seen
+        self.live = 0  # rows per (layer, KV head)
+        self._method = method
+        self._bytes = bytes_per_token  # keys and values, over all layers and heads
+        self._schedule = Schedule(method)
+        self._prefilling = False
+        self._cut_last = False  # an event fell due with the last sampled token
+        self._lost = 0  # tokens whose rows were lost since the last turn began
+        self._prompt = 0  # tokens of the first prefill
+
+    @property
+    def deficit(self) -> int:
+        """Logical minus physical length."""
+        return self.fed - self.live
+
+    def begin_turn(self, tokens: int) -> None:
+        """Count a prefill of `tokens` that is to come."""
+        if self._lost:
+            self.stats.recomputed += self._lost
+            self._lost = 0
+            self.stats.restarts.append((len(self.stats.events), tokens))
+        self.stats.prefill_tokens += tokens
+        self.stats.longest_prefill = max(self.stats.longest_prefill, tokens)
+        self._prefilling = tokens > 0
+        self._prompt = self._prompt or tokens
+
+    def forward(self, rows: int) -> None:
+        """Count a forward that writes `rows` rows."""
+        self.fed += rows
+        self.live += rows
+        self.stats.peak_live = max(self.stats.peak_live, self.live)
+        if not self._prefilling:
+            self.stats.bytes_read += self.live * self._bytes
+
+    def sampled(self) -> Cut | None:
+        """Count a sampled token; return the event that falls due with it."""
+        cut = None
+        self._cut_last = False
+        if self._prefilling:
+            self._prefilling = False
+            if self._schedule.after_prefill(self.live, self.fed):
+                cut = self._cut()
+        self.stats.decode_tokens += 1
+        self.stats.decode_kv_sum += self.live
+        if self._schedule.after_decode(self.live, self.fed):
+            cut = self._cut()
+        return cut
+
+    def take_back(self) -> bool:
+        """Uncount the last sampled token, which its client did not want and nothing has fed.
+
+        False if an event fell due with it: rows are gone that should be there.
+        """
+        if self._cut_last:
+            return False
+        self.stats.decode_tokens -= 1
+        self.stats.decode_kv_sum -= self.live
+        self._schedule.take_back()
+        return True
+
+    def end_turn(self) -> Cut | None:
+        """Return the event that falls due at the end of an assistant's turn."""
+        return self._cut() if self._schedule.after_turn(self.live, self.fed) else None
+
+    def evict(self, keep: int) -> Cut:
+        """Count an event that was ordered from outside and leaves `keep` rows."""
+        return self._cut(keep)
+
+    def fork(self) -> SessionLedger:
+        """Return the ledger of a session that starts from this one's rows; it has done nothing."""
+        twin = SessionLedger(self._method, self._bytes)
+        twin.fed, twin.live = self.fed, self.live
+        twin._prompt = self._prompt
+        return twin
+
+    def lose(self) -> None:
+        """Count the loss of all rows; they count as recomputed once a turn begins again."""
+        self._lost += self.fed
+        self.fed = self.live = 0
+        self._prompt = 0
+        self._schedule = Schedule(self._method)
+
+    def moved(self, number: int, rows: int) -> None:
+        """Add the rows an event moved, which only the worker knows."""
+        events = self.stats.events
+        events[number] = replace(events[number], rows_moved=rows)
+        self.stats.rows_moved += rows
+
+    def snapshot(self) -> KVStats:
+        """Return the accounting as of now."""
+        snapshot = KVStats(**vars(self.stats))
+        snapshot.events = list(self.stats.events)
+        snapshot.restarts = list(self.stats.restarts)
+        snapshot.logical, snapshot.live = self.fed, self.live
+        if self._method.compresses:
+            snapshot.budget = self._method.budget_at(self.fed)
+        return snapshot
+
+    def _cut(self, keep: int | None = None) -> Cut:
+        keep = self._method.budget_at(self.fed) if keep is None else keep
+        cut = Cut(self.live, keep, self.fed, self._prompt)
+        self.stats.evicted += cut.live - keep
+        event = KVEvent(self.stats.decode_tokens, self.fed, cut.live, keep, rows_moved=0)
+        self.stats.events.append(event)
+        self.live = keep
+        self._cut_last = True
+        return cut
+
+
+@dataclass(frozen=True)
+class Removal:
+    """An event for the worker: which rows there are, in which blocks."""
+
+    session: str
+    number: int  # of the session's events, from 0
+    cut: Cut
+    blocks: list[int]  # the session's blocks before, in order; the first ones stay its own
+
+
+@dataclass
+class StepPlan:
+    """What a worker does around one forward, in this order."""
+
+    method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
+    dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
+    # Events of sessions at rest; the step's forward may reuse their blocks.
+    before: list[Removal] = field(default_factory=list)
+    # Request -> (session, labeller recipe) for every request of the step.
+    sessions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # Request -> logical minus physical length during the forward, where it is not 0.
+    deficits: dict[str, int] = field(default_factory=dict)
+    after: dict[str, Removal] = field(default_factory=dict)  # request -> its event
+
+
+@dataclass(frozen=True)
+class RowsMoved:
+    """How many rows a session's event moved, which only a worker knows."""
+
+    session: str
+    number: int
+    moved: int

@@ -1,0 +1,176 @@
+"""Span-level methods over any engine that can save, evict and restore spans.
+
+The method sits between the gateway and the engine: before a generation it brings blocks back and
+makes room, while the generation runs it is cut where the cache reaches the watermark, and at its
+end the cache is within the budget. The engine below knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+from agentbench_kv.engines.base import (
+    Engine,
+    FinishReason,
+    Generation,
+    KVStats,
+    PhaseLabeller,
+    Sampling,
+)
+from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.spans import Source, SpanMethod, SpanRange, SpanSession, TurnNotes
+
+# Between the seeds of a generation's pieces, so that no piece repeats another's draws.
+SEED_STEP = 0x9E3779B97F4A7C15
+
+
+class BlockEngine(Engine):
+    """An engine that runs `method.below()` and whose sessions a span-level method manages."""
+
+    wants_notes = True
+
+    def __init__(self, engine: Engine, method: SpanMethod) -> None:
+        self.info = engine.info
+        self.below = engine
+        self._method = method
+        self._sessions = method.sessions()
+        self._managed: dict[str, SpanSession] = {}
+        self._notes: dict[str, TurnNotes] = {}
+        self._decode: Callable[[Sequence[int]], str] | None = None
+
+    def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        self.below.open(session, labeller)
+        self._managed[session] = self._sessions.open(_SessionCache(self, session))
+
+    def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
+        self._managed[session].check(tokens, notes)
+        self._notes[session] = notes
+
+    def recalls(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
+        return self._managed[session].recalls(tokens, notes)
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        notes = self._notes.pop(session, None) or TurnNotes([(len(tokens), Source.DOCUMENT)])
+        self.below.extend(session, tokens, phases)
+        self._managed[session].admit(tokens, notes)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
+
+    def stats(self, session: str) -> KVStats:
+        stats, figures = self.below.stats(session), self._managed[session].figures()
+        return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
+
+    def close(self, session: str) -> KVStats:
+        managed = self._managed.pop(session)
+        self._notes.pop(session, None)
+        figures = managed.figures()
+        managed.close()
+        stats = self.below.close(session)
+        return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
+
+    def shutdown(self) -> None:
+        self.below.shutdown()
+        self._sessions.close()
+
+    def text(self, tokens: Sequence[int]) -> str:
+        if self._decode is None:  # no gateway has said how
+            raise UsageError("an encoder that reads text needs a gateway above the engine")
+        return self._decode(tokens)
+
+
+class _SessionCache:
+    """One session of an engine, as `SpanCache`."""
+
+    def __init__(self, owner: BlockEngine, name: str) -> None:
+        engine = self._engine = owner.below
+        self.name = name
+        self.save = partial(engine.save_block, name)
+        self.evict = partial(engine.evict_spans, name)
+        self.restore = partial(engine.restore_block, name)
+        self.attention = partial(engine.span_attention, name)
+        self.embed = engine.embed_tokens
+        self.text = owner.text
+        self._losses = 0
+        self._away_before = 0
+
+    @property
+    def live(self) -> int:
+        return self._engine.stats(self.name).live
+
+    @property
+    def fed(self) -> int:
+        stats = self._engine.stats(self.name)
+        away = stats.evicted - stats.restored
+        if len(stats.restarts) != self._losses:
+            # What was away when the rows were lost has been computed again.
+            self._losses, self._away_before = len(stats.restarts), away
+        return stats.live + away - self._away_before
+
+    @property
+    def losses(self) -> int:
+        return len(self._engine.stats(self.name).restarts)
+
+
+class _PiecewiseGeneration(Generation):
+    """A generation in pieces: each ends at the latest where the cache reaches the watermark."""
+
+    def __init__(
+        self, engine: Engine, session: str, managed: SpanSession, sampling: Sampling
+    ) -> None:
+        self._engine = engine
+        self._session = session
+        self._managed = managed
+        self._sampling = sampling
+        self._piece: Generation | None = None
+        self._cancelled = False
+        self._started = time.perf_counter()
+
+    def __iter__(self) -> Iterator[int]:
+        generated: list[int] = []
+        self._managed.before_prefill()
+        for number in count():
+            yield from self._run(number, generated)
+            if not self._goes_on(len(generated)):
+                break
+            self._managed.at_watermark(generated)
+        self._managed.after_turn(generated)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._piece is not None:
+            self._piece.cancel()
+
+    def _goes_on(self, produced: int) -> bool:
+        cut = self.finish_reason is FinishReason.LENGTH and produced < self._sampling.max_tokens
+        if cut and self._cancelled:
+            self.finish_reason = FinishReason.CANCELLED
+        return cut and not self._cancelled
+
+    def _run(self, number: int, generated: list[int]) -> Iterator[int]:
+        left = self._sampling.max_tokens - len(generated)
+        sampling = replace(
+            self._sampling,
+            max_tokens=min(left, self._managed.room()),
+            seed=(self._sampling.seed + number * SEED_STEP) % (1 << 63),
+        )
+        started = time.perf_counter() - self._started
+        piece = self._piece = self._engine.generate(self._session, sampling)
+        if self._cancelled:
+            piece.cancel()
+        for token in piece:
+            generated.append(token)
+            yield token
+        self.finish_reason = piece.finish_reason
+        if piece.first_token_s is not None and piece.last_token_s is not None:
+            if self.first_token_s is None:
+                self.first_token_s = started + piece.first_token_s
+            self.last_token_s = started + piece.last_token_s

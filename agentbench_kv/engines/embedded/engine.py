@@ -1,0 +1,214 @@
+"""The embedded engine: a Hugging Face decoder with a session cache of our own.
+
+It is the reference every other engine is checked against: token-exact, batched over sessions,
+every method, CPU or GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentbench_kv.engines.base import (
+    Capability,
+    Engine,
+    EngineInfo,
+    EngineOptions,
+    Generation,
+    KVStats,
+    PhaseLabeller,
+    Sampling,
+)
+from agentbench_kv.engines.embedded import blocks
+from agentbench_kv.engines.embedded.cache import CacheShape
+from agentbench_kv.engines.embedded.model import (
+    LoadedModel,
+    cache_shape,
+    check_dtype,
+    load_model,
+    model_path,
+    pick_device,
+    wrap_model,
+)
+from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, Scheduler, StepTimes
+from agentbench_kv.engines.embedded.session import Recorder
+from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError
+from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.spans import Block, SpanRange
+
+
+class EmbeddedEngine(Engine):
+    """Sessions over a Hugging Face decoder; `max_live_tokens` is half the free memory if absent."""
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.COMPRESS,
+            Capability.CAPTURE,
+            Capability.EVICT_SPANS,
+            Capability.SAVE_BLOCK,
+            Capability.RESTORE_BLOCK,
+            Capability.SPAN_ATTENTION,
+            Capability.EMBED_TOKENS,
+        }
+    )
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        method: Method,
+        *,
+        name: str = "",
+        max_live_tokens: int | None = None,
+        recorder: Recorder | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._model = model
+        self._shape = cache_shape(model, method)
+        self._recorder = recorder
+        self._mean_embedding: Tensor | None = None
+        limit = max_live_tokens or _free_tokens(self._shape)
+        self._scheduler = Scheduler(model, method, limit, recorder, observer)
+        device = model.shape.device
+        self.info = EngineInfo(
+            name="embedded",
+            model=name or str(model.path),
+            model_path=model.path,
+            model_sha=model.sha,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=str(model.shape.dtype).removeprefix("torch."),
+            context_limit=model.context_limit,
+            eos_token_ids=model.eos_token_ids,
+            capabilities=self.capabilities,
+        )
+
+    @classmethod
+    def create(
+        cls,
+        options: EngineOptions,
+        *,
+        model: Any = None,
+        recorder: Recorder | None = None,
+        observer: Observer | None = None,
+    ) -> Self:
+        """Build the engine; `model` may be a network already in memory."""
+        if model is None:
+            loaded = load_model(options.model, options.dtype, options.device)
+        else:
+            loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
+        return cls(
+            loaded,
+            options.method,
+            name=options.model,
+            max_live_tokens=options.max_live_tokens,
+            recorder=recorder,
+            observer=observer,
+        )
+
+    @classmethod
+    def check_model(cls, model: str) -> None:
+        model_path(model)
+
+    @classmethod
+    def check_compute(cls, dtype: str, device: str) -> None:
+        check_dtype(dtype)
+        pick_device(device)
+
+    @property
+    def times(self) -> StepTimes:
+        """Seconds spent in forwards and events since the start."""
+        return replace(self._scheduler.times)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV cache per token, all layers and heads."""
+        return self._shape.bytes_per_token
+
+    def allocated_bytes(self, session: str) -> int:
+        """Bytes of the session's cache slot."""
+        return self._scheduler.get(session).cache.nbytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes all cache pools have allocated."""
+        return self._scheduler.pools.nbytes
+
+    def pool(self) -> dict[str, int]:
+        limit = self._scheduler.max_live_tokens
+        return {"allocated_bytes": self.pool_bytes, "max_live_tokens": limit}
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        self._scheduler.open(session, labeller)
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        state = self._scheduler.get(session)
+        if state.logical + len(tokens) >= self.info.context_limit:
+            raise ContextLimitError(
+                f"session {session} would reach {state.logical + len(tokens)} tokens; "
+                f"the model's context is {self.info.context_limit}"
+            )
+        state.extend(tokens, phases)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        state = self._scheduler.get(session)
+        if state.broken is not None:
+            raise KVBenchError(f"session {session} broke earlier: {state.broken}")
+        if not state.pending:
+            raise KVBenchError(f"session {session} has no tokens to start from")
+        generation = EmbeddedGeneration(state, sampling)
+        self._scheduler.submit(generation)
+        return generation
+
+    def save_block(self, session: str, start: int, end: int) -> Block:
+        return self._scheduler.between_turns(session, blocks.save_block, start, end)
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        recorder = self._recorder
+        return self._scheduler.between_turns(session, blocks.evict_spans, spans, recorder)
+
+    def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
+        work, arguments = blocks.restore_block, (block, at, self._recorder)
+        self._scheduler.between_turns(session, work, *arguments, more=block.tokens)
+
+    def span_attention(
+        self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        arguments = (spans, layers, decay)
+        return self._scheduler.between_turns(session, blocks.span_attention, *arguments)
+
+    def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        weight: Tensor = self._model.network.get_input_embeddings().weight.detach()
+        if self._mean_embedding is None:
+            self._mean_embedding = weight.float().mean(0)
+        rows = weight[torch.tensor(list(tokens), device=weight.device)].float()
+        vectors: NDArray[np.float32] = (rows - self._mean_embedding).cpu().numpy()
+        return vectors
+
+    def stats(self, session: str) -> KVStats:
+        return self._scheduler.get(session).stats()
+
+    def close(self, session: str) -> KVStats:
+        return self._scheduler.remove(session).stats()
+
+    def shutdown(self) -> None:
+        self._scheduler.stop()
+
+
+def _free_tokens(shape: CacheShape) -> int:
+    """How many cached tokens fit in half of the memory that is free now."""
+    if shape.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(shape.device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = free // 2 // shape.bytes_per_token
+    if tokens < 1:
+        raise PrerequisiteError("no memory is free for a KV cache; close other programs")
+    return int(tokens)

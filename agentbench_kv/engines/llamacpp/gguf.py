@@ -1,0 +1,510 @@
+"""A Hugging Face model folder as a GGUF file, for models small enough to check to the bit.
+
+The families are those whose attention the engine knows: Qwen2, Qwen3, Llama and Mistral. Real
+models are better converted, and quantised, with llama.cpp's own tools.
+
+The key-value header of a GGUF file, read without any package for it.
+
+The package gguf needs 8.6 s for the header of a model with 152,000 tokens, this 0.2 s (it makes a
+numpy view of every string), and it is not installed where only the environment `llamacpp` has it.
+
+The format is the specification's version 3 (and 2, which is equal as far as it is read here):
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+Pre-tokenizers that both tokenizer.json and GGUF can name.
+
+A Hugging Face tokenizer folder out of a GGUF file: the gateway speaks that language.
+
+Models of any shape with random weights, for measuring and testing what does not read them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+
+MAGIC = b"GGUF"
+
+
+VERSIONS = (2, 3)
+
+
+STRING, ARRAY = 8, 9
+
+
+_SCALARS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+
+
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """Return the keys and values of a GGUF file; arrays become lists."""
+    try:
+        with path.open("rb") as file:
+            magic, version = file.read(4), _scalar(file, 4)
+            if magic != MAGIC or version not in VERSIONS:
+                raise PrerequisiteError(
+                    f"{path} is no GGUF file; kvbench convert FOLDER OUT makes one"
+                )
+            _tensors, pairs = _scalar(file, 10), _scalar(file, 10)
+            return {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
+    except OSError as error:
+        raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
+    except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError):
+        raise PrerequisiteError(
+            f"{path} is damaged or cut short; make or download it again"
+        ) from None
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == STRING:
+        return _string(file)
+    if kind != ARRAY:
+        return _scalar(file, kind)
+    inner, count = _scalar(file, 4), _scalar(file, 10)
+    if inner in (STRING, ARRAY):
+        return [_value(file, inner) for _ in range(count)]
+    form = _SCALARS[inner]
+    data = file.read(count * struct.calcsize(form))
+    return [value for (value,) in struct.iter_unpack(form, data)]
+
+
+def _string(file: BinaryIO) -> str:
+    length = _scalar(file, 10)
+    data = file.read(length)
+    if len(data) != length:
+        raise struct.error("cut short")
+    return data.decode()
+
+
+def _scalar(file: BinaryIO, kind: int) -> Any:
+    form = _SCALARS[kind]
+    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+
+
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+PRETOKENIZERS: Mapping[str, str] = {
+    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
+    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+}
+
+
+"""Names of llama.cpp with the regular expression each splits text by before byte-level BPE."""
+
+
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+
+
+def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
+    """Return what llama.cpp calls the pre-tokenizer of a tokenizer.json.
+
+    UsageError if llama.cpp would split text otherwise, or is not known to split it alike.
+    """
+    parts = tokenizer.get("pre_tokenizer") or {}
+    steps = parts.get("pretokenizers", [parts])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    for name, pattern in PRETOKENIZERS.items():
+        if patterns == [pattern]:
+            return name
+    raise UsageError(
+        "the tokenizer splits text in a way kvbench convert does not know "
+        f"({', '.join(map(str, patterns)) or parts.get('type', 'no pre-tokenizer')}); "
+        "use the converter of llama.cpp itself"
+    )
+
+
+def pretokenizer_of(name: str) -> dict[str, Any]:
+    """Return the pre-tokenizer of tokenizer.json for a name of llama.cpp."""
+    if name not in PRETOKENIZERS:
+        known = ", ".join(PRETOKENIZERS)
+        raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PRETOKENIZERS[name]},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> Path:
+    """Write the files of a GGUF file's tokenizer into `folder`, each in one step; return it."""
+    files = tokenizer_files(metadata)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(draft).replace(folder / name)
+    return folder
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> text of the files, from the `tokenizer.*` keys of a GGUF header."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise UsageError(
+            f"the file's tokenizer is {kind!r}; the llamacpp engine reads byte-level BPE (gpt2)"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    files = {
+        "tokenizer.json": json.dumps(_tokenizer(metadata, tokens, types), ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(_config(metadata, tokens)),
+    }
+    template = metadata.get("tokenizer.chat_template")
+    if template:
+        files["chat_template.jinja"] = template
+    return files
+
+
+def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": index, "content": tokens[index], **plain, "special": kind == CONTROL}
+        for index, kind in enumerate(types)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    pre = str(metadata.get("tokenizer.ggml.pre", ""))
+    model = {
+        "type": "BPE",
+        "ignore_merges": pre == "llama-bpe",
+        # Added tokens too: one that the vocabulary lacks would get the next free id.
+        "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
+        "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": pretokenizer_of(pre),
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": model,
+    }
+
+
+def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None:
+            config[f"{role}_token"] = tokens[index]
+    return config
+
+
+Array = npt.NDArray[np.float32]
+
+
+ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
+
+
+"""Model types of Hugging Face with llama.cpp's name of the architecture."""
+
+
+NO_TOKENIZER = "--no-tokenizer"
+
+
+def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
+    """Write the model in `folder` to the GGUF file `out`, weights as float32; return `out`.
+
+    An interrupted conversion leaves nothing under `out`. The engine needs no tokenizer in the file
+    where it has the folder's. A UsageError names a family, a RoPE or a tokenizer that the file
+    could not express, a PrerequisiteError a missing file or package.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise PrerequisiteError(
+            "converting needs the package gguf: pip install 'agentbench-kv[llamacpp]', "
+            "or kvbench env create llamacpp"
+        ) from None
+    config = _json(folder / "config.json")
+    architecture = _architecture(config)
+    draft = out.with_name(f".{out.name}.part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(draft, architecture)
+    try:
+        write_shape(writer, config, architecture)
+        _write_special_ids(writer, folder, config)
+        if tokenizer:
+            _write_tokenizer(writer, folder, config)
+        else:
+            writer.add_tokenizer_model("none")
+        for name, tensor in _tensors(folder, config, architecture):
+            writer.add_tensor(name, tensor)
+        write_file(writer)
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+    return out
+
+
+def write_file(writer: Any) -> None:
+    """Write all that was added to a `gguf.GGUFWriter`, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PrerequisiteError(f"cannot read {path} ({error}); give a model folder") from None
+    return found
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    family = config.get("model_type")
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UsageError(f"kvbench convert knows {known}, not {family!r}; use llama.cpp's own")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UsageError(f"kvbench convert writes plain RoPE, not {kind!r}; use llama.cpp's own")
+    if family == "mistral" and config.get("sliding_window"):
+        raise UsageError("the model attends in a sliding window, which the engine refuses")
+    return ARCHITECTURES[family]
+
+
+def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
+    """Add what a `config.json` says of a model's shape to a `gguf.GGUFWriter`."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(theta)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if architecture == "llama":
+        writer.add_rope_dimension_count(head_dim)
+
+
+def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    tokenizer = _json(folder / "tokenizer.json")
+    model = tokenizer["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise UsageError("the tokenizer is no byte-level BPE; use the converter of llama.cpp")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pretokenizer_name(tokenizer))
+    tokens, types = _vocabulary(tokenizer, config["vocab_size"])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    template = _chat_template(folder)
+    if template:
+        writer.add_chat_template(template)
+
+
+def _vocabulary(tokenizer: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Return the text and the GGUF type of every id; ids without a token are padding."""
+    words = {index: text for text, index in tokenizer["model"]["vocab"].items()}
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", ())}
+    tokens, types = [], []
+    for index in range(size):
+        if index in added:
+            tokens.append(added[index]["content"])
+            types.append(CONTROL if added[index]["special"] else USER_DEFINED)
+        else:
+            tokens.append(words.get(index, f"[PAD{index}]"))
+            types.append(NORMAL if index in words else UNUSED)
+    return tokens, types
+
+
+def _write_special_ids(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    generation = folder / "generation_config.json"
+    chosen = {**config, **(_json(generation) if generation.exists() else {})}
+    ends = chosen.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if ends[0] is not None:
+        writer.add_eos_token_id(ends[0])
+        writer.add_array("kvbench.eos_token_ids", ends)
+    for role, add in (("bos", writer.add_bos_token_id), ("pad", writer.add_pad_token_id)):
+        if chosen.get(f"{role}_token_id") is not None:
+            add(chosen[f"{role}_token_id"])
+
+
+def _chat_template(folder: Path) -> str:
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        return own.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    return str(_json(path).get("chat_template") or "") if path.exists() else ""
+
+
+def _tensors(
+    folder: Path, config: Mapping[str, Any], architecture: str
+) -> Iterator[tuple[str, Array]]:
+    """Yield GGUF names with float32 weights."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+    from safetensors import safe_open
+
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise PrerequisiteError(f"no *.safetensors in {folder}; give a model folder")
+    for path in files:
+        with safe_open(path, framework="pt") as weights:
+            for key in weights.keys():  # noqa: SIM118  not a mapping
+                if key == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                stem, _, kind = key.rpartition(".")
+                name = names.get_name(stem) if kind in ("weight", "bias") else None
+                if name is None:
+                    raise UsageError(
+                        f"kvbench convert does not know the tensor {key}; use llama.cpp's own"
+                    )
+                tensor = weights.get_tensor(key).to(torch.float32).numpy()
+                if architecture == "llama":
+                    tensor = _interleaved(key, tensor, config)
+                yield f"{name}.{kind}", np.ascontiguousarray(tensor)
+
+
+def _interleaved(key: str, tensor: Array, config: Mapping[str, Any]) -> Array:
+    """Reorder the rows of queries and keys: llama.cpp's Llama rotates neighbours, not halves."""
+    heads = config["num_attention_heads"]
+    if "k_proj" in key:
+        heads = config.get("num_key_value_heads") or heads
+    elif "q_proj" not in key:
+        return tensor
+    halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def main() -> int:
+    """Convert FOLDER to OUT; errors of the user are one line on stderr and exit code 2."""
+    folder, out = map(Path, sys.argv[1:3])
+    try:
+        convert(folder, out, tokenizer=sys.argv[3:] != [NO_TOKENIZER])
+    except KVBenchError as error:
+        print(error, file=sys.stderr)  # noqa: T201  the parent process reads it
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
+
+
+MadeModelArray = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class MadeShape:
+    """A Qwen3's shape; weights are float32 or float16."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    rope_base: float = 1e6
+    dtype: str = "float32"
+
+
+TINY = MadeShape(4, 128, 4, 2, 32, 256, 512, 8192)
+
+
+MID = MadeShape(8, 512, 8, 4, 64, 1536, 4096, 32768, dtype="float16")
+
+
+"""8 KiB of float16 keys and values per token; large enough that a prefill costs something."""
+
+
+def make_model(path: Path, shape: MadeShape, seed: int = 0) -> Path:
+    """Write a GGUF file without a tokenizer; return its path."""
+    import gguf
+
+    config = {
+        "num_hidden_layers": shape.layers,
+        "max_position_embeddings": shape.context,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.feed_forward,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rope_theta": shape.rope_base,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": shape.vocabulary,
+    }
+    writer = gguf.GGUFWriter(path, "qwen3")
+    write_shape(writer, config, "qwen3")
+    writer.add_tokenizer_model("none")
+    for name, tensor in _weights(shape, seed):
+        writer.add_tensor(f"{name}.weight", tensor)
+    write_file(writer)
+    return path
+
+
+def _weights(shape: MadeShape, seed: int) -> Iterator[tuple[str, MadeModelArray]]:
+    hidden, inner, vocabulary = shape.hidden, shape.feed_forward, shape.vocabulary
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    draw = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> MadeModelArray:
+        values: MadeModelArray = draw.standard_normal((rows, columns), np.float32)
+        return np.asarray(values * (scale / columns**0.5), shape.dtype)
+
+    yield "token_embd", matrix(vocabulary, hidden, hidden**0.5)
+    yield "output_norm", np.ones(hidden, np.float32)
+    yield "output", matrix(vocabulary, hidden, 2.0)
+    # Above 1, so that attention is uneven enough for an eviction to show in the logits.
+    gain = np.full(shape.head_dim, 1.5, np.float32)
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        yield f"{block}.attn_norm", np.ones(hidden, np.float32)
+        yield f"{block}.ffn_norm", np.ones(hidden, np.float32)
+        yield f"{block}.attn_q", matrix(queries, hidden)
+        yield f"{block}.attn_k", matrix(keys, hidden)
+        yield f"{block}.attn_v", matrix(keys, hidden)
+        yield f"{block}.attn_output", matrix(hidden, queries)
+        yield f"{block}.attn_q_norm", gain
+        yield f"{block}.attn_k_norm", gain
+        yield f"{block}.ffn_gate", matrix(inner, hidden)
+        yield f"{block}.ffn_up", matrix(inner, hidden)
+        yield f"{block}.ffn_down", matrix(hidden, inner)

@@ -1,0 +1,325 @@
+"""The backend's process: a context, a scheduler, and two sockets to speak to them.
+
+The model's input embeddings, read from its file.
+
+Saving, evicting and restoring whole tokens of a session; called on the scheduler's thread.
+
+Positions are logical, as in `engines.base.Engine`. No forward pass runs, and llama.cpp is never
+asked to shift positions: that would rotate keys of all cells of the cache, whoever's they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentbench_kv.engines.base import KVEvent, KVStats, Sampling
+from agentbench_kv.engines.llamacpp.models import ROW_TYPES
+from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
+from agentbench_kv.engines.llamacpp.server.rows import Blob
+from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, Scheduler
+from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
+from agentbench_kv.engines.serving.plugin import ControlServer, Policy, follow_parent
+from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.phases import TokenCodec, load_tokenizer
+from agentbench_kv.phases.tokens import StopMatcher
+
+PART = 4096  # rows that are float32 at the same time
+
+
+class Embeddings:
+    """Rows of `token_embd.weight`, turned into float32 one by one: it may be quantised."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rows(self, tokens: Sequence[int]) -> list[list[float]]:
+        """Return embeddings [tokens, hidden] less their mean over all ids."""
+        found: list[list[float]] = (self._plain(list(tokens)) - self._mean).tolist()
+        return found
+
+    def _plain(self, tokens: Any) -> NDArray[np.float32]:
+        from gguf.quants import dequantize
+
+        rows: NDArray[np.float32] = dequantize(self._tensor.data[tokens], self._tensor.tensor_type)
+        return rows.astype(np.float32)
+
+    @cached_property
+    def _mean(self) -> NDArray[np.float64]:
+        count = len(self._tensor.data)
+        parts = (slice(first, first + PART) for first in range(0, count, PART))
+        sums = [self._plain(part).sum(0, dtype=np.float64) for part in parts]
+        return np.asarray(np.stack(sums).sum(0) / count)
+
+    @cached_property
+    def _tensor(self) -> Any:
+        from gguf import GGUFReader
+
+        tensors = GGUFReader(self._path).tensors
+        return next(each for each in tensors if each.name == "token_embd.weight")
+
+
+class Blocks:
+    """The primitives over a scheduler's sessions."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
+        """Return the RoPE position of the first token of [start, end), and the rows' bytes.
+
+        UsageError if a token is not in the cache, or they are no neighbours.
+        """
+        session = self._session(name)
+        rows = session.rows
+        chosen = _inside(rows.logical, [(start, end)])
+        found = rows.logical[chosen].tolist()
+        if start >= end or found != list(range(start, end)):
+            raise UsageError(
+                f"cannot save positions {start} to {end} of session {name}: "
+                f"{len(found)} of {end - start} are in the cache"
+            )
+        rope = rows.rope[chosen]
+        if int(rope[-1] - rope[0]) != len(rope) - 1:
+            raise UsageError(f"positions {start} to {end} are no neighbours any more")
+        blob = rows.save(chosen)
+        blob.set_positions(rope)
+        return int(rope[0]), blob.data
+
+    def evict(self, name: str, spans: Sequence[SpanRange]) -> int:
+        """Remove spans from all layers and heads; return the tokens removed."""
+        session = self._session(name)
+        rows, before = session.rows, session.rows.live
+        gone = _inside(rows.logical, spans)
+        if not bool(gone.any()):
+            return 0
+        rows.drop(gone)
+        if self._packed:  # close the gap that the rows left
+            rows.pack()
+            self._scheduler.worker.shift_queries(session.name, rows.live - before)
+        ledger = session.ledger
+        ledger.live = rows.live
+        ledger.stats.evicted += before - rows.live
+        ledger.stats.events.append(
+            KVEvent(ledger.stats.decode_tokens, ledger.fed, before, rows.live, 0)
+        )
+        self._scheduler.admission.settle(session)
+        return before - rows.live
+
+    def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
+        """Put saved rows back, as logical positions from `start`, without a forward pass.
+
+        UsageError if the positions are in the cache, were never seen, or are taken.
+        """
+        blob = Blob(self._scheduler.cells.form, data)
+        session = self._session(name, more=blob.tokens)
+        rows, before = session.rows, session.rows.live
+        logical = torch.arange(start, start + blob.tokens)
+        inside = _inside(rows.logical, [(start, start + blob.tokens)])
+        if start + blob.tokens > session.ledger.fed or bool(inside.any()):
+            raise UsageError(
+                f"cannot restore positions {start} to {start + blob.tokens} of session {name}: "
+                f"they are in the cache, or past its {session.ledger.fed} tokens"
+            )
+        where = self._spot(session, blob, at)
+        own = int(blob.positions[0])
+        if where != own:
+            blob.rotate(where - own)
+        rows.restore(blob, logical)
+        if self._packed:
+            self._scheduler.worker.shift_queries(session.name, rows.live - before)
+        ledger = session.ledger
+        ledger.live = rows.live
+        ledger.stats.restored += blob.tokens
+        ledger.stats.peak_live = max(ledger.stats.peak_live, rows.live)
+        self._scheduler.admission.settle(session)
+
+    def attention(
+        self, name: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
+        session = self._session(name)
+        rows, shape = session.rows, self._scheduler.context.shape
+        queries = self._scheduler.worker.queries(name)
+        if not queries or not len(queries[0].positions) or not rows.live:
+            return [0.0] * len(spans)
+        seen = queries[0].positions
+        hidden = rows.logical[None] > seen[:, None]
+        weights = torch.pow(torch.tensor(decay), torch.arange(len(seen) - 1, -1, -1))
+        keys, _ = self._scheduler.cells.read(rows.cells)
+        chosen = layers or range(shape.layers)
+        mass = torch.stack([_mass(queries[n].vectors, keys[n], hidden) for n in chosen]).mean(0)
+        each = weights @ mass / weights.sum()
+        return [float(each[_inside(rows.logical, [span])].sum()) for span in spans]
+
+    @property
+    def _packed(self) -> bool:
+        """Whether positions are the cache's, without gaps."""
+        return self._scheduler.policy.method.positions == "cache"
+
+    def _session(self, name: str, more: int = 0) -> BackendSession:
+        method = self._scheduler.policy.method
+        if method.compresses:
+            raise UsageError(
+                f"method {method.label!r} keeps other tokens in every head; spans can be evicted "
+                "or saved under methods that keep whole tokens only"
+            )
+        return self._scheduler.idle_session(name, more)
+
+    def _spot(self, session: BackendSession, blob: Blob, at: int | None) -> int:
+        rows = session.rows
+        if self._packed:
+            if at not in (None, rows.live):
+                raise UsageError("where positions are the cache's, blocks come back at its end")
+            return rows.live
+        first = int(blob.positions[0]) if at is None else at
+        taken = (rows.rope >= first) & (rows.rope < first + blob.tokens)
+        if first < 0 or bool(taken.any()):
+            raise UsageError(f"RoPE positions {first} to {first + blob.tokens} are taken")
+        return first
+
+
+def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
+    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
+    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
+    # A query whose every key has left sees nothing, not NaN.
+    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
+    return mass
+
+
+def _inside(logical: Tensor, spans: Sequence[SpanRange]) -> Tensor:
+    """Return which logical positions [rows] lie in any of the spans, bool."""
+    inside = torch.zeros_like(logical, dtype=torch.bool)
+    for start, end in spans:
+        inside |= (logical >= start) & (logical < end)
+    return inside
+
+
+SETTINGS = "KVBENCH_LLAMACPP"  # environment variable with the settings as JSON
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the backend is started with, besides its `Policy`."""
+
+    model: str  # GGUF file
+    stream: str  # Unix socket for generations
+    dtype: str  # of cached rows
+    cells: int  # cached tokens of all sessions together
+    sessions: int  # that generate at once
+
+
+class Backend:
+    """Answers the harness."""
+
+    def __init__(self, settings: Settings, policy: Policy) -> None:
+        self._settings = settings
+        self._policy = policy
+        context = Context(
+            Path(settings.model),
+            cells=settings.cells,
+            # One for every session that generates, some that rest, and the scratch sequence.
+            sequences=2 * settings.sessions + 2,
+            row_type=ROW_TYPES[settings.dtype],
+            batch=STEP_TOKENS,
+            threads=free_threads(),
+        )
+        self.scheduler = Scheduler(context, policy)
+        self._blocks = Blocks(self.scheduler)
+        self._embeddings = Embeddings(Path(settings.model))
+        self._codec: TokenCodec | None = None
+        self._files = 0
+
+    def commands(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
+        """Return what the control channel answers; `call` works on the scheduler's thread."""
+        scheduler, blocks = self.scheduler, self._blocks
+        call = scheduler.call
+        return {
+            "ping": lambda _: True,
+            "stats": lambda r: _plain(call(lambda: scheduler.stats(r["session"]))),
+            "close": lambda r: _plain(call(lambda: scheduler.close_session(r["session"]))),
+            "pool": lambda _: call(scheduler.pool),
+            "save_block": self._save,
+            "evict_spans": lambda r: call(lambda: blocks.evict(r["session"], r["spans"])),
+            "restore_block": self._restore,
+            "span_attention": lambda r: call(
+                lambda: blocks.attention(r["session"], r["spans"], r["layers"], r["decay"])
+            ),
+            "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
+            "configure": self._configure,
+        }
+
+    def start(self, request: dict[str, Any], stream: Stream) -> None:
+        """Start a generation."""
+        stop = None
+        if request["stop"] is not None:
+            if self._codec is None:
+                self._codec = TokenCodec(load_tokenizer(self._policy.model_path))
+            stop = StopMatcher.from_document(request["stop"], self._codec)
+        chosen = request["sampling"]
+        ends = frozenset(chosen["stop_token_ids"])
+        sampling = Sampling(**{**chosen, "stop_token_ids": ends, "stop": stop})
+        self.scheduler.start(request, sampling, stream)
+
+    def _configure(self, request: Mapping[str, Any]) -> None:
+        policy = self._policy.with_method(request["method"])
+        self.scheduler.call(lambda: self.scheduler.configure(policy))
+
+    def _save(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Save a block; its bytes go through a file, whose reader deletes it."""
+        at, data = self.scheduler.call(
+            lambda: self._blocks.save(request["session"], request["start"], request["end"])
+        )
+        self._files += 1
+        path = Path(self._settings.stream).with_name(f"block-{self._files}.saved")
+        path.write_bytes(data)
+        return {"at": at, "path": str(path)}
+
+    def _restore(self, request: Mapping[str, Any]) -> None:
+        path = Path(request["path"])
+        data = bytearray(path.read_bytes())
+        path.unlink()
+        session, start, at = request["session"], request["start"], request["at"]
+        self.scheduler.call(lambda: self._blocks.restore(session, start, data, at))
+
+
+def _plain(stats: KVStats | None) -> dict[str, Any] | None:
+    return None if stats is None else asdict(stats)
+
+
+def main() -> int:
+    """Serve until told to end; an error before that is one line and exit code 2."""
+    follow_parent()
+    settings = Settings(**json.loads(os.environ[SETTINGS]))
+    policy = Policy.load()
+    try:
+        backend = Backend(settings, policy)
+    except KVBenchError as error:
+        print(error, file=sys.stderr)  # noqa: T201  the harness shows the last lines
+        return error.exit_code
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    StreamServer(Path(settings.stream), backend.start, backend.scheduler.wake)
+    ControlServer(policy.control, backend.commands())
+    ended.wait()
+    # There is nothing to save, and taking everything down in order takes seconds.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

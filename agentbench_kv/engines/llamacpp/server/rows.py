@@ -1,0 +1,581 @@
+"""One session's rows in the cache: which cells, under which labels, at which positions.
+
+Three numbers belong to a row. Its *logical* position counts the tokens the session has ever seen;
+its *RoPE* position is what its key is rotated to; its *label* is the position llama.cpp knows of
+the cell. Labels only serve the mask (a query sees labels up to its own position), so they may
+differ from the other two, except that the largest must precede the next token's position.
+
+llama.cpp's state format for one sequence, whose rows are read and written in place.
+
+The format (llama_kv_cache::state_write at the pinned version): a magic number, the sequence, the
+number of streams and of cells; per cell its position and the sequences it is in; how values lie;
+per layer the type, the row size and the rows of keys, then the same of values.
+
+The cells of the cache as tensors: rows of any session, read, moved, copied out and put back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentbench_kv.engines.llamacpp.models import ModelShape
+from agentbench_kv.engines.llamacpp.server import watch as plugin
+from agentbench_kv.engines.llamacpp.server.context import Context
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.kernels import paged, rope_rotate
+from agentbench_kv.kernels.layout import PagedRows
+
+MAGIC = 0xAF143CD8
+
+
+_HEADER = struct.Struct("<IiII")
+
+
+CELL_NUMBERS = 3  # of a cell: its position, the number of its sequences, its sequence
+
+
+_KIND = struct.Struct("<II")
+
+
+_ROWS = struct.Struct("<iQ")
+
+
+_COLUMNS = struct.Struct("<iII")
+
+
+_DTYPES = {0: torch.float32, 1: torch.float16}
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a context stores rows."""
+
+    shape: ModelShape
+    row_type: int  # ggml's number of the element type
+    row_bytes: int  # the keys (or values) of one token in one layer, all heads
+    transposed: bool  # values lie channel by channel instead of token by token
+
+    @property
+    def dtype(self) -> torch.dtype:
+        # Arithmetic on quantised rows would quantise twice, and their keys may be stored rotated
+        # by a Hadamard matrix.
+        if self.row_type not in _DTYPES:
+            raise KVBenchError("rows of a quantised cache cannot be read; only saved and restored")
+        return _DTYPES[self.row_type]
+
+    @property
+    def width(self) -> int:
+        """Channels of a token in one layer, all KV heads."""
+        return self.shape.kv_heads * self.shape.head_dim
+
+    @cached_property
+    def frequencies(self) -> Tensor:
+        """Inverse RoPE frequencies [head_dim / 2], float64."""
+        pairs = torch.arange(self.shape.head_dim // 2, dtype=torch.float64)
+        exponents: Tensor = -2.0 * pairs / self.shape.head_dim
+        return self.shape.rope_base**exponents
+
+
+class Blob:
+    """Rows of some tokens, outside the cache, in the bytes that llama.cpp wrote."""
+
+    def __init__(self, form: RowFormat, data: bytearray) -> None:
+        self.form = form
+        self.data = data
+        magic, _sequence, streams, self.tokens = _HEADER.unpack_from(data)
+        if (magic, streams) != (MAGIC, 1) or len(data) != _size(form, self.tokens):
+            raise KVBenchError("llama.cpp's state format is not the pinned version's")
+
+    @classmethod
+    def empty(cls, form: RowFormat, positions: Tensor) -> Blob:
+        """Make a blob for tokens at some positions, rows all zero."""
+        count, shape = len(positions), form.shape
+        data = bytearray(_size(form, count))
+        _HEADER.pack_into(data, 0, MAGIC, 0, 1, count)
+        _KIND.pack_into(data, _cells_end(count), int(form.transposed), shape.layers)
+        for layer in range(shape.layers):
+            at = _keys_at(form, count, layer) - _ROWS.size
+            _ROWS.pack_into(data, at, form.row_type, form.row_bytes)
+            at = _values_at(form, count, layer)
+            if form.transposed:
+                element = form.row_bytes // form.width
+                _COLUMNS.pack_into(data, at - _COLUMNS.size, form.row_type, element, form.width)
+            else:
+                _ROWS.pack_into(data, at - _ROWS.size, form.row_type, form.row_bytes)
+        made = cls(form, data)
+        made._cells[:] = torch.tensor([0, 1, 0], dtype=torch.int32)
+        made.set_positions(positions)
+        return made
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of every token [tokens], int64; a copy."""
+        return self._cells[:, 0].long()
+
+    def set_positions(self, positions: Tensor) -> None:
+        """Give the tokens other positions [tokens]; keys are not rotated."""
+        self._cells[:, 0] = positions
+
+    @property
+    def _cells(self) -> Tensor:
+        count = CELL_NUMBERS * self.tokens
+        flat = torch.frombuffer(self.data, dtype=torch.int32, offset=_HEADER.size, count=count)
+        return flat.reshape(self.tokens, CELL_NUMBERS)
+
+    def keys(self, layer: int) -> Tensor:
+        """Return a layer's keys [tokens, kv_heads, head_dim], a view."""
+        return self._rows(_keys_at(self.form, self.tokens, layer))
+
+    def values(self, layer: int) -> Tensor:
+        """Return a layer's values [tokens, kv_heads, head_dim], a view."""
+        at, shape = _values_at(self.form, self.tokens, layer), self.form.shape
+        if not self.form.transposed:
+            return self._rows(at)
+        size = (shape.kv_heads, shape.head_dim, self.tokens)
+        return self._elements(at).reshape(size).permute(2, 0, 1)
+
+    def row_marks(self) -> NDArray[np.int64]:
+        """Return the first eight bytes of every token's keys in the first layer, a view."""
+        at, step = _keys_at(self.form, self.tokens, 0), self.form.row_bytes
+        return np.ndarray((self.tokens,), np.int64, self.data, at, (step,))
+
+    def reordered(self, order: Tensor) -> Blob:
+        """Return a blob with the tokens in another order [tokens], int64."""
+        made = Blob.empty(self.form, self.positions[order])
+        for layer in range(self.form.shape.layers):
+            made.keys(layer).copy_(self.keys(layer)[order])
+            made.values(layer).copy_(self.values(layer)[order])
+        return made
+
+    def rotate(self, by: int) -> None:
+        """Move the tokens by some positions: keys rotate, labels follow."""
+        native = plugin.find_plugin()
+        if native is None:
+            self._rotate_by_kernels(by)
+        else:
+            form, shape = self.form, self.form.shape
+            first = _address(self.data) + _keys_at(form, self.tokens, 0)
+            layer_bytes = _ROWS.size + self.tokens * form.row_bytes
+            keys = plugin.Keys(
+                *(first, shape.layers, layer_bytes, self.tokens, shape.kv_heads, shape.head_dim),
+                *(form.dtype is torch.float16, shape.interleaved),
+            )
+            native.kvb_turn(ctypes.byref(keys), by, form.frequencies.data_ptr())
+        self._cells[:, 0] += by
+
+    def _rotate_by_kernels(self, by: int) -> None:
+        frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
+        rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
+
+    def described(self) -> plugin.State:
+        """Return where the blob lies, for the plug-in; valid while the blob lives."""
+        first = _keys_at(self.form, self.tokens, 0)
+        return plugin.State(_address(self.data), len(self.data), first, self.tokens)
+
+    def _all_keys(self) -> Tensor:
+        """Return every layer's keys [layers, kv_heads, tokens, head_dim], a view."""
+        form, shape = self.form, self.form.shape
+        first = _keys_at(form, self.tokens, 0)
+        step = (_keys_at(form, self.tokens, 1) - first) // form.dtype.itemsize
+        count = (shape.layers - 1) * step + self.tokens * form.width
+        flat = torch.frombuffer(self.data, dtype=form.dtype, offset=first, count=count)
+        size = (shape.layers, shape.kv_heads, self.tokens, shape.head_dim)
+        return flat.as_strided(size, (step, shape.head_dim, form.width, 1))
+
+    def _rows(self, at: int) -> Tensor:
+        shape = self.form.shape
+        return self._elements(at).reshape(self.tokens, shape.kv_heads, shape.head_dim)
+
+    def _elements(self, at: int) -> Tensor:
+        count = self.tokens * self.form.width
+        return torch.frombuffer(self.data, dtype=self.form.dtype, offset=at, count=count)
+
+
+def _address(data: bytearray) -> int:
+    """Return where bytes lie; they may not be resized while it is used."""
+    return ctypes.addressof(ctypes.c_uint8.from_buffer(data))
+
+
+def _cells_end(count: int) -> int:
+    return _HEADER.size + 4 * CELL_NUMBERS * count
+
+
+def _keys_at(form: RowFormat, count: int, layer: int) -> int:
+    """Return where a layer's keys start; every layer's header precedes its rows."""
+    before = layer * (_ROWS.size + count * form.row_bytes)
+    return _cells_end(count) + _KIND.size + before + _ROWS.size
+
+
+def _values_at(form: RowFormat, count: int, layer: int) -> int:
+    header = _COLUMNS.size if form.transposed else _ROWS.size
+    keys_end = _keys_at(form, count, form.shape.layers) - _ROWS.size
+    return keys_end + layer * (header + count * form.row_bytes) + header
+
+
+def _size(form: RowFormat, count: int) -> int:
+    header = _COLUMNS.size if form.transposed else _ROWS.size
+    return _values_at(form, count, form.shape.layers) - header
+
+
+# Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes.
+TAG = 0x6B76_6265 << 32
+
+
+LOST = "a restored block is not where it was put"
+
+
+SEARCHED = 1024  # cells that are searched at once; llama.cpp takes low ones first
+
+
+class Cells:
+    """Keys and values of all cells, as views of llama.cpp's own memory."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        base = context.tensor("k", 0)
+        self.count = int(base.ne[1])
+        row_bytes = int(base.nb[1])
+        self.form = RowFormat(context.shape, context.row_type, row_bytes, not context.flash)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, ...]:
+        """Keys [kv_heads, cells, head_dim] of every layer."""
+        form = self.form
+        return self._views("k", (form.shape.head_dim, form.width, 1))
+
+    @cached_property
+    def values(self) -> tuple[Tensor, ...]:
+        """Values [kv_heads, cells, head_dim] of every layer."""
+        form, head_dim = self.form, self.form.shape.head_dim
+        by_rows, by_channels = (head_dim, form.width, 1), (head_dim * self.count, 1, self.count)
+        return self._views("v", by_channels if form.transposed else by_rows)
+
+    def _views(self, kind: str, steps: tuple[int, int, int]) -> tuple[Tensor, ...]:
+        shape = self.form.shape
+        size = (shape.kv_heads, self.count, shape.head_dim)
+        return tuple(
+            self._elements(kind, layer).as_strided(size, steps) for layer in range(shape.layers)
+        )
+
+    def _elements(self, kind: str, layer: int) -> Tensor:
+        count = self.count * self.form.width
+        return self._memory(kind, layer, count * self.form.dtype.itemsize).view(self.form.dtype)
+
+    def _memory(self, kind: str, layer: int, size: int) -> Tensor:
+        memory = (ctypes.c_uint8 * size).from_address(self.context.tensor(kind, layer).data)
+        return torch.from_numpy(np.ctypeslib.as_array(memory))
+
+    def read(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy keys and values [layers, kv_heads, rows, head_dim] of some cells.
+
+        RoPE pairs of the keys are half a head apart, whatever they are in the cache.
+        """
+        keys = torch.stack([layer[:, cells] for layer in self.keys])
+        values = torch.stack([layer[:, cells] for layer in self.values])
+        return self.form.shape.in_halves(keys), values
+
+    def compact(
+        self, cells: Tensor, kept: Tensor, extras: Sequence[Tensor] = (), *, sort: bool = False
+    ) -> int:
+        """Move the kept rows of a session to its last cells, in place; return the rows moved.
+
+        `cells` [rows] are by ascending label; `kept` [layers, kv_heads, budget] are ascending rows.
+        Of the tensors `extras` [layers, kv_heads, rows], what belongs to the last cells goes to the
+        front. `sort` keeps the order of `kept` instead of filling holes.
+        """
+        # The last cells have the largest labels, so that the next position still follows them.
+        rows, budget = len(cells), kept.shape[-1]
+        # Compaction fills the first rows of its table: from behind, these are the last cells.
+        plan = (rows - 1 - kept).flip(-1)[None].contiguous()
+        table = cells.flip(0)[None].to(torch.int32)
+        moved = _move([self._key_rows, *self._value_rows], table, plan, rows, sort)
+        if self.form.transposed:
+            channels = plan.repeat_interleave(self.form.shape.head_dim, 2)
+            _move([self._channels], table, channels, rows, sort)
+        for tensor in extras:
+            mirrored = tensor.flip(-1)
+            one_block = PagedRows(tuple(layer[:, None] for layer in mirrored.unbind()))
+            _move([one_block], torch.zeros(1, 1, dtype=torch.int32), plan, rows, sort)
+            tensor[..., :budget] = mirrored[..., :budget].flip(-1)
+        return moved
+
+    @cached_property
+    def _key_rows(self) -> PagedRows:
+        return PagedRows(tuple(layer.unsqueeze(2) for layer in self.keys))
+
+    @cached_property
+    def _value_rows(self) -> tuple[PagedRows, ...]:
+        if self.form.transposed:
+            return ()
+        return (PagedRows(tuple(layer.unsqueeze(2) for layer in self.values)),)
+
+    @cached_property
+    def _channels(self) -> PagedRows:
+        """Transposed values: every channel is a head with rows of one element."""
+        size, layers = (self.form.width, self.count, 1), range(self.form.shape.layers)
+        return PagedRows(
+            tuple(self._elements("v", i).as_strided(size, (self.count, 1, 1)) for i in layers)
+        )
+
+    def rotate(self, cells: Tensor, shifts: Tensor) -> None:
+        """Turn the keys of some cells by positions [layers, kv_heads, cells], in place."""
+        lengths, table = torch.tensor([len(cells)]), cells[None].to(torch.int32)
+        frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
+        paged.rope_rotate(
+            self._key_rows, table, lengths, shifts[None], frequencies, interleaved=interleaved
+        )
+
+    def save(self, sequence: int, spans: Sequence[tuple[int, int]]) -> Blob:
+        """Copy a sequence's cells whose labels are in any of the spans out of the cache."""
+        context = self.context
+        context.remove(context.scratch)
+        for start, end in spans:
+            context.share(sequence, context.scratch, start, end)
+        try:
+            return Blob(self.form, context.state(context.scratch))
+        finally:
+            context.remove(context.scratch)
+
+    def load(self, sequence: int, blob: Blob) -> Tensor:
+        """Add a blob's rows to a sequence; return their cells [tokens], int64.
+
+        They go into a scratch sequence first: llama.cpp empties the one it writes to. Where too few
+        cells are free, a CapacityError leaves everything as it was.
+        """
+        native = plugin.find_plugin()
+        if native is None:
+            return self._load_by_python(sequence, blob)
+        found = np.empty(blob.tokens, np.int64)
+        code = native.kvb_load(
+            *(self.context.handle, ctypes.byref(blob.described()), ctypes.byref(self._described)),
+            *(TAG, self.context.scratch, sequence, found.ctypes.data),
+        )
+        if code == plugin.NO_ROOM:
+            raise self.context.no_room()
+        if code:
+            raise KVBenchError(LOST)
+        return torch.from_numpy(found)
+
+    def _load_by_python(self, sequence: int, blob: Blob) -> Tensor:
+        context, marks = self.context, blob.row_marks()
+        heads = marks.copy()
+        marks[:] = TAG + np.arange(blob.tokens)
+        try:
+            context.set_state(context.scratch, blob.data)
+        finally:
+            marks[:] = heads
+        cells = self._tagged(blob.tokens)
+        self._marks[cells] = heads
+        context.share(context.scratch, sequence)
+        context.remove(context.scratch)
+        return torch.from_numpy(cells)
+
+    @cached_property
+    def _described(self) -> plugin.Cells:
+        first = self._memory("k", 0, self.form.row_bytes).data_ptr()
+        return plugin.Cells(first, self.count, self.form.row_bytes)
+
+    @cached_property
+    def _marks(self) -> NDArray[np.int64]:
+        """The first eight bytes of every cell's keys in the first layer [cells], a view."""
+        memory = self._memory("k", 0, self.count * self.form.row_bytes).numpy()
+        return np.ndarray((self.count,), np.int64, memory, 0, (self.form.row_bytes,))
+
+    def _tagged(self, tokens: int) -> NDArray[np.int64]:
+        """Find the cells of a blob's tagged rows, in the order of the blob."""
+        cells = np.full(tokens, -1)
+        left = tokens
+        for first in range(0, self.count, SEARCHED):
+            marks = self._marks[first : first + SEARCHED] - TAG
+            found = np.flatnonzero((marks >= 0) & (marks < tokens))
+            cells[marks[found]] = first + found
+            left -= len(found)
+            if left <= 0:
+                break
+        if left or cells.min() < 0:
+            raise KVBenchError(LOST)
+        return cells
+
+
+def _move(tensors: Sequence[PagedRows], table: Tensor, plan: Tensor, rows: int, sort: bool) -> int:
+    return int(paged.compact(tensors, table, plan, torch.tensor([rows]), sort=sort, check=False))
+
+
+class SequenceRows:
+    """Rows of one session, by ascending label.
+
+    After a per-head compaction a row's heads hold different tokens, so that `rope` and `logical`
+    mean nothing any more; cells and labels do.
+    """
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self.sequence = -1  # llama.cpp's number; -1 while the rows are parked outside of the cache
+        self._clear()
+
+    def _clear(self) -> None:
+        self.next = 0  # RoPE position of the next token
+        self._table = torch.zeros(4, 0, dtype=torch.int64)  # cells, labels, RoPE, logical
+        self._stand_ins = False
+        self._parked: Blob | None = None
+
+    @property
+    def cells(self) -> Tensor:
+        return self._table[0]
+
+    @property
+    def labels(self) -> Tensor:
+        return self._table[1]
+
+    @property
+    def rope(self) -> Tensor:
+        return self._table[2]
+
+    @property
+    def logical(self) -> Tensor:
+        return self._table[3]
+
+    @property
+    def live(self) -> int:
+        """Rows held, in the cache or parked."""
+        return self._table.shape[1]
+
+    @property
+    def resident(self) -> int:
+        """Rows held in the cache."""
+        return 0 if self._parked is not None else self.live
+
+    def append(self, cells: Tensor, first_logical: int) -> None:
+        """Add rows that a decode wrote at the next positions."""
+        each = torch.arange(len(cells))
+        places = self.next + each
+        self._insert(self.live, cells, places, places, first_logical + each)
+        self.next += len(cells)
+
+    def _insert(self, row: int, *columns: Tensor) -> None:
+        table = self._table
+        self._table = torch.cat([table[:, :row], torch.stack(columns), table[:, row:]], 1)
+
+    def park(self) -> None:
+        """Move all rows out of the cache, to the last bit."""
+        if self.live:
+            self._parked = self._cells.save(self.sequence, [(-1, -1)])
+            self._cells.context.remove(self.sequence)
+        self.sequence = -1
+
+    def unpark(self, sequence: int) -> None:
+        """Move all rows back, under another sequence."""
+        self.sequence = sequence
+        blob, self._parked = self._parked, None
+        if blob is not None:
+            # Rows of a blob are in the order of the cells they came from.
+            cells = self._cells.load(sequence, blob)
+            self._table[0] = cells[blob.positions.argsort()]
+
+    def free(self) -> None:
+        """Give all cells back."""
+        if self.sequence >= 0:
+            self._cells.context.remove(self.sequence)
+        self._clear()
+
+    def keep_last(self, budget: int) -> None:
+        """Drop all rows but those with the largest labels, which a compaction filled."""
+        self._select(torch.arange(self.live) >= self.live - budget)
+
+    def drop(self, gone: Tensor) -> None:
+        """Drop rows [live], bool."""
+        self._select(~gone)
+        self._anchor()
+
+    def save(self, chosen: Tensor) -> Blob:
+        """Copy some rows [live], bool, out of the cache, by ascending label."""
+        return self._sorted(self._cells.save(self.sequence, runs(self.labels[chosen].tolist())))
+
+    def restore(self, blob: Blob, logical: Tensor) -> None:
+        """Put rows back at the positions the blob names, neighbours that no row has.
+
+        `logical` [tokens] says which of the session's tokens they are.
+        """
+        rope = blob.positions
+        if self._stand_ins:
+            self._free_labels(rope)
+        cells = self._cells.load(self.sequence, blob)
+        first, end = int(rope[0]), int(rope[0]) + len(rope)
+        behind = first >= self.next
+        row = self.live if behind else int(torch.searchsorted(self.labels, first))
+        self._insert(row, cells, rope, rope, logical)
+        self.next = max(self.next, end)
+        if not behind:
+            self._anchor()
+
+    def pack(self) -> None:
+        """Turn every key to the position of its row in the cache, and number rows by it."""
+        places = torch.arange(self.live)
+        shape = self._cells.form.shape
+        shifts = (places - self.rope).expand(shape.layers, shape.kv_heads, -1)
+        self._cells.rotate(self.cells, shifts)
+        self.renumber()
+
+    def renumber(self) -> None:
+        """Give rows the positions of their places; their keys are turned to them already."""
+        places = torch.arange(self.live)
+        if self.live:
+            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
+            blob.set_positions(places)
+            self._cells.context.remove(self.sequence)
+            self._table[0] = self._cells.load(self.sequence, blob)
+        self._table[1:3] = places
+        self.next = self.live
+
+    def _select(self, kept: Tensor) -> None:
+        for start, end in runs(self.labels[~kept].tolist()):
+            self._cells.context.remove(self.sequence, start, end)
+        self._table = self._table[:, kept]
+
+    def _anchor(self) -> None:
+        """Let the last row stand in for the one before the next position, if that has gone.
+
+        llama.cpp goes on from the largest label only.
+        """
+        if self.live and int(self.labels[-1]) != self.next - 1:
+            self._move_label(self.live - 1, self.next - 1)
+            self._stand_ins = True
+
+    def _free_labels(self, wanted: Tensor) -> None:
+        """Give rows their own labels back that stand in for one that returns."""
+        for row in ((self.labels != self.rope) & torch.isin(self.labels, wanted)).nonzero():
+            self._move_label(int(row), int(self.rope[row]))
+        self._table = self._table[:, self.labels.argsort()]
+
+    def _move_label(self, row: int, new: int) -> None:
+        """Put one row under another label; llama.cpp would rotate its key, so it is copied."""
+        old = int(self.labels[row])
+        blob = self._cells.save(self.sequence, [(old, old + 1)])
+        blob.set_positions(torch.tensor([new]))
+        self._cells.context.remove(self.sequence, old, old + 1)
+        self._table[0, row] = self._cells.load(self.sequence, blob)[0]
+        self._table[1, row] = new
+
+    def _sorted(self, blob: Blob) -> Blob:
+        order = blob.positions.argsort()
+        return blob if bool((order.diff() > 0).all()) else blob.reordered(order)
+
+
+def runs(labels: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending numbers as spans [start, end)."""
+    spans: list[tuple[int, int]] = []
+    for label in labels:
+        if spans and spans[-1][1] == label:
+            spans[-1] = (spans[-1][0], label + 1)
+        else:
+            spans.append((label, label + 1))
+    return spans

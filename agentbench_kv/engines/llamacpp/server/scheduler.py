@@ -1,0 +1,443 @@
+"""Continuous batching over one llama.cpp context: one thread owns it and does all work on it.
+
+Who is in the cache: admission against its size, and parking of sessions at rest.
+
+What the backend knows of its sessions' rows besides keys and values.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
+from agentbench_kv.engines.core.session import Cut, Removal
+from agentbench_kv.engines.llamacpp.server.context import Batch, Context
+from agentbench_kv.engines.llamacpp.server.rows import Cells
+from agentbench_kv.engines.llamacpp.server.session import (
+    BackendGeneration,
+    BackendSession,
+    EventStore,
+    Stream,
+    error_document,
+)
+from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.methods.base import Method, Queries, QueryKind
+
+
+class Admission:
+    """Cells and sequences of one context, lent to sessions.
+
+    A session at rest whose cells are needed is parked: its rows are copied out of the cache and put
+    back by its next turn, to the last bit. Sessions that generate are never touched.
+    """
+
+    def __init__(self, context: Context, method: Method) -> None:
+        self._context = context
+        self._method = method
+        self._sequences = list(range(context.scratch))
+        self.parkings = 0  # how often a session was parked
+
+    def admit(self, generation: BackendGeneration, sessions: Collection[BackendSession]) -> bool:
+        """Lend a generation's session its cells; False if it must wait for those that run.
+
+        CapacityError if nothing runs and it still does not fit.
+        """
+        session = generation.session
+        need = self._need(generation)
+        if not self._bring_in(session, need, sessions):
+            if any(each.generating for each in sessions):
+                return False
+            raise CapacityError(
+                f"the KV cache holds {self._context.cells} tokens, session {session.name} needs "
+                f"{need}; lower the budget or max tokens, or raise --max-live-tokens"
+            )
+        session.reserved, session.generating = need, True
+        return True
+
+    def bring_in(
+        self, session: BackendSession, cells: int, sessions: Collection[BackendSession]
+    ) -> None:
+        """Put a resting session's rows back into the cache, with room for `cells` in all."""
+        if not self._bring_in(session, cells, sessions):
+            raise CapacityError(
+                f"the KV cache holds {self._context.cells} tokens and has no room for "
+                f"{cells} of session {session.name}"
+            )
+
+    def settle(self, session: BackendSession) -> None:
+        """Take back what a session reserved for its turn and does not hold."""
+        session.reserved, session.generating = session.rows.live, False
+
+    def release(self, session: BackendSession) -> None:
+        """Take a session's sequence back; its rows are gone."""
+        if session.rows.sequence >= 0:
+            self._sequences.append(session.rows.sequence)
+            session.rows.sequence = -1
+        session.reserved, session.generating = 0, False
+
+    def _need(self, generation: BackendGeneration) -> int:
+        """Cells the session may hold before it ends or an event frees some."""
+        session, method = generation.session, self._method
+        start = session.rows.live + session.pending
+        whole = start + generation.sampling.max_tokens
+        if not method.compresses or method.trigger == "turn":
+            return whole
+        longest = session.ledger.fed + whole
+        return min(whole, max(start, method.budget_at(longest)) + method.interval)
+
+    def _bring_in(
+        self, session: BackendSession, need: int, sessions: Collection[BackendSession]
+    ) -> bool:
+        """Park resting sessions, oldest first, until `need` cells are free; bring `session` in."""
+        others = [each for each in sessions if each is not session]
+        resting = sorted(
+            (each for each in others if not each.generating and each.rows.sequence >= 0),
+            key=lambda each: each.used,
+        )
+        taken = sum(each.reserved for each in others if each.generating)
+        if taken + need > self._context.cells:
+            return False
+        taken += sum(each.rows.resident for each in resting)
+        while resting and (taken + need > self._context.cells or self._lacks_sequence(session)):
+            leaving = resting.pop(0)
+            taken -= leaving.rows.resident
+            sequence = leaving.rows.sequence
+            leaving.rows.park()
+            self._sequences.append(sequence)
+            self.parkings += 1
+        if self._lacks_sequence(session):
+            return False
+        if session.rows.sequence < 0:
+            session.rows.unpark(self._sequences.pop())
+        return True
+
+    def _lacks_sequence(self, session: BackendSession) -> bool:
+        return session.rows.sequence < 0 and not self._sequences
+
+
+class KeptRows(WorkerRows):
+    """The common part, and what span-level methods ask of it."""
+
+    def queries(self, session: str) -> list[Queries]:
+        """Return a session's kept queries, oldest first, for every layer; empty before any."""
+        rows = self._sessions.get(session)
+        return [] if rows is None else rows.queries.layer_queries(self.shape.layers)
+
+    def shift_queries(self, session: str, by: int) -> None:
+        """Turn a session's kept queries by some positions, as the end of its cache moved."""
+        rows = self._sessions.get(session)
+        if rows is not None and self._frequencies is not None:
+            rows.queries.shift(by, self._frequencies)
+
+
+PREFILL_CHUNK = 512
+
+
+STEP_TOKENS = 1024
+
+
+ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
+
+
+T = TypeVar("T")
+
+
+class Scheduler:
+    """Runs the sessions of one context.
+
+    Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
+    events fall on the same tokens.
+    """
+
+    def __init__(self, context: Context, policy: Policy) -> None:
+        self.context = context
+        self.cells = Cells(context)
+        self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
+        self._use(policy)
+        self._work = threading.Condition()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._waiting: deque[BackendGeneration] = deque()
+        self._running: list[BackendGeneration] = []
+        self.sessions: dict[str, BackendSession] = {}
+        self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
+        self._thread.start()
+
+    def _use(self, policy: Policy) -> None:
+        shape = self.context.shape
+        rows = RowShape(
+            shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, torch.float32,
+            torch.device("cpu"),
+        )  # fmt: skip
+        self.policy = policy
+        self._method = policy.method
+        self.worker = KeptRows(policy, rows, self.cells.form.frequencies.float())
+        self.admission = Admission(self.context, policy.method)
+        needed = policy.method.query_plan().kind is not QueryKind.NONE
+        self.context.watch.want_queries(needed)
+
+    def configure(self, policy: Policy) -> None:
+        """Go on with another method; on the own thread."""
+        if self.sessions:
+            raise UsageError(f"{len(self.sessions)} sessions are open; close them first")
+        self._use(policy)
+
+    def start(self, request: dict[str, Any], sampling: Sampling, stream: Stream) -> None:
+        """Queue a generation of a session, which is opened if it is new."""
+        stream.stepwise = request["stepwise"]
+
+        def begin() -> None:
+            name = request["session"]
+            session = self.sessions.get(name)
+            if session is None:
+                recipe = request["recipe"]
+                session = BackendSession(name, recipe, self._method, self.cells, self._bytes)
+                self.sessions[name] = session
+            self._abandon(session)
+            self._match(session, request["known"])
+            session.tokens += request["tokens"]
+            # After a loss the whole session is one prefill.
+            session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
+            self._waiting.append(BackendGeneration(session, sampling, stream))
+
+        self.call(begin)
+
+    def _match(self, session: BackendSession, known: int) -> None:
+        """Forget what a cancelled generation made after the last token that its caller saw."""
+        if session.ledger.fed > known:
+            self.worker.drop(session.name)
+            session.lose()
+        del session.tokens[known:]
+        if len(session.tokens) != known:
+            raise KVBenchError(
+                f"session {session.name} has {len(session.tokens)} tokens, not {known}"
+            )
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the thread that owns the context; return what it returns."""
+        done: Future[T] = Future()
+        with self._work:
+            self._commands.append((work, done))
+            self._work.notify_all()
+        return done.result()
+
+    def wake(self) -> None:
+        """Look again: a reader has asked for a token, or hung up."""
+        with self._work:
+            self._work.notify_all()
+
+    def idle_session(self, name: str, more: int = 0) -> BackendSession:
+        """Return a session at rest, with its rows and room for `more` in the cache; own thread."""
+        session = self.sessions.get(name)
+        if session is None:
+            raise KVBenchError(f"session {name} is not open")
+        self._abandon(session)
+        self.admission.bring_in(session, session.rows.live + more, self.sessions.values())
+        return session
+
+    def stats(self, name: str) -> KVStats | None:
+        """Return a session's accounting; on the own thread."""
+        session = self.sessions.get(name)
+        return None if session is None else session.stats()
+
+    def close_session(self, name: str) -> KVStats | None:
+        """Free a session and return its accounting; on the own thread."""
+        session = self.sessions.pop(name, None)
+        if session is None:
+            return None
+        self._abandon(session)
+        stats = session.stats()
+        session.rows.free()
+        self.worker.drop(name)
+        self.admission.release(session)
+        return stats
+
+    def pool(self) -> dict[str, Any]:
+        """Say what the cache holds; on the own thread."""
+        held = sum(session.rows.resident for session in self.sessions.values())
+        return {
+            "total_blocks": self.context.cells,
+            "free_blocks": self.context.cells - held,
+            "sessions": len(self.sessions),
+            "parked": sum(s.rows.resident < s.rows.live for s in self.sessions.values()),
+            "parkings": self.admission.parkings,
+            "watch": type(self.context.watch).__name__,
+        }
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while True:
+                batch = self._next_batch()
+                try:
+                    logits, ready = self._forward(batch) if batch else ((), ())
+                    for generation, row in zip(ready, logits, strict=True):
+                        self._advance(generation, row)
+                except Exception as error:  # noqa: BLE001  a failed step must not end the engine
+                    self._break(batch, error)
+
+    def _next_batch(self) -> list[BackendGeneration]:
+        """Run commands, admit, and choose who takes part in a step; wait if there is nobody."""
+        with self._work:
+            commands, self._commands = self._commands, deque()
+        for work, done in commands:
+            try:
+                done.set_result(work())
+            except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
+                done.set_exception(error)
+        for generation in self._closed():
+            self._end(generation)
+        self._admit()
+        with self._work:
+            self._await_readers()
+            batch = self._plan()
+            # A stream that closed since it was looked at has no other wake-up to come.
+            if not batch and not self._commands and not self._closed():
+                self._work.wait()
+        return batch
+
+    def _closed(self) -> list[BackendGeneration]:
+        return [each for each in (*self._running, *self._waiting) if each.stream.closed]
+
+    def _await_readers(self) -> None:
+        """Wait a moment for readers that have not asked yet, so that they share the next step."""
+        deadline = time.monotonic() + ASK_S
+        while not self._commands:
+            waited = deadline - time.monotonic()
+            late = [g for g in self._running if not g.stream.ready and not g.stream.closed]
+            if waited <= 0 or not late or len(late) == len(self._running):
+                return
+            self._work.wait(waited)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            generation = self._waiting[0]
+            try:
+                if not self.admission.admit(generation, self.sessions.values()):
+                    return
+            except KVBenchError as error:
+                self._waiting.popleft()
+                self._fail(generation, error)
+                continue
+            self._running.append(self._waiting.popleft())
+
+    def _abandon(self, session: BackendSession) -> None:
+        """End what is left of a session's last generation: its caller has gone on already."""
+        for generation in [*self._running, *self._waiting]:
+            if generation.session is session:
+                self._end(generation)
+
+    def _end(self, generation: BackendGeneration) -> None:
+        if generation in self._running:
+            self._finish(generation)
+        else:
+            self._waiting.remove(generation)
+            generation.stream.finish({"done": True})
+
+    def _plan(self) -> list[BackendGeneration]:
+        batch: list[BackendGeneration] = []
+        left = STEP_TOKENS
+        for generation in self._running:
+            rows = min(generation.session.pending, PREFILL_CHUNK)
+            if generation.stream.ready and not generation.stream.closed and rows <= left:
+                batch.append(generation)
+                left -= rows
+        return batch
+
+    def _forward(
+        self, batch: list[BackendGeneration]
+    ) -> tuple[torch.Tensor, list[BackendGeneration]]:
+        """Feed a chunk of every session; return logits [ready, vocabulary] of those fully fed."""
+        packed, fed, ready = Batch([], [], [], []), [], []
+        for generation in batch:
+            session = generation.session
+            seen, first = session.ledger.fed, session.rows.next
+            tokens = session.tokens[seen : seen + PREFILL_CHUNK]
+            packed.tokens += tokens
+            packed.positions += range(first, first + len(tokens))
+            packed.sequences += [session.rows.sequence] * len(tokens)
+            fed.append(Fed(session.name, seen, tokens))
+            if len(tokens) == session.pending:
+                packed.wanted.append(len(packed.tokens) - 1)
+                ready.append(generation)
+        logits = self.context.decode(packed)
+        self._take_in(batch, fed)
+        return logits, ready
+
+    def _take_in(self, batch: list[BackendGeneration], fed: list[Fed]) -> None:
+        """Record where the rows went, and keep the queries that the method wants."""
+        recipes = {each.session.name: each.session.recipe for each in batch}
+        write = self.worker.feed(fed, recipes)
+        cells = self.context.watch.cells()
+        start = 0
+        for generation, part in zip(batch, fed, strict=True):
+            end = start + len(part.tokens)
+            generation.session.fed(cells[start:end])
+            start = end
+        if self.context.watch.wants_queries:
+            self._keep_queries(batch, fed, write)
+
+    def _keep_queries(self, batch: list[BackendGeneration], fed: list[Fed], write: Any) -> None:
+        shape = self.context.shape
+        for layer in range(shape.layers):
+            queries = shape.in_halves(self.context.watch.queries(layer, shape.query_heads))
+            if write is not None:
+                self.worker.rings.write(layer, queries, write)
+            if self.worker.wants_sums:
+                self._add_sums(layer, queries, batch, fed)
+
+    def _add_sums(
+        self, layer: int, queries: torch.Tensor, batch: list[BackendGeneration], fed: list[Fed]
+    ) -> None:
+        start = 0
+        for generation, part in zip(batch, fed, strict=True):
+            own = queries[:, start : start + len(part.tokens)]
+            start += len(part.tokens)
+            rows = generation.session.rows
+            keys = self.context.shape.in_halves(self.cells.keys[layer][:, rows.cells])
+            self.worker.sums.add(part.session, layer, own, keys.float())
+
+    def _advance(self, generation: BackendGeneration, logits: torch.Tensor) -> None:
+        """Sample one token for a session whose pending tokens are all fed; run a due event."""
+        session = generation.session
+        token = generation.sample(logits)
+        session.tokens.append(token)
+        self._event(session, session.ledger.sampled())
+        if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
+            self._finish(generation)
+
+    def _event(self, session: BackendSession, cut: Cut | None) -> None:
+        if cut is None:
+            return
+        number = len(session.ledger.stats.events) - 1
+        removal = Removal(session.name, number, cut=cut, blocks=[])
+        moved = self.worker.remove(removal, EventStore(self.cells, session.rows))
+        session.ledger.moved(number, moved)
+
+    def _finish(self, generation: BackendGeneration) -> None:
+        session = generation.session
+        self._running.remove(generation)
+        self._event(session, session.ledger.end_turn())
+        self.admission.settle(session)
+        generation.stream.finish({"done": True})
+
+    def _fail(self, generation: BackendGeneration, error: Exception) -> None:
+        if generation in self._running:
+            self._running.remove(generation)
+        generation.stream.finish(error_document(error))
+
+    def _break(self, batch: list[BackendGeneration], error: Exception) -> None:
+        """End the generations of a failed step; their sessions are computed again when asked."""
+        for generation in batch:
+            session = generation.session
+            self.worker.drop(session.name)
+            session.lose()
+            self.admission.release(session)
+            self._fail(generation, error)

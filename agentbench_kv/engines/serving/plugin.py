@@ -1,0 +1,206 @@
+"""The control channel: JSON lines over a Unix socket, answered inside the engine's process.
+
+What a backend is told when it starts: the method, the model, where to write traces.
+
+What a backend's first process does: refuse an untested version, end with its harness.
+
+RoPE's inverse frequencies, as transformers computes them from a model's config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.phases.tokens import StopMatcher, TokenCodec, load_tokenizer
+
+Handler = Callable[[Mapping[str, Any]], Any]
+
+
+class ControlServer:
+    """Answers commands on a thread of its own until the process ends.
+
+    A request is one line `{"command": NAME, ...}`, its answer one line `{"ok": ...}` or
+    `{"error": TEXT}`. Handlers run on the channel's threads. Whoever may open the socket may
+    command the engine, so it lies in a private folder.
+    """
+
+    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
+        path.unlink(missing_ok=True)
+        self._server = _Server(str(path), _Connection)
+        self._server.commands = commands
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+    commands: Mapping[str, Handler]
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        for line in self.rfile:
+            self.wfile.write(json.dumps(self._answer(line)).encode() + b"\n")
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            return {"ok": self.server.commands[request["command"]](request)}
+        except Exception as error:  # noqa: BLE001  the harness shows it; the engine goes on
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+VARIABLE = "KVBENCH_BACKEND"  # environment variable with the path of the policy's JSON file
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A backend's instructions."""
+
+    method: Method
+    model_path: Path  # folder with config and tokenizer
+    control: Path  # Unix socket to answer on
+    trace: Path | None = None  # folder to write every event's kept positions to
+
+    def save(self, folder: Path) -> Path:
+        """Write the policy, and a calibration it has; return its path, the value of `VARIABLE`."""
+        document = {
+            "method": method_document(self.method, folder),
+            "model_path": str(self.model_path),
+            "control": str(self.control),
+            "trace": None if self.trace is None else str(self.trace),
+        }
+        path = folder / "policy.json"
+        path.write_text(json.dumps(document))
+        return path
+
+    @classmethod
+    def load(cls) -> Self:
+        """Read the policy this process was started with; KeyError if it was not."""
+        document = json.loads(Path(os.environ[VARIABLE]).read_text())
+        trace = document["trace"]
+        return cls(
+            method=method_from(document["method"]),
+            model_path=Path(document["model_path"]),
+            control=Path(document["control"]),
+            trace=None if trace is None else Path(trace),
+        )
+
+    def with_method(self, document: dict[str, Any]) -> Policy:
+        """Return the policy with another method."""
+        return replace(self, method=method_from(document))
+
+    def stop_matcher(self, document: dict[str, Any]) -> StopMatcher:
+        """Return a matcher of the texts that end a generation, given as `StopMatcher.document`."""
+        return StopMatcher.from_document(document, _codec(self.model_path))
+
+
+def method_document(method: Method, folder: Path) -> dict[str, Any]:
+    """Describe a method so that `method_from` builds an equal one in another process.
+
+    A calibration goes to a file in `folder`.
+    """
+    cls = type(method)
+    calibration: Calibration | None = getattr(method, "calibration", None)
+    path = None
+    if calibration is not None:
+        path = folder / f"calibration-{id(calibration):x}.safetensors"
+        calibration.save(path)
+    own = ("budget", "share", "preset")
+    given = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
+    # What a method is made of, parameters or not, as far as JSON holds it.
+    settings = {k: v for k, v in given.items() if k not in own and isinstance(v, int | float | str)}
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "budget": method.budget,
+        "share": method.share,
+        "preset": method.preset,
+        "settings": settings,
+        "calibration": None if path is None else str(path),
+    }
+
+
+def method_from(document: dict[str, Any]) -> Method:
+    """Build the method of a document."""
+    module, _, name = document["class"].partition(":")
+    cls = getattr(import_module(module), name)
+    method: Method = cls(
+        budget=document["budget"],
+        share=document["share"],
+        preset=document["preset"],
+        **document["settings"],
+    )
+    if document["calibration"] is not None:
+        method = method.with_calibration(Calibration.load(Path(document["calibration"])))
+    return method
+
+
+@cache
+def _codec(model_path: Path) -> TokenCodec:
+    return TokenCodec(load_tokenizer(model_path))
+
+
+ALLOW_UNTESTED = "KVBENCH_ALLOW_UNTESTED_ENGINE"
+
+
+_LOOK_S = 1.0
+
+
+_GRACE_S = 10.0
+
+
+def refuse_untested(engine: str, version: str, tested: str) -> None:
+    """End the process unless this is the tested version, or another one is allowed."""
+    if version != tested and not os.environ.get(ALLOW_UNTESTED):
+        raise SystemExit(
+            f"kvbench: {engine} {version} is here, the adapter was tested with {tested}; "
+            "install that, or go on with --allow-untested-engine"
+        )
+
+
+def follow_parent() -> None:
+    """End this process's group once its parent is gone, however that ended.
+
+    The harness starts every backend in a group of its own.
+    """
+    parent = os.getppid()
+    threading.Thread(target=_watch, args=(parent,), name="kvbench-parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def rope_frequencies(model_path: Path) -> Tensor:
+    """Return inverse frequencies [head_dim / 2], float32, of a decoder with standard RoPE."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config: Any = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    frequencies: Tensor = LlamaRotaryEmbedding(config).inv_freq
+    return frequencies

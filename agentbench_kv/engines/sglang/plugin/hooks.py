@@ -1,0 +1,390 @@
+"""The hooks themselves: thin, one per target of `hooks`, named as it is without underscores.
+
+Every hook is given the function it wraps, then that function's own arguments.
+
+Everything of SGLang that is hooked, with the parameters it is expected to have.
+
+The targets are private, so a version is only supported if all of them are there as listed. The
+plug-in checks that before it installs anything, and a contract test checks it again.
+
+Which SGLang this adapter was written for, and what a server is told by its environment.
+
+The entry point that SGLang calls in each of its processes: it installs the hooks.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from agentbench_kv.engines.serving.plugin import Policy, refuse_untested
+from agentbench_kv.engines.sglang.plugin import memory as admission
+from agentbench_kv.engines.sglang.plugin.runtime import Runtime
+from agentbench_kv.engines.sglang.plugin.sessions import Session, attach, wishes
+
+Original = Callable[..., Any]
+
+
+class Patches:
+    """All hooks of a process."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._runtime: Runtime | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """What the scheduler's process has; there is none in the others."""
+        if self._runtime is None:
+            raise RuntimeError("kvbench: SGLang has no memory pool yet")
+        return self._runtime
+
+    def hook(self, target: str) -> Original:
+        hook: Original = getattr(self, target.rpartition(".")[2].lstrip("_"))
+        return hook
+
+    def init_memory_pool(self, original: Original, runner: Any, memory: int) -> None:
+        """Build our part once the cache is there; CUDA graphs come later."""
+        original(runner, memory)
+        self._runtime = Runtime(self._policy, runner)
+
+    def init_request_dispatcher(self, original: Original, scheduler: Any) -> None:
+        original(scheduler)
+        self.runtime.attach(scheduler)
+
+    def process_input_requests(self, original: Original, scheduler: Any, requests: Any) -> None:
+        original(scheduler, requests)
+        self.runtime.commands.serve()
+
+    def init_req_max_new_tokens(self, _: Original, scheduler: Any, request: Any) -> None:
+        """Bound an answer by the context alone: only live rows need room in the pool."""
+        asked = request.sampling_params.max_new_tokens
+        room = scheduler.max_req_len - len(request.origin_input_ids) - 1
+        request.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+
+    def add_request_to_queue(
+        self, original: Original, scheduler: Any, request: Any, is_retracted: bool = False
+    ) -> None:
+        """Begin a turn with a request that enters the queue for the first time."""
+        refused = request.to_finish is not None or request.finished()
+        if not is_retracted:
+            attach(request, None if refused else self.runtime.table.begin(request))
+        original(scheduler, request, is_retracted)
+
+    def abort_request(self, original: Original, scheduler: Any, order: Any) -> None:
+        """End the turns of requests taken from the queue, which SGLang forgets to do."""
+        before = list(scheduler.waiting_queue)
+        original(scheduler, order)
+        left = {id(request) for request in scheduler.waiting_queue}
+        for request in before:
+            session = self.runtime.table.of(request)
+            if id(request) not in left and session is not None:
+                self.runtime.memory.release_turn(session)
+
+    def get_new_batch_prefill(self, original: Original, scheduler: Any) -> Any:
+        """Make room for the first waiting request if nothing else will."""
+        batch = original(scheduler)
+        if batch is None:
+            self.runtime.memory.unblock()
+        return batch
+
+    def update_running_batch(self, original: Original, scheduler: Any, batch: Any) -> Any:
+        """Run the events that fall due before SGLang looks at what memory is left."""
+        size = batch.batch_size()
+        batch.filter_batch(v1_spec_info_filtered=True)
+        if batch.batch_size() < size:
+            batch.batch_is_full = False
+        if not batch.is_empty():
+            self.runtime.steps.prepare(batch)
+            self.runtime.memory.make_room(batch)
+        return original(scheduler, batch)
+
+    def prepare_for_extend(self, original: Original, batch: Any) -> None:
+        original(batch)
+        self.runtime.steps.prefill(batch.reqs)
+
+    def prepare_for_decode(self, original: Original, batch: Any) -> None:
+        original(batch)
+        self.runtime.steps.decode(batch.reqs)
+
+    def release_req(
+        self, original: Original, batch: Any, index: int, remaining: int, args: Any
+    ) -> None:
+        """Free all rows of a request that is put back; SGLang would keep a session's."""
+        request = batch.reqs[index]
+        session = self.runtime.table.of(request)
+        if session is None:
+            original(batch, index, remaining, args)
+            return
+        self.runtime.memory.retracted += 1
+        if session.lasting:
+            self._release_session_of(batch.tree_cache, request)
+            request.reset_for_retract()
+        else:
+            original(batch, index, remaining, args)
+            self.runtime.steps.lose(session)
+        self.runtime.steps.start_over(request, session)
+        if request.to_finish is not None:
+            self.runtime.memory.release_turn(session)
+
+    def init_next_round_input(
+        self, original: Original, request: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Make lengths physical: the first ids only stand for rows that are gone."""
+        original(request, *args, **kwargs)
+        session = self.runtime.table.of(request)
+        if session is not None and session.ledger.deficit:
+            request.fill_ids = request.fill_ids[session.ledger.deficit :]
+            request.set_extend_input_len(len(request.fill_ids) - len(request.prefix_indices))
+
+    def check_token_based_finish(self, original: Original, request: Any, tokens: list[int]) -> bool:
+        """End a generation where the harness wants it."""
+        from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+
+        session = self.runtime.table.of(request)
+        if session is None or session.stop is None:
+            return bool(original(request, tokens))
+        if not any(session.stop(token) for token in tokens):
+            return False
+        request.finished_reason = FINISH_MATCHED_TOKEN(matched=tokens[-1])
+        request.finished_len = len(request.output_ids)
+        return True
+
+    def add_one_req(
+        self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return admission.add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
+
+    def get_running_request_total_token_offset(
+        self, original: Original, adder: Any, request: Any
+    ) -> float:
+        return admission.running_growth(self.runtime.table, original, adder, request)
+
+    def create_req(
+        self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Append exactly the ids that came; SGLang would drop a leading BOS."""
+        request = original(session, arrived, None, *args, **kwargs)
+        request.tokenizer = tokenizer
+        if request.to_finish is not None:
+            # Or SGLang ends the turn that is running in the session it was refused from.
+            request.session = None
+            return request
+        wanted = wishes(arrived.sampling_params)
+        if not wanted:
+            return request
+        if wanted["repeated"]:
+            del request.origin_input_ids[-wanted["repeated"] :]
+            request.origin_input_ids_unpadded = list(request.origin_input_ids)
+        if len(request.origin_input_ids) != wanted["total"]:
+            found = len(request.origin_input_ids)
+            request.set_finish_with_abort(
+                f"session {session.session_id} would have {found} tokens, not {wanted['total']}"
+            )
+            session.abort_req()
+            request.session = None
+        return request
+
+    def trim_overshoot(
+        self, original: Original, cache: Any, request: Any, finished_len: int
+    ) -> None:
+        session = self.runtime.table.of(request)
+        if session is None:
+            original(cache, request, finished_len)
+        else:
+            self.runtime.steps.finish(cache, request, session, finished_len)
+
+    def release_session(self, original: Original, cache: Any, name: str) -> None:
+        """Forget what is known of rows about to be freed."""
+        session = self.runtime.table.sessions.get(name)
+        if session is not None:
+            self._before_release(cache, session)
+        original(cache, name)
+
+    def close(self, original: Original, controller: Any, name: str) -> None:
+        original(controller, name)
+        session = self.runtime.table.sessions.get(name)
+        if session is not None and name not in controller.sessions:
+            self.runtime.table.forget(session)
+
+    def cache_finished_req(
+        self, original: Original, cache: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """End the only turn of a request without a session."""
+        session = self.runtime.table.of(request) if request.finished() else None
+        if session is not None:
+            self.runtime.steps.finish_alone(request, session)
+        original(cache, request, *args, **kwargs)
+        if session is not None:
+            self.runtime.steps.lose(session)
+            self.runtime.table.forget(session)
+
+    def init_new(self, original: Original, cls: Any, batch: Any, runner: Any) -> Any:
+        """Give a forward the logical positions of its tokens."""
+        forward = original(cls, batch, runner)
+        worker = self.runtime.worker
+        mode = forward.forward_mode
+        if forward.positions is None or mode.is_idle() or worker.rows.cache_positions:
+            return forward
+        deficits = worker.deficits[forward.req_pool_indices]
+        if not mode.is_decode():
+            deficits = torch.repeat_interleave(
+                deficits, forward.extend_seq_lens, output_size=int(forward.extend_num_tokens)
+            )
+        forward.positions = forward.positions + deficits.to(forward.positions.dtype)
+        return forward
+
+    def forward(
+        self, original: Original, backend: Any, q: Any, k: Any, v: Any, layer: Any,
+        forward_batch: Any, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Keep the queries of an attention layer, which carry RoPE already."""
+        worker = self.runtime.worker
+        idle = forward_batch.forward_mode.is_idle()
+        if idle or not worker.keeps_queries:
+            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        worker.observe(layer.layer_id, queries, forward_batch)
+        output = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+        if not forward_batch.forward_mode.is_decode():
+            worker.add_sums(layer.layer_id, queries)
+        return output
+
+    def _before_release(self, cache: Any, session: Session) -> None:
+        runtime, slot = self.runtime, cache.slots.get(session.name)
+        request = session.request
+        if slot is not None and request is not None and request.req_pool_idx is not None:
+            # SGLang takes the longer of the two, but events have shortened the request's.
+            slot.kv_allocated_len = request.kv_allocated_len
+        runtime.forks.hand_over(session)
+        runtime.steps.lose(session)
+        if request is not None and request.finished():
+            runtime.table.end_turn(session, session.tokens)
+
+    def _release_session_of(self, cache: Any, request: Any) -> None:
+        """Free all rows of a session whose request is running."""
+        from sglang.srt.session.streaming_session import SessionSlot
+
+        name = request.session.session_id
+        slot = cache.slots.setdefault(name, SessionSlot())
+        slot.req_pool_idx = request.req_pool_idx
+        cache.release_session(name)
+        request.req_pool_idx = None
+
+
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+
+
+_REQ = "sglang.srt.managers.schedule_batch.Req."
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+
+
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
+
+
+_STREAMING = "sglang.srt.session.streaming_session.StreamingSession."
+
+
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "sglang.srt.model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin"
+    ".init_memory_pool": ("self", "pre_model_load_memory"),
+    _SCHEDULER + "init_request_dispatcher": ("self",),
+    _SCHEDULER + "process_input_requests": ("self", "recv_reqs"),
+    _SCHEDULER + "init_req_max_new_tokens": ("self", "req"),
+    _SCHEDULER + "_add_request_to_queue": ("self", "req", "is_retracted"),
+    _SCHEDULER + "abort_request": ("self", "recv_req"),
+    _SCHEDULER + "get_new_batch_prefill": ("self",),
+    _SCHEDULER + "update_running_batch": ("self", "batch"),
+    _BATCH + "prepare_for_extend": ("self",),
+    _BATCH + "prepare_for_decode": ("self",),
+    _BATCH + "release_req": ("self", "idx", "remaing_req_count", "server_args"),
+    _REQ + "init_next_round_input": ("self", "tree_cache", "cow_mamba"),
+    _REQ + "_check_token_based_finish": ("self", "new_accepted_tokens"),
+    _ADDER + "add_one_req": ("self", "req", "has_chunked_req", "truncation_align_size"),
+    _ADDER + "_get_running_request_total_token_offset": ("self", "req"),
+    "sglang.srt.session.session_controller.Session.create_req": (
+        "self", "req", "tokenizer", "vocab_size", "eos_token_ids",
+    ),
+    "sglang.srt.session.session_controller.SessionController._close": ("self", "session_id"),
+    _STREAMING + "_trim_overshoot": ("self", "req", "finished_len"),
+    _STREAMING + "release_session": ("self", "session_id"),
+    "sglang.srt.mem_cache.chunk_cache.ChunkCache.cache_finished_req": ("self", "req", "is_insert"),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
+        "cls", "batch", "model_runner",
+    ),
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward": (
+        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs",
+    ),
+}  # fmt: skip
+
+
+def mismatches() -> list[str]:
+    """Return what is not as listed, in words; SGLang must be importable."""
+    found = []
+    for target, expected in TARGETS.items():
+        try:
+            actual = _parameters(target)
+        except (ImportError, AttributeError, KeyError) as error:
+            found.append(f"{target} is gone ({type(error).__name__})")
+            continue
+        if actual != expected:
+            found.append(f"{target} takes {', '.join(actual)}; expected {', '.join(expected)}")
+    return found
+
+
+def _parameters(target: str) -> tuple[str, ...]:
+    owner_path, _, name = target.rpartition(".")
+    owner: Any = pkgutil.resolve_name(owner_path)
+    function = owner.__dict__[name]
+    function = getattr(function, "__func__", function)
+    return tuple(inspect.signature(function).parameters)
+
+
+TESTED = "0.5.12"
+
+
+# The server's key comes this way because everybody may read a command line.
+KEY = "KVBENCH_SGLANG_KEY"
+
+
+def check_version() -> None:
+    """End the process unless SGLang is the tested version, or another one is allowed."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            "kvbench: SGLang is not installed here; make it with: kvbench env create sglang"
+        ) from None
+    refuse_untested("SGLang", version, TESTED)
+
+
+def register() -> None:
+    """Install all hooks, or end the process: SGLang would only log what failed and go on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    check_version()
+    problems = mismatches()
+    if problems:
+        raise SystemExit("kvbench: this SGLang is not the one expected: " + "; ".join(problems))
+    patches = Patches(Policy.load())
+    for target in TARGETS:
+        HookRegistry.register(target, patches.hook(target), HookType.AROUND)
+    HookRegistry.apply_hooks()
+    check_installed()
+
+
+def check_installed() -> None:
+    """End the process unless every hook is in its place."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = sorted(set(TARGETS) - HookRegistry._patched)
+    if missing:
+        raise SystemExit(f"kvbench: hooks were not installed: {', '.join(missing)}")

@@ -1,0 +1,262 @@
+"""Who gives way when SGLang's memory is full: sessions at rest, the longest at rest first.
+
+Who may start: a session that evicts grows to its budget and an interval, not to its end.
+
+SGLang reserves room for what a request may still generate. With that, freed memory would never
+become concurrency; these functions replace its estimates of growth.
+
+Sessions that start from another one's rows: whole pages are shared, a partial one is copied.
+
+Shared rows belong to one session at a time, so that SGLang's own accounting stays right. If the
+owner goes first, it hands them over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
+from agentbench_kv.engines.sglang.plugin.worker import Compactor, Worker
+
+
+class Memory:
+    """Frees the rows of sessions that do not generate; going on, they are computed again."""
+
+    def __init__(self, table: SessionTable, scheduler: Any) -> None:
+        self._table = table
+        self._scheduler = scheduler
+        self._stuck: str | None = None  # the request that was first in vain
+        self.drops = 0
+        self.retracted = 0
+
+    def make_room(self, batch: Any) -> None:
+        """Free rows until a decode batch fits, as far as there are any."""
+        while not batch.check_decode_mem() and self._drop_one():
+            pass
+
+    def unblock(self) -> None:
+        """Let the first waiting request start if nothing else that runs would ever make room."""
+        scheduler = self._scheduler
+        busy = scheduler.chunked_req is not None or not scheduler.running_batch.is_empty()
+        if busy or not scheduler.waiting_queue or _unfinished(scheduler.last_batch):
+            self._stuck = None
+            return
+        scheduler.running_batch.batch_is_full = False
+        first = scheduler.waiting_queue[0]
+        # A batch may still be marked as full from before; the second look is meant.
+        seen, self._stuck = self._stuck == first.rid, first.rid
+        if seen and not self._drop_one():
+            self._refuse(first)
+
+    def _drop_one(self) -> bool:
+        """Free the rows of one session that does not run; False if there is none."""
+        victim = next(iter(self._table.resting()), None) or self._last_waiting()
+        if victim is None:
+            return False
+        self._scheduler.tree_cache.release_session(victim.name)
+        if victim.request is not None:
+            # It may have been given the row in an earlier attempt to start.
+            victim.request.req_pool_idx = None
+            victim.request.kv_committed_len = victim.request.kv_allocated_len = 0
+        self.drops += 1
+        return True
+
+    def _last_waiting(self) -> Session | None:
+        """Return the last session in the queue that holds rows, but for the first in it."""
+        for request in reversed(self._scheduler.waiting_queue[1:]):
+            session = self._table.of(request)
+            if session is not None and session.lasting and session.ledger.fed:
+                return session
+        return None
+
+    def _refuse(self, request: Any) -> None:
+        """Fail a request that does not fit into an empty cache."""
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        scheduler = self._scheduler
+        session = self._table.of(request)
+        rows = session.ledger.live if session is not None else 0
+        reason = FINISH_ABORT(
+            f"the KV cache holds {scheduler.max_total_num_tokens} tokens; a session with {rows} "
+            f"rows needs room for {request.extend_input_len} more and what it generates; lower "
+            "--concurrency, the budget or max tokens",
+            err_type="CapacityError",
+        )
+        scheduler.waiting_queue.remove(request)
+        abort = AbortReq(finished_reason=reason.to_json(), rid=request.rid)
+        scheduler.send_to_tokenizer.send_output(abort, request)
+        if session is not None:
+            self.release_turn(session)
+
+    def release_turn(self, session: Session) -> None:
+        """End a turn that never started; the session is as it was before it."""
+        request, session.request = session.request, None
+        if request.session is not None:
+            request.session.abort_req()
+        if not session.lasting:
+            self._table.forget(session)
+
+
+def _unfinished(batch: Any) -> bool:
+    """Return whether a batch has requests that go on."""
+    return batch is not None and any(not request.finished() for request in batch.reqs)
+
+
+Original = Callable[..., Any]
+
+
+def add_one_req(
+    table: SessionTable, original: Original, adder: Any, request: Any, **rest: Any
+) -> Any:
+    """Admit as SGLang does for requests that may end early, with our bound on their growth.
+
+    Its other path, for `ignore_eos`, counts logical lengths and cuts the chunks of a session's
+    later turns in the wrong place.
+    """
+    sampling = request.sampling_params
+    asked = sampling.ignore_eos, sampling.max_new_tokens
+    session = table.of(request)
+    sampling.ignore_eos = False
+    if session is not None:
+        growth = _growth(table, session, request, request.extend_input_len)
+        sampling.max_new_tokens = len(request.output_ids) + growth
+    try:
+        return original(adder, request, **rest)
+    finally:
+        sampling.ignore_eos, sampling.max_new_tokens = asked
+
+
+def running_growth(table: SessionTable, original: Original, adder: Any, request: Any) -> float:
+    """Return the tokens a running request may still add."""
+    session = table.of(request)
+    estimate: float = original(adder, request)
+    return estimate if session is None else min(estimate, _growth(table, session, request, 0))
+
+
+def _growth(table: SessionTable, session: Session, request: Any, pending: int) -> int:
+    """Return how many rows may be added to those there are and `pending` ones."""
+    method = table.method
+    left: int = max(0, request.sampling_params.max_new_tokens - len(request.output_ids))
+    if not method.compresses or method.trigger == "turn":
+        return left
+    start = session.ledger.live + pending
+    budget = method.budget_at(session.ledger.fed + pending + left)
+    return min(left, max(start, budget) + method.interval - start)
+
+
+class Forks:
+    """Makes forks and keeps their rows apart."""
+
+    def __init__(
+        self, table: SessionTable, worker: Worker, compactor: Compactor, scheduler: Any
+    ) -> None:
+        # Rows that forks found in place, and rows that were copied for them, so far.
+        self.shared = self.copied = 0
+        self._table = table
+        self._worker = worker
+        self._compactor = compactor
+        self._scheduler = scheduler
+
+    def make(self, source: Session, name: str) -> dict[str, int]:
+        """Open a session that has seen what `source`, at rest, has; count shared and copied rows.
+
+        ValueError if the source's rows may move, or there is no room.
+        """
+        if self._table.method.compresses:
+            raise ValueError("a method that evicts by itself would move the shared rows")
+        if name in self._table.sessions:
+            raise ValueError(f"session {name} is open already")
+        cache, page = self._scheduler.tree_cache, self._worker.pool.page
+        slot = cache.slots.get(source.name)
+        rows = 0 if slot is None else slot.kv_committed_len
+        partial = rows % page and self._scheduler.token_to_kv_pool_allocator.available_size() < page
+        if partial or not self._scheduler.req_to_token_pool.free_slots:
+            raise ValueError("there is no room for another session; close one first")
+        self._open_session(source.name, name)
+        fork = self._table.open(name, lasting=True, recipe=source.recipe)
+        fork.ledger = source.ledger.fork()
+        fork.tokens = source.tokens
+        if not rows:
+            return {"shared": 0, "copied": 0}
+        shared = rows // page * page
+        self._share(slot.req_pool_idx, name, rows, shared)
+        fork.parent, fork.shared = source.name, shared
+        self.shared += shared
+        self._worker.rows.fork(source.name, name)
+        return {"shared": shared, "copied": rows - shared}
+
+    def hand_over(self, owner: Session) -> None:
+        """Give an owner's shared rows to a fork before the owner's are freed."""
+        forks = sorted(self._table.forks_of(owner), key=lambda fork: fork.shared)
+        slot = self._scheduler.tree_cache.slots.get(owner.name)
+        if not forks or slot is None:
+            return
+        heir = forks.pop()
+        slot.cache_protected_len = heir.shared
+        self._protect(heir, owner.shared)
+        heir.parent, heir.shared = owner.parent, owner.shared
+        for fork in forks:
+            fork.parent = heir.name
+
+    def check_alone(self, session: Session) -> None:
+        """Refuse to move rows that another session reads."""
+        forks = [fork.name for fork in self._table.forks_of(session)]
+        other = session.parent or next(iter(forks), None)
+        if other is not None:
+            raise ValueError(f"session {session.name} shares rows with {other}; close it first")
+
+    def _open_session(self, source: str, name: str) -> None:
+        """Open SGLang's session with the history of another one."""
+        from sglang.srt.managers.io_struct import OpenSessionReqInput
+        from sglang.srt.session.session_controller import SessionReqNode
+
+        controller = self._scheduler.session_controller
+        parent = controller.sessions[source]
+        opening = OpenSessionReqInput(
+            capacity_of_str_len=parent.capacity_of_str_len, session_id=name, streaming=True
+        )
+        if not controller.open(opening).success:
+            raise ValueError(f"SGLang cannot open session {name}")
+        for node in parent.req_nodes.values():
+            request = copy.copy(node.req)
+            request.session = None
+            controller.sessions[name].req_nodes = {request.rid: SessionReqNode(request)}
+
+    def _share(self, source_row: int, name: str, rows: int, shared: int) -> None:
+        """Make a slot whose first rows are another one's."""
+        from sglang.srt.session.streaming_session import SessionSlot
+
+        requests, table = self._scheduler.req_to_token_pool, self._worker.pool.table
+        row = requests.free_slots.pop(0)
+        table[row, :shared] = table[source_row, :shared]
+        if rows > shared:
+            self._copy_tail(source_row, row, rows, shared)
+        self._scheduler.tree_cache.slots[name] = SessionSlot(
+            req_pool_idx=row,
+            kv_committed_len=rows,
+            kv_allocated_len=rows,
+            cache_protected_len=shared,
+        )
+
+    def _copy_tail(self, source_row: int, row: int, rows: int, shared: int) -> None:
+        """Copy the rows of a partial page to a page of the fork's own."""
+        table, page = self._worker.pool.table, self._worker.pool.page
+        slots = self._scheduler.token_to_kv_pool_allocator.alloc(page)
+        self._compactor.wait_for_forward()
+        new, old = slots[: rows - shared], table[source_row, shared:rows].long()
+        table[row, shared:rows] = new.to(table.dtype)
+        for each in (self._worker.pool.keys, self._worker.pool.values):
+            for layer in each.layers:
+                layer[:, new // page, new % page] = layer[:, old // page, old % page]
+        self.copied += len(new)
+
+    def _protect(self, fork: Session, rows: int) -> None:
+        """Say how many of a fork's first rows are not its own."""
+        slot = self._scheduler.tree_cache.slots.get(fork.name)
+        if slot is not None:
+            slot.cache_protected_len = rows
+        if fork.request is not None:
+            fork.request.cache_protected_len = rows

@@ -1,0 +1,285 @@
+"""Everything of ours in one scheduler process, put together once SGLang has its memory.
+
+The harness's commands, queued to run on the scheduler's own thread between two steps.
+
+What physical eviction in SGLang does not support, said when it starts.
+
+What the harness may ask of the running server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentbench_kv.engines.core.rows import RowShape
+from agentbench_kv.engines.serving.plugin import ControlServer, Policy, rope_frequencies
+from agentbench_kv.engines.sglang.plugin.memory import Forks, Memory
+from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
+from agentbench_kv.engines.sglang.plugin.worker import Compactor, Pool, Steps, Worker, shorten
+from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.methods.base import QueryKind
+
+if TYPE_CHECKING:
+    pass
+
+
+Command = Callable[[Mapping[str, Any]], Any]
+
+
+_PATIENCE_S = 60.0
+
+
+class CommandQueue:
+    """Takes commands on any thread; `serve` runs them on the scheduler's."""
+
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        self._waiting: deque[tuple[Command, Mapping[str, Any], Future[Any]]] = deque()
+        # Readable when a command waits, for whoever sleeps on file descriptors.
+        self.bell, self._ring = os.pipe()
+        os.set_blocking(self.bell, False)
+        self.commands = {name: self._forwarding(command) for name, command in commands.items()}
+
+    def serve(self) -> None:
+        while self._waiting:
+            command, request, done = self._waiting.popleft()
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.bell, 1)
+            try:
+                done.set_result(command(request))
+            except Exception as error:  # noqa: BLE001  the harness is told; the engine goes on
+                done.set_exception(error)
+
+    def _forwarding(self, command: Command) -> Command:
+        def forward(request: Mapping[str, Any]) -> Any:
+            done: Future[Any] = Future()
+            self._waiting.append((command, request, done))
+            os.write(self._ring, b"!")
+            return done.result(_PATIENCE_S)
+
+        return forward
+
+
+def refuse_unsupported(runner: Any) -> None:
+    """Refuse options and models that eviction would make wrong."""
+    found = [name for name, there in {**_options(runner), **_model(runner)}.items() if there]
+    if found:
+        raise ValueError(f"kvbench: eviction in SGLang does not support {', '.join(found)}")
+
+
+def _options(runner: Any) -> dict[str, bool]:
+    args = runner.server_args
+    return {
+        "the radix cache (--disable-radix-cache is missing)": not args.disable_radix_cache,
+        "running without --enable-streaming-session": not args.enable_streaming_session,
+        "prefill without chunks": (args.chunked_prefill_size or 0) < 1,
+        "parallelism over several GPUs": max(args.tp_size, args.pp_size, args.dp_size) > 1,
+        "speculative decoding": args.speculative_algorithm is not None,
+        "mixed prefill and decode": args.enable_mixed_chunk,
+        "prefill/decode disaggregation": args.disaggregation_mode != "null",
+        "hierarchical caches": args.enable_hierarchical_cache or args.enable_hisparse,
+        "two-batch overlap": args.enable_two_batch_overlap,
+        "piecewise CUDA graphs": args.device == "cuda" and not args.disable_piecewise_cuda_graph,
+        "a quantised KV cache": args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
+    }
+
+
+def _model(runner: Any) -> dict[str, bool]:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    config, pool = runner.model_config, runner.token_to_kv_pool
+    window = getattr(runner, "sliding_window_size", None)
+    return {
+        f"this model's cache ({type(pool).__name__})": type(pool) is not MHATokenToKVPool,
+        "sliding-window attention": runner.is_hybrid_swa or (window is not None and window > 0),
+        "multimodal models": config.is_multimodal or runner.model_is_mrope,
+        "encoder-decoder models": config.is_encoder_decoder,
+        "attention in chunks": getattr(config, "attention_chunk_size", None) is not None,
+    }
+
+
+class Runtime:
+    """Built in two steps, because CUDA graphs are captured before there is a scheduler."""
+
+    def __init__(self, policy: Policy, runner: Any) -> None:
+        refuse_unsupported(runner)
+        self.policy = policy
+        args = runner.server_args
+        self._captured = args.device == "cuda" and not args.disable_cuda_graph
+        shape = _shape(runner)
+        frequencies = rope_frequencies(policy.model_path).to(shape.device)
+        self.worker = Worker(policy, shape, frequencies, _pool(runner))
+        size = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        self.table = SessionTable(policy.method, size, policy.stop_matcher)
+
+    def attach(self, scheduler: Any) -> None:
+        """Take over a scheduler that is complete."""
+        self.scheduler = scheduler
+        # Logical lengths may pass the pool's size: only live rows need room in it.
+        scheduler.max_req_len = scheduler.model_config.context_len - 1
+        scheduler.max_req_input_len = scheduler.model_config.context_len
+        forwards = scheduler.forward_stream if scheduler.enable_overlap else None
+        allocator = scheduler.token_to_kv_pool_allocator
+        self.compactor = Compactor(self.worker, allocator, forwards)
+        self.steps = Steps(self.table, self.worker, self.compactor)
+        self.memory = Memory(self.table, scheduler)
+        self.forks = Forks(self.table, self.worker, self.compactor, scheduler)
+        self.commands = CommandQueue(Commands(self).table())
+        if scheduler.idle_sleeper is not None:
+            scheduler.idle_sleeper.poller.register(self.commands.bell)
+        self.control = ControlServer(self.policy.control, self.commands.commands)
+
+    def configure(self, policy: Policy) -> None:
+        """Go on with another method; CUDA graphs may have been captured without what it needs."""
+        needed = policy.method.query_plan().kind is not QueryKind.NONE
+        if self._captured and needed and not self.worker.keeps_queries:
+            raise ValueError("CUDA graphs were captured without queries; start the server anew")
+        self.policy = policy
+        self.table.method = policy.method
+        self.worker.configure(policy)
+
+
+def _shape(runner: Any) -> RowShape:
+    buffers, q_heads = runner.token_to_kv_pool.k_buffer, runner.model_config.num_attention_heads
+    slots = buffers[0]
+    _, kv_heads, head_dim = slots.shape
+    return RowShape(len(buffers), q_heads, kv_heads, head_dim, slots.dtype, slots.device)
+
+
+def _pool(runner: Any) -> Pool:
+    pool, page = runner.token_to_kv_pool, runner.server_args.page_size
+    keys, values = (
+        PagedRows.of([slots.unflatten(0, (-1, page)) for slots in buffer], "brhd")
+        for buffer in (pool.k_buffer, pool.v_buffer)
+    )
+    table: torch.Tensor = runner.req_to_token_pool.req_to_token
+    return Pool(keys, values, table, page)
+
+
+# Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
+CAPACITY = 1 << 40
+
+
+class Commands:
+    """Answers to commands; all run on the scheduler's thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def table(self) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
+        """Return the commands by name."""
+        return {
+            "ping": lambda _: True,
+            "open": self._open,
+            "known": lambda request: self._find(request) is not None,
+            "completed": self._completed,
+            "reset": self._reset,
+            "stats": self._stats,
+            "close": self._close,
+            "pool": self._pool,
+            "configure": self._configure,
+            "fork": self._fork,
+            "evict_spans": self._evict_spans,
+        }
+
+    def _open(self, request: Mapping[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+        name = request["session"]
+        opening = OpenSessionReqInput(capacity_of_str_len=CAPACITY, session_id=name, streaming=True)
+        if not self._runtime.scheduler.session_controller.open(opening).success:
+            raise ValueError(f"session {name} is open already")
+        self._runtime.table.open(name, lasting=True, recipe=request["recipe"])
+
+    def _completed(self, request: Mapping[str, Any]) -> int | None:
+        """Return how many tokens a session's completed turns have; None while it generates."""
+        session = self._find(request)
+        if session is None:
+            return 0
+        return session.tokens if session.request is None else None
+
+    def _reset(self, request: Mapping[str, Any]) -> None:
+        """Forget a session's tokens and rows, but for its accounting."""
+        session = self._at_rest(request)
+        scheduler = self._runtime.scheduler
+        scheduler.tree_cache.release_session(session.name)
+        scheduler.session_controller.sessions[session.name].req_nodes.clear()
+        session.tokens = 0
+
+    def _stats(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        session = self._find(request)
+        return None if session is None else asdict(session.ledger.snapshot())
+
+    def _close(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput
+
+        session = self._find(request)
+        if session is None:
+            return None
+        scheduler = self._runtime.scheduler
+        stats = asdict(session.ledger.snapshot())
+        if session.request is not None:
+            scheduler.abort_request(AbortReq(rid=session.request.rid))
+        scheduler.close_session(CloseSessionReqInput(session_id=session.name))
+        return stats
+
+    def _pool(self, request: Mapping[str, Any]) -> dict[str, int]:  # noqa: ARG002
+        runtime = self._runtime
+        scheduler, memory = runtime.scheduler, runtime.memory
+        page = scheduler.page_size
+        sessions = runtime.table.sessions.values()
+        return {
+            "free_blocks": scheduler.token_to_kv_pool_allocator.available_size() // page,
+            "total_blocks": scheduler.max_total_num_tokens // page,
+            "block_size": page,
+            "sessions": len(sessions),
+            "resting": sum(session.request is None for session in sessions),
+            "running": len(scheduler.running_batch.reqs),
+            "waiting": len(scheduler.waiting_queue),
+            "preempted": memory.retracted,
+            "dropped": memory.drops,
+            "fork_shared": runtime.forks.shared,
+            "fork_copied": runtime.forks.copied,
+        }
+
+    def _configure(self, request: Mapping[str, Any]) -> None:
+        """Go on with another method; only while no session is open."""
+        runtime = self._runtime
+        if runtime.table.sessions:
+            raise ValueError(f"{len(runtime.table.sessions)} sessions are open; close them first")
+        runtime.configure(runtime.policy.with_method(request["method"]))
+
+    def _fork(self, request: Mapping[str, Any]) -> dict[str, int]:
+        return self._runtime.forks.make(self._at_rest(request), request["new"])
+
+    def _evict_spans(self, request: Mapping[str, Any]) -> int:
+        """Remove whole tokens of a session at rest; return how many."""
+        runtime = self._runtime
+        session = self._at_rest(request)
+        runtime.forks.check_alone(session)
+        slot = runtime.scheduler.tree_cache.slots.get(session.name)
+        if slot is None:
+            return 0
+        cut = runtime.compactor.evict(session, slot.req_pool_idx, request["spans"])
+        if cut is None:
+            return 0
+        shorten(slot, cut.live - cut.keep)
+        return cut.live - cut.keep
+
+    def _find(self, request: Mapping[str, Any]) -> Session | None:
+        return self._runtime.table.sessions.get(request["session"])
+
+    def _at_rest(self, request: Mapping[str, Any]) -> Session:
+        session = self._find(request)
+        if session is None:
+            raise ValueError(f"there is no session {request['session']}")
+        if session.request is not None:
+            raise ValueError(f"session {session.name} is generating")
+        return session

@@ -1,0 +1,146 @@
+"""Sessions as SGLang's scheduler knows them: who runs, how far it is, what it held last.
+
+What an answer of SGLang's own endpoint says of its session: `meta_info.kvbench`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentbench_kv.engines.base import KVStats, stats_dict
+from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.methods.base import Method
+from agentbench_kv.phases.machine import MARKERS
+from agentbench_kv.phases.tokens import StopMatcher
+
+MatcherSource = Callable[[dict[str, Any]], StopMatcher]
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """What ends a generation: ids, and texts matched while they are generated."""
+
+    ids: frozenset[int]
+    text: StopMatcher | None = None
+
+    def __call__(self, token: int) -> bool:
+        """Take the next id; True if the generation ends with it."""
+        matched = self.text is not None and self.text(token)
+        return matched or token in self.ids
+
+
+@dataclass
+class Session:
+    """One session, or one request without a session."""
+
+    name: str
+    ledger: SessionLedger
+    lasting: bool  # it outlives its request
+    recipe: str = MARKERS
+    request: Any = None  # the SGLang request in flight, or None
+    tokens: int = 0  # tokens after the last completed turn
+    starting: int | None = None  # new tokens of a turn whose prefill has not begun
+    samples: int = 0  # sampled tokens of the turn that are accounted for
+    decoding: bool = False  # a decode forward is on its way or done that is not accounted for
+    resampling: int = 0  # samples that are counted already and will be drawn again
+    stop: StopRule | None = None
+    used: int = 0  # when it was last at work, in no unit
+    settled: KVStats | None = None  # the accounting after its last turn; None while one runs
+    parent: str | None = None  # the session whose first `shared` rows it reads
+    shared: int = 0
+
+
+@dataclass
+class SessionTable:
+    """All sessions."""
+
+    method: Method  # for ledgers of new sessions
+    bytes_per_token: int
+    matcher: MatcherSource  # makes a matcher of a stop document
+    sessions: dict[str, Session] = field(default_factory=dict)
+    _clock: itertools.count[int] = field(default_factory=itertools.count)
+
+    def open(self, name: str, *, lasting: bool, recipe: str = MARKERS) -> Session:
+        """Return the session of a name, new if there is none."""
+        session = self.sessions.get(name)
+        if session is None:
+            ledger = SessionLedger(self.method, self.bytes_per_token)
+            session = self.sessions[name] = Session(name, ledger, lasting, recipe)
+        return session
+
+    def of(self, request: Any) -> Session | None:
+        """Return the session whose turn a request is; None for requests that were refused."""
+        session = self.sessions.get(_session_name(request) or request.rid)
+        return session if session is not None and session.request is request else None
+
+    def begin(self, request: Any) -> Session:
+        """Start the turn of a request that enters the queue."""
+        name = _session_name(request)
+        session = self.open(name or request.rid, lasting=name is not None)
+        wanted = wishes(request.sampling_params)
+        session.request = request
+        session.samples, session.decoding, session.resampling = 0, False, 0
+        session.stop = None
+        if wanted:
+            document = wanted.get("stop")
+            text = None if document is None else self.matcher(document)
+            session.stop = StopRule(frozenset(wanted.get("stop_ids", ())), text)
+        session.used = next(self._clock)
+        session.settled = None
+        session.starting = int(wanted.get("new", len(request.origin_input_ids) - session.tokens))
+        return session
+
+    def end_turn(self, session: Session, tokens: int) -> None:
+        """Let a session rest with `tokens` tokens."""
+        session.request, session.stop, session.decoding = None, None, False
+        session.tokens = tokens
+        session.used = next(self._clock)
+        session.settled = session.ledger.snapshot()
+
+    def forget(self, session: Session) -> None:
+        self.sessions.pop(session.name, None)
+
+    def resting(self) -> Sequence[Session]:
+        """Return the sessions that hold rows and have no request, the longest at rest first."""
+        every = self.sessions.values()
+        idle = [each for each in every if each.request is None and each.ledger.fed]
+        return sorted(idle, key=lambda session: session.used)
+
+    def forks_of(self, session: Session) -> list[Session]:
+        """Return the sessions that read a session's rows."""
+        return [other for other in self.sessions.values() if other.parent == session.name]
+
+
+def wishes(sampling: Any) -> dict[str, Any]:
+    """Return what the harness asked for besides SGLang's own parameters; empty for others."""
+    found: dict[str, Any] = (sampling.custom_params or {}).get("kvbench", {})
+    return found
+
+
+def _session_name(request: Any) -> str | None:
+    """Return the streaming session of a request."""
+    session = request.session
+    return session.session_id if session is not None and session.streaming else None
+
+
+def attach(request: Any, session: Session | None) -> None:
+    """Let the end of a request's answer carry its session's accounting.
+
+    SGLang pairs what requests bring along by their order, so all of them must bring something.
+    """
+    request.customized_info = {"kvbench": _Account(session)}
+
+
+class _Account:
+    """Replaces SGLang's list with one entry per token, of which it takes those about to be sent."""
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+
+    def __getitem__(self, tokens: slice) -> dict[str, Any] | None:
+        """Return the accounting once the turn is over, None before."""
+        settled = None if self._session is None else self._session.settled
+        return None if settled is None else stats_dict(settled)

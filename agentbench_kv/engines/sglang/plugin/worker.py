@@ -1,0 +1,340 @@
+"""Rows and queries on the device: staging while a graph may run, rings once a token is known.
+
+Phases follow from ids that are only known when a decode forward is over. So every decode forward
+copies its queries to one fixed place per request, which a CUDA graph can capture; once the id is
+known, they go from there to the ring of their phase.
+
+Events in SGLang's memory: rows move to the front, whole pages behind them become free.
+
+What happens around SGLang's forwards: counting, labelling, events.
+
+A decode forward is settled when the next one is prepared, or when its turn ends: by then the ids it
+was fed are known even if the scheduler works one step ahead. Until then it may still turn out to be
+one forward too many, whose row is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.core.rings import RingWrite
+from agentbench_kv.engines.core.rows import Fed, PagedStore, RowShape, WorkerRows
+from agentbench_kv.engines.core.session import Cut, Removal
+from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
+from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.methods.spans import SpanRange
+
+
+@dataclass(frozen=True)
+class Pool:
+    """SGLang's cache as the kernels take it."""
+
+    keys: PagedRows
+    values: PagedRows
+    table: Tensor  # [rows, slots], int32: slots of every request, by its row
+    page: int  # slots of a page
+
+    def store(self, row: int, live: int) -> PagedStore:
+        """Return the first `live` rows of a request."""
+        blocks = (self.table[row, : live : self.page] // self.page).to(torch.int32)
+        return PagedStore(self.keys, self.values, blocks, live)
+
+    def keys_of(self, layer: int, row: int, live: int) -> Tensor:
+        """Return a copy of one layer's keys [kv_heads, live, head_dim]."""
+        slots = self.table[row, :live].long()
+        return self.keys.layers[layer][:, slots // self.page, slots % self.page]
+
+
+@dataclass(frozen=True)
+class DecodedRow:
+    """A decoded token once it is known: its row in the table, and the rows live with it."""
+
+    fed: Fed
+    row: int
+    live: int
+
+
+@dataclass(frozen=True)
+class PrefilledRows:
+    """A request's part of a prefill: from where in the packed forward, and the rows live after."""
+
+    session: str
+    row: int
+    first: int
+    rows: int
+    live: int
+
+
+class Worker:
+    """What the scheduler's process keeps on the device besides the cache."""
+
+    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor, pool: Pool) -> None:
+        self.pool = pool
+        self.shape = shape
+        self.deficits = torch.zeros(len(pool.table), dtype=torch.int64, device=shape.device)
+        self._frequencies = frequencies
+        self._staged: Tensor | None = None
+        self._write: RingWrite | None = None
+        self._parts: Sequence[PrefilledRows] = ()
+        self.configure(policy)
+
+    def configure(self, policy: Policy) -> None:
+        """Go on with a policy; no session may be open."""
+        self.rows = WorkerRows(policy, self.shape, self._frequencies)
+        self.labels = policy.method.compresses
+        self.keeps_queries = self.rows.rings.rings > 0 or self.rows.wants_sums
+        if self.keeps_queries and self._staged is None:
+            shape = self.shape
+            size = (shape.layers, len(self.pool.table), shape.q_heads, shape.head_dim)
+            self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def plan_prefill(
+        self, fed: Sequence[Fed], parts: Sequence[PrefilledRows], recipes: dict[str, str]
+    ) -> None:
+        """Label the tokens of a prefill about to run."""
+        self._parts = parts if self.rows.wants_sums else ()
+        write = self.rows.feed(fed, recipes) if self.labels else None
+        if write is not None and parts[-1].first != sum(part.rows for part in parts[:-1]):
+            # Requests that are nobody's turn run along; their rows are not counted in `fed`.
+            packed = torch.cat([torch.arange(p.first, p.first + p.rows) for p in parts])
+            write = RingWrite(packed.to(write.rows.device)[write.rows], write.slots)
+        self._write = write
+
+    def observe(self, layer: int, queries: Tensor, forward: Any) -> None:
+        """Keep one layer's queries [packed rows, q_heads, head_dim] of a running forward."""
+        if forward.forward_mode.is_decode():
+            if self._staged is not None:
+                # Rows of a padded batch all go to row 0, which no request has.
+                self._staged[layer].index_copy_(0, forward.req_pool_indices, queries)
+        elif self._write is not None:
+            self.rows.rings.write(layer, queries.transpose(0, 1), self._write)
+
+    def add_sums(self, layer: int, queries: Tensor) -> None:
+        """Add the attention of a prefill's queries, whose keys are in the cache now."""
+        for part in self._parts:
+            mine = queries[part.first : part.first + part.rows].transpose(0, 1)
+            keys = self.pool.keys_of(layer, part.row, part.live)
+            self.rows.sums.add(part.session, layer, mine, keys)
+
+    def settle(self, decoded: Sequence[DecodedRow], recipes: dict[str, str]) -> None:
+        """Label decoded tokens and put their staged queries where they belong."""
+        if not decoded or not self.labels:
+            return
+        write = self.rows.feed([each.fed for each in decoded], recipes)
+        if self._staged is None:
+            return
+        if write is not None:
+            rows = torch.tensor([each.row for each in decoded], device=self.shape.device)
+            self.rows.rings.write_all(self._staged[:, rows[write.rows]], write.slots)
+        if self.rows.wants_sums:
+            for each, layer in itertools.product(decoded, range(self.shape.layers)):
+                keys = self.pool.keys_of(layer, each.row, each.live)
+                queries = self._staged[layer, each.row, :, None]
+                self.rows.sums.add(each.fed.session, layer, queries, keys)
+
+
+class Compactor:
+    """Carries out events."""
+
+    def __init__(self, worker: Worker, allocator: Any, forward_stream: Any) -> None:
+        self._worker = worker
+        self._allocator = allocator
+        self._forwards = forward_stream  # where forwards run while the scheduler works ahead
+
+    def carry_out(self, session: Session, row: int, cut: Cut) -> None:
+        """Keep what the method selects of a request's rows and free the rest."""
+        self.wait_for_forward()
+        self._move(session, row, cut, self._worker.rows.remove)
+
+    def evict(self, session: Session, row: int, spans: Sequence[SpanRange]) -> Cut | None:
+        """Remove whole tokens of a session at rest; None if none of them was there."""
+        self.wait_for_forward()
+        ledger, rows = session.ledger, self._worker.rows
+        kept = rows.outside(session.name, session.recipe, ledger.live, ledger.fed, spans)
+        if len(kept) == ledger.live:
+            return None
+        cut = ledger.evict(len(kept))
+        self._move(session, row, cut, partial(rows.keep_tokens, kept=kept))
+        return cut
+
+    def wait_for_forward(self) -> None:
+        """Let what follows on the device wait for the forward that may still run."""
+        if torch.cuda.is_available() and self._forwards is not None:
+            torch.cuda.current_stream().wait_stream(self._forwards)
+
+    def _move(
+        self, session: Session, row: int, cut: Cut, move: Callable[[Removal, PagedStore], int]
+    ) -> None:
+        """Move the kept rows to the front; free the whole pages behind them."""
+        ledger, pool = session.ledger, self._worker.pool
+        number = len(ledger.stats.events) - 1
+        removal = Removal(session.name, number, cut, [])
+        ledger.moved(number, move(removal, pool.store(row, cut.live)))
+        self._worker.deficits[row] = ledger.deficit
+        first = -(-cut.keep // pool.page) * pool.page
+        if first < cut.live:
+            # A copy: SGLang may keep the indices until the end of its step.
+            self._allocator.free(pool.table[row, first : cut.live].to(torch.int64))
+
+
+def shorten(holder: Any, removed: int) -> None:
+    """Take removed rows off the lengths that a request or a session's slot keeps."""
+    holder.kv_committed_len -= removed
+    holder.kv_allocated_len -= removed
+
+
+class Steps:
+    """The life of a turn."""
+
+    def __init__(self, table: SessionTable, worker: Worker, compactor: Compactor) -> None:
+        self._table = table
+        self._worker = worker
+        self._compactor = compactor
+
+    def prefill(self, requests: Sequence[Any]) -> None:
+        """Count a prefill that is about to run, and plan which of its queries to keep."""
+        fed, parts, recipes, start = [], [], {}, 0
+        for request in requests:
+            rows = request.extend_input_len
+            session = self._table.of(request)
+            if session is not None:
+                if session.starting is not None:
+                    # All of its tokens are prefilled if the session has no rows.
+                    total = len(request.origin_input_ids) + len(request.output_ids)
+                    session.ledger.begin_turn(session.starting if session.ledger.fed else total)
+                    session.starting = None
+                tokens = request.fill_ids[len(request.prefix_indices) :]
+                fed.append(Fed(session.name, session.ledger.fed, tokens))
+                session.ledger.forward(rows)
+                self._check(session, request.kv_committed_len)
+                row, live = request.req_pool_idx, session.ledger.live
+                parts.append(PrefilledRows(session.name, row, start, rows, live))
+                recipes[session.name] = session.recipe
+                self._worker.deficits[row] = session.ledger.deficit
+            start += rows
+        self._worker.plan_prefill(fed, parts, recipes)
+
+    def prepare(self, batch: Any) -> None:
+        """Settle a decode batch's last forwards and carry out the events that fall due."""
+        known = [
+            (i, request, session)
+            for i, request in enumerate(batch.reqs)
+            if (session := self._table.of(request)) is not None
+        ]
+        self._label([(request, session) for _, request, session in known])
+        removed = {}
+        for i, request, session in known:
+            cut = self._count(session)
+            self._check(session, int(batch.seq_lens_cpu[i]), cut)
+            if cut is not None:
+                removed[i] = self._apply(session, request, cut)
+        if removed:
+            _shorten_batch(batch, removed)
+
+    def decode(self, requests: Sequence[Any]) -> None:
+        """Mark the sessions of a decode forward that is about to run."""
+        for request in requests:
+            session = self._table.of(request)
+            if session is not None:
+                session.decoding = True
+
+    def finish(self, cache: Any, request: Any, session: Session, samples: int) -> None:
+        """End a turn after `samples` sampled tokens; its session rests with the rows it has."""
+        request.output_ids = request.output_ids[:samples]
+        cut = self._settle_last(request, session, samples)
+        live = session.ledger.live if cut is None else cut.live
+        # The last forward may have been one too many.
+        cache._free_kv_aligned(request.req_pool_idx, live, request.kv_allocated_len)
+        request.kv_committed_len = request.kv_allocated_len = live
+        if cut is not None:
+            self._apply(session, request, cut)
+        last = session.ledger.end_turn()
+        if last is not None:
+            self._apply(session, request, last)
+        self._table.end_turn(session, len(request.origin_input_ids) + samples)
+
+    def finish_alone(self, request: Any, session: Session) -> None:
+        """Account for the only turn of a request without a session; its rows are about to go."""
+        samples = request.finished_len or len(request.output_ids)
+        self._settle_last(request, session, samples)
+        session.ledger.end_turn()
+        self._table.end_turn(session, len(request.origin_input_ids) + samples)
+
+    def lose(self, session: Session) -> None:
+        """Forget a session's rows; they are free or about to be."""
+        if session.ledger.fed:
+            session.ledger.lose()
+        session.decoding = False
+        session.parent, session.shared = None, 0
+        self._worker.rows.drop(session.name)
+
+    def start_over(self, request: Any, session: Session) -> None:
+        """Prepare a running request whose rows were lost for another prefill."""
+        done = len(request.output_ids)
+        # Working ahead, a sample may be counted whose token is thrown away.
+        session.resampling = max(0, session.samples - done)
+        session.samples = done
+        session.starting = 0
+
+    def _settle_last(self, request: Any, session: Session, samples: int) -> Cut | None:
+        """Account for the last forward of a turn unless it was one too many."""
+        if session.samples >= samples:
+            return None
+        self._label([(request, session)])
+        return self._count(session)
+
+    def _label(self, pairs: Sequence[tuple[Any, Session]]) -> None:
+        """Label what was fed to decode forwards and count them."""
+        decoded, recipes = [], {}
+        for request, session in pairs:
+            if not session.decoding:
+                continue
+            fed = Fed(session.name, session.ledger.fed, [request.output_ids[session.samples - 1]])
+            session.ledger.forward(1)
+            session.decoding = False
+            decoded.append(DecodedRow(fed, request.req_pool_idx, session.ledger.live))
+            recipes[session.name] = session.recipe
+        if decoded and self._worker.keeps_queries:
+            self._compactor.wait_for_forward()
+        self._worker.settle(decoded, recipes)
+
+    def _count(self, session: Session) -> Cut | None:
+        """Count the token sampled by a settled forward."""
+        session.samples += 1
+        if session.resampling:
+            session.resampling -= 1
+            return None
+        return session.ledger.sampled()
+
+    def _apply(self, session: Session, request: Any, cut: Cut) -> int:
+        """Carry out an event of a request; return the rows removed."""
+        removed = cut.live - cut.keep
+        self._compactor.carry_out(session, request.req_pool_idx, cut)
+        shorten(request, removed)
+        return removed
+
+    def _check(self, session: Session, rows: int, cut: Cut | None = None) -> None:
+        """Stop the engine rather than go on with lengths that do not agree."""
+        live = session.ledger.live if cut is None else cut.live
+        if rows != live:
+            raise RuntimeError(
+                f"kvbench: session {session.name} has {live} rows, SGLang's batch says {rows}"
+            )
+
+
+def _shorten_batch(batch: Any, removed: dict[int, int]) -> None:
+    """Take removed rows off a batch's lengths; a batch worked ahead of shares none in place."""
+    taken = torch.zeros_like(batch.seq_lens_cpu)
+    for i, rows in removed.items():
+        taken[i] = rows
+    batch.seq_lens_cpu = batch.seq_lens_cpu - taken
+    batch.seq_lens = batch.seq_lens - taken.to(batch.seq_lens.device)
+    batch.seq_lens_sum -= int(taken.sum())

@@ -1,0 +1,201 @@
+"""Blocks by physical length: a session holds fewer tokens than it has seen.
+
+vLLM's cache layouts: rows a kernel can read where they lie, or tiles of the CPU backend.
+
+Logically every layer is [blocks, kv_heads, block_size, 2 · head_dim], keys first. On a GPU a row is
+that in memory too. On the CPU a (block, head) holds all keys, then all values, each in tiles that
+suit the instruction set: `vec` has keys transposed, `amx` has tiles of 16 tokens by 2 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.core.rows import CopiedStore, PagedStore
+from agentbench_kv.engines.core.session import Cut
+from agentbench_kv.kernels.layout import PagedRows
+
+
+class SessionBlocks:
+    """The blocks of all requests, running or at rest, of a model with one KV cache group.
+
+    `manager` is vLLM's `KVCacheManager`.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        (self._single,) = manager.coordinator.single_type_managers
+        self.deficits: dict[str, int] = {}  # request -> logical minus physical length
+        self.freed = 0  # blocks that events gave back since the start
+        self._pool = manager.block_pool
+        base: Any = type(self._single)
+        self._single.__class__ = _by_physical_length(base)
+        self._single.kvbench_deficits = self.deficits
+
+    @property
+    def free(self) -> int:
+        """Blocks nobody holds."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def total(self) -> int:
+        """Blocks there are; one of them is vLLM's placeholder."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return int(self._single.block_size)
+
+    def shorten(self, request: str, cut: Cut) -> list[int]:
+        """Free what an event leaves empty; return the blocks before.
+
+        A block freed here is handed out in a later step, whose forward runs after the event.
+        """
+        blocks = self._single.req_to_blocks[request]
+        before = [block.block_id for block in blocks]
+        count = -(-cut.keep // self.size)
+        self._single.req_to_blocks[request] = blocks[:count]
+        self._single.num_cached_block[request] = count
+        self._pool.free_blocks(reversed(blocks[count:]))
+        self.freed += len(blocks) - count
+        return before
+
+    def rename(self, old: str, new: str) -> None:
+        """Hand a request's blocks to another request."""
+        for table in (self._single.req_to_blocks, self._single.num_cached_block):
+            if old in table:
+                table[new] = table.pop(old)
+
+    def drop(self, request: str) -> None:
+        """Free all blocks of a request at rest."""
+        self._single.free(request)
+
+
+@cache
+def _by_physical_length(base: type) -> type:
+    """Return `base` with its token counts made physical."""
+
+    class Physical(base):
+        kvbench_deficits: Mapping[str, int]
+
+        def get_num_blocks_to_allocate(
+            self,
+            request_id: str,
+            num_tokens: int,
+            new_computed_blocks: Any,
+            total_computed_tokens: int,
+            num_local_computed_tokens: int,
+            num_tokens_main_model: int,
+            **kwargs: Any,
+        ) -> int:
+            missing = self.kvbench_deficits.get(request_id, 0)
+            needed = super().get_num_blocks_to_allocate(
+                request_id,
+                num_tokens - missing,
+                new_computed_blocks,
+                total_computed_tokens - missing,
+                num_local_computed_tokens - missing,
+                num_tokens_main_model - missing,
+                **kwargs,
+            )
+            return int(needed)
+
+        def allocate_new_blocks(
+            self, request_id: str, num_tokens: int, num_tokens_main_model: int
+        ) -> Any:
+            missing = self.kvbench_deficits.get(request_id, 0)
+            return super().allocate_new_blocks(
+                request_id, num_tokens - missing, num_tokens_main_model - missing
+            )
+
+    Physical.__name__ = f"Physical{base.__name__}"
+    return Physical
+
+
+_TILE = 16
+
+
+def unpack_tiles(cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
+    """Return keys and values [blocks, kv_heads, block_size, head_dim] of CPU blocks; copies.
+
+    `cache` is [blocks, kv_heads, block_size, 2 · head_dim]; `isa` is vLLM's choice: `vec`, `vec16`
+    or `amx`.
+    """
+    blocks, heads, size, width = cache.shape
+    dim = width // 2
+    keys, values = cache.reshape(blocks, heads, 2, size * dim).unbind(2)
+    if isa == "amx":
+        keys = keys.reshape(blocks, heads, size // _TILE, dim // 2, _TILE, 2)
+        values = values.reshape(blocks, heads, dim // _TILE, size // 2, _TILE, 2)
+        keys, values = keys.permute(0, 1, 2, 4, 3, 5), values.permute(0, 1, 3, 5, 2, 4)
+    else:
+        keys = keys.reshape(blocks, heads, dim, size).transpose(-1, -2)
+    shape = (blocks, heads, size, dim)
+    return keys.reshape(shape), values.reshape(shape)
+
+
+def pack_tiles(keys: Tensor, values: Tensor, isa: str) -> Tensor:
+    """Return blocks that `unpack_tiles` takes apart into `keys` and `values`."""
+    blocks, heads, size, dim = keys.shape
+    if isa == "amx":
+        keys = keys.reshape(blocks, heads, size // _TILE, _TILE, dim // 2, 2)
+        values = values.reshape(blocks, heads, size // 2, 2, dim // _TILE, _TILE)
+        keys, values = keys.permute(0, 1, 2, 4, 3, 5), values.permute(0, 1, 4, 2, 5, 3)
+    else:
+        keys = keys.transpose(-1, -2)
+    flat = (blocks, heads, 1, size * dim)
+    return torch.cat([keys.reshape(flat), values.reshape(flat)], 2).reshape(
+        blocks, heads, size, 2 * dim
+    )
+
+
+class PackedStore(CopiedStore):
+    """A session's rows in CPU tiles: copied out, compacted, packed into its first blocks again.
+
+    Rows move within the copy as they would in place; packing rewrites whole blocks.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], blocks: list[int], live: int, isa: str) -> None:
+        self._caches = caches
+        self._isa = isa
+        self._size = caches[0].shape[2]
+        self._blocks = torch.tensor(blocks[: -(-live // self._size)])
+        rows = [
+            [_join(part)[:, :live] for part in unpack_tiles(cache[self._blocks], isa)]
+            for cache in caches
+        ]
+        super().__init__(torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows]))
+
+    def write_back(self) -> None:
+        """Pack what is left into the session's first blocks."""
+        count = -(-self.keys.shape[2] // self._size)
+        for cache, *rows in zip(self._caches, self.keys, self.values, strict=True):
+            keys, values = (_split(part, count, self._size) for part in rows)
+            cache[self._blocks[:count]] = pack_tiles(keys, values, self._isa)
+
+
+def paged_store(caches: Sequence[Tensor], blocks: list[int], live: int) -> PagedStore:
+    """Return the store of a session whose rows are contiguous in memory."""
+    dim = caches[0].shape[-1] // 2
+    keys = PagedRows.of([cache[..., :dim] for cache in caches], "bhrd")
+    values = PagedRows.of([cache[..., dim:] for cache in caches], "bhrd")
+    table = torch.tensor(blocks, dtype=torch.int32, device=caches[0].device)
+    return PagedStore(keys, values, table, live)
+
+
+def _join(blocks: Tensor) -> Tensor:
+    """Join blocks [n, kv_heads, size, d] to rows [kv_heads, n · size, d]."""
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+def _split(rows: Tensor, count: int, size: int) -> Tensor:
+    """Split rows [kv_heads, n, d] into blocks [count, kv_heads, size, d], zeros behind the last."""
+    heads, n, dim = rows.shape
+    padded = rows.new_zeros(heads, count * size, dim)
+    padded[:, :n] = rows
+    return padded.reshape(heads, count, size, dim).transpose(0, 1)

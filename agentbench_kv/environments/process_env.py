@@ -1,0 +1,43 @@
+"""What the command line tells the libraries of its own process, by environment variables.
+
+They are read when PyTorch is loaded. A serving engine runs as it was shipped: its process does not
+inherit them (docs/decisions, "waiting threads" and "huge pages").
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_SETTINGS = {
+    # GNU OpenMP: threads that wait for one another spin for milliseconds by default, which takes
+    # the processor from the very thread they wait for wherever something else runs too.
+    "GOMP_SPINCOUNT": "1000",
+    # PyTorch: large tensors lie in pages of 2 MiB, where scattered cache rows are found sooner.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+
+
+_SAME_MATTER = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY"}
+
+
+_applied: set[str] = set()
+
+
+def apply() -> None:
+    """Set every variable about which the user has said nothing."""
+    for name, value in _SETTINGS.items():
+        if name not in os.environ and _SAME_MATTER.get(name, name) not in os.environ:
+            os.environ[name] = value
+            _applied.add(name)
+
+
+def without(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment as the user made it.
+
+    Parameters
+    ----------
+    environment : mapping of str to str
+        This process's variables, or some of them.
+    """
+    return {name: value for name, value in environment.items() if name not in _applied}

@@ -1,0 +1,340 @@
+"""Request bodies of the HTTP surface. Fields we cannot honour are refused, not ignored.
+
+Response bodies: whole completions and server-sent chunks, as OpenAI clients read them.
+
+Errors as an OpenAI client expects them: a status and `{"error": {...}}`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentbench_kv.errors import CapacityError, EndpointError, KVBenchError
+from agentbench_kv.gateway.parsing import Delta
+from agentbench_kv.gateway.session import (
+    ChatResult,
+    Options,
+    SessionBusyError,
+    SessionLimitError,
+    UnknownSessionError,
+)
+from agentbench_kv.methods.spans import Hints
+from agentbench_kv.phases.tokens import encodable
+
+_numbers = itertools.count(1)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=True).encode() + b"\n\n"
+
+
+class Format(ABC):
+    """What chat and completion responses share."""
+
+    prefix: ClassVar[str]  # of the id
+    whole: ClassVar[str]  # the object's type
+    chunk: ClassVar[str]
+    empty: ClassVar[dict[str, Any]]  # the answer in a chunk that only ends the stream
+
+    def __init__(self, model: str, *, include_usage: bool, token_ids: bool) -> None:
+        self._head = {"id": f"{self.prefix}-{next(_numbers)}", "created": int(time.time())}
+        self._model = model
+        self._include_usage = include_usage
+        self._token_ids = token_ids
+
+    @abstractmethod
+    def answer(self, result: ChatResult) -> dict[str, Any]:
+        """Return the answer of a whole response."""
+
+    @abstractmethod
+    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of one delta."""
+
+    def body(self, result: ChatResult) -> dict[str, Any]:
+        choice = self._last_choice(self.answer(result), result)
+        return {**self._envelope(self.whole), "choices": [choice], "usage": result.usage}
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        yield from ()
+
+    def last(self, result: ChatResult) -> Iterator[dict[str, Any]]:
+        envelope = self._envelope(self.chunk)
+        yield {**envelope, "choices": [self._last_choice(self.empty, result)]}
+        if self._include_usage:
+            yield {**envelope, "choices": [], "usage": result.usage}
+
+    def _piece(self, answer: dict[str, Any]) -> dict[str, Any]:
+        choice = {**answer, "index": 0, "finish_reason": None}
+        return {**self._envelope(self.chunk), "choices": [choice]}
+
+    def _last_choice(self, answer: dict[str, Any], result: ChatResult) -> dict[str, Any]:
+        # Finish reasons that OpenAI clients know; `usage.kvbench` has the exact one.
+        known = {"context_limit": "length", "cancelled": "stop"}
+        reason = known.get(result.finish_reason, result.finish_reason)
+        ids = {"token_ids": result.token_ids} if self._token_ids else {}
+        return {**answer, "index": 0, "finish_reason": reason, **ids}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {**self._head, "object": kind, "model": self._model}
+
+
+class ChatFormat(Format):
+    """Responses of `/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+    empty: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def __init__(self, model: str, *, include_usage: bool, token_ids: bool) -> None:
+        super().__init__(model, include_usage=include_usage, token_ids=token_ids)
+        self._calls = 0
+
+    def answer(self, result: ChatResult) -> dict[str, Any]:
+        """Return the message; content is null when there are only calls."""
+        empty = not result.content and result.tool_calls
+        return {"message": {**result.message, "content": None if empty else result.content}}
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        yield self._piece({"delta": {"role": "assistant", "content": ""}})
+
+    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield text as it is, a call as its name and then its arguments."""
+        if delta.call is None:
+            field = "content" if delta.kind == "content" else "reasoning_content"
+            yield self._piece({"delta": {field: delta.text}})
+            return
+        index, self._calls = self._calls, self._calls + 1
+        function = delta.call["function"]
+        head = {**delta.call, "index": index, "function": {**function, "arguments": ""}}
+        tail = {"index": index, "function": {"arguments": function["arguments"]}}
+        yield self._piece({"delta": {"tool_calls": [head]}})
+        yield self._piece({"delta": {"tool_calls": [tail]}})
+
+
+class CompletionFormat(Format):
+    """Responses of `/v1/completions`."""
+
+    prefix = "cmpl"
+    whole = chunk = "text_completion"
+    empty: ClassVar[dict[str, Any]] = {"text": "", "logprobs": None}
+
+    def answer(self, result: ChatResult) -> dict[str, Any]:
+        return {"text": result.content, "logprobs": None}
+
+    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        yield self._piece({"text": delta.text, "logprobs": None})
+
+
+_log = logging.getLogger(__name__)
+
+
+_RETRY = {"Retry-After": "1"}
+
+
+# First match wins: status, code and headers of a foreseen error.
+_KNOWN: list[tuple[type[KVBenchError], int, str | None, dict[str, str]]] = [
+    (SessionBusyError, 409, "session_busy", _RETRY),
+    (SessionLimitError, 429, "session_limit", _RETRY),
+    (UnknownSessionError, 404, "session_not_found", {}),
+    (CapacityError, 400, "kv_capacity_exceeded", {}),
+    (EndpointError, 502, "endpoint_failed", {}),
+    (KVBenchError, 400, None, {}),
+]
+
+
+class ApiError(Exception):
+    """An error response: HTTP status, machine-readable `code`, and the request field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = encodable(message)
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        types = {401: "authentication_error", 429: "rate_limit_error"}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {
+            "message": self.message,
+            "type": types.get(self.status, default),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return the response an exception stands for; an unforeseen one is logged and hidden."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status, code, headers in _KNOWN:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code, headers=headers)
+    _log.error("request failed", exc_info=error)
+    return ApiError(500, "the engine failed; the server's log says how", code="internal_error")
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+
+
+# Each with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+}
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _KVBench(BaseModel):
+    session: str | None = None
+
+
+class CommonRequest(BaseModel):
+    """The fields that both kinds of request have."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    session_id: str | None = None
+    kvbench: _KVBench | None = None
+    tool_choice: Any = None
+    return_token_ids: bool = False
+    evoke_priority: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    evoke_pinned: bool | None = None
+    evoke_task_boundary: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        for name, harmless in _UNSUPPORTED.items():
+            if isinstance(data, dict) and data.get(name) not in harmless:
+                raise ApiError(
+                    400,
+                    f"this server does not support {name}={data[name]!r}",
+                    code="unsupported_parameter",
+                    param=name,
+                )
+        return data
+
+    @property
+    def session(self) -> str | None:
+        return self.session_id or (self.kvbench.session if self.kvbench else None)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def options(self) -> Options:
+        """Return the sampling; greedy unless a temperature is given."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Options(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            # -1 is how vLLM clients switch it off.
+            top_k=max(self.top_k or 0, 0),
+            seed=self.seed or 0,
+            stop=tuple(stop for stop in stops if stop),
+            parse_tools=self.tool_choice != "none",
+            hints=Hints(
+                priority=1.0 if self.evoke_priority is None else self.evoke_priority,
+                pinned=bool(self.evoke_pinned),
+                task_boundary=bool(self.evoke_task_boundary),
+            ),
+        )
+
+
+class ChatRequest(CommonRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    def options(self) -> Options:
+        """Return the sampling; the limit has two names."""
+        limit = self.max_completion_tokens or self.max_tokens
+        return replace(super().options(), max_tokens=limit)
+
+
+class CompletionRequest(CommonRequest):
+    """Body of `POST /v1/completions`; a prompt is text or token ids, one of them."""
+
+    prompt: Prompt
+    ignore_eos: bool = False
+
+    def options(self) -> Options:
+        """Return the sampling; a raw completion may go on behind the model's turn end."""
+        return replace(super().options(), ignore_eos=self.ignore_eos)
+
+    def one_prompt(self) -> str | list[int]:
+        """Return the prompt; a batch of one is one."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        nested = [part for part in self.prompt if not isinstance(part, int)]
+        if not nested:
+            return [part for part in self.prompt if isinstance(part, int)]
+        if len(nested) > 1:
+            raise ApiError(400, "one prompt per request, please", param="prompt")
+        return nested[0]
+
+
+def parse_request(kind: type[Body], data: object) -> Body:
+    """Return the validated body; the first thing wrong with it becomes a 400."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param or None) from error

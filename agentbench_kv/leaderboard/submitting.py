@@ -1,0 +1,253 @@
+"""Making a submission: a copy of runs with a manifest that says whose they are.
+
+Adding a checked submission to a leaderboard's folder, as new runs or as replications.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.leaderboard.checking import RunVerdict, Verdict, validate
+from agentbench_kv.leaderboard.evidence import (
+    HASHED,
+    MANIFEST,
+    TRANSCRIPTS,
+    Evidence,
+    file_sha,
+    first_error,
+    hashes,
+    is_plain,
+    read_run,
+    same_files,
+    transcripts,
+)
+from agentbench_kv.results.files import write_atomic, writing
+from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.submissions import (
+    KEPT,
+    REPLICATIONS,
+    STANDINGS,
+    Label,
+    Manifest,
+    Replication,
+    Standing,
+)
+from agentbench_kv.results.summary import summarize
+
+
+def pack(
+    runs: Sequence[RunReader],
+    folder: Path,
+    *,
+    who: str,
+    method: str,
+    link: str = "",
+    with_transcripts: bool = True,
+) -> Manifest:
+    """Make a submission of runs; their summaries are derived again.
+
+    Parameters
+    ----------
+    runs : sequence of RunReader
+        The runs, left as they are.
+    folder : Path
+        Must not exist or be empty.
+    who, method, link : str
+        As `Manifest` holds them.
+    with_transcripts : bool
+        Without them scores can be neither derived again nor compared with a rerun.
+
+    Raises
+    ------
+    UsageError
+        If the folder is in use, or a name or the link is not acceptable.
+    PrerequisiteError
+        If it cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not empty; name a new folder")
+    about = {"who": who, "method": method, "link": link}
+    # Refuse names before anything is written.
+    _manifest({**about, "runs": [{"run_id": run.info.run_id, "sha256": {}} for run in runs]})
+    listed = []
+    for run in runs:
+        target = folder / run.info.run_id
+        with writing(target):
+            copy_run(run.path, target, with_transcripts=with_transcripts)
+        summarize(RunReader(target))
+        listed.append({"run_id": target.name, "sha256": hashes(target)})
+    manifest = _manifest({**about, "runs": listed})
+    text = manifest.model_dump_json(indent=2, by_alias=True)
+    write_atomic(folder / MANIFEST, text.encode() + b"\n")
+    return manifest
+
+
+def copy_run(source: Path, target: Path, *, with_transcripts: bool = True) -> None:
+    """Copy the plain files of a run that this version knows, nothing else."""
+    names = list(HASHED)
+    if with_transcripts:
+        names += [f"{TRANSCRIPTS}/{name}" for name in transcripts(source)]
+    for name in names:
+        if is_plain(source / name):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        raise UsageError(f"the submission: {first_error(error)}") from None
+
+
+@dataclass(frozen=True)
+class Added:
+    """What adding a submission came to: run ids that are new, and replications of known ones."""
+
+    new: list[str] = field(default_factory=list)
+    replications: list[str] = field(default_factory=list)
+
+
+def add(
+    folder: Path, leaderboard: Path, *, rescore: bool = False, model: Path | None = None
+) -> Added:
+    """Validate a submission and copy its runs into a leaderboard's folder.
+
+    A run that is there already with the same records is passed over. Other records of the same run
+    are a replication: they are kept beside it, and never count as more of its trials.
+
+    Parameters
+    ----------
+    rescore, model
+        As `validate` takes them.
+
+    Raises
+    ------
+    UsageError
+        If the submission is not valid, or holds an edited copy of a run that is there.
+    PrerequisiteError
+        If the folder cannot be written.
+    """
+    verdict = validate(folder, rescore=rescore, model=model)
+    if verdict.findings:
+        more = len(verdict.findings) - 1
+        rest = f" (and {more} more; kvbench leaderboard validate lists them)" if more else ""
+        raise UsageError(f"{folder}: {verdict.findings[0]}{rest}")
+    places = {run.run_id: _place(folder, leaderboard, run.run_id) for run in verdict.runs}
+    added = Added()
+    submission = (folder / MANIFEST).read_bytes()
+    name = hashlib.sha256(submission).hexdigest()[:16]
+    _write(leaderboard / KEPT / f"{name}.json", submission)
+    for run in verdict.runs:
+        target = places[run.run_id]
+        if target is None:
+            _upgrade(leaderboard, run, folder)
+            continue
+        _copy(folder / run.run_id, target)
+        replicates = target.parent != leaderboard
+        (added.replications if replicates else added.new).append(run.run_id)
+        _write_standing(leaderboard, target, verdict, run, name)
+    return added
+
+
+def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
+    """Return where a run goes; None if it is there."""
+    source, first = folder / name, leaderboard / name
+    found = hashes(source)
+    if not first.exists():
+        return first
+    if not (first / "run.json").is_file():
+        raise UsageError(f"{first} is no run; remove it or rename it")
+    target = leaderboard / REPLICATIONS / f"{name}~{found['samples.jsonl'][:8]}"
+    known = [first, *(leaderboard / REPLICATIONS).glob(f"{name}~*")]
+    if any(same_files(hashes(each), found) for each in known):
+        return None
+    for each in known:
+        if _measured(each) & _measured(source):
+            raise UsageError(
+                f"{source} is an edited copy of {each}: they share measurements that no two runs "
+                "have; a replication is a run of one's own"
+            )
+    return target
+
+
+def _measured(path: Path) -> set[str | float]:
+    """Return what two plays of the same run never have in common: the writer, the times."""
+    reader = RunReader(path)
+    times = {record.timing.e2e_s for record in reader.trials() if record.timing.e2e_s}
+    return {reader.info.owner, *times}
+
+
+def _upgrade(leaderboard: Path, run: RunVerdict, folder: Path) -> None:
+    """Raise the label of a run that is there if it was checked further this time."""
+    records = file_sha(folder / run.run_id / "samples.jsonl")
+    path = leaderboard / STANDINGS / f"{records[:16]}.json"
+    if path.is_file():
+        old = Standing.model_validate_json(path.read_bytes())
+        if list(Label).index(old.label) < list(Label).index(run.label):
+            _write_model(path, old.model_copy(update={"label": run.label, "notes": run.notes}))
+
+
+def _write_standing(
+    leaderboard: Path, target: Path, verdict: Verdict, run: RunVerdict, submission: str
+) -> None:
+    records = file_sha(target / "samples.jsonl")
+    first = leaderboard / run.run_id
+    standing = Standing(
+        run_id=run.run_id,
+        submission=submission,
+        records=records,
+        label=run.label,
+        notes=run.notes,
+        replication=None if target == first else _replication(target, first, verdict, run),
+    )
+    _write_model(leaderboard / STANDINGS / f"{records[:16]}.json", standing)
+
+
+def _replication(target: Path, first: Path, verdict: Verdict, run: RunVerdict) -> Replication:
+    trials = RunReader(target).trials()
+    one, other = _tokens(target), _tokens(first)
+    shared = one.keys() & other.keys()
+    return Replication(
+        path=str(target.relative_to(first.parent)),
+        who=verdict.manifest.who,
+        label=run.label,
+        score=fmean(record.headline for record in trials),
+        trials=len({record.key for record in trials}),
+        equal=sum(one[key] == other[key] for key in shared),
+    )
+
+
+def _tokens(path: Path) -> dict[tuple[str, int], list[str]]:
+    evidence: Evidence | None = read_run(path, [])
+    known = evidence.transcripts if evidence else {}
+    return {key: each.generated for key, each in known.items() if each.generated}
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy so that a half-copied run never lies in the leaderboard."""
+    partial = target.parent / f".adding-{target.name}"
+    with writing(target):
+        shutil.rmtree(partial, ignore_errors=True)
+        copy_run(source, partial)
+        summarize(RunReader(partial))
+        partial.rename(target)
+
+
+def _write_model(path: Path, content: Standing) -> None:
+    _write(path, content.model_dump_json(indent=2).encode() + b"\n")
+
+
+def _write(path: Path, content: bytes) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)

@@ -1,1 +1,0 @@
-"""Repeated measurements of a server under load: what `kvbench bench serving` leaves behind."""

@@ -1,0 +1,552 @@
+"""What `kvbench summarize` and `kvbench show` print, as tables or as one JSON document.
+
+Tables for the terminal. Every cell is data: markup and control characters stay visible text.
+
+Live KV turn by turn: bars for the terminal, a picture for a paper.
+
+A trial's transcript for the terminal: phases in colour, evictions where they happened.
+
+A transcript is what a model and a benchmark wrote: any JSON at all. What looks like chat messages
+is laid out as such, the rest is shown as it is; nothing in it is obeyed by the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from agentbench_kv.budget import Budget
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results.files import writing
+from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.stats import Interval
+from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
+from agentbench_kv.results.summary import Summary, build, median, summarize
+from agentbench_kv.results.terminal import (
+    console,
+    failures,
+    new_table,
+    number,
+    plain,
+    print_json,
+    share,
+    visible,
+)
+
+T = TypeVar("T")
+
+
+_MOST_ROWS = 50
+
+
+# Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
+_SUMMARY: dict[str, Callable[[Summary], object]] = {
+    "run": lambda run: run.run_id,
+    "method": lambda run: run.method,
+    "budget": lambda run: run.budget,
+    "score [95% CI]": lambda run: percent(run.score),
+    "triggered only": lambda run: percent(run.score_triggered),
+    "peak live": lambda run: run.kv and number(run.kv.median_peak_live),
+    "logical": lambda run: run.kv and number(run.kv.median_logical),
+    "events": lambda run: run.kv and run.kv.events,
+    "evicted": lambda run: run.kv and run.kv.evicted,
+    "tok/s": lambda run: number(run.tokens_per_s),
+    "failures": lambda run: failures(run.failures),
+    "validity": lambda run: run.validity.state,
+}
+
+
+_TURN: dict[str, Callable[[TurnRecord], object]] = {
+    "sample": lambda turn: turn.sample_id,
+    "trial": lambda turn: turn.trial,
+    "turn": lambda turn: turn.turn,
+    "prompt": lambda turn: turn.prompt_tokens,
+    "output": lambda turn: turn.output_tokens,
+    "phases": lambda turn: " ".join(f"{name} {count}" for name, count in turn.phases.items()),
+    "live": lambda turn: f"{turn.live_before} > {turn.live_after}",
+    "events": lambda turn: turn.events,
+    "evicted": lambda turn: turn.evicted,
+    "restored": lambda turn: turn.restored,
+    "prefill": lambda turn: turn.prefill_tokens,
+    "KV MB read": lambda turn: number(turn.kv_bytes_read / 1e6),
+    "TTFT ms": lambda turn: number(turn.ttft_ms),
+    "TPOT ms": lambda turn: number(turn.tpot_ms),
+}
+
+
+# Of the turns with one index: medians over trials, totals of events and evicted tokens.
+_TURNS: dict[str, Callable[[list[TurnRecord]], object]] = {
+    "turn": lambda turns: turns[0].turn,
+    "trials": len,
+    "prompt": lambda turns: number(median(turn.prompt_tokens for turn in turns)),
+    "output": lambda turns: number(median(turn.output_tokens for turn in turns)),
+    "live before": lambda turns: number(median(turn.live_before for turn in turns)),
+    "live after": lambda turns: number(median(turn.live_after for turn in turns)),
+    "events": lambda turns: sum(turn.events for turn in turns),
+    "evicted": lambda turns: sum(turn.evicted for turn in turns),
+    "TTFT ms": lambda turns: number(median(turn.ttft_ms for turn in turns)),
+    "TPOT ms": lambda turns: number(median(turn.tpot_ms for turn in turns)),
+}
+
+
+def _table(columns: Mapping[str, Callable[[T], object]], items: Iterable[T]) -> Table:
+    rows = ([cell(item) for cell in columns.values()] for item in items)
+    return new_table(*columns, rows=rows)
+
+
+def summary_table(summaries: Sequence[Summary]) -> Table:
+    """Return one row per run: scores, KV figures, speed, failures, validity."""
+    return _table(_SUMMARY, summaries)
+
+
+def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
+    """Return what the headline scores are made of: sub-scores, and pass^k of repeated trials.
+
+    Each has one row per run. A sub-score that crosses two others (`tool_one_shot`) is left to
+    `summary.json`.
+    """
+    parts = [{name: sub.interval for name, sub in s.sub_scores.items()} for s in summaries]
+    names = {name for each in parts for name in each}
+    crossed = {f"{a}_{b}" for a in names for b in names}
+    passes = [summary.pass_k for summary in summaries]
+    tables = (_shares(summaries, parts, crossed), _shares(summaries, passes))
+    return [table for table in tables if table is not None]
+
+
+def _shares(
+    summaries: Sequence[Summary],
+    shares: Sequence[Mapping[str, Interval]],
+    left_out: Collection[str] = (),
+) -> Table | None:
+    names = [name for name in dict.fromkeys(chain(*shares)) if name not in left_out]
+    rows = (
+        (summary.method, summary.budget, summary.task, *(percent(own.get(name)) for name in names))
+        for summary, own in zip(summaries, shares, strict=True)
+    )
+    return new_table("method", "budget", "task", *names, rows=rows) if names else None
+
+
+def failure_kinds(summary: Summary) -> Table | None:
+    """Return one row per failure kind with its share of the trials; None without failures."""
+    kinds = summary.failures.items()
+    rows = ((kind, count, f"{100 * count / summary.trials:.1f}%") for kind, count in kinds)
+    return new_table("failure", "trials", "share", rows=rows) if kinds else None
+
+
+def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
+    """Return one row per trial without a score; None if there is none."""
+    failed = [record for record in trials if record.score is None]
+    columns = ("sample", "trial", "status", "attempts", "transcript", "error")
+    rows = (
+        (r.sample_id, r.trial, r.status, r.attempts, r.transcript, r.error)
+        for r in failed[:_MOST_ROWS]
+    )
+    table = new_table(*columns, rows=rows)
+    if len(failed) > _MOST_ROWS:
+        table.add_row(f"and {len(failed) - _MOST_ROWS} more; --json shows all")
+    return table if failed else None
+
+
+def turn_table(turns: Sequence[TurnRecord]) -> Table:
+    """Return one row per turn; live tokens before and after, times in milliseconds."""
+    return _table(_TURN, turns)
+
+
+def turn_overview(turns: Sequence[TurnRecord]) -> Table:
+    """Return one row per turn index."""
+    return _table(_TURNS, turns_by_index(turns))
+
+
+def percent(interval: Interval | None) -> str | None:
+    """Write a share with its interval, in percent."""
+    return None if interval is None else share(interval.point, interval.low, interval.high)
+
+
+def facts_table(summary: Summary) -> Table:
+    """Return everything about one run that the summary table has no column for."""
+    kv, score = summary.kv, summary.score
+    groups = f" in {score.groups} groups" if score and score.groups else ""
+    triggered = summary.validity.triggered_samples
+    facts: list[tuple[str, object]] = [
+        ("status", summary.status),
+        ("task", summary.task),
+        ("engine", summary.engine),
+        ("model", summary.model),
+        ("seed", summary.seed),
+        ("samples", f"{summary.samples}{groups}, {triggered} with an event"),
+        ("trials", f"{summary.trials} of {summary.expected_trials or 'unknown'}"),
+        ("score, failures left out", percent(summary.score_completed)),
+        ("failed trials", f"{100 * summary.non_completion_rate:.1f}%"),
+        ("infra retries", summary.infra_retries),
+        ("user retries", summary.user_retries),
+        ("session resets", summary.session_resets),
+        ("wall s", number(summary.wall_s)),
+        ("TTFT / TPOT ms", f"{number(summary.ttft_ms)} / {number(summary.tpot_ms)}"),
+    ]
+    if kv is not None:
+        facts += [
+            ("peak live, worst", kv.max_peak_live),
+            ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
+            (
+                "rows moved / restored / recomputed",
+                f"{kv.rows_moved} / {kv.restored} / {kv.recomputed}",
+            ),
+            ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
+        ]
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in [*facts, *(("note", note) for note in summary.notes)]:
+        table.add_row(plain(name), plain(value))
+    return table
+
+
+_WIDTH = 48
+
+
+_MOST_ROWS_timeline = 60
+
+
+_HELD, _EVICTED = "█", "░"
+
+
+_HELD_COLOUR, _EVICTED_COLOUR = "#3b6fb6", "#c8483c"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn index over the trials that reached it; tokens per (layer, KV head)."""
+
+    turn: int
+    trials: int
+    held: float  # median of what was live when the turn ended
+    low: float  # its 10th and 90th percentile; both `held` where there is one trial
+    high: float
+    evicted: float  # median of what was evicted during the turn
+    events: int  # in all trials together
+
+
+def steps(turns: Sequence[TurnRecord]) -> list[Step]:
+    """Return the timeline of some trials, by turn index."""
+    return [_step(group) for group in turns_by_index(turns)]
+
+
+def _step(group: Sequence[TurnRecord]) -> Step:
+    held = [turn.live_after for turn in group]
+    deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
+    return Step(
+        turn=group[0].turn,
+        trials=len(group),
+        held=statistics.median(held),
+        low=deciles[0],
+        high=deciles[-1],
+        evicted=statistics.median(turn.evicted for turn in group),
+        events=sum(turn.events for turn in group),
+    )
+
+
+def timeline_table(timeline: Sequence[Step], budget: int | None = None) -> Table:
+    """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
+    table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
+    most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
+    for step in timeline[:_MOST_ROWS_timeline]:
+        bar = _bar(step, _WIDTH / most)
+        table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
+    if len(timeline) > _MOST_ROWS_timeline:
+        table.add_row("", f"and {len(timeline) - _MOST_ROWS_timeline} more turns; --png draws all")
+    if budget is not None:
+        table.add_row("", f"{' ' * max(0, round(budget * _WIDTH / most) - 1)}▲ budget {budget}")
+    return table
+
+
+def _bar(step: Step, scale: float) -> Text:
+    held = round(step.held * scale)
+    # Rounded together, so that equal sums end in the same column.
+    evicted = round((step.held + step.evicted) * scale) - held
+    return Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
+
+
+def check_drawing() -> None:
+    """Raise a PrerequisiteError if a picture cannot be drawn, with the command that helps."""
+    if find_spec("matplotlib") is None:
+        raise PrerequisiteError(
+            "--png needs matplotlib, from the extra [analysis]: in the clone, pip install "
+            '".[analysis]"; elsewhere, pip install matplotlib'
+        )
+
+
+def draw_timeline(
+    timeline: Sequence[Step], path: Path, title: str, budget: int | None = None
+) -> None:
+    """Draw the timeline as a PNG file; a PrerequisiteError if that cannot be done.
+
+    Bars as in the terminal; a whisker spans the 10th to the 90th percentile over trials.
+    """
+    check_drawing()
+    # Not pyplot: it keeps global state and may want a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    index, held = [step.turn for step in timeline], [step.held for step in timeline]
+    spread = [[s.held - s.low for s in timeline], [s.high - s.held for s in timeline]]
+    axes.bar(index, held, color=_HELD_COLOUR, label="held at the turn's end")
+    axes.errorbar(index, held, yerr=spread, fmt="none", ecolor="black", elinewidth=0.8)
+    axes.bar(
+        index, [step.evicted for step in timeline], bottom=held,
+        color=_EVICTED_COLOUR, alpha=0.5, label="evicted in the turn",
+    )  # fmt: skip
+    if budget is not None:
+        axes.axhline(budget, color="black", linestyle="--", linewidth=0.8, label=f"budget {budget}")
+    axes.set_xlabel("turn")
+    axes.set_ylabel("live tokens per layer and KV head")
+    # A title is data: a font may lack its letters, and `$` would be taken for a formula.
+    axes.set_title(visible(title).encode("ascii", "backslashreplace").decode(), parse_math=False)
+    axes.legend(fontsize="small")
+    with writing(path):
+        figure.savefig(path, dpi=150, format="png")
+
+
+PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
+
+
+"""Colours as in the pictures of `kvbench analyze`; every line names its phase too."""
+
+
+_MOST_CHARACTERS = 8_000
+
+
+_EVENT_STYLE = "bold red"
+
+
+_TAG = max(map(len, PHASE_STYLES))
+
+
+class Segment(NamedTuple):
+    """A part of a message that belongs to one phase."""
+
+    phase: str
+    text: str
+
+
+def segments(message: Any) -> list[Segment]:
+    """Split a chat message into its phases, in the order a chat template writes them.
+
+    Reasoning is *think*, tool calls are *act*, a tool's answer is *tool*, and all else, the final
+    answer included, *others*.
+    """
+    if not isinstance(message, dict):
+        return [Segment("others", _text(message))]
+    content = _text(message.get("content"))
+    if message.get("role") == "tool":
+        return [Segment("tool", content)]
+    thought = _text(message.get("reasoning_content") or message.get("reasoning"))
+    acts = map(_call, _list(message.get("tool_calls") or None))
+    found = [Segment("think", thought), Segment("others", content)]
+    return [part for part in found if part.text] + [Segment("act", act) for act in acts]
+
+
+def transcript_lines(document: Any, turns: Sequence[TurnRecord]) -> Iterator[Text]:
+    """Yield what to print of a transcript file's content, a line or a paragraph each.
+
+    With one turn per assistant message, events are placed after the message during which they
+    happened, else they are listed at the end.
+    """
+    fields = document if isinstance(document, dict) else {"transcript": document}
+    messages, events = _list(fields.get("transcript")), _list(fields.get("events"))
+    replies = sum(_role(message) == "assistant" for message in messages)
+    placed = replies == len(turns) and sum(turn.events for turn in turns) == len(events)
+    left, turn_of = iter(events), iter(turns)
+    for message in messages:
+        turn = next(turn_of) if placed and _role(message) == "assistant" else None
+        yield _header(message, turn)
+        for segment in segments(message):
+            yield _paragraph(segment)
+        for _ in range(turn.events if turn else 0):
+            yield _event(next(left))
+    for event in left:
+        yield _event(event)
+
+
+def _header(message: Any, turn: TurnRecord | None) -> Text:
+    text = Text(visible(_role(message)), style="bold")
+    if turn is not None:
+        live = f"{turn.live_before} > {turn.live_after} live"
+        text.append(f"  turn {turn.turn}, {live}", style="dim")
+    return text
+
+
+def _paragraph(segment: Segment) -> Text:
+    shown = segment.text[:_MOST_CHARACTERS]
+    if len(shown) < len(segment.text):
+        left = len(segment.text) - len(shown)
+        shown += f"\n({left} more characters; --json shows all)"
+    lines = visible(shown, keep="\n").split("\n")
+    tag = f"  {segment.phase:<{_TAG}} | "
+    return Text("\n".join(tag + line for line in lines), style=PHASE_STYLES[segment.phase])
+
+
+def _event(event: Any) -> Text:
+    if not isinstance(event, dict):
+        return Text(f"  event: {visible(_text(event))}", style=_EVENT_STYLE)
+    before, after = event.get("live_before"), event.get("live_after")
+    known = isinstance(before, int) and isinstance(after, int)
+    lost = f"{before - after} evicted, " if known else ""  # type: ignore[operator]
+    line = (
+        f"  event: {before} > {after} live ({lost}{event.get('decoded')} decoded, "
+        f"{event.get('logical')} logical so far)"
+    )
+    return Text(visible(line), style=_EVENT_STYLE)
+
+
+def _role(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    return role if isinstance(role, str) else "entry"
+
+
+def _call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return _text(call)
+    return f"{_text(function.get('name'))}({_text(function.get('arguments'))})"
+
+
+def _list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
+    """Rebuild the summary of each run (a path or an id) and print them all.
+
+    A UsageError if a run does not exist; nothing is rebuilt then.
+    """
+    found = [RunStore(out).find(run) for run in runs]
+    summaries = [summarize(run) for run in found]
+    if as_json:
+        print_json([summary.model_dump(mode="json") for summary in summaries])
+    else:
+        _print_summaries(summaries)
+
+
+def show_run(
+    out: Path, run: str, sample: str | None, as_json: bool, png: Path | None = None
+) -> None:
+    """Print one run: summary, failures by kind, and its timeline turn by turn.
+
+    With `sample`, that sample's failures, turns and transcripts instead; with `png`, the timeline
+    is drawn into that file as well. A UsageError if there is no such run or sample.
+    """
+    if png is not None:
+        check_drawing()
+    reader = RunStore(out).find(run)
+    summary, trials, turns = build(reader), reader.trials(), reader.turns()
+    if sample is not None:
+        trials = [record for record in trials if record.sample_id == sample]
+        turns = [record for record in turns if record.sample_id == sample]
+        if not trials and not turns:
+            known = sorted({record.sample_id for record in reader.trials()})
+            hint = suggestion(sample, known)
+            raise UsageError(f"run {reader.path.name} has no sample {sample!r}{hint}")
+    budget = _budget(summary)
+    if png is not None:
+        title = reader.path.name if sample is None else f"{reader.path.name}, {sample}"
+        draw_timeline(steps(turns), png, title, budget)
+    if as_json:
+        document = {
+            "summary": summary.model_dump(mode="json"),
+            "trials": msgspec.to_builtins(trials),
+            "turns": msgspec.to_builtins(turns),
+        }
+        if sample is not None:
+            document["transcripts"] = [_transcript(reader, record) for record in trials]
+        print_json(document)
+        return
+    failed = [failure_kinds(summary), failure_table(trials)]
+    _print_run(reader, summary, [*failed, *_turn_tables(turns, budget, sample is not None)])
+    if sample is not None:
+        _print_transcripts(reader, trials, turns)
+    if png is not None:
+        console().print(plain(png), soft_wrap=True)
+
+
+def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -> list[Table]:
+    """Return the timeline, that of every trial if they are to be told apart, and the turns."""
+    if not turns:
+        return []
+    if not apart:
+        return [timeline_table(steps(turns), budget), turn_overview(turns)]
+    trials = sorted({turn.trial for turn in turns})
+    own = (steps([turn for turn in turns if turn.trial == trial]) for trial in trials)
+    return [*(timeline_table(each, budget) for each in own), turn_table(turns)]
+
+
+def _budget(summary: Summary) -> int | None:
+    """Return a budget that is a number of tokens; a share grows with the session."""
+    try:
+        return None if summary.budget is None else Budget.parse(summary.budget).tokens
+    except UsageError:
+        return None
+
+
+def _transcript(reader: RunReader, record: TrialRecord) -> Any:
+    """Load a transcript; None if there is none, or none that can be read."""
+    try:
+        return reader.transcript(record)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _print_summaries(summaries: Sequence[Summary]) -> None:
+    screen = console()
+    screen.print(summary_table(summaries))
+    for summary in summaries:
+        for reason in summary.validity.reasons:
+            screen.print(plain(f"{summary.run_id}: {reason}"), soft_wrap=True)
+    for table in finer_tables(summaries):
+        screen.print()
+        screen.print(table)
+
+
+def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | None]) -> None:
+    _print_summaries([summary])
+    screen = console()
+    screen.print()
+    screen.print(facts_table(summary))
+    if reader.interrupted:
+        screen.print("interrupted: run the same command again to finish it")
+    for table in tables:
+        if table is not None:
+            screen.print()
+            screen.print(table)
+
+
+def _print_transcripts(
+    reader: RunReader, trials: Sequence[TrialRecord], turns: Sequence[TurnRecord]
+) -> None:
+    screen = console()
+    for record in trials:
+        document = _transcript(reader, record)
+        own = [turn for turn in turns if turn.key == record.key]
+        screen.print()
+        screen.print(plain(f"transcript of {record.sample_id}, trial {record.trial}"))
+        if document is None:
+            screen.print(plain(f"none that can be read ({record.transcript})"))
+            continue
+        for line in transcript_lines(document, own):
+            screen.print(line, soft_wrap=True)

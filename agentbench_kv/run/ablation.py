@@ -1,0 +1,147 @@
+"""One method, one parameter at a time: every variant against the method as it is, paired."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.errors import UsageError, unknown_name
+from agentbench_kv.methods.samplers import SAMPLERS
+from agentbench_kv.registry import load_method
+from agentbench_kv.results.groups import RunGroup, asked_once
+from agentbench_kv.results.runs import load_run
+from agentbench_kv.results.stats import Change, Interval, change, holm, level
+from agentbench_kv.results.store import RunStore
+from agentbench_kv.run.runner import Progress, run_all
+from agentbench_kv.run.spec import RunSpec, resolve
+
+logger = logging.getLogger(__name__)
+
+
+AXES: Mapping[str, tuple[Any, ...]] = {
+    "representatives": (8, 16, 24, 32, 48, 64),
+    "drop_phase": ("none", "think", "act", "tool", "others"),
+    "sampler": SAMPLERS,
+    "gqa": ("mean_prob", "max_prob", "max_logit"),
+    "kept_set": ("per_head", "per_kv_head", "shared"),
+    "keep_recent": (0, 8, 32, 128),
+    "trigger": ("every", "slack", "turn", "prefill+every"),
+}
+
+
+"""Parameters that are varied if nothing else is asked for (AgentKV, tables 3 and 4, and what its
+paper leaves open)."""
+
+
+_IDLE = ("kept_set", "keep_recent")
+
+
+"""What changes nothing about a method that ranks by position."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm.
+
+    Attributes
+    ----------
+    axis, value : str
+        What was changed; both empty for the baseline.
+    spec : RunSpec
+    level : Interval or None
+        The metric of this arm; None before it has run.
+    difference : Change or None
+        This arm minus the baseline.
+    adjusted_p : float or None
+        Holm over all variants.
+    """
+
+    axis: str
+    value: str
+    spec: RunSpec
+    level: Interval | None = None
+    difference: Change | None = None
+    adjusted_p: float | None = None
+
+
+def variants(
+    base: RunSpec, settings: Mapping[str, str], axes: Mapping[str, Sequence[Any]] | None = None
+) -> list[Variant]:
+    """List the baseline and every variant that differs from it.
+
+    Parameters
+    ----------
+    base : RunSpec
+        Method, budget and task.
+    settings : mapping of str to str
+        Parameters all arms share.
+    axes : mapping of str to values, optional
+        Parameter -> values; those of `AXES` that make a difference to the method if not given, and
+        of their values those that go with the budget.
+
+    Raises
+    ------
+    UsageError
+        For a parameter or a value the method does not take.
+    """
+    method = load_method(base.method.partition("@")[0])
+    known = method.parameters()
+    for name in axes or ():
+        if name not in known:
+            raise unknown_name(f"{base.method} parameter", name, known)
+    idle = _IDLE if method.by_position else ()
+    chosen = axes or {n: values for n, values in AXES.items() if n in known and n not in idle}
+    arms = {resolve(base, settings).id: Variant("", "", resolve(base, settings))}
+    for name, values in chosen.items():
+        for value in values:
+            try:
+                spec = resolve(base, {**settings, name: str(value)})
+            except UsageError as error:
+                if axes:
+                    raise
+                logger.info("left out %s=%s: %s", name, value, error)
+                continue
+            arms.setdefault(spec.id, Variant(name, str(value), spec))
+    if len(arms) < 2:
+        raise UsageError("nothing to ablate: every variant is the baseline; name other values")
+    return list(arms.values())
+
+
+def ablate(
+    arms: Sequence[Variant], out: Path, progress: Progress, metric: str = "score"
+) -> list[Variant]:
+    """Run what is missing and compare every arm with the first one.
+
+    Parameters
+    ----------
+    arms : sequence of Variant
+        The baseline first.
+    out : Path
+        Folder of runs.
+    progress : callable
+        As `run_all` takes it.
+    metric : str
+        `score`, or the name of a sub-score.
+    """
+    run_all([arm.spec for arm in arms], out, progress)
+    store = RunStore(out)
+    runs = [load_run(store.find(arm.spec.id).path) for arm in arms]
+    groups = [RunGroup(run.label, (run,)) for run in runs]
+    asked = asked_once(groups, metric)
+    scores = [group.scores(metric, asked) for group in groups]
+    if all(each is None for each in scores):
+        raise UsageError(f"the records have no sub-score {metric!r}; use --metric score")
+    gaps = [change(own, scores[0]) if own and scores[0] else None for own in scores[1:]]
+    adjusted = iter(holm([gap.p_value for gap in gaps if gap is not None]))
+    return [
+        replace(
+            arm,
+            level=level(own) if own and own.parts else None,
+            difference=gap,
+            adjusted_p=None if gap is None else next(adjusted),
+        )
+        for arm, own, gap in zip(arms, scores, [None, *gaps], strict=True)
+    ]

@@ -1,0 +1,14 @@
+"""A job on stdin, its result on stdout, both JSON: what `process.measure_apart` starts."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from agentbench_kv.serving_bench.loadgen import measure
+from agentbench_kv.serving_bench.records import Job
+
+if __name__ == "__main__":
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    sys.stdout.buffer.write(msgspec.json.encode(measure(job)))
