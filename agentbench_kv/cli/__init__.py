@@ -1,4 +1,4 @@
-"""The command line: one file per verb, loaded when it is used.
+"""The command line: a file per verb or few verbs, loaded when it is used.
 
 Verbs import what they need inside their functions: torch takes seconds, which `kvbench --help`
 should not.
@@ -13,7 +13,7 @@ from importlib import import_module
 import click
 
 from agentbench_kv import __version__
-from agentbench_kv.environments import process_env as own_settings
+from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError
 
 VERBS = (
@@ -21,6 +21,13 @@ VERBS = (
     "completion", "convert", "data", "demo", "doctor", "env", "export", "judge", "leaderboard",
     "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
 )  # fmt: skip
+
+
+# Verbs that share a file with a closely related one.
+_FILES = {
+    "baseline": "compare", "browser": "judge", "calibrate": "capture", "completion": "options",
+    "data": "env", "select": "capture", "summarize": "show",
+}  # fmt: skip
 
 
 class LazyGroup(click.Group):
@@ -32,7 +39,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        command = getattr(import_module(f"agentbench_kv.cli.{cmd_name}"), cmd_name)
+        file = _FILES.get(cmd_name, cmd_name)
+        command = getattr(import_module(f"agentbench_kv.cli.{file}"), cmd_name)
         return command if isinstance(command, click.Command) else None
 
 
@@ -49,7 +57,7 @@ def kvbench() -> None:
 def main() -> None:
     """Run the command line; user errors become one line and exit code 2."""
     _show_notes()
-    own_settings.apply()
+    process_env.apply()
     try:
         sys.exit(kvbench.main(standalone_mode=False) or 0)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -23,7 +23,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
-_WORKER = Path(__file__).with_name("worker_main.py")
+_WORKER = Path(__file__).parent / "worker" / "main.py"
 _LOCAL_COMMAND_S = 120.0
 Played = dict[str, Any]
 

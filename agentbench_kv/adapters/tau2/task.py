@@ -141,7 +141,7 @@ def git_blob(path: Path) -> str:
 USER_KEY = "KVBENCH_USER_API_KEY"
 
 
-_WORKER = Path(__file__).with_name("worker_main.py")
+_WORKER = Path(__file__).parent / "worker" / "main.py"
 
 
 _LOCAL_COMMAND_S = 120.0

@@ -1,1 +1,4 @@
-"""engines.core."""
+"""What engines that compress share: a session's accounting, its rows, kept queries, spans.
+
+Imported inside serving engines' interpreters too: torch and the methods only.
+"""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import agentbench_kv
-from agentbench_kv.environments import process_env as own_settings
+from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 _TAIL_LINES = 12
@@ -142,7 +142,7 @@ class BackendProcess:
 def _environment() -> dict[str, str]:
     """Return this process's environment without what would mislead another interpreter."""
     misleading = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-    theirs = own_settings.without(os.environ)
+    theirs = process_env.without(os.environ)
     own = {key: value for key, value in theirs.items() if key not in misleading}
     # A folder called `vllm` in the user's working directory must not be imported.
     return {**own, "PYTHONSAFEPATH": "1"}

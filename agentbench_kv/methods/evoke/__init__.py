@@ -1,1 +1,1 @@
-"""methods.evoke."""
+"""EVOKE: whole spans leave the cache and come back when they are needed."""

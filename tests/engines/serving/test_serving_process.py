@@ -19,7 +19,7 @@ from agentbench_kv.engines.serving.process import (
     Launch,
     link_packages,
 )
-from agentbench_kv.environments import process_env as own_settings
+from agentbench_kv.environments import process_env
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.registry import make_method
 
@@ -184,8 +184,8 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
 @pytest.fixture
 def nothing_set(monkeypatch) -> None:
     """An environment without the settings; what a test sets in it is undone."""
-    monkeypatch.setattr(own_settings, "_applied", set())
-    for name in (*own_settings._SETTINGS, "OMP_WAIT_POLICY"):
+    monkeypatch.setattr(process_env, "_applied", set())
+    for name in (*process_env._SETTINGS, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -197,8 +197,8 @@ def test_the_command_lines_own_settings_stay_with_it(monkeypatch, name, theirs):
     """What the user has set is left alone, and passed on to a backend."""
     if theirs:
         monkeypatch.setenv(name, theirs)
-    own_settings.apply()
-    assert os.environ[name] == (theirs or own_settings._SETTINGS[name])
+    process_env.apply()
+    assert os.environ[name] == (theirs or process_env._SETTINGS[name])
     assert process._environment().get(name) == theirs
 
 
@@ -206,5 +206,5 @@ def test_the_command_lines_own_settings_stay_with_it(monkeypatch, name, theirs):
 def test_a_wait_policy_is_stronger_than_a_spin_count(monkeypatch):
     """OpenMP would take the count before the policy."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    own_settings.apply()
+    process_env.apply()
     assert "GOMP_SPINCOUNT" not in os.environ

@@ -1,1 +1,1 @@
-"""adapters.bfcl.worker."""
+"""What runs in the bfcl environment: nothing here imports the package above it."""

@@ -1,1 +1,1 @@
-"""adapters.tau2.worker."""
+"""What runs in the tau2 environment: nothing here imports the package above it."""

@@ -166,17 +166,17 @@ class PackedStore(CopiedStore):
         self._size = caches[0].shape[2]
         self._blocks = torch.tensor(blocks[: -(-live // self._size)])
         rows = [
-            [_join(part)[:, :live] for part in unpack_tiles(cache[self._blocks], isa)]
-            for cache in caches
+            [_join(part)[:, :live] for part in unpack_tiles(one[self._blocks], isa)]
+            for one in caches
         ]
         super().__init__(torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows]))
 
     def write_back(self) -> None:
         """Pack what is left into the session's first blocks."""
         count = -(-self.keys.shape[2] // self._size)
-        for cache, *rows in zip(self._caches, self.keys, self.values, strict=True):
+        for one, *rows in zip(self._caches, self.keys, self.values, strict=True):
             keys, values = (_split(part, count, self._size) for part in rows)
-            cache[self._blocks[:count]] = pack_tiles(keys, values, self._isa)
+            one[self._blocks[:count]] = pack_tiles(keys, values, self._isa)
 
 
 def paged_store(caches: Sequence[Tensor], blocks: list[int], live: int) -> PagedStore:
