@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
-from agentbench_kv.engines.vllm.plugin.scheduler import Session, SessionTable
+from agentbench_kv.engines.vllm.plugin.sessions import Session, SessionTable
 from agentbench_kv.registry import make_method
 
 BLOCK, POOL = 8, 40

@@ -1,22 +1,18 @@
-"""vLLM's scheduler with sessions that shrink: it decides when and to which length.
-
-Sessions in vLLM's scheduler: which request holds a session's blocks, and what it has seen.
-"""
+"""vLLM's scheduler with sessions that shrink: it decides when and to which length."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler as BaseScheduler
 from vllm.v1.request import RequestStatus
 
-from agentbench_kv.engines.core.session import Cut, Removal, SessionLedger, StepPlan
+from agentbench_kv.engines.core.session import StepPlan
 from agentbench_kv.engines.serving.plugin import ControlServer, Policy
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
@@ -24,148 +20,7 @@ from agentbench_kv.engines.vllm.plugin.launch import (
     refuse_unknown,
     refuse_unsupported,
 )
-from agentbench_kv.methods.base import Method
-from agentbench_kv.phases.machine import MARKERS
-from agentbench_kv.phases.tokens import StopMatcher
-
-
-@dataclass
-class Session:
-    """One session, or one request without a session."""
-
-    name: str
-    recipe: str
-    ledger: SessionLedger
-    request: str  # the request that runs, or the one it rested with
-    lasting: bool  # it outlives its request; a request without a session id does not
-    running: bool = True
-    tokens: list[int] = field(default_factory=list)  # at rest: all of them, the last not fed yet
-    stop: StopMatcher | None = None
-
-
-class SessionTable:
-    """All sessions of the scheduler, the ones at rest in the order in which they came to it."""
-
-    def __init__(self, method: Method, bytes_per_token: int, blocks: SessionBlocks) -> None:
-        self.method = method
-        self.blocks = blocks
-        self.sessions: OrderedDict[str, Session] = OrderedDict()
-        self.by_request: dict[str, Session] = {}
-        self.dropped: list[str] = []  # sessions whose rows are gone since the last step
-        self.before: list[Removal] = []  # events of sessions at rest, for the next step
-        self.drops = 0
-        self.adoptions = 0
-        self.mismatches = 0
-        self._bytes = bytes_per_token
-
-    def find(self, request: Any) -> Session | None:
-        """Return the lasting session that a new request belongs to, if it is there."""
-        name = _session_name(request)
-        return self.sessions.get(name) if name else None
-
-    def begin(self, request: Any) -> Session:
-        """Connect a new request with its session; set what is computed of it already."""
-        name = _session_name(request)
-        session = self.sessions.get(name or request.request_id)
-        if session is None:
-            session = self._open(name, request)
-        prompt, ledger = request.prompt_token_ids, session.ledger
-        if ledger.fed and not _goes_on(session, prompt):
-            self.mismatches += 1
-            self.lose(session)
-        elif ledger.fed:
-            self._adopt(session, request)
-        session.running = True
-        session.request = request.request_id
-        self.by_request[session.request] = session
-        same = prompt[: len(session.tokens)] == session.tokens and ledger.fed > 0
-        ledger.begin_turn(len(prompt) - (len(session.tokens) if same else ledger.fed))
-        return session
-
-    def rest(self, session: Session, tokens: list[int]) -> None:
-        """Keep a session whose request has ended."""
-        session.running = False
-        session.tokens = tokens
-        del self.by_request[session.request]
-        self.sessions.move_to_end(session.name)
-        cut = session.ledger.end_turn()
-        if cut is not None:
-            self.before.append(self.removal(session, cut))
-
-    def removal(self, session: Session, cut: Cut) -> Removal:
-        """Free the blocks an event leaves empty and describe it for the worker."""
-        before = self.blocks.shorten(session.request, cut)
-        self.blocks.deficits[session.request] = session.ledger.deficit
-        return Removal(session.name, len(session.ledger.stats.events) - 1, cut, before)
-
-    def lose(self, session: Session) -> None:
-        """Forget a session's rows; it will be computed again."""
-        if not session.running:
-            self.blocks.drop(session.request)
-        self.blocks.deficits.pop(session.request, None)
-        session.ledger.lose()
-        session.tokens = []
-        self.dropped.append(session.name)
-        self.before = [removal for removal in self.before if removal.session != session.name]
-
-    def lose_oldest(self) -> bool:
-        """Free the rows of the session longest at rest; False if none holds any."""
-        for session in self.sessions.values():
-            if not session.running and session.ledger.fed:
-                self.lose(session)
-                self.drops += 1
-                return True
-        return False
-
-    def end(self, session: Session) -> None:
-        """Forget a session altogether."""
-        if session.ledger.fed:
-            self.lose(session)
-        self.by_request.pop(session.request, None)
-        self.blocks.deficits.pop(session.request, None)
-        self.sessions.pop(session.name, None)
-
-    def _open(self, name: str | None, request: Any) -> Session:
-        recipe = str(extra_arguments(request).get("kvbench_labels") or MARKERS)
-        ledger = SessionLedger(self.method, self._bytes)
-        number = request.request_id
-        session = Session(name or number, recipe, ledger, number, lasting=name is not None)
-        self.sessions[session.name] = session
-        return session
-
-    def _adopt(self, session: Session, request: Any) -> None:
-        """Let a request start where its session is."""
-        self.blocks.rename(session.request, request.request_id)
-        self.blocks.deficits.pop(session.request, None)
-        session.request = request.request_id
-        self.blocks.deficits[session.request] = session.ledger.deficit
-        request.num_computed_tokens = session.ledger.fed
-        self.adoptions += 1
-
-
-def extra_arguments(request: Any) -> Mapping[str, Any]:
-    """Return what the harness sent with a request."""
-    return getattr(request.sampling_params, "extra_args", None) or {}
-
-
-def _session_name(request: Any) -> str | None:
-    name: str | None = extra_arguments(request).get("kvbench_session") or request.session_id
-    return name
-
-
-def _goes_on(session: Session, prompt: list[int]) -> bool:
-    """Return whether a prompt goes on from a session's rows.
-
-    The last token it sampled was never fed: a client that stopped a step too late for the engine
-    leaves it out, and vLLM forgets it when a request is aborted while it runs. Then it does not
-    count.
-    """
-    fed, tokens = session.ledger.fed, session.tokens
-    if prompt[:fed] != tokens[:fed] or len(prompt) <= fed:
-        return False
-    unwanted = len(tokens) <= fed or prompt[fed] != tokens[fed]
-    return not unwanted or session.ledger.take_back()
-
+from agentbench_kv.engines.vllm.plugin.sessions import Session, SessionTable, extra_arguments
 
 logger = init_logger("vllm.kvbench")
 
