@@ -70,6 +70,12 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()  # they end it and are kept in the session
     stop: Callable[[int], bool] | None = None  # asked after every token; True ends the generation
 
+    def ends(self, token: int, produced: int) -> FinishReason | None:
+        """Return why a generation ends with this token, its `produced`-th; None if it goes on."""
+        if token in self.stop_token_ids or (self.stop is not None and self.stop(token)):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if produced >= self.max_tokens else None
+
 
 @dataclass(frozen=True)
 class KVEvent:

@@ -178,19 +178,13 @@ class ScriptedGeneration(Generation):
             self._count_live()
             self.last_token_s = time.perf_counter() - self._start
             self.first_token_s = self.first_token_s or self.last_token_s
-            self.finish_reason = self._reason(token, count)
+            self.finish_reason = self._sampling.ends(token, count)
             yield token
             if self.finish_reason is not None:
                 return
 
     def cancel(self) -> None:
         self._cancelled = True
-
-    def _reason(self, token: int, count: int) -> FinishReason | None:
-        asked = self._sampling.stop is not None and self._sampling.stop(token)
-        if asked or token in self._sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if count >= self._sampling.max_tokens else None
 
     def _count_live(self) -> None:
         stats = self._state.stats

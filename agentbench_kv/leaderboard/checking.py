@@ -1,4 +1,4 @@
-"""Checking a submission: from its files, from its records alone, then with the task."""
+"""Checking a submission: its files, then what its records say of each other, then with the task."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.leaderboard import identity, physics, turns
-from agentbench_kv.leaderboard import turns as trials
+from agentbench_kv.leaderboard import consistency, identity
 from agentbench_kv.leaderboard.evidence import (
     Checks,
     Evidence,
@@ -18,72 +17,56 @@ from agentbench_kv.leaderboard.evidence import (
     Wrong,
     check_files,
     check_listing,
+    printable,
     read_manifest,
     read_run,
     shown,
 )
-from agentbench_kv.leaderboard.identity import (
-    check_data,
-    check_samples,
-    find_samples,
-    opened,
-    unfit,
-)
 from agentbench_kv.leaderboard.replay import Replay
 from agentbench_kv.results.submissions import Label, Manifest, SubmittedRun
 
-CRASHED = "could not be checked"
-_MOST = 40
-"""Findings a run: a thousand wrong trials are one fault."""
-_CHEAP = ("micro/",)
-_NAME_IT = "name its folder with --model"
-_NEVER = {
+_MOST_FINDINGS = 40  # of a run: a thousand wrong trials are one fault
+_CHEAP = "micro/"  # tasks that are always re-scored
+_NEVER_RESCORED = {
     "bfcl/memory": "the conversations before the questions are not in the records",
     "bfcl/web_search": "the task asks the web",
 }
-_NAMES: Sequence[Callable[[Evidence], Checks]] = (
-    identity.check_name,
-    identity.check_status,
-    identity.check_spec,
-    identity.check_provenance,
-    identity.check_model,
-    trials.check_count,
-    trials.check_seeds,
-    trials.check_attempts,
-    trials.check_scores,
-    trials.check_unfounded,
-)
-_FIGURES: Sequence[Callable[[Evidence], Checks]] = (
-    turns.check_turns,
-    turns.check_transcripts,
-    physics.check_validity,
-    physics.check_accounts,
-    physics.check_times,
+# The second stage assumes what the first one checks.
+_STAGES: Sequence[Sequence[Callable[[Evidence], Checks]]] = (
+    (
+        identity.check_name,
+        identity.check_status,
+        identity.check_spec,
+        identity.check_provenance,
+        identity.check_model,
+        consistency.check_count,
+        consistency.check_seeds,
+        consistency.check_attempts,
+        consistency.check_scores,
+        consistency.check_unfounded,
+    ),
+    (
+        consistency.check_turns,
+        consistency.check_transcripts,
+        consistency.check_validity,
+        consistency.check_accounts,
+        consistency.check_times,
+    ),
 )
 
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """What was found out about one run.
-
-    Attributes
-    ----------
-    findings : list of Finding
-        What is wrong; empty if nothing is.
-    label : Label
-        How far it was checked; means nothing beside findings.
-    notes : list of str
-        What could not be checked, and why.
-    """
+    """What was found out about one run."""
 
     run_id: str
-    findings: list[Finding]
-    label: Label
-    notes: list[str]
+    findings: list[Finding]  # what is wrong
+    label: Label  # how far it was checked; means nothing if there are findings
+    notes: list[str]  # what could not be checked, and why
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SubmissionVerdict:
     """What was found out about a submission."""
 
     manifest: Manifest
@@ -96,7 +79,9 @@ class Verdict:
         return [*self.general, *(each for run in self.runs for each in run.findings)]
 
 
-def validate(folder: Path, *, rescore: bool = False, model: Path | None = None) -> Verdict:
+def validate(
+    folder: Path, *, rescore: bool = False, model: Path | None = None
+) -> SubmissionVerdict:
     """Derive everything about a submission again that can be, and name what does not agree.
 
     Parameters
@@ -115,10 +100,11 @@ def validate(folder: Path, *, rescore: bool = False, model: Path | None = None) 
     manifest = read_manifest(folder)
     general = check_listing(folder, manifest)
     if general:
-        return Verdict(manifest, general=general)
+        return SubmissionVerdict(manifest, general=general)
     runs = [_check_run(folder, listed, rescore, model) for listed in manifest.runs]
-    verdict = Verdict(manifest, runs)
-    return verdict if verdict.findings else Verdict(manifest, runs, _check_method(folder, manifest))
+    if not any(run.findings for run in runs):
+        general = _check_method(folder, manifest)
+    return SubmissionVerdict(manifest, runs, general)
 
 
 def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | None) -> RunVerdict:
@@ -126,7 +112,7 @@ def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | 
     found = _safely(lambda: check_files(path, listed), "its files")
     evidence = None if found else _read(path, found)
     if evidence is not None:
-        for stage in (_NAMES, _FIGURES):
+        for stage in _STAGES:
             if not _wrong(found):
                 found += [each for check in stage for each in _run(check, evidence)]
         if not _wrong(found):
@@ -136,39 +122,58 @@ def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | 
 
 def _read(path: Path, found: list[Wrong | Note]) -> Evidence | None:
     wrong: list[Wrong] = []
-    evidence: list[Evidence | None] = []
-
-    def read() -> Checks:
-        evidence.append(read_run(path, wrong))
-        yield from wrong
-
-    found += _safely(read, "its records")
-    return evidence[0] if evidence else None
+    try:
+        evidence = read_run(path, wrong)
+    except Exception as error:  # noqa: BLE001  as in `_safely`
+        found.append(_crash("its records", error))
+        return None
+    found += wrong
+    return evidence
 
 
 def _run(check: Callable[[Evidence], Checks], evidence: Evidence) -> list[Wrong | Note]:
     return _safely(lambda: check(evidence), f"its {check.__name__.removeprefix('check_')}")
 
 
+def _safely(check: Callable[[], Checks], what: str) -> list[Wrong | Note]:
+    """Run a check; records of strangers end in a refusal, never in a traceback."""
+    try:
+        return list(check())
+    except Exception as error:  # noqa: BLE001  whatever they made fail is their doing
+        return [_crash(what, error)]
+
+
+def _crash(what: str, error: Exception) -> Wrong:
+    return Wrong(what, f"could not be checked: {type(error).__name__}: {shown(error)}")
+
+
+def _wrong(found: Sequence[Wrong | Note]) -> list[Wrong]:
+    return [each for each in found if isinstance(each, Wrong)]
+
+
 def _check_task(evidence: Evidence, rescore: bool, model: Path | None) -> Checks:
     """Check what needs the task; whatever keeps a run from being re-scored is a `Stop`."""
     spec = evidence.spec
     try:
-        reason = unfit(spec)
-        if reason:
-            yield Stop(f"{reason}, which is not started for a submission")
+        if reason := identity.unfit(spec):
+            yield Stop(reason)
             return
-        with opened(spec) as task:
-            samples = find_samples(evidence, task)
+        with identity.opened(spec) as task:
+            samples = identity.find_samples(evidence, task)
             if not isinstance(samples, dict):
                 yield samples
                 return
-            found = [*check_samples(evidence, samples), *check_data(evidence, task)]
+            found = [
+                *identity.check_samples(evidence, samples),
+                *identity.check_data(evidence, task),
+            ]
             yield from found
-            obstacle = _obstacle(evidence, rescore)
             folder = identity.folder_of_model(spec, evidence.info.provenance, model)
-            if obstacle or folder is None:
-                yield Stop(obstacle or f"the tokenizer of {spec.model} is not here; {_NAME_IT}")
+            if obstacle := _obstacle(evidence, rescore):
+                yield Stop(obstacle)
+            elif folder is None:
+                text = f"the tokenizer of {spec.model} is not here; name its folder with --model"
+                yield Stop(text)
             elif not found:
                 yield from Replay(evidence, task, folder).check(samples)
     except KVBenchError as error:
@@ -180,7 +185,7 @@ def _obstacle(evidence: Evidence, rescore: bool) -> str:
     spec = evidence.spec
     if not evidence.transcripts:
         return "without transcripts nothing can be re-scored"
-    for name, reason in _NEVER.items():
+    for name, reason in _NEVER_RESCORED.items():
         if spec.task.startswith(name):
             return f"cannot be re-scored: {reason}"
     if evidence.at_text_level:
@@ -203,27 +208,10 @@ def _check_method(folder: Path, manifest: Manifest) -> list[Finding]:
 
 def _verdict(name: str, found: Sequence[Wrong | Note]) -> RunVerdict:
     wrong = _wrong(found)
-    findings = [Finding(name, each.field, shown_text(each.text)) for each in wrong[:_MOST]]
-    if len(wrong) > _MOST:
-        findings.append(Finding(name, "", f"and {len(wrong) - _MOST} findings more"))
+    findings = [Finding(name, each.field, printable(each.text)) for each in wrong[:_MOST_FINDINGS]]
+    if len(wrong) > _MOST_FINDINGS:
+        findings.append(Finding(name, "", f"and {len(wrong) - _MOST_FINDINGS} findings more"))
     notes = list(dict.fromkeys(each.text for each in found if isinstance(each, Note)))
     stopped = wrong or any(isinstance(each, Stop) for each in found)
     label = Label.SELF_REPORTED if stopped else Label.RESCORED
     return RunVerdict(name, findings, label, notes)
-
-
-def shown_text(text: str) -> str:
-    """Return a text that any terminal takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _wrong(found: Sequence[Wrong | Note]) -> list[Wrong]:
-    return [each for each in found if isinstance(each, Wrong)]
-
-
-def _safely(check: Callable[[], Checks], what: str) -> list[Wrong | Note]:
-    """Run a check; what it stumbles over is somebody's doing and refuses the run."""
-    try:
-        return list(check())
-    except Exception as error:  # noqa: BLE001  records of strangers must not end in a traceback
-        return [Wrong(what, f"{CRASHED}: {type(error).__name__}: {shown(error)}")]

@@ -1,13 +1,7 @@
-"""The records of one submitted run, read strictly and laid out by trial.
-
-What a check says: a finding refuses the submission, a note says what it leaves open.
-
-JSON as kvbench writes it, and nothing else that a parser might let through.
+"""A submission's files, read strictly: manifest, listing, hashes, and the records of each run.
 
 A submission is somebody else's text. Numbers beyond 64 bits, NaN, the same key twice, endless
-nesting and half characters are what later code would stumble over, or read in two ways.
-
-What lies in a submission's folder: which files, their hashes, the manifest.
+nesting and half characters are what later code would fail on, or read in two ways.
 """
 
 from __future__ import annotations
@@ -34,7 +28,20 @@ from agentbench_kv.results.submissions import Manifest, SubmittedRun
 from agentbench_kv.results.summary import FILE as SUMMARY
 from agentbench_kv.run.spec import RunSpec
 
-_LONGEST = 160
+MANIFEST = "submission.json"
+HASHED = ("samples.jsonl", "run.json", "turns.jsonl")  # every submitted run has them
+TRANSCRIPTS = "transcripts"
+_KNOWN = frozenset({*HASHED, SUMMARY, TRANSCRIPTS})
+
+OWN = frozenset({"embedded", "scripted"})
+"""Engines whose turns account for every token; a server may have stopped one token later."""
+
+CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
+"""Ends that no token proves. Such a trial counts 0, and its session may have been left anywhere."""
+
+_MOST_SHOWN = 160  # characters of a value in a finding
+_DEEPEST = 64  # levels of JSON
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,12 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        """Return one line."""
         return ": ".join(part for part in (self.run, self.field, self.text) if part)
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A finding before the run's name is put in front."""
+    """A finding before the run's name is put in front; it refuses the submission."""
 
     field: str
     text: str
@@ -77,136 +83,89 @@ def differs(field: str, said: Any, derived: Any) -> Wrong:
     return Wrong(field, f"is {shown(said)}, expected {shown(derived)}")
 
 
+def expect(field: str, said: Any, derived: Any) -> Checks:
+    """Find a value that is not the derived one."""
+    if said != derived:
+        yield differs(field, said, derived)
+
+
+def place(key: TrialKey, field: str) -> str:
+    """Return how a finding names a field of a trial."""
+    return f"sample {key[0]} trial {key[1]}: {field}"
+
+
 def shown(value: Any) -> str:
     """Return a value on one short line, whatever it holds."""
     try:
-        text = repr(value)
+        text = printable(repr(value))
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__} too large to show"
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-_DEEPEST = 64
+def printable(text: str) -> str:
+    """Return a text without the half characters that a terminal refuses."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
-_MOST = 2**63 - 1
+class RecordedEvent(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`engines.base.KVEvent` as a transcript has it."""
+
+    decoded: int
+    logical: int
+    live_before: int
+    live_after: int
+    rows_moved: int
 
 
-def strict_json(raw: bytes) -> Any:
-    """Parse one JSON document.
+class RecordedTranscript(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A transcript file: the conversation, what the method did, the ids of every generation."""
 
-    Raises
-    ------
-    ValueError
-        With the reason, on one line.
-    """
-    try:
-        document = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_int=_integer,
-            parse_float=_number,
-            parse_constant=_constant,
-        )
-        _check(document)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from None
-    return document
+    transcript: Any = None
+    error: str | None = None
+    events: list[RecordedEvent] = []
+    facts: list[Any] = []
+    generated: list[str] = []
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The generated ids; a ValueError if one is none."""
+        return [[int(word) for word in text.split()] for text in self.generated]
 
 
-def retyped(document: Any, record: Any, field: str = "") -> str:
-    """Return the first field that a record holds as another type than its JSON; empty if none.
+@dataclass(frozen=True)
+class Evidence:
+    """One run, whose files were read without a finding."""
 
-    A lenient reader makes a number of the text `"1"`, which no writer of ours wrote.
-    """
-    if not isinstance(document, dict):
-        texts = isinstance(document, str) == isinstance(record, str)
-        same = texts and isinstance(document, bool) == isinstance(record, bool)
-        return "" if same else field
-    for name, said in document.items():
-        read = record.get(name) if isinstance(record, dict) else getattr(record, name, said)
-        if found := retyped(said, read, f"{field}.{name}".lstrip(".")):
-            return found
-    return ""
+    path: Path
+    info: RunInfo
+    spec: RunSpec
+    attempts: dict[TrialKey, list[TrialRecord]]  # all records of a trial, in order
+    turns: dict[TrialKey, list[TurnRecord]]  # of a trial's last attempt
+    # Empty if the submission has none.
+    transcripts: dict[TrialKey, RecordedTranscript] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object with the same key twice")
-    return found
+    @property
+    def trials(self) -> dict[TrialKey, TrialRecord]:
+        """The record that counts of every trial: the last."""
+        return {key: records[-1] for key, records in self.attempts.items()}
 
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or abs(int(text)) > _MOST:
-        raise ValueError(f"a number of {len(text)} digits; the most are 64 bits")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    # A large one may become an integer of hundreds of digits where one is expected.
-    if not abs(float(text)) <= _MOST:
-        raise ValueError(f"a number out of range: {text[:20]}")
-    return float(text)
-
-
-def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _check(document: Any) -> None:
-    """Refuse deep nesting and half characters, without recursion."""
-    level, depth = [document], 0
-    while level:
-        depth += 1
-        if depth > _DEEPEST:
-            raise ValueError(f"nested deeper than {_DEEPEST} levels")
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, str):
-                _check_text(value)
-            elif isinstance(value, dict):
-                below += [*value, *value.values()]
-            elif isinstance(value, list):
-                below += value
-        level = below
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a character in {text[:40]!a}") from error
-
-
-MANIFEST = "submission.json"
-
-
-HASHED = ("samples.jsonl", "run.json", "turns.jsonl")
-
-
-NEEDED = HASHED
-
-
-TRANSCRIPTS = "transcripts"
-
-
-_KNOWN = frozenset({*HASHED, SUMMARY, TRANSCRIPTS})
+    @cached_property
+    def at_text_level(self) -> bool:
+        """Whether an endpoint was asked, whose tokens and cache nobody sees."""
+        try:
+            return Capability.TEXT in load_engine(self.spec.engine).capabilities
+        except KVBenchError:
+            return False
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `submission.json`.
-
-    Raises
-    ------
-    UsageError
-        If there is none or it is not one.
-    """
+    """Read `submission.json`; a UsageError if there is none or it is not one."""
     path = folder / MANIFEST
     if not is_plain(path):
         raise UsageError(
@@ -228,8 +187,8 @@ def first_error(error: ValidationError) -> str:
 
 def check_listing(folder: Path, manifest: Manifest) -> list[Finding]:
     """Find runs listed twice, runs not listed and anything else in the folder."""
-    listed = [run.run_id for run in manifest.runs]
-    twice = sorted({name for name in listed if listed.count(name) > 1})
+    listed = Counter(run.run_id for run in manifest.runs)
+    twice = sorted(name for name, count in listed.items() if count > 1)
     present = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
     return [
         *(Finding(name, "", "listed twice") for name in twice),
@@ -239,14 +198,14 @@ def check_listing(folder: Path, manifest: Manifest) -> list[Finding]:
 
 def check_files(path: Path, listed: SubmittedRun) -> Checks:
     """Check that a run's files are plain, known, and those that were promised."""
-    missing = [name for name in NEEDED if not is_plain(path / name)]
+    missing = [name for name in HASHED if not is_plain(path / name)]
     yield from (Wrong(name, "is missing or not a plain file") for name in missing)
     if missing:
         return
     for entry in sorted(path.iterdir()):
         if entry.name not in _KNOWN or entry.is_symlink():
             yield Wrong(ascii(entry.name)[1:-1], "is no file of a submitted run")
-    if not _plain_transcripts(path):
+    if not _plain_transcripts(path / TRANSCRIPTS):
         yield Wrong(TRANSCRIPTS, "holds something else than transcripts")
         return
     found, promised = hashes(path), listed.sha256
@@ -254,6 +213,17 @@ def check_files(path: Path, listed: SubmittedRun) -> Checks:
         if found.get(name) != promised.get(name):
             text = f"sha256 is {found.get(name)}, {MANIFEST} says {promised.get(name)}"
             yield Wrong(name, text)
+
+
+def _plain_transcripts(folder: Path) -> bool:
+    if not folder.exists():
+        return True
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    return all(
+        path.suffix == ".json" and path.name.isascii() and is_plain(path)
+        for path in folder.iterdir()
+    )
 
 
 def hashes(path: Path) -> dict[str, str]:
@@ -267,7 +237,7 @@ def hashes(path: Path) -> dict[str, str]:
 
 
 def same_files(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether two runs have the same records, whatever lies beside them."""
+    """Whether the hashes of two runs say that their records are the same, transcripts aside."""
     return all(one.get(name) == other.get(name) for name in HASHED)
 
 
@@ -288,102 +258,12 @@ def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
 
-def _plain_transcripts(path: Path) -> bool:
-    folder = path / TRANSCRIPTS
-    if not folder.exists():
-        return True
-    if not folder.is_dir() or folder.is_symlink():
-        return False
-    names = list(folder.iterdir())
-    ours = all(name.suffix == ".json" and name.name.isascii() for name in names)
-    return ours and all(is_plain(name) for name in names)
-
-
-CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
-
-
-"""Ends that no token tells. Such a trial counts 0, and its session may have been left anywhere."""
-
-
-class Event(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`engines.base.KVEvent` as a transcript has it."""
-
-    decoded: int
-    logical: int
-    live_before: int
-    live_after: int
-    rows_moved: int
-
-
-class Transcript(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A transcript file: the conversation, what the method did, the ids of every generation."""
-
-    transcript: Any = None
-    error: str | None = None
-    events: list[Event] = msgspec.field(default_factory=list)
-    facts: list[Any] = msgspec.field(default_factory=list)
-    generated: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The generated ids.
-
-        Raises
-        ------
-        ValueError
-            If one is none.
-        """
-        return [[int(word) for word in text.split()] for text in self.generated]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """One run, whose files were read without a finding.
-
-    Attributes
-    ----------
-    trials : dict
-        The record that counts, by trial.
-    attempts : dict
-        All records of a trial, in order.
-    turns : dict
-        The turns of its last attempt.
-    transcripts : dict
-        Empty if the submission has none.
-    """
-
-    path: Path
-    info: RunInfo
-    spec: RunSpec
-    attempts: dict[TrialKey, list[TrialRecord]]
-    turns: dict[TrialKey, list[TurnRecord]]
-    transcripts: dict[TrialKey, Transcript] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.path.name
-
-    @property
-    def trials(self) -> dict[TrialKey, TrialRecord]:
-        """The last record of every trial."""
-        return {key: records[-1] for key, records in self.attempts.items()}
-
-    @cached_property
-    def at_text_level(self) -> bool:
-        """Whether an endpoint was asked, whose tokens and cache nobody sees."""
-        try:
-            return Capability.TEXT in load_engine(self.spec.engine).capabilities
-        except KVBenchError:
-            return False
-
-
 def read_run(path: Path, wrong: list[Wrong]) -> Evidence | None:
     """Read a run whose files are in order; what is wrong is appended, and then there is no run."""
-    info, spec = _read_info(path, wrong)
+    info_and_spec = _read_info(path, wrong)
     trial_lines = _read_lines(path, "samples.jsonl", wrong)
     turn_lines = _read_lines(path, "turns.jsonl", wrong)
-    if info is None or spec is None or trial_lines is None or turn_lines is None:
+    if info_and_spec is None or trial_lines is None or turn_lines is None:
         return None
     attempts: dict[TrialKey, list[TrialRecord]] = {}
     for record in trial_lines.records:
@@ -391,18 +271,13 @@ def read_run(path: Path, wrong: list[Wrong]) -> Evidence | None:
     turns: dict[TrialKey, list[TurnRecord]] = {}
     for turn in latest_turns(turn_lines.records):
         turns.setdefault(turn.key, []).append(turn)
-    evidence = Evidence(path, info, spec, attempts, turns)
-    before = len(wrong)
-    wrong += _read_transcripts(evidence)
-    return None if len(wrong) > before else evidence
+    evidence = Evidence(path, *info_and_spec, attempts, turns)
+    found = _read_transcripts(evidence)
+    wrong += found
+    return None if found else evidence
 
 
-def place(key: TrialKey, field: str) -> str:
-    """Return how a finding names a field of a trial."""
-    return f"sample {key[0]} trial {key[1]}: {field}"
-
-
-def _read_info(path: Path, wrong: list[Wrong]) -> tuple[RunInfo | None, RunSpec | None]:
+def _read_info(path: Path, wrong: list[Wrong]) -> tuple[RunInfo, RunSpec] | None:
     try:
         document = strict_json((path / "run.json").read_bytes())
         info = RunReader(path).info
@@ -410,20 +285,15 @@ def _read_info(path: Path, wrong: list[Wrong]) -> tuple[RunInfo | None, RunSpec 
             raise ValueError(f"{field} is of another type")
     except (ValueError, UsageError) as error:
         wrong.append(Wrong("run.json", str(error)))
-        return None, None
-    return info, _read_spec(info.spec, wrong)
-
-
-def _read_spec(spec: dict[str, Any], wrong: list[Wrong]) -> RunSpec | None:
+        return None
     try:
-        read = msgspec.convert(spec, RunSpec)
+        spec = msgspec.convert(info.spec, RunSpec)
     except msgspec.ValidationError as error:
         wrong.append(Wrong("run.json: spec", str(error)))
         return None
-    document = read.document()
-    odd = sorted(document.keys() ^ spec.keys())
+    odd = sorted(spec.document().keys() ^ info.spec.keys())
     wrong += [Wrong(f"run.json: spec.{name}", "is not as this version writes it") for name in odd]
-    return read
+    return info, spec
 
 
 def _read_lines(path: Path, name: str, wrong: list[Wrong]) -> Lines[Any] | None:
@@ -450,14 +320,18 @@ def _read_lines(path: Path, name: str, wrong: list[Wrong]) -> Lines[Any] | None:
 
 
 def _read_transcripts(evidence: Evidence) -> list[Wrong]:
+    """Fill in the transcripts, each of one trial; return what is wrong with them."""
     names = transcripts(evidence.path)
-    wrong: list[Wrong] = []
     if not names:
-        return wrong
+        return []
     trials = evidence.trials
     belongs = {record.transcript: key for key, record in trials.items() if record.transcript}
-    shared = [n for n, count in Counter(r.transcript for r in trials.values()).items() if count > 1]
-    wrong += [Wrong("samples.jsonl: transcript", f"{n} is that of two trials") for n in shared]
+    counts = Counter(record.transcript for record in trials.values())
+    wrong = [
+        Wrong("samples.jsonl: transcript", f"{name} is that of two trials")
+        for name, count in counts.items()
+        if count > 1
+    ]
     for name in names:
         file = f"{TRANSCRIPTS}/{name}"
         key = belongs.pop(file, None)
@@ -466,9 +340,90 @@ def _read_transcripts(evidence: Evidence) -> list[Wrong]:
             continue
         try:
             document = strict_json((evidence.path / file).read_bytes())
-            evidence.transcripts[key] = msgspec.convert(document, Transcript)
+            evidence.transcripts[key] = msgspec.convert(document, RecordedTranscript)
             _ = evidence.transcripts[key].tokens
         except (ValueError, msgspec.ValidationError) as error:
             wrong.append(Wrong(file, str(error)))
-    wrong += [Wrong(place(key, "transcript"), f"{n} is missing") for n, key in belongs.items() if n]
+    wrong += [Wrong(place(key, "transcript"), f"{n} is missing") for n, key in belongs.items()]
     return wrong
+
+
+def strict_json(raw: bytes) -> Any:
+    """Parse one JSON document as kvbench writes it; a ValueError gives the reason on one line."""
+    try:
+        document = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_constant,
+        )
+        _check_values(document)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from None
+    return document
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object with the same key twice")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) > _LARGEST:
+        raise ValueError(f"a number of {len(text)} digits; the most are 64 bits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    # A large one may become an integer of hundreds of digits where one is expected.
+    if not abs(float(text)) <= _LARGEST:
+        raise ValueError(f"a number out of range: {text[:20]}")
+    return float(text)
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _check_values(document: Any) -> None:
+    """Refuse deep nesting and half characters, without recursion."""
+    level, depth = [document], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"nested deeper than {_DEEPEST} levels")
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                try:
+                    value.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"half a character in {value[:40]!a}") from error
+            elif isinstance(value, dict):
+                below += [*value, *value.values()]
+            elif isinstance(value, list):
+                below += value
+        level = below
+
+
+def retyped(document: Any, record: Any, field: str = "") -> str:
+    """Return the first field that a record holds as another type than its JSON; empty if none.
+
+    A lenient reader makes a number of the text `"1"`, which no writer of ours wrote.
+    """
+    if not isinstance(document, dict):
+        texts = isinstance(document, str) == isinstance(record, str)
+        same = texts and isinstance(document, bool) == isinstance(record, bool)
+        return "" if same else field
+    for name, said in document.items():
+        read = record.get(name) if isinstance(record, dict) else getattr(record, name, said)
+        if found := retyped(said, read, f"{field}.{name}".lstrip(".")):
+            return found
+    return ""

@@ -13,8 +13,8 @@ from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence, file_sha
 from agentbench_kv.leaderboard.identity import find_samples, folder_of_model, opened, unfit
-from agentbench_kv.leaderboard.physics import account
-from agentbench_kv.results.files import write_atomic, writing
+from agentbench_kv.leaderboard.replay import DERIVED
+from agentbench_kv.leaderboard.submitting import write_stored
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.provenance import hardware
@@ -53,22 +53,51 @@ def rerun(
         If the run cannot be played here.
     """
     spec = _runnable(evidence, model)
-    chosen = _choose(evidence, sample, seed)
+    known = sorted(evidence.trials)
+    chosen = sorted(random.Random(seed).sample(known, min(sample, len(known))))
     compared = _play(evidence, spec, chosen)
+    differences = [each.difference for each in compared if each.difference]
     outcome = Rerun(
         run_id=evidence.name,
         records=file_sha(evidence.path / "samples.jsonl"),
         seed=seed,
         played=len(chosen),
-        equal=sum(not each.difference for each in compared),
+        equal=len(chosen) - len(differences),
         accounts=sum(each.account for each in compared),
         scores=sum(each.score for each in compared),
-        differs=[each.difference for each in compared if each.difference],
+        differs=differences,
         machine=json.dumps(hardware(), sort_keys=True),
     )
     if leaderboard is not None:
-        _write(leaderboard, outcome)
+        number = len(reruns(leaderboard, outcome.records))
+        write_stored(leaderboard / RERUNS / f"{outcome.records[:16]}-{number:04d}.json", outcome)
     return outcome
+
+
+def _runnable(evidence: Evidence, model: Path | None) -> RunSpec:
+    """Return the spec as it is played here; nothing in it may lead this machine elsewhere."""
+    spec, name = evidence.spec, evidence.name
+    if not evidence.transcripts:
+        raise UsageError(f"{name} has no transcripts, so there are no tokens to compare")
+    if evidence.at_text_level:
+        raise UsageError(f"{name} asked an endpoint; its tokens are not known")
+    if spec.engine_args:
+        raise UsageError(
+            f"{name} passes {', '.join(sorted(spec.engine_args))} to its engine, which is "
+            "not done for a submission; run its spec yourself: kvbench run"
+        )
+    if reason := unfit(spec):
+        raise UsageError(f"{name}: {reason}")
+    if spec.params.get("encoder", "tokens") not in ("tokens", "hash"):
+        raise UsageError(f"{name}: encoder={spec.params['encoder']} is not loaded here")
+    folder = folder_of_model(spec, evidence.info.provenance, model)
+    if folder is None:
+        raise UsageError(
+            f"{name} is of model {spec.model}, which is not here (by its hash); "
+            "name its folder with --model"
+        )
+    own = spec.engine == "scripted" or folder != model
+    return spec if own else replace(spec, model=str(folder))
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,9 @@ def _play(evidence: Evidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list
         if not isinstance(samples, dict):
             raise UsageError(samples.text)
         with open_stage(spec, task, [samples[key[0]] for key in chosen]) as stage:
-            _refuse_other_model(evidence, stage)
+            said, found = evidence.info.provenance.get("model_sha"), stage.engine.info.model_sha
+            if said != found:
+                raise UsageError(f"the model here has hash {found}, the run's is {said}")
             return [_compare(evidence, stage, samples[key[0]], key) for key in chosen]
 
 
@@ -94,48 +125,10 @@ def _compare(evidence: Evidence, stage: Stage, sample: Sample, key: TrialKey) ->
     played = play_session(stage, sample, key[1])
     said = evidence.trials[key]
     again = trial_record(sample, played.context, played.outcome, played.report, 0.0, "", 1)
+    same_account = all(getattr(said.kv, name) == getattr(again.kv, name) for name in DERIVED)
     return _Compared(
-        difference=_first_difference(evidence, key, played),
-        account=account(said.kv) == account(again.kv),
-        score=said.score == again.score,
+        _first_difference(evidence, key, played), same_account, said.score == again.score
     )
-
-
-def _runnable(evidence: Evidence, model: Path | None) -> RunSpec:
-    """Return the spec as it is played here; nothing in it may lead this machine elsewhere."""
-    spec = evidence.spec
-    if not evidence.transcripts:
-        raise UsageError(f"{evidence.name} has no transcripts, so there are no tokens to compare")
-    if evidence.at_text_level:
-        raise UsageError(f"{evidence.name} asked an endpoint; its tokens are not known")
-    if spec.engine_args:
-        raise UsageError(
-            f"{evidence.name} passes {', '.join(sorted(spec.engine_args))} to its engine, which is "
-            "not done for a submission; run its spec yourself: kvbench run"
-        )
-    if reason := unfit(spec):
-        raise UsageError(f"{evidence.name}: {reason}, which is not started for a submission")
-    if spec.params.get("encoder", "tokens") not in ("tokens", "hash"):
-        raise UsageError(f"{evidence.name}: encoder={spec.params['encoder']} is not loaded here")
-    folder = folder_of_model(spec, evidence.info.provenance, model)
-    if folder is None:
-        raise UsageError(
-            f"{evidence.name} is of model {spec.model}, which is not here (by its hash); "
-            "name its folder with --model"
-        )
-    own = spec.engine == "scripted" or folder != model
-    return spec if own else replace(spec, model=str(folder))
-
-
-def _refuse_other_model(evidence: Evidence, stage: Stage) -> None:
-    said, found = evidence.info.provenance.get("model_sha"), stage.engine.info.model_sha
-    if said != found:
-        raise UsageError(f"the model here has hash {found}, the run's is {said}")
-
-
-def _choose(evidence: Evidence, sample: int, seed: int) -> list[TrialKey]:
-    known = sorted(evidence.trials)
-    return sorted(random.Random(seed).sample(known, min(sample, len(known))))
 
 
 def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
@@ -145,20 +138,7 @@ def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
     if evidence.trials[key].status in CUT_OFF:
         found = [ids[: len(cut)] for ids, cut in zip(found, said, strict=False)]
     for turn, (one, other) in enumerate(zip_longest(said, found, fillvalue=())):
-        at = _first(one, other)
-        if at is not None:
-            return f"sample {key[0]} trial {key[1]}: turn {turn}, token {at}"
+        for at, (a, b) in enumerate(zip_longest(one, other)):
+            if a != b:
+                return f"sample {key[0]} trial {key[1]}: turn {turn}, token {at}"
     return ""
-
-
-def _first(one: Sequence[int], other: Sequence[int]) -> int | None:
-    pairs = enumerate(zip_longest(one, other))
-    return next((at for at, (a, b) in pairs if a != b), None)
-
-
-def _write(leaderboard: Path, outcome: Rerun) -> None:
-    number = len(reruns(leaderboard, outcome.records))
-    path = leaderboard / RERUNS / f"{outcome.records[:16]}-{number:04d}.json"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, outcome.model_dump_json(indent=2).encode() + b"\n")

@@ -1,7 +1,4 @@
-"""Making a submission: a copy of runs with a manifest that says whose they are.
-
-Adding a checked submission to a leaderboard's folder, as new runs or as replications.
-"""
+"""Making a submission of runs, and adding a checked one to a leaderboard's folder."""
 
 from __future__ import annotations
 
@@ -11,17 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.leaderboard.checking import RunVerdict, Verdict, validate
+from agentbench_kv.leaderboard.checking import RunVerdict, SubmissionVerdict, validate
 from agentbench_kv.leaderboard.evidence import (
     HASHED,
     MANIFEST,
     TRANSCRIPTS,
-    Evidence,
     file_sha,
     first_error,
     hashes,
@@ -31,7 +26,7 @@ from agentbench_kv.leaderboard.evidence import (
     transcripts,
 )
 from agentbench_kv.results.files import write_atomic, writing
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.store import RunReader, TrialKey
 from agentbench_kv.results.submissions import (
     KEPT,
     REPLICATIONS,
@@ -53,39 +48,26 @@ def pack(
     link: str = "",
     with_transcripts: bool = True,
 ) -> Manifest:
-    """Make a submission of runs; their summaries are derived again.
+    """Copy runs into a new folder with a manifest; their summaries are derived again.
 
-    Parameters
-    ----------
-    runs : sequence of RunReader
-        The runs, left as they are.
-    folder : Path
-        Must not exist or be empty.
-    who, method, link : str
-        As `Manifest` holds them.
-    with_transcripts : bool
-        Without them scores can be neither derived again nor compared with a rerun.
-
-    Raises
-    ------
-    UsageError
-        If the folder is in use, or a name or the link is not acceptable.
-    PrerequisiteError
-        If it cannot be written.
+    Without transcripts scores can be neither derived again nor compared with a rerun. A UsageError
+    if the folder is in use, or a name or the link is not acceptable.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; name a new folder")
-    about = {"who": who, "method": method, "link": link}
-    # Refuse names before anything is written.
-    _manifest({**about, "runs": [{"run_id": run.info.run_id, "sha256": {}} for run in runs]})
-    listed = []
-    for run in runs:
-        target = folder / run.info.run_id
+    listed = [{"run_id": run.info.run_id, "sha256": {}} for run in runs]
+    try:  # refuse names before anything is written
+        manifest = Manifest.model_validate(
+            {"who": who, "method": method, "link": link, "runs": listed}
+        )
+    except ValidationError as error:
+        raise UsageError(f"the submission: {first_error(error)}") from None
+    for run, entry in zip(runs, manifest.runs, strict=True):
+        target = folder / entry.run_id
         with writing(target):
             copy_run(run.path, target, with_transcripts=with_transcripts)
         summarize(RunReader(target))
-        listed.append({"run_id": target.name, "sha256": hashes(target)})
-    manifest = _manifest({**about, "runs": listed})
+        entry.sha256.update(hashes(target))
     text = manifest.model_dump_json(indent=2, by_alias=True)
     write_atomic(folder / MANIFEST, text.encode() + b"\n")
     return manifest
@@ -102,13 +84,6 @@ def copy_run(source: Path, target: Path, *, with_transcripts: bool = True) -> No
             shutil.copyfile(source / name, target / name)
 
 
-def _manifest(content: dict[str, Any]) -> Manifest:
-    try:
-        return Manifest.model_validate(content)
-    except ValidationError as error:
-        raise UsageError(f"the submission: {first_error(error)}") from None
-
-
 @dataclass(frozen=True)
 class Added:
     """What adding a submission came to: run ids that are new, and replications of known ones."""
@@ -123,19 +98,8 @@ def add(
     """Validate a submission and copy its runs into a leaderboard's folder.
 
     A run that is there already with the same records is passed over. Other records of the same run
-    are a replication: they are kept beside it, and never count as more of its trials.
-
-    Parameters
-    ----------
-    rescore, model
-        As `validate` takes them.
-
-    Raises
-    ------
-    UsageError
-        If the submission is not valid, or holds an edited copy of a run that is there.
-    PrerequisiteError
-        If the folder cannot be written.
+    are a replication: they are kept beside it, and never count as more of its trials. A UsageError
+    if the submission is not valid, or holds an edited copy of a run that is there.
     """
     verdict = validate(folder, rescore=rescore, model=model)
     if verdict.findings:
@@ -189,16 +153,15 @@ def _measured(path: Path) -> set[str | float]:
 
 def _upgrade(leaderboard: Path, run: RunVerdict, folder: Path) -> None:
     """Raise the label of a run that is there if it was checked further this time."""
-    records = file_sha(folder / run.run_id / "samples.jsonl")
-    path = leaderboard / STANDINGS / f"{records[:16]}.json"
+    path = _standing_path(leaderboard, file_sha(folder / run.run_id / "samples.jsonl"))
     if path.is_file():
         old = Standing.model_validate_json(path.read_bytes())
         if list(Label).index(old.label) < list(Label).index(run.label):
-            _write_model(path, old.model_copy(update={"label": run.label, "notes": run.notes}))
+            write_stored(path, old.model_copy(update={"label": run.label, "notes": run.notes}))
 
 
 def _write_standing(
-    leaderboard: Path, target: Path, verdict: Verdict, run: RunVerdict, submission: str
+    leaderboard: Path, target: Path, verdict: SubmissionVerdict, run: RunVerdict, submission: str
 ) -> None:
     records = file_sha(target / "samples.jsonl")
     first = leaderboard / run.run_id
@@ -210,25 +173,30 @@ def _write_standing(
         notes=run.notes,
         replication=None if target == first else _replication(target, first, verdict, run),
     )
-    _write_model(leaderboard / STANDINGS / f"{records[:16]}.json", standing)
+    write_stored(_standing_path(leaderboard, records), standing)
 
 
-def _replication(target: Path, first: Path, verdict: Verdict, run: RunVerdict) -> Replication:
+def _standing_path(leaderboard: Path, records: str) -> Path:
+    return leaderboard / STANDINGS / f"{records[:16]}.json"
+
+
+def _replication(
+    target: Path, first: Path, verdict: SubmissionVerdict, run: RunVerdict
+) -> Replication:
     trials = RunReader(target).trials()
-    one, other = _tokens(target), _tokens(first)
-    shared = one.keys() & other.keys()
+    one, other = _generated(target), _generated(first)
     return Replication(
         path=str(target.relative_to(first.parent)),
         who=verdict.manifest.who,
         label=run.label,
         score=fmean(record.headline for record in trials),
         trials=len({record.key for record in trials}),
-        equal=sum(one[key] == other[key] for key in shared),
+        equal=sum(one[key] == other[key] for key in one.keys() & other.keys()),
     )
 
 
-def _tokens(path: Path) -> dict[tuple[str, int], list[str]]:
-    evidence: Evidence | None = read_run(path, [])
+def _generated(path: Path) -> dict[TrialKey, list[str]]:
+    evidence = read_run(path, [])
     known = evidence.transcripts if evidence else {}
     return {key: each.generated for key, each in known.items() if each.generated}
 
@@ -243,7 +211,8 @@ def _copy(source: Path, target: Path) -> None:
         partial.rename(target)
 
 
-def _write_model(path: Path, content: Standing) -> None:
+def write_stored(path: Path, content: BaseModel) -> None:
+    """Write what the keeper found out, for `results.submissions` to read."""
     _write(path, content.model_dump_json(indent=2).encode() + b"\n")
 
 

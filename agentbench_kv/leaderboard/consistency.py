@@ -1,0 +1,376 @@
+"""Whether the records of a run agree: trials, seeds, scores, turns, transcripts, KV and times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from agentbench_kv.adapters.browser.answers import SEALED, unseal
+from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.leaderboard.evidence import (
+    CUT_OFF,
+    OWN,
+    Checks,
+    Evidence,
+    Note,
+    RecordedTranscript,
+    Wrong,
+    differs,
+    expect,
+    place,
+)
+from agentbench_kv.leaderboard.identity import folder_of_model
+from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
+from agentbench_kv.results.store import TrialKey, transcript_name
+from agentbench_kv.results.summary import UNCOMPRESSED, RunState, assess
+from agentbench_kv.run.trial import MAX_ATTEMPTS
+
+_RETRIED = frozenset({TrialStatus.INFRA_ERROR, TrialStatus.USER_ERROR})
+_LOCAL = frozenset({"embedded", "llamacpp", "vllm", "sglang"})
+_CLOCK_SLACK_S = 60.0  # a clock may be set while a run is going on
+# Beyond what any machine decodes or reads, by two orders of magnitude.
+_MOST_TOKENS_S = 1e7
+_MOST_BYTES_S = 1e15
+
+
+def check_count(evidence: Evidence) -> Checks:
+    """Check that every sample has all its trials, each finished, and no more."""
+    spec, trials = evidence.spec, evidence.trials
+    expected = evidence.info.expected_trials
+    if expected != len(trials) or not trials:
+        yield differs("run.json: expected_trials", expected, len(trials))
+    samples = {sample for sample, _ in trials}
+    if len(trials) != len(samples) * spec.trials:
+        yield differs("trials", len(trials), f"{spec.trials} of each of {len(samples)} samples")
+    for sample, trial in sorted(trials):
+        if trial >= spec.trials:
+            text = f"is beyond the {spec.trials} of the spec"
+            yield Wrong(f"sample {sample} trial {trial}", text)
+    if spec.limit is not None and len(samples) > spec.limit:
+        yield differs("samples", len(samples), spec.limit)
+    for key, record in trials.items():
+        if not record.finished:
+            text = f"is {record.status.value}: the trial is not finished"
+            yield Wrong(place(key, "status"), text)
+
+
+def check_seeds(evidence: Evidence) -> Checks:
+    """Derive the seed of every attempt from spec, sample and trial."""
+    for key, attempts in evidence.attempts.items():
+        derived = evidence.spec.trial_seed(*key)
+        for record in attempts:
+            yield from expect(place(key, "seed"), record.seed, derived)
+
+
+def check_attempts(evidence: Evidence) -> Checks:
+    """Check that no record was superseded where the runner would not have tried again."""
+    for key, attempts in evidence.attempts.items():
+        yield from expect(place(key, "attempts"), attempts[0].attempts, 1)
+        for earlier, later in pairwise(attempts):
+            spoilt = earlier.status is TrialStatus.USER_ERROR
+            if earlier.status not in _RETRIED or (spoilt and earlier.attempts >= MAX_ATTEMPTS):
+                text = f"a record with status {earlier.status.value} was superseded by a later one"
+                yield Wrong(place(key, "status"), text)
+            # A resumed run begins to count anew.
+            allowed = {earlier.attempts + 1} | (set() if spoilt else {1})
+            if later.attempts not in allowed or later.attempts > MAX_ATTEMPTS:
+                yield differs(place(key, "attempts"), later.attempts, min(allowed))
+    again = sum(len(attempts) - 1 for attempts in evidence.attempts.values())
+    if again:
+        yield Note(f"{again} attempts are said to have been lost, and were repeated")
+
+
+def check_scores(evidence: Evidence) -> Checks:
+    """Check that no part of a score has more right than asked."""
+    for key, record in evidence.trials.items():
+        for name, right in record.metrics.items():
+            part = name.removesuffix("_right")
+            asked = record.metrics.get(f"{part}_asked")
+            if part == name or asked is None:
+                continue
+            if not isinstance(right, int | float) or not isinstance(asked, int | float):
+                yield Wrong(place(key, f"metrics.{name}"), "is no number")
+            elif not -asked <= right <= asked:
+                yield Wrong(place(key, f"metrics.{name}"), f"is {right} of {asked} asked")
+
+
+def check_unfounded(evidence: Evidence) -> Checks:
+    """Check that turns belong to trials."""
+    for key in sorted(evidence.turns.keys() - evidence.trials.keys())[:5]:
+        yield Wrong(f"turns.jsonl: sample {key[0]} trial {key[1]}", "is no trial of the run")
+
+
+def check_turns(evidence: Evidence) -> Checks:
+    """Check that every trial's turns add up to its record."""
+    exact = evidence.spec.engine in OWN
+    for key, record in evidence.trials.items():
+        turns = evidence.turns.get(key, [])
+        if not record.usage.requests and record.status is not TrialStatus.SCORED:
+            continue
+        if record.prompt_sha is None:
+            yield Wrong(place(key, "prompt_sha"), "is missing")
+        if [turn.turn for turn in turns] != list(range(record.usage.requests)):
+            yield differs(place(key, "turns"), len(turns), record.usage.requests)
+            continue
+        for name, said, derived in _sums(record, turns, exact):
+            # A session that was cut off may hold more than its last finished turn.
+            if said < derived or (said > derived and record.status not in CUT_OFF):
+                yield differs(place(key, name), said, derived)
+        yield from _check_growth(key, record, turns)
+        yield from _check_turn_times(key, record, turns)
+
+
+def _sums(
+    record: TrialRecord, turns: Sequence[TurnRecord], exact: bool
+) -> list[tuple[str, int, int]]:
+    """Return name, recorded value and derived value of what follows from the turns."""
+
+    def total(name: str) -> int:
+        return sum(getattr(turn, name) for turn in turns)
+
+    kv, usage = record.kv, record.usage
+    found = [
+        ("usage.prompt_tokens", usage.prompt_tokens, total("prompt_tokens")),
+        ("usage.completion_tokens", usage.completion_tokens, total("output_tokens")),
+        ("kv.events", kv.events, total("events")),
+        ("kv.evicted", kv.evicted, total("evicted")),
+        ("kv.restored", kv.restored, total("restored")),
+        ("kv.prefill_tokens", kv.prefill_tokens, total("prefill_tokens")),
+    ]
+    if exact:
+        found += [
+            ("kv.decode_tokens", kv.decode_tokens, total("output_tokens")),
+            ("kv.bytes_read", kv.bytes_read, total("kv_bytes_read")),
+            ("kv.longest_prefill", kv.longest_prefill, max(t.prefill_tokens for t in turns)),
+        ]
+    return found
+
+
+def _check_growth(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
+    """Check that a session only grows, and no turn holds more than was seen or the peak."""
+    for turn in turns:
+        seen = turn.prompt_tokens + turn.output_tokens
+        for name in ("live_before", "live_after"):
+            held, peak = getattr(turn, name), record.kv.peak_live
+            if held > min(seen, peak):
+                text = f"is {held}; the session has seen {seen}, kv.peak_live is {peak}"
+                yield Wrong(place(key, f"turn {turn.turn}: {name}"), text)
+        if sum(turn.phases.values()) > seen:
+            yield differs(place(key, f"turn {turn.turn}: phases"), sum(turn.phases.values()), seen)
+    if record.session_resets:
+        return
+    for earlier, later in pairwise(turns):
+        if later.prompt_tokens < earlier.prompt_tokens + earlier.output_tokens:
+            text = "is shorter than what the session held, and no reset is recorded"
+            yield Wrong(place(key, f"turn {later.turn}: prompt_tokens"), text)
+
+
+def _check_turn_times(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
+    """Check that a trial's times are the medians of its turns', which fit into its time."""
+    timing = record.timing
+    if record.status is not TrialStatus.SCORED:
+        return
+    for name in ("ttft_ms", "tpot_ms"):
+        known = [value for turn in turns if (value := getattr(turn, name)) is not None]
+        derived = median(known) if known else None
+        yield from expect(place(key, f"timing.{name}"), getattr(timing, name), derived)
+    took = sum(
+        (turn.ttft_ms or 0.0) + (turn.tpot_ms or 0.0) * max(0, turn.output_tokens - 1)
+        for turn in turns
+    )
+    if timing.e2e_s is None or took > 1000 * timing.e2e_s + 1:
+        text = f"is {timing.e2e_s} s, its turns took {took / 1000:.3f} s"
+        yield Wrong(place(key, "timing.e2e_s"), text)
+
+
+def check_transcripts(evidence: Evidence) -> Checks:
+    """Compare every transcript with the trial's record and its turns."""
+    if not evidence.transcripts:
+        yield Note("the transcripts are not in the submission")
+        return
+    for key, record in evidence.trials.items():
+        expected = transcript_name(*key)
+        if record.transcript != expected:
+            yield differs(place(key, "transcript"), record.transcript, expected)
+        elif key in evidence.transcripts:
+            yield from _check_transcript(evidence, key, record, evidence.transcripts[key])
+
+
+def _check_transcript(
+    evidence: Evidence, key: TrialKey, record: TrialRecord, transcript: RecordedTranscript
+) -> Checks:
+    turns, field = evidence.turns.get(key, []), place(key, "transcript")
+    if not evidence.at_text_level:
+        said = [len(ids) for ids in transcript.tokens if ids]
+        derived = [turn.output_tokens for turn in turns if turn.output_tokens]
+        yield from expect(f"{field}: tokens generated", said, derived)
+    yield from expect(f"{field}: error", transcript.error, record.error)
+    yield from expect(f"{field}: events", len(transcript.events), record.kv.events)
+    messages = _assistant_messages(transcript.transcript)
+    if record.status is TrialStatus.SCORED and messages is not None:
+        yield from expect(f"{field}: assistant messages", messages, len(turns))
+    kv = record.kv
+    for number, event in enumerate(transcript.events):
+        possible = (
+            0 <= event.live_after <= event.live_before <= kv.peak_live
+            and 0 <= event.decoded <= kv.decode_tokens
+            and event.live_before <= event.logical
+            and event.rows_moved >= 0
+        )
+        if not possible:
+            yield Wrong(f"{field}: event {number}", f"{event} cannot be")
+    evicted = sum(event.live_before - event.live_after for event in transcript.events)
+    yield from expect(place(key, "kv.evicted"), kv.evicted, evicted)
+
+
+def _assistant_messages(stored: Any) -> int | None:
+    """Count the assistant's messages in a list of chat messages; None if it is something else."""
+    try:
+        entries = unseal(stored) if isinstance(stored, dict) and set(stored) == {SEALED} else stored
+    except (ValueError, TypeError, RecursionError):
+        return -1
+    if not isinstance(entries, list) or not entries:
+        return None
+    if not all(isinstance(entry, dict) and "role" in entry for entry in entries):
+        return None
+    return [entry["role"] for entry in entries].count("assistant")
+
+
+def check_validity(evidence: Evidence) -> Checks:
+    """Apply the rules that every run is ranked by: the budget was kept to, every trial is there."""
+    trials = list(evidence.trials.values())
+    verdict = assess(evidence.info.spec, trials, evidence.info.expected_trials)
+    if verdict.state is not RunState.VALID:
+        yield Wrong("validity", f"{verdict.state.value}: {'; '.join(verdict.reasons)}")
+
+
+def check_accounts(evidence: Evidence) -> Checks:
+    """Check every trial's KV account against its session."""
+    engine = evidence.spec.engine
+    uncompressed = evidence.spec.method.partition("@")[0] in UNCOMPRESSED
+    per_token = _bytes_per_token(evidence)
+    for key, record in evidence.trials.items():
+        turns = evidence.turns.get(key, [])
+        if not turns:
+            continue
+        if engine in OWN:
+            yield from _check_rows(evidence, key, record)
+        yield from _check_limits(key, record, turns)
+        if record.status in CUT_OFF:
+            continue
+        if uncompressed:
+            yield from _check_uncompressed(key, record, turns)
+        if engine in _LOCAL and record.kv.decode_tokens:
+            yield from _check_bytes(key, record, per_token)
+        if engine == "embedded" and not record.session_resets:
+            yield from _check_live(key, turns)
+
+
+def _check_rows(evidence: Evidence, key: TrialKey, record: TrialRecord) -> Checks:
+    """Check what holds for our own engines: no row is lost, every moved row is of an event."""
+    kv = record.kv
+    yield from expect(place(key, "kv.recomputed"), kv.recomputed, 0)
+    if not kv.restored and key in evidence.transcripts:
+        moved = sum(event.rows_moved for event in evidence.transcripts[key].events)
+        yield from expect(place(key, "kv.rows_moved"), kv.rows_moved, moved)
+
+
+def _check_limits(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
+    kv, whole = record.kv, record.session_resets == 0 and record.kv.recomputed == 0
+    seen = kv.prefill_tokens + kv.decode_tokens + kv.restored + kv.recomputed
+    longest = max(turn.prompt_tokens + turn.output_tokens for turn in turns)
+    most = {
+        "evicted": kv.logical + kv.restored if whole else seen,
+        "restored": kv.evicted,
+        "logical": longest,
+        "peak_live": kv.logical if whole else max(kv.logical, longest),
+        "longest_prefill": max(turn.prefill_tokens for turn in turns),
+        "mean_decode_kv": kv.peak_live,
+        "events": kv.prefill_tokens + kv.decode_tokens,
+    }
+    for name, limit in most.items():
+        if (value := getattr(kv, name)) > limit:
+            text = f"is {value}, more than the {limit} there can be"
+            yield Wrong(place(key, f"kv.{name}"), text)
+    if not whole or not turns[-1].output_tokens or record.status in CUT_OFF:
+        return
+    # What was generated last need not be in the cache.
+    if kv.peak_live < (left := kv.logical - kv.evicted + kv.restored - 1):
+        yield Wrong(place(key, "kv.peak_live"), f"is {kv.peak_live}, {left} tokens were left")
+    if kv.logical < longest - 1:
+        yield differs(place(key, "kv.logical"), kv.logical, longest)
+
+
+def _check_uncompressed(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
+    kv = record.kv
+    for name in ("events", "evicted", "restored", "rows_moved"):
+        yield from expect(place(key, f"kv.{name}"), getattr(kv, name), 0)
+    held = max(turn.live_after for turn in turns)
+    if kv.peak_live < max(held, kv.logical - 1) and not record.session_resets:
+        yield differs(place(key, "kv.peak_live"), kv.peak_live, kv.logical)
+
+
+def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> Checks:
+    """Check that every token but the first of a turn read all live rows."""
+    kv = record.kv
+    rows = kv.mean_decode_kv * kv.decode_tokens
+    unread = record.usage.requests * (kv.peak_live + 1)
+    if rows > unread and not kv.bytes_read:
+        yield Wrong(place(key, "kv.bytes_read"), "is 0 though rows were read")
+    if per_token is None:
+        return
+    least = per_token * max(0.0, rows - unread)
+    most = per_token * (rows + kv.decode_tokens + kv.events * kv.peak_live)
+    if not least <= kv.bytes_read <= most:
+        text = f"is {kv.bytes_read}, expected {least:.0f} to {most:.0f}"
+        yield Wrong(place(key, "kv.bytes_read"), text)
+
+
+def _check_live(key: TrialKey, turns: Sequence[TurnRecord]) -> Checks:
+    """Check that a turn holds what it found, added and lost; the newest token waits to be fed."""
+    held = 0
+    for turn in turns:
+        yield from expect(place(key, f"turn {turn.turn}: live_before"), turn.live_before, held)
+        held = turn.live_after
+        added = turn.prefill_tokens + turn.output_tokens + turn.restored - turn.evicted
+        expected = turn.live_before + added
+        if not 0 <= expected - turn.live_after <= 1:
+            field = place(key, f"turn {turn.turn}: live_after")
+            yield differs(field, turn.live_after, expected)
+
+
+def _bytes_per_token(evidence: Evidence) -> int | None:
+    """Return the bytes of a cached token of a shipped model on the embedded engine."""
+    spec = evidence.spec
+    folder = folder_of_model(spec, evidence.info.provenance, None)
+    if spec.engine != "embedded" or folder is None:
+        return None
+    try:
+        facts = read_model(folder)
+        heads = facts.q_heads if spec.make_method().per_query_head else facts.kv_heads
+        return facts.bytes_per_token(spec.dtype) * heads // facts.kv_heads
+    except (KVBenchError, KeyError):
+        return None
+
+
+def check_times(evidence: Evidence) -> Checks:
+    """Check that the trials fit into the run's time, and the run between its heartbeats."""
+    info, trials = evidence.info, evidence.trials.values()
+    at_once, field = evidence.spec.concurrency, "run.json: wall_s"
+    took = [each.timing.e2e_s or 0.0 for each in trials if each.status is TrialStatus.SCORED]
+    slack = 1.0 + 0.01 * info.wall_s + 30.0 * len(info.resumes)
+    if took and max(took) > info.wall_s + slack:
+        yield Wrong(field, f"is {info.wall_s}, a trial took {max(took):.3f} s")
+    if sum(took) > at_once * (info.wall_s + slack):
+        text = f"is {info.wall_s}, the trials took {sum(took):.1f} s in {at_once} at a time"
+        yield Wrong(field, text)
+    lasted = info.heartbeat - info.created
+    if info.wall_s > lasted + _CLOCK_SLACK_S:
+        yield Wrong(field, f"is {info.wall_s}, the run lasted {lasted:.1f} s")
+    tokens = sum(each.kv.decode_tokens for each in trials)
+    read = sum(each.kv.bytes_read for each in trials)
+    if tokens > _MOST_TOKENS_S * info.wall_s or read > _MOST_BYTES_S * info.wall_s:
+        yield Wrong(field, f"is {info.wall_s}: no machine is that fast")
