@@ -12,8 +12,7 @@ import pytest
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site import build_site
-from agentbench_kv.results.site.charts import by_tier, tier_name
-from agentbench_kv.results.site.leaderboard import views
+from agentbench_kv.results.site.boards import by_tier, tier_name, views
 from agentbench_kv.results.store import RunStore
 
 Make = Callable[..., None]

@@ -1,8 +1,6 @@
 """A run's own page: every figure with where it comes from, timeline, failures, transcripts.
 
-Live tokens over the turns of a run, as a drawing for its page.
-
-A few transcripts of a run as plain text, whatever an adapter or a model put in them.
+Whatever an adapter or a model put into records is clipped and shown as plain text.
 """
 
 from __future__ import annotations
@@ -22,218 +20,18 @@ from agentbench_kv.results.show import Segment, segments
 from agentbench_kv.results.site.charts import visible
 from agentbench_kv.results.store import RunReader, parse_lines, turns_by_index, turns_by_trial
 
-MOST_TURNS = 2000
-
-
-LEFT, RIGHT, TOP, BOTTOM = 56, 704, 16, 210
-
-
-_MOST_TICKS = 16
-
-
-@dataclass(frozen=True)
-class TurnFigures:
-    """A turn index over the trials that got there: live tokens at its end, totals of evictions."""
-
-    turn: int
-    trials: int
-    low: float
-    median: float
-    high: float
-    events: int
-    evicted: int
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A drawing of 720 x 250, its points ready for an SVG attribute; `band` may be empty."""
-
-    line: str
-    band: str
-    marks: list[tuple[float, float, str]]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    budget: float | None
-
-
-def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
-    """Return the turns of each trial's last attempt in the first lines of `turns.jsonl`.
-
-    Damaged lines are left out, and so is the trial that the end cuts off, unless it is the only.
-    """
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        turns = parse_lines(islice(file, most), TurnRecord).records
-        cut_off = bool(file.readline())
-    trials = turns_by_trial(turns)
-    if cut_off and len(trials) > 1:
-        del trials[turns[-1].key]
-    return list(trials.values())
-
-
-def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
-    """Return one entry per turn index, sorted."""
-    return [_figures(group) for group in turns_by_index(chain.from_iterable(trials))]
-
-
-def timeline(figures: Sequence[TurnFigures], budget: int | None) -> Timeline:
-    """Draw median and range over trials; a mark on each turn in which something was evicted."""
-    axes = _Axes([f.turn for f in figures], max(budget or 0, *(f.high for f in figures)))
-    upper = [axes.at(i, f.high) for i, f in enumerate(figures)]
-    lower = [axes.at(i, f.low) for i, f in enumerate(figures)]
-    middle = [axes.at(i, f.median) for i, f in enumerate(figures)]
-    marks = [(*at, _told(f)) for at, f in zip(middle, figures, strict=True) if f.events]
-    return axes.drawing(middle, [*upper, *reversed(lower)], marks, budget)
-
-
-def session(turns: Sequence[TurnRecord], budget: int | None) -> Timeline:
-    """Draw one trial: up while tokens are added, straight down by what a turn evicted.
-
-    A turn records its ends only: of several evictions in it, their sum is drawn as one drop.
-    """
-    most = max(budget or 0, *(t.live_after + t.evicted for t in turns))
-    axes = _Axes([turn.turn for turn in turns], most)
-    path: list[tuple[float, float]] = []
-    marks = []
-    for i, turn in enumerate(turns):
-        if turn.events:
-            path.append(axes.at(i, turn.live_after + turn.evicted))
-            marks.append((*path[-1], _told(turn)))
-        path.append(axes.at(i, turn.live_after))
-    return axes.drawing(path, [], marks, budget)
-
-
-def _told(turn: TurnFigures | TurnRecord) -> str:
-    return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
-
-
-def _figures(group: Sequence[TurnRecord]) -> TurnFigures:
-    live = [turn.live_after for turn in group]
-    middle = statistics.median(live)
-    events, evicted = sum(turn.events for turn in group), sum(turn.evicted for turn in group)
-    return TurnFigures(group[0].turn, len(group), min(live), middle, max(live), events, evicted)
-
-
-def _points(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{x:g},{y:g}" for x, y in points)
-
-
-class _Axes:
-    """Places of turns from left to right and of 0 to `top` tokens from bottom to top."""
-
-    def __init__(self, turns: Sequence[int], top: float) -> None:
-        self.turns = turns
-        self.step = _round_step(max(top, 1.0) / 4)
-        self.top = self.step * -(-max(top, 1.0) // self.step)
-
-    def at(self, index: int, tokens: float) -> tuple[float, float]:
-        return round(LEFT + (RIGHT - LEFT) * (index + 0.5) / len(self.turns), 1), self.y(tokens)
-
-    def y(self, tokens: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * tokens / self.top, 1)
-
-    def drawing(
-        self,
-        line: Iterable[tuple[float, float]],
-        band: Iterable[tuple[float, float]],
-        marks: list[tuple[float, float, str]],
-        budget: int | None,
-    ) -> Timeline:
-        every = -(-len(self.turns) // _MOST_TICKS)
-        levels = [self.step * i for i in range(round(self.top / self.step) + 1)]
-        return Timeline(
-            line=_points(line),
-            band=_points(band),
-            marks=marks,
-            x_ticks=[(self.at(i, 0)[0], str(t)) for i, t in enumerate(self.turns)][::every],
-            y_ticks=[(self.y(level), f"{level:,.0f}") for level in levels],
-            budget=None if budget is None else self.y(budget),
-        )
-
-
-def _round_step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least this, and at least 1."""
-    scale = 1.0
-    while scale * 10 <= least:
-        scale *= 10
-    return next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= least)
-
-
-MOST_MESSAGES = 60
-
-
-MOST_CHARACTERS = 12_000
-
-
-_PER_PART = 1500
-
-
-_NAMES = {"think": "thinks", "act": "calls", "tool": "", "others": ""}
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message: who speaks, and (what it is, text) for each of its parts."""
-
-    role: str
-    parts: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """A trial's messages as far as they are shown, or the problem why there are none."""
-
-    record: TrialRecord
-    messages: list[Message]
-    left_out: int = 0
-    problem: str | None = None
-
-
-def transcripts(path: Path, trials: Sequence[TrialRecord], most: int = 2) -> list[Transcript]:
-    """Read the transcripts of the trials worth looking at: failed ones first, then low scores."""
-    having = [record for record in trials if record.transcript is not None]
-    chosen = sorted(having, key=lambda r: (r.score is not None, r.score or 0.0))[:most]
-    return [_read(RunReader(path), record) for record in chosen]
-
-
-def _read(run: RunReader, record: TrialRecord) -> Transcript:
-    try:
-        data = run.transcript(record)
-    except (ValueError, OSError, RecursionError) as error:
-        return Transcript(record, [], problem=f"not readable: {visible(error)}")
-    if data is None:
-        return Transcript(record, [], problem="the file is gone")
-    listed = data.get("transcript") if isinstance(data, dict) else data
-    messages = listed if isinstance(listed, list) else [data]
-    shown = list(_within_limits(messages))
-    return Transcript(record, shown, left_out=len(messages) - len(shown))
-
-
-def _within_limits(messages: Sequence[Any]) -> Iterator[Message]:
-    left = MOST_CHARACTERS
-    for data in messages[:MOST_MESSAGES]:
-        message = _message(data)
-        left -= sum(len(text) for _, text in message.parts)
-        yield message
-        if left <= 0:
-            return
-
-
-def _message(data: Any) -> Message:
-    role = data.get("role", "data") if isinstance(data, dict) else "data"
-    found = segments(data) or [Segment("others", json.dumps(data, ensure_ascii=False))]
-    parts = [(_NAMES[phase], visible(text, _PER_PART)) for phase, text in found]
-    return Message(visible(role, 40), parts)
-
-
 MOST_FAILURES = 200
-
-
 MOST_SAMPLES = 1000
-
-
-_HASHED = ("samples.jsonl", "turns.jsonl", "run.json")
+MOST_TURNS = 2000  # lines of `turns.jsonl`
+MOST_TRANSCRIPTS = 2
+MOST_MESSAGES = 60  # of a transcript
+MOST_CHARACTERS = 12_000
+_PER_PART = 1500
+_FILES = ("samples.jsonl", "turns.jsonl", "run.json")
+_PHASES = {"think": "thinks", "act": "calls", "tool": "", "others": ""}
+# Ends of the axes in the template's drawing of 720 x 250.
+LEFT, RIGHT, TOP, BOTTOM = 56, 704, 16, 210
+_MOST_TICKS = 16
 
 
 def context(run: Run, problems: Sequence[Problem]) -> dict[str, Any]:
@@ -251,7 +49,7 @@ def context(run: Run, problems: Sequence[Problem]) -> dict[str, Any]:
         "transcripts": transcripts(run.path, trials),
         "spec": list(_flat(run.spec)),
         "provenance": list(_flat(run.info.provenance)),
-        "files": list(_hashes(run.path)),
+        "files": list(_files(run.path)),
         **_timelines(run),
     }
 
@@ -284,11 +82,188 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield name, visible(text)
 
 
-def _hashes(folder: Path) -> Iterator[tuple[str, int, str]]:
+def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield name, bytes and SHA-256 of each file that the page's figures come from."""
-    for name in _HASHED:
+    for name in _FILES:
         path = folder / name
         if path.is_file():
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             yield name, path.stat().st_size, digest
+
+
+@dataclass(frozen=True)
+class TurnFigures:
+    """A turn index over the trials that got there: live tokens at its end, totals of evictions."""
+
+    turn: int
+    trials: int
+    low: float
+    median: float
+    high: float
+    events: int
+    evicted: int
+
+
+@dataclass(frozen=True)
+class TimelineChart:
+    """Points ready for an SVG attribute; `band` may be empty."""
+
+    line: str
+    band: str
+    marks: list[tuple[float, float, str]]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    budget: float | None
+
+
+def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
+    """Return the turns of each trial's last attempt in the first lines of `turns.jsonl`.
+
+    Damaged lines are left out, and so is the trial that the end cuts off, unless it is the only.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        turns = parse_lines(islice(file, most), TurnRecord).records
+        cut_off = bool(file.readline())
+    trials = turns_by_trial(turns)
+    if cut_off and len(trials) > 1:
+        del trials[turns[-1].key]
+    return list(trials.values())
+
+
+def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
+    """Return one entry per turn index, sorted."""
+    return [_figures(group) for group in turns_by_index(chain.from_iterable(trials))]
+
+
+def timeline(figures: Sequence[TurnFigures], budget: int | None) -> TimelineChart:
+    """Draw median and range over trials; a mark on each turn in which something was evicted."""
+    axes = _Axes([f.turn for f in figures], max(budget or 0, *(f.high for f in figures)))
+    upper = [axes.at(i, f.high) for i, f in enumerate(figures)]
+    lower = [axes.at(i, f.low) for i, f in enumerate(figures)]
+    middle = [axes.at(i, f.median) for i, f in enumerate(figures)]
+    marks = [(*at, _told(f)) for at, f in zip(middle, figures, strict=True) if f.events]
+    return axes.drawing(middle, [*upper, *reversed(lower)], marks, budget)
+
+
+def session(turns: Sequence[TurnRecord], budget: int | None) -> TimelineChart:
+    """Draw one trial: up while tokens are added, straight down by what a turn evicted.
+
+    A turn records its ends only: of several evictions in it, their sum is drawn as one drop.
+    """
+    most = max(budget or 0, *(t.live_after + t.evicted for t in turns))
+    axes = _Axes([turn.turn for turn in turns], most)
+    path: list[tuple[float, float]] = []
+    marks = []
+    for i, turn in enumerate(turns):
+        if turn.events:
+            path.append(axes.at(i, turn.live_after + turn.evicted))
+            marks.append((*path[-1], _told(turn)))
+        path.append(axes.at(i, turn.live_after))
+    return axes.drawing(path, [], marks, budget)
+
+
+def _told(turn: TurnFigures | TurnRecord) -> str:
+    return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
+
+
+def _figures(group: Sequence[TurnRecord]) -> TurnFigures:
+    live = [turn.live_after for turn in group]
+    middle = statistics.median(live)
+    events, evicted = sum(turn.events for turn in group), sum(turn.evicted for turn in group)
+    return TurnFigures(group[0].turn, len(group), min(live), middle, max(live), events, evicted)
+
+
+class _Axes:
+    """Places of turns from left to right and of 0 to `top` tokens from bottom to top."""
+
+    def __init__(self, turns: Sequence[int], top: float) -> None:
+        self.turns = turns
+        self.step = _round_step(max(top, 1.0) / 4)
+        self.top = self.step * -(-max(top, 1.0) // self.step)
+
+    def at(self, index: int, tokens: float) -> tuple[float, float]:
+        return round(LEFT + (RIGHT - LEFT) * (index + 0.5) / len(self.turns), 1), self.y(tokens)
+
+    def y(self, tokens: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * tokens / self.top, 1)
+
+    def drawing(
+        self,
+        line: Iterable[tuple[float, float]],
+        band: Iterable[tuple[float, float]],
+        marks: list[tuple[float, float, str]],
+        budget: int | None,
+    ) -> TimelineChart:
+        every = -(-len(self.turns) // _MOST_TICKS)
+        levels = [self.step * i for i in range(round(self.top / self.step) + 1)]
+        return TimelineChart(
+            line=" ".join(f"{x:g},{y:g}" for x, y in line),
+            band=" ".join(f"{x:g},{y:g}" for x, y in band),
+            marks=marks,
+            x_ticks=[(self.at(i, 0)[0], str(t)) for i, t in enumerate(self.turns)][::every],
+            y_ticks=[(self.y(level), f"{level:,.0f}") for level in levels],
+            budget=None if budget is None else self.y(budget),
+        )
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least this, and at least 1."""
+    scale = 1.0
+    while scale * 10 <= least:
+        scale *= 10
+    return next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= least)
+
+
+@dataclass(frozen=True)
+class ShownMessage:
+    """One message: who speaks, and (what it is, text) for each of its parts."""
+
+    role: str
+    parts: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ShownTranscript:
+    """A trial's messages as far as they are shown, or the problem why there are none."""
+
+    record: TrialRecord
+    messages: list[ShownMessage]
+    left_out: int = 0
+    problem: str | None = None
+
+
+def transcripts(
+    path: Path, trials: Sequence[TrialRecord], most: int = MOST_TRANSCRIPTS
+) -> list[ShownTranscript]:
+    """Read the transcripts of the trials worth looking at: failed ones first, then low scores."""
+    having = [record for record in trials if record.transcript is not None]
+    chosen = sorted(having, key=lambda r: (r.score is not None, r.score or 0.0))[:most]
+    return [_read(RunReader(path), record) for record in chosen]
+
+
+def _read(run: RunReader, record: TrialRecord) -> ShownTranscript:
+    try:
+        data = run.transcript(record)
+    except (ValueError, OSError, RecursionError) as error:
+        return ShownTranscript(record, [], problem=f"not readable: {visible(error)}")
+    if data is None:
+        return ShownTranscript(record, [], problem="the file is gone")
+    listed = data.get("transcript") if isinstance(data, dict) else data
+    messages = listed if isinstance(listed, list) else [data]
+    shown = list(_within_limits(messages))
+    return ShownTranscript(record, shown, left_out=len(messages) - len(shown))
+
+
+def _within_limits(messages: Sequence[Any]) -> Iterator[ShownMessage]:
+    left = MOST_CHARACTERS
+    for data in messages[:MOST_MESSAGES]:
+        role = data.get("role", "data") if isinstance(data, dict) else "data"
+        found = segments(data) or [Segment("others", json.dumps(data, ensure_ascii=False))]
+        parts = [(_PHASES[phase], visible(text, _PER_PART)) for phase, text in found]
+        yield ShownMessage(visible(role, 40), parts)
+        left -= sum(len(text) for _, text in parts)
+        if left <= 0:
+            return

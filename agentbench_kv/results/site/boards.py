@@ -1,0 +1,334 @@
+"""A board as its pages show it: who leads at each budget and achieved KV, and what is said of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from markupsafe import Markup
+
+from agentbench_kv.results.gate import describe, repeats
+from agentbench_kv.results.groups import RunGroup, asked_once, budget_order
+from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
+from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
+from agentbench_kv.results.runs import Run, Setting
+from agentbench_kv.results.site import charts
+from agentbench_kv.results.site.charts import NOTHING, kept, percent, visible
+from agentbench_kv.results.stats import (
+    REPETITIONS,
+    Interval,
+    Median,
+    change,
+    level,
+    median,
+    pass_k,
+    succeed_or_fail,
+)
+
+TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)  # of achieved KV
+_COLOURS = 10
+_MOST_NAMES = 4
+_MOST_TRIALS = 8
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The entries that compete at a budget or in a tier, the best first.
+
+    `others` are entries of the same methods that do not compete: a method is in a tier once.
+    """
+
+    name: str
+    ranks: tuple[Rank, ...]
+    others: tuple[Entry, ...] = ()
+
+    @property
+    def best(self) -> Entry:
+        """Who has the highest score, by whatever margin."""
+        return self.ranks[0].entry
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one method only, in whatever settings."""
+        return len({each.entry.group.method for each in self.ranks}) < 2
+
+    @property
+    def decides(self) -> bool:
+        """Whether a place means anything: two methods, enough samples, and not all at 0."""
+        return self.ranks[0].rank is not None and not self.alone and self.best.level.point > 0
+
+    @property
+    def leaders(self) -> list[Entry]:
+        """Who leads, alone or tied; nobody where all are tied or no place means anything."""
+        first = [each.entry for each in self.ranks if each.rank == 1]
+        return first if self.decides and len(first) < len(self.ranks) else []
+
+    def place(self, entry: Entry) -> str:
+        """Return `1`, or `1=` if shared; a dash where places mean nothing."""
+        rank = next((each.rank for each in self.ranks if each.entry is entry), None)
+        if rank is None or not self.decides:
+            return NOTHING
+        return f"{rank}{'=' * (sum(each.rank == rank for each in self.ranks) > 1)}"
+
+    def mark(self, entry: Entry) -> str:
+        """Return `best`, `tied` or nothing."""
+        leaders = self.leaders
+        return ("tied" if len(leaders) > 1 else "best") if entry in leaders else ""
+
+
+def by_budget(board: Board) -> list[Contest]:
+    """Return a contest for each budget, ranked together."""
+    budgets: dict[int | str | None, list[Entry]] = {}
+    for entry in board.entries:
+        if entry.group.compressed:
+            budgets.setdefault(entry.group.budget, []).append(entry)
+    ordered = sorted(budgets, key=budget_order)
+    ranked = rank([budgets[name] for name in ordered], board.too_small is not None)
+    return [Contest(str(name), tuple(row)) for name, row in zip(ordered, ranked, strict=True)]
+
+
+def by_tier(board: Board) -> list[Contest]:
+    """Return a contest for each tier of achieved KV, ranked together.
+
+    A method competes in a tier with its largest budget there, which says nothing of the score.
+    """
+    tiers: dict[int, dict[str, list[Entry]]] = {}
+    for entry in board.entries:
+        share = kept(entry)
+        if entry.group.compressed and share is not None:
+            methods = tiers.setdefault(bisect_left(TIERS, share), {})
+            methods.setdefault(entry.group.label, []).append(entry)
+
+    def size(entry: Entry) -> tuple[int, float]:
+        return entry.group.first.tokens or 0, kept(entry) or 0.0
+
+    order = sorted(tiers)
+    chosen = [[max(own, key=size) for own in tiers[index].values()] for index in order]
+    ranked = rank(chosen, board.too_small is not None)
+    found = []
+    for index, row, ranks in zip(order, chosen, ranked, strict=True):
+        others = [entry for own in tiers[index].values() for entry in own if entry not in row]
+        found.append(Contest(tier_name(index), tuple(ranks), tuple(others)))
+    return found
+
+
+def tier_name(index: int) -> str:
+    """Return a tier as shown, e.g. `25-50%`."""
+    ends = [0, *(round(100 * edge) for edge in TIERS), 100]
+    return f"{ends[index]}–{ends[index + 1]}%"  # noqa: RUF001  an en dash between numbers
+
+
+def family(contests: Sequence[Contest]) -> str:
+    """Say which comparisons the places of some contests hold for together."""
+    pairs = sum(len(contest.ranks) * (len(contest.ranks) - 1) // 2 for contest in contests)
+    if pairs < 1:
+        return ""
+    return (
+        f"Places rest on paired intervals adjusted (Bonferroni) for all {pairs} pairs of "
+        f"methods here: in 19 of 20 such tables, no two equal methods get different places."
+    )
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """A method of a matrix: a cell per budget, or one for all if it keeps everything."""
+
+    name: str
+    style: str
+    cells: tuple[tuple[Entry, Interval, str] | None, ...]
+
+
+@dataclass(frozen=True)
+class BoardView:
+    """A board with what is said of it."""
+
+    board: Board
+    name: str  # what tells it from the other boards of its task
+    smaller: bool  # whether there is a board of the same setting on more samples
+    floor: Interval | None  # what an agent that does nothing scores on the same samples
+    styles: Mapping[str, str]  # colour class of each method, the same on every page
+
+    @cached_property
+    def budgets(self) -> list[Contest]:
+        """What is decided at each budget."""
+        return by_budget(self.board)
+
+    @cached_property
+    def tiers(self) -> list[Contest]:
+        """What is decided in each tier of achieved KV."""
+        return by_tier(self.board)
+
+    @property
+    def answers(self) -> list[tuple[str, Markup]]:
+        """Name and sentence of each budget, or the one sentence that holds for all."""
+        if not self.budgets:
+            return [("", Markup("No compressed run yet."))]
+        if self.board.too_small:
+            return [("", Markup("{}.").format(self.board.too_small))]
+        return [(contest.name, _sentence(contest, self.board.full)) for contest in self.budgets]
+
+    @property
+    def chart(self) -> charts.Chart | None:
+        """Accuracy against budget."""
+        return charts.by_budget(self.board, self.floor, self.styles)
+
+    @property
+    def kept_chart(self) -> charts.Chart | None:
+        """Accuracy against achieved KV."""
+        return charts.by_kept(self.board, self.floor, self.styles)
+
+    @property
+    def noise(self) -> str:
+        """The A/A line."""
+        return describe(repeats(run for entry in self.board.entries for run in entry.group.runs))
+
+    @property
+    def size(self) -> str:
+        """How many samples everybody played, and in how many groups they come."""
+        groups = next((e.level.groups for e in self.board.entries if e.level.groups), None)
+        text = f"{len(self.board.samples):,} samples"
+        return f"{text} in {groups:,} groups" if groups else text
+
+    @property
+    def matrix(self) -> list[MatrixRow]:
+        """Scores by method and budget."""
+        marks = {id(r.entry): c.mark(r.entry) for c in self.budgets for r in c.ranks}
+        return self._rows({id(e): (e.level, marks.get(id(e), "")) for e in self.board.entries})
+
+    @cached_property
+    def parts(self) -> list[tuple[str, list[MatrixRow]]]:
+        """Matrices of pass^k and of every sub-score, by name; they rank nobody."""
+        entries = self.board.entries
+        names = {name for e in entries for run in e.group.runs for name in run.trials.counts}
+        return [(name, self._part(name)) for name in [*self._passes(), *sorted(names)]]
+
+    @property
+    def speeds(self) -> list[tuple[Entry, Median]]:
+        """Output tokens/s of those that ran often enough on the same hardware."""
+        found = ((entry, _speeds(entry.group)) for entry in self.board.entries)
+        return [(e, median(own)) for e, own in found if len(own) >= REPETITIONS]
+
+    def _passes(self) -> list[str]:
+        trials = [e.group.trials[name] for e in self.board.entries for name in self.board.samples]
+        most = min(map(len, trials), default=0)
+        if most < 2 or not all(succeed_or_fail(e.group.trials) for e in self.board.entries):
+            return []
+        return [f"pass^{k}" for k in range(2, min(most, _MOST_TRIALS) + 1)]
+
+    def _part(self, metric: str) -> list[MatrixRow]:
+        groups = [entry.group for entry in self.board.entries]
+        asked = {} if pass_k(metric) else asked_once(groups, metric)
+        found = {}
+        for entry in self.board.entries:
+            scores = entry.group.scores(metric, asked)
+            own = scores and scores.only(set(self.board.samples))
+            if own and own.parts:
+                found[id(entry)] = (level(own), "")
+        return self._rows(found)
+
+    def _rows(self, levels: Mapping[int, tuple[Interval, str]]) -> list[MatrixRow]:
+        """Return those that keep everything, then the others by their mean over all budgets."""
+        entries = self.board.entries
+        cells = {id(e): (e, *levels[id(e)]) for e in entries if id(e) in levels}
+        plain = [cells[id(e)] for e in entries if not e.group.compressed and id(e) in cells]
+        rows = [MatrixRow(cell[0].group.label, "full", (cell,)) for cell in plain]
+        columns = [{r.entry.group.label: id(r.entry) for r in c.ranks} for c in self.budgets]
+        labels = {label for column in columns for label in column}
+        found = [
+            MatrixRow(label, self.styles[label], tuple(cells.get(c.get(label, 0)) for c in columns))
+            for label in labels
+        ]
+        found.sort(key=lambda row: (-sum(cell[1].point for cell in row.cells if cell), row.name))
+        return rows + [row for row in found if any(row.cells)]
+
+
+def views(runs: Sequence[Run]) -> list[BoardView]:
+    """Return the boards of every setting but the null agent's, the largest of a setting first."""
+    null: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.setting.null and run.valid:
+            null.setdefault(run.setting.task, []).append(run)
+    every = [each for each in boards(runs) if not each.setting.null]
+    labels = sorted({e.group.label for b in every for e in b.entries if e.group.compressed})
+    styles = {label: f"s{number % _COLOURS + 1}" for number, label in enumerate(labels)}
+    found, seen = [], set[tuple[Setting, str]]()
+    for board in every:
+        key = (board.setting, board.conditions)
+        parts = (board.setting.model, board.setting.engine, board.conditions)
+        name = " · ".join(visible(part, 120) for part in parts if part)
+        found.append(BoardView(board, name, key in seen, _floor(board, null), styles))
+        seen.add(key)
+    return found
+
+
+def _floor(board: Board, null: Mapping[str, Sequence[Run]]) -> Interval | None:
+    """Return the null agent's level, if it played every sample of the board."""
+    own = null.get(board.setting.task)
+    scores = RunGroup("null", tuple(own)).scores() if own else None
+    if scores is None or not board.samples or not board.samples <= scores.parts.keys():
+        return None
+    return level(scores.only(set(board.samples)))
+
+
+def _speeds(group: RunGroup) -> list[float]:
+    """Return the speeds of the most runs that share hardware and concurrency."""
+    places: dict[str, list[float]] = {}
+    for run in group.runs:
+        if run.summary.tokens_per_s:
+            place = (run.info.provenance.get("hardware"), run.spec.get("concurrency"))
+            places.setdefault(repr(place), []).append(run.summary.tokens_per_s)
+    return max(places.values(), key=len, default=[])
+
+
+def _sentence(contest: Contest, full: Entry | None) -> Markup:
+    """Say who leads at a budget, and how far from full that is."""
+    best, number = contest.best, len(contest.ranks)
+    score = f"{percent(best.level)}{_to_full(best, full)}"
+    if contest.alone:
+        several = f" in {number} settings; the highest" if number > 1 else ""
+        name = _bold(best.group.method if number > 1 else best.group.label)
+        return Markup("Only {} has run{}: {}.").format(name, several, score)
+    if best.level.point <= 0:
+        return Markup("<b>Nobody leads</b>: all {} methods score 0%.").format(number)
+    leaders = [_bold(entry.group.label) for entry in contest.leaders]
+    if len(leaders) == 1:
+        return Markup("{} leads: {}.").format(leaders[0], score)
+    if leaders:
+        if len(leaders) > _MOST_NAMES:
+            leaders[_MOST_NAMES:] = [Markup("{} more").format(len(leaders) - _MOST_NAMES)]
+        names = Markup("{} and {}").format(Markup(", ").join(leaders[:-1]), leaders[-1])
+        return Markup("{} lead, tied. The highest: {}.").format(names, score)
+    least = 100 * contest.ranks[-1].entry.level.point
+    return Markup(
+        "<b>Nobody leads</b>: these samples cannot tell the {} methods apart, from {:.1f}% up. "
+        "The highest: {}."
+    ).format(number, least, score)
+
+
+def _to_full(entry: Entry, full: Entry | None) -> str:
+    found = full and change(entry.scores, full.scores, tested=False)
+    if not found:
+        return ""
+    gap, low, high = (100 * value for value in (found.point, found.low, found.high))
+    if found.tied:
+        return f", not told apart from full ({gap:+.1f} points [{low:+.1f}, {high:+.1f}])"
+    where, ends = ("below", (-high, -low)) if gap < 0 else ("above", (low, high))
+    return f", {abs(gap):.1f} points {where} full [{ends[0]:.1f}, {ends[1]:.1f}]"
+
+
+def _bold(name: str) -> Markup:
+    return Markup("<b>{}</b>").format(visible(name, 80))
+
+
+def published(task: str, model: str) -> list[PublishedFigure]:
+    """Return the published headline figures of a task and model."""
+    return [
+        figure
+        for figure in figures("accuracy_vs_budget")
+        if figure.metric in HEADLINES
+        and figure.value is not None
+        and f"{figure.benchmark}/{figure.task}" == task
+        and figure.model.lower() == model.lower()
+    ]
