@@ -1,4 +1,4 @@
-"""A job on stdin, its result on stdout, both JSON: what `process.measure_apart` starts."""
+"""A job on stdin, its result on stdout, both JSON: what `loadgen.measure_apart` starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import msgspec
 
 from agentbench_kv.serving_bench.loadgen import measure
-from agentbench_kv.serving_bench.records import Job
+from agentbench_kv.serving_bench.jobs import Job
 
 if __name__ == "__main__":
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)

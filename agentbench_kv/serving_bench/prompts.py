@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.serving_bench.records import Frames, Vocabulary, Workload
+from agentbench_kv.serving_bench.jobs import Frames, Vocabulary, Workload
 
 # Tokens of a thought, a call and a tool's answer.
 _THOUGHT = 96

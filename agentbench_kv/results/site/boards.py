@@ -1,4 +1,4 @@
-"""A board as its pages show it: who leads at each budget and achieved KV, and what is said of it."""
+"""A board as its pages show it: who leads at each budget and achieved KV, and in which words."""
 
 from __future__ import annotations
 
