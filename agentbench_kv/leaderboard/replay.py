@@ -54,8 +54,8 @@ from agentbench_kv.registry import make_method
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.run.trial import (
-    Played,
-    Stage,
+    Attempt,
+    TrialSetup,
     play_session,
     sample_key,
     transcript_document,
@@ -228,14 +228,14 @@ class Replay:
         """Play every trial and compare what comes out with what was recorded."""
         spec = replace(self._evidence.spec, timeout_s=3600.0)
         if not self._task.needs_endpoint:
-            stage = Stage(spec, self._task, self._engine, self._gateway, None)
-            yield from self._check_all(stage, samples)
+            setup = TrialSetup(spec, self._task, self._engine, self._gateway, None)
+            yield from self._check_all(setup, samples)
             return
         with BackgroundServer(self._gateway, concurrency=1) as server:
-            stage = Stage(spec, self._task, self._engine, self._gateway, server.url)
-            yield from self._check_all(stage, samples)
+            setup = TrialSetup(spec, self._task, self._engine, self._gateway, server.url)
+            yield from self._check_all(setup, samples)
 
-    def _check_all(self, stage: Stage, samples: Mapping[str, Sample]) -> Checks:
+    def _check_all(self, setup: TrialSetup, samples: Mapping[str, Sample]) -> Checks:
         vocabulary = len(self._gateway.codec.tokenizer)
         trials = self._evidence.trials
         ended = sum(record.status in CUT_OFF for record in trials.values())
@@ -249,21 +249,19 @@ class Replay:
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 yield Wrong(place(key, "transcript: generated"), "holds ids of no token")
                 continue
-            played = play_session(stage, samples[key[0]], key[1])
-            yield from self._compare(key, record, samples[key[0]], played)
+            attempt = play_session(setup, samples[key[0]], key[1])
+            yield from self._compare(key, record, samples[key[0]], attempt)
 
     def _compare(
-        self, key: TrialKey, record: TrialRecord, sample: Sample, played: Played
+        self, key: TrialKey, record: TrialRecord, sample: Sample, attempt: Attempt
     ) -> Checks:
-        report = played.report
+        report = attempt.report
         if report.prompt_sha != record.prompt_sha and record.usage.requests:
             yield differs(place(key, "prompt_sha"), record.prompt_sha, report.prompt_sha)
             return
         if record.status in CUT_OFF:
             return
-        again = trial_record(
-            sample, played.context, played.outcome, report, 0.0, record.transcript or "", 1
-        )
+        again = trial_record(sample, attempt, record.transcript or "", 1)
         wrong = list(self._differences(key, record, again))
         if any(isinstance(each, Stop) for each in wrong):
             yield from wrong
@@ -272,7 +270,7 @@ class Replay:
         if left := self._engine.unsaid(report.session):
             text = f"holds {left} generations that the task does not ask for"
             wrong.append(Wrong(place(key, "transcript: generated"), text))
-        yield from wrong or self._transcript(key, played)
+        yield from wrong or self._transcript(key, attempt)
 
     def _differences(self, key: TrialKey, said: TrialRecord, derived: TrialRecord) -> Checks:
         broke = derived.status is TrialStatus.INFRA_ERROR and self._task.needs_endpoint
@@ -313,10 +311,10 @@ class Replay:
             if getattr(one, n) != getattr(other, n)
         ]
 
-    def _transcript(self, key: TrialKey, played: Played) -> Checks:
+    def _transcript(self, key: TrialKey, attempt: Attempt) -> Checks:
         """Compare the conversation; that of a worker holds times and ids of its own."""
         said = self._evidence.transcripts[key]
-        derived = json.loads(json.dumps(transcript_document(played.outcome, played.report)))
+        derived = json.loads(json.dumps(transcript_document(attempt)))
         stored = {"transcript": said.transcript, "facts": said.facts}
         for name in stored if not self._task.needs_endpoint else ():
             if _timeless(stored[name]) != _timeless(derived[name]):

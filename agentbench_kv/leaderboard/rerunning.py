@@ -18,9 +18,9 @@ from agentbench_kv.results.files import write_atomic, writing
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.provenance import hardware
-from agentbench_kv.run.runner import open_stage
+from agentbench_kv.run.runner import trial_setup
 from agentbench_kv.run.spec import RunSpec
-from agentbench_kv.run.trial import Played, Stage, play_session, trial_record
+from agentbench_kv.run.trial import Attempt, TrialSetup, play_session, trial_record
 
 
 def rerun(
@@ -85,17 +85,17 @@ def _play(evidence: Evidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list
         samples = find_samples(evidence, task)
         if not isinstance(samples, dict):
             raise UsageError(samples.text)
-        with open_stage(spec, task, [samples[key[0]] for key in chosen]) as stage:
-            _refuse_other_model(evidence, stage)
-            return [_compare(evidence, stage, samples[key[0]], key) for key in chosen]
+        with trial_setup(spec, task, [samples[key[0]] for key in chosen]) as setup:
+            _refuse_other_model(evidence, setup)
+            return [_compare(evidence, setup, samples[key[0]], key) for key in chosen]
 
 
-def _compare(evidence: Evidence, stage: Stage, sample: Sample, key: TrialKey) -> _Compared:
-    played = play_session(stage, sample, key[1])
+def _compare(evidence: Evidence, setup: TrialSetup, sample: Sample, key: TrialKey) -> _Compared:
+    attempt = play_session(setup, sample, key[1])
     said = evidence.trials[key]
-    again = trial_record(sample, played.context, played.outcome, played.report, 0.0, "", 1)
+    again = trial_record(sample, attempt, "", 1)
     return _Compared(
-        difference=_first_difference(evidence, key, played),
+        difference=_first_difference(evidence, key, attempt),
         account=account(said.kv) == account(again.kv),
         score=said.score == again.score,
     )
@@ -127,8 +127,8 @@ def _runnable(evidence: Evidence, model: Path | None) -> RunSpec:
     return spec if own else replace(spec, model=str(folder))
 
 
-def _refuse_other_model(evidence: Evidence, stage: Stage) -> None:
-    said, found = evidence.info.provenance.get("model_sha"), stage.engine.info.model_sha
+def _refuse_other_model(evidence: Evidence, setup: TrialSetup) -> None:
+    said, found = evidence.info.provenance.get("model_sha"), setup.engine.info.model_sha
     if said != found:
         raise UsageError(f"the model here has hash {found}, the run's is {said}")
 
@@ -138,10 +138,10 @@ def _choose(evidence: Evidence, sample: int, seed: int) -> list[TrialKey]:
     return sorted(random.Random(seed).sample(known, min(sample, len(known))))
 
 
-def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
+def _first_difference(evidence: Evidence, key: TrialKey, attempt: Attempt) -> str:
     """Say where the tokens first differ, up to the end of a trial that was cut off; or nothing."""
     said = evidence.transcripts[key].tokens
-    found = [list(ids) for ids in played.report.outputs]
+    found = [list(ids) for ids in attempt.report.outputs]
     if evidence.trials[key].status in CUT_OFF:
         found = [ids[: len(cut)] for ids, cut in zip(found, said, strict=False)]
     for turn, (one, other) in enumerate(zip_longest(said, found, fillvalue=())):
