@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Self
 
 from agentbench_kv.errors import UsageError
 
@@ -15,28 +14,16 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens kept per (layer, KV head): exactly one of the two is given.
-
-    Parameters
-    ----------
-    tokens : int, optional
-        A fixed number.
-    share : float, optional
-        Of the tokens ever seen, in (0, 1].
-    """
+    """Tokens kept per (layer, KV head): exactly one of the two is given."""
 
     tokens: int | None = None
-    share: float | None = None
+    share: float | None = None  # of the tokens ever seen, in (0, 1]
 
     @classmethod
-    def parse(cls, value: int | str) -> Self:
-        """Read `3072`, `3k` (3,000), `1.5k` or `25%`.
-
-        Raises
-        ------
-        UsageError
-            If it is none of these, below one token or above the whole.
-        """
+    def parse(cls, value: Budget | int | str) -> Budget:
+        """Read `3072`, `3k` (3,000), `1.5k` or `25%`; anything else is a UsageError."""
+        if isinstance(value, Budget):
+            return value
         text = str(value).strip()
         if match := _SHARE.fullmatch(text):
             share = float(match[1]) / 100
@@ -60,5 +47,8 @@ class Budget:
 
     @property
     def spelled(self) -> int | str:
-        """The shortest spelling that `parse` reads back: what a run's spec holds."""
+        """The shortest spelling that `parse` reads back: what records hold."""
         return f"{self.share * 100:.10g}%" if self.share is not None else self.tokens or 0
+
+    def __str__(self) -> str:
+        return str(self.spelled)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentbench_kv.adapters.base import Task
+from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method
@@ -72,7 +73,7 @@ def load_task(name: str) -> type[Task]:
 
 
 def make_method(
-    spec: str, budget: int | str | None, settings: Mapping[str, Any] | None = None
+    spec: str, budget: Budget | int | str | None, settings: Mapping[str, Any] | None = None
 ) -> Method:
     """Build a method from `name`, `name@preset` or `kvpress:PRESS(...)`, a budget and settings.
 

@@ -57,7 +57,7 @@ def test_a_capture_holds_what_the_model_computes(captured):
     # Every message ends with a token of the model's own, fed with the next prompt.
     ends = (captured.tokens == network.generation_config.eos_token_id).nonzero()[:, 0]
     spoken_ends = sum(bool(captured.decoded[end]) for end in ends)
-    assert spoken_ends == len(watch(spec(), "0", Observer()).played.report.turns) - 1
+    assert spoken_ends == len(watch(spec(), "0", Observer()).attempt.report.turns) - 1
 
 
 def test_a_capture_reads_back(captured, tmp_path):
@@ -91,7 +91,7 @@ def test_wrong_choices_are_refused(layers, heads, sample, message):
 
 def test_a_trace_follows_the_accounting():
     trace, log, watched = trace_session(spec("snapkv", 256), "1")
-    events = watched.played.report.stats.events
+    events = watched.attempt.report.stats.events
     assert [event.logical for event in trace.events] == [event.logical for event in events]
     assert [event.live for event in trace.events] == [event.live_before for event in events]
     assert all(event.budget == 256 for event in trace.events)
@@ -105,8 +105,8 @@ def test_a_trace_follows_the_accounting():
 def test_watching_changes_nothing():
     plain = watch(spec("agentkv", 256), "0", Observer())
     _, _, traced = trace_session(spec("agentkv", 256), "0")
-    assert plain.played.outcome.metrics == traced.played.outcome.metrics
-    assert plain.played.outcome.facts == traced.played.outcome.facts
+    assert plain.attempt.outcome.metrics == traced.attempt.outcome.metrics
+    assert plain.attempt.outcome.facts == traced.attempt.outcome.facts
 
 
 def test_an_audit_finds_the_evidence_where_it_was_stated():

@@ -146,9 +146,9 @@ def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str
     return settings
 
 
-def parse_budget(text: str | None) -> int | str | None:
-    """Read a budget: tokens (`3072`, `3k`), or a share of the logical length (`25%`) as text."""
-    return None if text is None else Budget.parse(text).spelled
+def parse_budget(text: str | None) -> Budget | None:
+    """Read a budget: tokens (`3072`, `3k`), or a share of the logical length (`25%`)."""
+    return None if text is None else Budget.parse(text)
 
 
 engine_arg_option = many(

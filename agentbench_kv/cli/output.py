@@ -268,5 +268,5 @@ class LiveProgress(PlainProgress):
 def _title(spec: RunSpec) -> str:
     if spec.budget is None:
         return f"{spec.method} on {spec.task}"
-    unit = "tokens" if isinstance(spec.budget, int) else "of the session"
+    unit = "tokens" if spec.budget.share is None else "of the session"
     return f"{spec.method} at {spec.budget} {unit} on {spec.task}"

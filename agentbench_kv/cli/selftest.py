@@ -136,9 +136,10 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
 
     spec, _, preset = name.partition("@")
     size = parse_budget(budget)
-    if isinstance(size, str):
+    if size is not None and size.share is not None:
         raise UsageError(f"budget {size}: the self-test takes a number of tokens")
-    return build_method(load_class(spec), size, preset=preset, settings=parse_settings(pairs))
+    tokens = None if size is None else size.tokens
+    return build_method(load_class(spec), tokens, preset=preset, settings=parse_settings(pairs))
 
 
 def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:

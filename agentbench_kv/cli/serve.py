@@ -66,29 +66,29 @@ def serve(
     \b
     kvbench serve --method agentkv --budget 512
     """  # noqa: D301  \b is click's mark for "do not wrap"
+    from agentbench_kv.engines.base import EngineOptions
     from agentbench_kv.gateway import open_gateway
     from agentbench_kv.gateway.http import ServerSettings, check_exposure, run_server
-    from agentbench_kv.run.runner import build_engine
+    from agentbench_kv.registry import make_method
+    from agentbench_kv.run.runner import start_engine
 
     check_exposure(host, api_key)
     settings = ServerSettings(api_key=api_key, threads=concurrency)
-    built = build_engine(
-        engine,
+    options = EngineOptions(
         model,
-        method,
-        parse_budget(budget),
-        parse_settings(pairs),
+        make_method(method, parse_budget(budget), parse_settings(pairs)),
         device=device,
         dtype=dtype,
         concurrency=concurrency,
         engine_args=parse_settings(engine_args, "--engine-arg"),
         allow_untested=allow_untested,
     )
+    started = start_engine(engine, options)
     try:
         gateway = open_gateway(
-            built, parser=parser, max_sessions=max_sessions, default_max_tokens=max_tokens
+            started, parser=parser, max_sessions=max_sessions, default_max_tokens=max_tokens
         )
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)
     finally:
-        built.shutdown()
+        started.shutdown()

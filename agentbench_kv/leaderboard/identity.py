@@ -84,7 +84,7 @@ def check_spec(evidence: Evidence) -> Checks:
     except KVBenchError as error:
         yield Wrong("run.json: spec", str(error))
         return
-    method = resolved.make_method()
+    method = resolved.built_method
     if method.share is not None and method.sinks + method.recent_kept(_MOST_KEPT) >= _MOST_KEPT:
         yield Wrong("run.json: spec.params", "always keep more tokens than a session has")
     said, derived = wanted.document(), resolved.document()

@@ -51,8 +51,8 @@ from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.run.trial import (
-    Played,
-    Stage,
+    Attempt,
+    TrialSetup,
     play_session,
     sample_key,
     transcript_document,
@@ -205,14 +205,14 @@ class Replay:
         """Play every trial and compare what comes out with what was recorded."""
         spec = replace(self._evidence.spec, timeout_s=3600.0)
         if not self._task.needs_endpoint:
-            stage = Stage(spec, self._task, self._engine, self._gateway, None)
-            yield from self._check_all(stage, samples)
+            setup = TrialSetup(spec, self._task, self._engine, self._gateway, None)
+            yield from self._check_all(setup, samples)
             return
         with BackgroundServer(self._gateway, concurrency=1) as server:
-            stage = Stage(spec, self._task, self._engine, self._gateway, server.url)
-            yield from self._check_all(stage, samples)
+            setup = TrialSetup(spec, self._task, self._engine, self._gateway, server.url)
+            yield from self._check_all(setup, samples)
 
-    def _check_all(self, stage: Stage, samples: Mapping[str, Sample]) -> Checks:
+    def _check_all(self, setup: TrialSetup, samples: Mapping[str, Sample]) -> Checks:
         vocabulary = len(self._gateway.codec.tokenizer)
         trials = self._evidence.trials
         ended = sum(record.status in CUT_OFF for record in trials.values())
@@ -226,28 +226,26 @@ class Replay:
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 yield Wrong(place(key, "transcript: generated"), "holds ids of no token")
                 continue
-            played = play_session(stage, samples[key[0]], key[1])
-            yield from self._compare(key, record, samples[key[0]], played)
+            attempt = play_session(setup, samples[key[0]], key[1])
+            yield from self._compare(key, record, samples[key[0]], attempt)
 
     def _compare(
-        self, key: TrialKey, record: TrialRecord, sample: Sample, played: Played
+        self, key: TrialKey, record: TrialRecord, sample: Sample, attempt: Attempt
     ) -> Checks:
-        report = played.report
+        report = attempt.report
         if report.prompt_sha != record.prompt_sha and record.usage.requests:
             yield differs(place(key, "prompt_sha"), record.prompt_sha, report.prompt_sha)
             return
         if record.status in CUT_OFF:
             return
-        again = trial_record(
-            sample, played.context, played.outcome, report, 0.0, record.transcript or "", 1
-        )
+        again = trial_record(sample, attempt, record.transcript or "", 1)
         wrong = list(self._compare_records(key, record, again))
         if not any(isinstance(each, Stop) for each in wrong):
             wrong += self._compare_turns(key, turn_records(sample, key[1], report))
             if left := self._engine.unsaid(report.session):
                 text = f"holds {left} generations that the task does not ask for"
                 wrong.append(Wrong(place(key, "transcript: generated"), text))
-        yield from wrong or self._compare_transcripts(key, played)
+        yield from wrong or self._compare_transcripts(key, attempt)
 
     def _compare_records(self, key: TrialKey, said: TrialRecord, derived: TrialRecord) -> Checks:
         if said.status is not derived.status:
@@ -286,9 +284,9 @@ class Replay:
                 field = place(key, f"turn {one.turn}: {name}")
                 yield from expect(field, getattr(one, name), getattr(other, name))
 
-    def _compare_transcripts(self, key: TrialKey, played: Played) -> Checks:
+    def _compare_transcripts(self, key: TrialKey, attempt: Attempt) -> Checks:
         said = self._evidence.transcripts[key]
-        derived = json.loads(json.dumps(transcript_document(played.outcome, played.report)))
+        derived = json.loads(json.dumps(transcript_document(attempt)))
         if not self._task.needs_endpoint:  # a worker's conversation holds times and ids of its own
             for name in ("transcript", "facts"):
                 if _timeless(getattr(said, name)) != _timeless(derived[name]):
@@ -311,7 +309,7 @@ class Replay:
     def _ledger(self) -> SessionLedger:
         if not self._exact:
             return SessionLedger(Full(), 0)
-        method, facts = self._evidence.spec.make_method(), self._facts
+        method, facts = self._evidence.spec.built_method, self._facts
         heads = facts.q_heads if method.per_query_head else facts.kv_heads
         per_token = facts.bytes_per_token(self._evidence.spec.dtype)
         return SessionLedger(method, per_token * heads // facts.kv_heads)
@@ -326,7 +324,7 @@ def account_is_known(evidence: Evidence) -> bool:
     if evidence.spec.engine != "embedded":
         return False
     try:
-        return not isinstance(evidence.spec.make_method(), SpanMethod)
+        return not isinstance(evidence.spec.built_method, SpanMethod)
     except KVBenchError:
         return False
 

@@ -18,9 +18,9 @@ from agentbench_kv.leaderboard.submitting import write_stored
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.provenance import hardware
-from agentbench_kv.run.runner import open_stage
+from agentbench_kv.run.runner import trial_setup
 from agentbench_kv.run.spec import RunSpec
-from agentbench_kv.run.trial import Played, Stage, play_session, trial_record
+from agentbench_kv.run.trial import Attempt, TrialSetup, play_session, trial_record
 
 
 def rerun(
@@ -114,27 +114,27 @@ def _play(evidence: Evidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list
         samples = find_samples(evidence, task)
         if not isinstance(samples, dict):
             raise UsageError(samples.text)
-        with open_stage(spec, task, [samples[key[0]] for key in chosen]) as stage:
-            said, found = evidence.info.provenance.get("model_sha"), stage.engine.info.model_sha
+        with trial_setup(spec, task, [samples[key[0]] for key in chosen]) as setup:
+            said, found = evidence.info.provenance.get("model_sha"), setup.engine.info.model_sha
             if said != found:
                 raise UsageError(f"the model here has hash {found}, the run's is {said}")
-            return [_compare(evidence, stage, samples[key[0]], key) for key in chosen]
+            return [_compare(evidence, setup, samples[key[0]], key) for key in chosen]
 
 
-def _compare(evidence: Evidence, stage: Stage, sample: Sample, key: TrialKey) -> _Compared:
-    played = play_session(stage, sample, key[1])
+def _compare(evidence: Evidence, setup: TrialSetup, sample: Sample, key: TrialKey) -> _Compared:
+    attempt = play_session(setup, sample, key[1])
     said = evidence.trials[key]
-    again = trial_record(sample, played.context, played.outcome, played.report, 0.0, "", 1)
+    again = trial_record(sample, attempt, "", 1)
     same_account = all(getattr(said.kv, name) == getattr(again.kv, name) for name in DERIVED)
     return _Compared(
-        _first_difference(evidence, key, played), same_account, said.score == again.score
+        _first_difference(evidence, key, attempt), same_account, said.score == again.score
     )
 
 
-def _first_difference(evidence: Evidence, key: TrialKey, played: Played) -> str:
+def _first_difference(evidence: Evidence, key: TrialKey, attempt: Attempt) -> str:
     """Say where the tokens first differ, up to the end of a trial that was cut off; or nothing."""
     said = evidence.transcripts[key].tokens
-    found = [list(ids) for ids in played.report.outputs]
+    found = [list(ids) for ids in attempt.report.outputs]
     if evidence.trials[key].status in CUT_OFF:
         found = [ids[: len(cut)] for ids, cut in zip(found, said, strict=False)]
     for turn, (one, other) in enumerate(zip_longest(said, found, fillvalue=())):

@@ -168,7 +168,10 @@ class Method:
 
     @classmethod
     def create(
-        cls, preset: str, budget: int | str | None, settings: Mapping[str, Any] | None = None
+        cls,
+        preset: str,
+        budget: Budget | int | str | None,
+        settings: Mapping[str, Any] | None = None,
     ) -> Self:
         """Build a method from a preset name, a budget and `--set` overrides.
 
@@ -176,7 +179,7 @@ class Method:
         ----------
         preset : str
             One of `presets`; the default one if empty.
-        budget : int, str or None
+        budget : Budget, int, str or None
             As `Budget.parse` takes it.
         settings : mapping, optional
             Parameters by name, typed or as text.

@@ -19,7 +19,7 @@ from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.phases.tokens import load_tokenizer
 from agentbench_kv.registry import load_task
 from agentbench_kv.run.spec import RunSpec, resolve
-from agentbench_kv.run.trial import Stage, play_session, sample_key
+from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
 
 BUDGETS = (1024, 2048, 3072, 4096, 8192)
 
@@ -130,15 +130,15 @@ def first_prompts(
         task = load_task(name).create(spec.task_params)
         stack.callback(task.close)
         samples = task.samples(limit, spec.seed)
-        stage = _stage(stack, spec, task, samples, tokenizer)
+        setup = _setup(stack, spec, task, samples, tokenizer)
         pool = stack.enter_context(ThreadPoolExecutor(_WIDTH))
-        return list(pool.map(partial(_first_prompt, stage), samples))
+        return list(pool.map(partial(_first_prompt, setup), samples))
 
 
-def _stage(
+def _setup(
     stack: ExitStack, spec: RunSpec, task: Task, samples: Sequence[Sample], tokenizer: Path
-) -> Stage:
-    """Return what `runner.open_stage` does, but over the tokenizer of any model."""
+) -> TrialSetup:
+    """Return what `runner.trial_setup` does, but over the tokenizer of any model."""
     by_key = {sample_key(sample.id): sample for sample in samples}
 
     def texts(session: str) -> list[str]:
@@ -150,13 +150,13 @@ def _stage(
     endpoint = None
     if task.needs_endpoint:
         endpoint = stack.enter_context(BackgroundServer(gateway, concurrency=_WIDTH)).url
-    return Stage(spec, task, engine, gateway, endpoint)
+    return TrialSetup(spec, task, engine, gateway, endpoint)
 
 
-def _first_prompt(stage: Stage, sample: Sample) -> int:
-    played = play_session(stage, sample, trial=0)
-    turns = played.report.turns
+def _first_prompt(setup: TrialSetup, sample: Sample) -> int:
+    attempt = play_session(setup, sample, trial=0)
+    turns = attempt.report.turns
     if not turns:
-        why = (played.outcome.error or "no request was sent").strip().splitlines()[-1]
+        why = (attempt.outcome.error or "no request was sent").strip().splitlines()[-1]
         raise KVBenchError(f"sample {sample.id!r} came to no prompt: {why}")
     return turns[0].prompt_tokens

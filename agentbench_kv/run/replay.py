@@ -29,19 +29,19 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.registry import load_task, make_method
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.run.calibration import calibrated
-from agentbench_kv.run.runner import open_stage
+from agentbench_kv.run.runner import trial_setup
 from agentbench_kv.run.spec import RunSpec
-from agentbench_kv.run.trial import Played, play_session
+from agentbench_kv.run.trial import Attempt, play_session
 
 BYTES = {torch.float16: 2, torch.float32: 4}
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A session that was played, and its sample."""
+    """A session that was attempt, and its sample."""
 
     sample: Sample
-    played: Played
+    attempt: Attempt
 
 
 def watch(spec: RunSpec, sample: str, observer: Observer) -> Watched:
@@ -61,8 +61,8 @@ def watch(spec: RunSpec, sample: str, observer: Observer) -> Watched:
     """
     with _task(spec) as task:
         chosen = _find(task.samples(spec.limit, spec.seed), sample)
-        with open_stage(replace(spec, concurrency=1), task, [chosen], observer) as stage:
-            return Watched(chosen, play_session(stage, chosen, 0))
+        with trial_setup(replace(spec, concurrency=1), task, [chosen], observer) as setup:
+            return Watched(chosen, play_session(setup, chosen, 0))
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _checked(what: str, chosen: list[int], count: int) -> list[int]:
 
 
 def _refuse_broken(watched: Watched) -> None:
-    outcome = watched.played.outcome
+    outcome = watched.attempt.outcome
     if outcome.status in (TrialStatus.ENGINE_ERROR, TrialStatus.INFRA_ERROR):
         raise UsageError(f"the session of sample {watched.sample.id} broke: {outcome.error}")
 
@@ -177,8 +177,8 @@ def _meta(spec: RunSpec, watched: Watched) -> dict[str, object]:
         "sample": watched.sample.id,
         "seed": spec.seed,
         "method": spec.method,
-        "budget": spec.budget,
-        "score": watched.played.outcome.score,
+        "budget": spec.document()["budget"],
+        "score": watched.attempt.outcome.score,
     }
 
 
@@ -265,13 +265,13 @@ def audit_session(spec: RunSpec, sample: str) -> tuple[SessionAudit, Trace]:
     if spec.temperature:
         raise UsageError("an audit plays sessions again, so it needs a greedy run: --temperature 0")
     trace, log, watched = trace_session(spec, sample)
-    facts = watched.played.outcome.facts
+    facts = watched.attempt.outcome.facts
     if not facts:
         raise UsageError(f"task {spec.task} does not say what its answers need; audit a micro task")
     codec = TokenCodec(load_tokenizer(model_path(spec.model)))
     pieces = [codec.decode([token]) for token in log.tokens]
     audited = [_audited(fact, pieces, trace) for fact in facts]
-    score = watched.played.outcome.score
+    score = watched.attempt.outcome.score
     return SessionAudit(watched.sample.id, score, len(trace.events), audited), trace
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,73 +19,39 @@ from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanMethod
-from agentbench_kv.registry import load_engine, load_task, make_method
+from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec, check_arguments
-from agentbench_kv.run.trial import Stage, play_trial, sample_key
+from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
 
+# Called with the spec, finished and expected trials, and the trial that just ended; with None when
+# a run starts, and again when its engine is ready and its first trial begins.
 Progress = Callable[[RunSpec, int, int, TrialRecord | None], None]
 
 
-"""Called with the spec, finished and expected trials, and the trial that just ended; with None when
-a run starts, and again when its engine stands and its first trial begins."""
-
-
-def build_engine(
-    engine: str,
-    model: str,
-    method: str,
-    budget: int | str | None,
-    settings: Mapping[str, Any],
-    *,
-    device: str = "auto",
-    dtype: str = "float32",
-    concurrency: int = 16,
-    scripts: ScriptSource | None = None,
-    observer: Any = None,
-    load_format: str = "auto",
-    engine_args: Mapping[str, str] | None = None,
-    allow_untested: bool = False,
-) -> Engine:
+def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Engine:
     """Start an engine with a method, after checking that the two fit.
 
-    Parameters
-    ----------
-    observer : object, optional
-        What an engine that can be looked into calls, such as `engines.embedded.Observer`.
-    load_format, engine_args, allow_untested
-        See `EngineOptions`.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If a name is unknown, the pair is impossible, or the model cannot be loaded.
+    `observer` is what an engine that can be looked into calls, such as
+    `engines.embedded.observer.Observer`. UsageError or PrerequisiteError if the name is unknown,
+    the pair is impossible, or the model cannot be loaded.
     """
-    cls = load_engine(engine)
-    check_arguments(engine, engine_args or {})
-    built = make_method(method, budget, settings)
-    check_pair(engine, cls, built)
-    options = EngineOptions(
-        model=model,
-        method=calibrated(built, model, dtype, device),
-        device=device,
-        dtype=dtype,
-        concurrency=concurrency,
-        scripts=scripts,
-        load_format=load_format,
-        engine_args=dict(engine_args or {}),
-        allow_untested=allow_untested,
-    )
+    cls, method = load_engine(name), options.method
+    check_arguments(name, options.engine_args)
+    check_pair(name, cls, method)
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
-        raise UsageError(f"engine {engine!r} cannot be looked into; use --engine embedded")
+        raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
     extra = {} if observer is None else {"observer": observer}
-    if isinstance(built, SpanMethod):
-        below: Engine = cls.create(replace(options, method=built.below()), **extra)
-        return BlockEngine(below, built)
+    options = replace(
+        options, method=calibrated(method, options.model, options.dtype, options.device)
+    )
+    if isinstance(method, SpanMethod):
+        below: Engine = cls.create(replace(options, method=method.below()), **extra)
+        return BlockEngine(below, method)
     made: Engine = cls.create(options, **extra)
     return made
 
@@ -107,20 +73,10 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
 
 
 def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
-    """Run specs one after the other; finished ones only report.
-
-    Parameters
-    ----------
-    specs : sequence of RunSpec
-        As `spec.grid` returns them.
-    out : Path
-        Folder of runs.
-    progress : callable
-        Told about every finished trial.
-    """
+    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
     for spec in specs:
         cls = load_engine(spec.engine)
-        check_pair(spec.engine, cls, spec.make_method())
+        check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
         cls.check_compute(spec.dtype, spec.device)
     return [run_one(spec, out, progress) for spec in specs]
@@ -140,26 +96,13 @@ def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
                 for sample in samples
                 if (sample.id, trial) not in done
             ]
-            start = partial(progress, spec, expected - len(todo), expected, None)
-            start()
             if todo:
-                report = _counted(spec, expected - len(todo), expected, progress)
-                _play(spec, task, todo, run, start, report)
+                _play(spec, task, todo, run, partial(progress, spec), expected)
+            else:
+                progress(spec, expected, expected, None)
         return summarize(run)
     finally:
         task.close()
-
-
-def _counted(
-    spec: RunSpec, done: int, expected: int, progress: Progress
-) -> Callable[[TrialRecord], None]:
-    finished = [done]
-
-    def report(record: TrialRecord) -> None:
-        finished[0] += record.finished
-        progress(spec, finished[0], expected, record)
-
-    return report
 
 
 def _play(
@@ -167,45 +110,45 @@ def _play(
     task: Task,
     todo: Sequence[tuple[Sample, int]],
     run: RunDir,
-    start: Callable[[], None],
-    report: Callable[[TrialRecord], None],
+    progress: Callable[[int, int, TrialRecord | None], None],
+    expected: int,
 ) -> None:
-    with open_stage(spec, task, [sample for sample, _ in todo]) as stage:
-        _note_provenance(run, stage)
-        jobs = ((stage, run, sample, trial) for sample, trial in todo)
-        start()
+    finished = expected - len(todo)
+    progress(finished, expected, None)
+    with trial_setup(spec, task, [sample for sample, _ in todo]) as setup:
+        _note_provenance(run, setup)
+        jobs = ((setup, run, sample, trial) for sample, trial in todo)
+        progress(finished, expected, None)
         with run.playing():
             for record in _in_parallel(jobs, spec.concurrency):
-                report(record)
+                finished += record.finished
+                progress(finished, expected, record)
 
 
 @contextmanager
-def open_stage(
+def trial_setup(
     spec: RunSpec, task: Task, samples: Sequence[Sample], observer: Any = None
-) -> Iterator[Stage]:
+) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server."""
+    options = EngineOptions(
+        spec.model,
+        spec.built_method,
+        device=spec.device,
+        dtype=spec.dtype,
+        concurrency=spec.concurrency,
+        scripts=_scripts(spec, task, samples),
+        engine_args=spec.engine_args,
+        allow_untested=spec.allow_untested,
+    )
     with ExitStack() as stack:
-        engine = build_engine(
-            spec.engine,
-            spec.model,
-            spec.method,
-            spec.budget,
-            spec.params,
-            device=spec.device,
-            dtype=spec.dtype,
-            concurrency=spec.concurrency,
-            scripts=_scripts(spec, task, samples),
-            observer=observer,
-            engine_args=spec.engine_args,
-            allow_untested=spec.allow_untested,
-        )
+        engine = start_engine(spec.engine, options, observer)
         stack.callback(engine.shutdown)
         gateway = open_gateway(engine, default_max_tokens=spec.max_tokens)
         endpoint = None
         if task.needs_endpoint:
             server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))
             endpoint = server.url
-        yield Stage(spec, task, engine, gateway, endpoint)
+        yield TrialSetup(spec, task, engine, gateway, endpoint)
 
 
 def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSource:
@@ -220,9 +163,9 @@ def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSour
     return texts
 
 
-def _note_provenance(run: RunDir, stage: Stage) -> None:
+def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
     """Record what only the running engine knows; refuse to mix two models in one run."""
-    info = stage.engine.info
+    info = setup.engine.info
     run.annotate(
         {
             "engine": info.name,
@@ -231,32 +174,34 @@ def _note_provenance(run: RunDir, stage: Stage) -> None:
             "dtype": info.dtype,
             "context_limit": info.context_limit,
             **({"engine_details": dict(info.details)} if info.details else {}),
-            "determinism": "greedy" if stage.spec.temperature == 0 else "seeded sampling",
-            "concurrency": stage.spec.concurrency,
-            "task": stage.task.provenance(),
-            "changed_settings": _changed_settings(stage.spec),
-            **calibration_used(stage.spec.make_method(), info.model_sha),
-            **stage.gateway.provenance(),
+            "determinism": "greedy" if setup.spec.temperature == 0 else "seeded sampling",
+            "concurrency": setup.spec.concurrency,
+            "task": setup.task.provenance(),
+            "changed_settings": _changed_settings(setup.spec),
+            **calibration_used(setup.spec.built_method, info.model_sha),
+            **setup.gateway.provenance(),
         }
     )
     changed = run.info.resumes[-1].changed if run.info.resumes else {}
     if "model_sha" in changed:
         raise UsageError(
-            f"the model {stage.spec.model} changed since run {run.info.run_id} began; "
+            f"the model {setup.spec.model} changed since run {run.info.run_id} began; "
             "choose another --out"
         )
 
 
 def _changed_settings(spec: RunSpec) -> dict[str, Any]:
     """Return the method's and the task's parameters that are not the defaults."""
-    defaults = make_method(spec.method, spec.budget).settings()
+    method = spec.built_method
+    defaults = {name: known.default for name, known in method.parameters().items()}
+    defaults |= method.presets.get(method.preset, {})
     defaults |= load_task(spec.task).create({}).settings()
     given = {**spec.params, **spec.task_params}
     return {name: value for name, value in given.items() if value != defaults.get(name)}
 
 
 def _in_parallel(
-    jobs: Iterable[tuple[Stage, RunDir, Sample, int]], width: int
+    jobs: Iterable[tuple[TrialSetup, RunDir, Sample, int]], width: int
 ) -> Iterator[TrialRecord]:
     """Run trials `width` at a time; the first error that is not a trial's own ends the run."""
     queue = iter(jobs)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from math import inf
 from typing import Any
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
@@ -21,52 +23,30 @@ class RunSpec:
     """One run: a method at a budget, on an engine, model and task, with trials and a seed.
 
     Everything that can change a figure is here and in the run id; nothing else is.
-
-    Attributes
-    ----------
-    method : str
-        `name` or `name@preset`.
-    budget : int, str or None
-        Tokens per (layer, KV head), or a share of the logical length such as `25%`; None for
-        methods without one.
-    params, task_params : dict
-        Every parameter of the method, and of the task, with its value.
-    limit : int or None
-        First samples only.
-    trials : int
-        Attempts per sample.
-    seed : int
-        Seed of samples and sampling.
-    concurrency : int
-        Sessions driven at once.
-    max_tokens : int
-        Most tokens per assistant message.
-    timeout_s : float
-        Most seconds per trial.
-    engine_args : dict
-        Options passed on to a serving engine's own command line.
-    allow_untested : bool
-        Whether another version of a serving engine than the tested one was let in.
     """
 
     engine: str
     model: str
-    method: str
-    budget: int | str | None
+    method: str  # `name` or `name@preset`
+    budget: Budget | None  # None for methods without one; what `Budget.parse` reads is taken too
     task: str
-    params: dict[str, Any] = field(default_factory=dict)
-    limit: int | None = None
-    trials: int = 1
-    seed: int = 0
-    concurrency: int = 16
+    params: dict[str, Any] = field(default_factory=dict)  # all of the method's, with their values
+    limit: int | None = None  # first samples only
+    trials: int = 1  # attempts per sample
+    seed: int = 0  # of samples and sampling
+    concurrency: int = 16  # sessions driven at once
     temperature: float = 0.0
-    max_tokens: int = 1024
-    timeout_s: float = 3600.0
+    max_tokens: int = 1024  # per assistant message
+    timeout_s: float = 3600.0  # per trial
     dtype: str = "float32"
     device: str = "auto"
-    task_params: dict[str, Any] = field(default_factory=dict)
-    engine_args: dict[str, str] = field(default_factory=dict)
-    allow_untested: bool = False
+    task_params: dict[str, Any] = field(default_factory=dict)  # all of the task's
+    engine_args: dict[str, str] = field(default_factory=dict)  # for a serving engine's command line
+    allow_untested: bool = False  # another version of a serving engine than the tested one
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            object.__setattr__(self, "budget", Budget.parse(self.budget))
 
     @property
     def id(self) -> str:
@@ -75,15 +55,18 @@ class RunSpec:
         return run_id(prefix_parts(plain), plain)
 
     def document(self) -> dict[str, Any]:
-        """Return the spec as a run records it; what few runs have, only of those."""
-        plain = asdict(self)
-        for rare in ("task_params", "engine_args", "allow_untested"):
-            if not plain[rare]:
-                del plain[rare]
-        return plain
+        """Return the spec as a run records it; what few runs have, only of those.
 
-    def make_method(self) -> Method:
-        """Build the method with this run's budget and parameters."""
+        `RunSpec(**document)` is the same spec.
+        """
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain["budget"] = None if self.budget is None else self.budget.spelled
+        rare = ("task_params", "engine_args", "allow_untested")
+        return {name: value for name, value in plain.items() if value or name not in rare}
+
+    @cached_property
+    def built_method(self) -> Method:
+        """The method with this run's budget and parameters, built once."""
         return make_method(self.method, self.budget, self.params)
 
     def trial_seed(self, sample: str, trial: int) -> int:
@@ -95,16 +78,13 @@ class RunSpec:
 def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
     """Check every name and value of a spec and fill in what they resolve to.
 
-    Raises
-    ------
-    UsageError
-        For anything that cannot run; nothing has been started then.
+    UsageError for anything that cannot run; nothing has been started then.
     """
     check_arguments(spec.engine, spec.engine_args)
     task = load_task(spec.task)
-    for name, low in (("trials", 1), ("concurrency", 1), ("max_tokens", 1)):
-        if getattr(spec, name) < low:
-            raise UsageError(f"{name} {getattr(spec, name)}: expected at least {low}")
+    for name in ("trials", "concurrency", "max_tokens"):
+        if getattr(spec, name) < 1:
+            raise UsageError(f"{name} {getattr(spec, name)}: expected at least 1")
     if not 0 <= spec.temperature <= 100:
         raise UsageError(f"temperature {spec.temperature}: expected 0 to 100")
     if not 0 < spec.timeout_s < inf:
@@ -114,13 +94,15 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
     own = {key: value for key, value in settings.items() if key in task.parameters()}
     rest = {key: value for key, value in settings.items() if key not in own}
     method = make_method(spec.method, spec.budget, rest)
-    return replace(
+    resolved = replace(
         spec,
         method=method.label,
         budget=spec.budget if method.compresses else None,
         params=method.settings(),
         task_params=task.create({**spec.task_params, **own}).settings(),
     )
+    vars(resolved)["built_method"] = method  # a run builds its method once
+    return resolved
 
 
 def check_arguments(engine: str, given: Mapping[str, str]) -> None:
@@ -145,7 +127,7 @@ def default_methods(engine: str) -> tuple[str, ...]:
 def grid(
     base: RunSpec,
     methods: Sequence[str],
-    budgets: Sequence[int | str | None],
+    budgets: Sequence[Budget | None],
     tasks: Sequence[str],
     seeds: Sequence[int],
     settings: Mapping[str, str],

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from agentbench_kv.engines.base import Capability
+from agentbench_kv.budget import Budget
+from agentbench_kv.engines.base import Capability, EngineOptions
 from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
@@ -24,7 +25,7 @@ from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
 from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.provenance import environment
-from agentbench_kv.run.runner import build_engine, check_pair
+from agentbench_kv.run.runner import check_pair, start_engine
 from agentbench_kv.serving_bench.loadgen import Result, measure_apart
 from agentbench_kv.serving_bench.prompts import read_vocabulary
 from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Turn, Vocabulary, Workload
@@ -67,7 +68,7 @@ class Standing:
 def engine_arms(
     engine: str,
     model: str,
-    arms: Sequence[tuple[str, int | str | None]],
+    arms: Sequence[tuple[str, Budget | None]],
     settings: Mapping[str, str],
     *,
     dtype: str,
@@ -78,7 +79,7 @@ def engine_arms(
 
     Parameters
     ----------
-    arms : sequence of (str, int or str or None)
+    arms : sequence of (str, Budget or None)
         Method and budget. Settings go to the methods with a budget.
     dummy : bool
         Whether the weights are to be random ones.
@@ -100,7 +101,7 @@ def engine_arms(
         plain = make_method(name, budget)
         method = make_method(name, budget, settings if plain.compresses else {})
         check_pair(engine, cls, method)
-        known = budget if method.compresses else None
+        known = budget.spelled if budget is not None and method.compresses else None
         label = method.label if known is None else f"{method.label} {known}"
         made[label] = ServingArm(
             name=label, method=method.label, budget=known, settings=method.settings()
@@ -147,12 +148,9 @@ def stand(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Standing
         yield _reached(arm.url, plan.wire)
         return
     with ExitStack() as stack:
-        engine = build_engine(
-            plan.engine,
+        options = EngineOptions(
             plan.model,
-            arm.method or "full",
-            arm.budget,
-            arm.settings,
+            make_method(arm.method or "full", arm.budget, arm.settings),
             device=plan.device or "auto",
             dtype=plan.dtype or "float32",
             concurrency=at_once,
@@ -160,6 +158,7 @@ def stand(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Standing
             engine_args=plan.engine_args,
             allow_untested=plan.allow_untested,
         )
+        engine = start_engine(plan.engine, options)
         stack.callback(engine.shutdown)
         info = engine.info
         vocabulary = read_vocabulary(info.model_path)

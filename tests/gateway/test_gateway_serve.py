@@ -9,8 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli.serve import serve
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
+from agentbench_kv.registry import make_method
 
 
 @pytest.fixture
@@ -19,14 +21,14 @@ def asked(
 ) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
-    def build(*args: Any, **options: Any) -> ScriptedEngine:
-        seen.update(build=args, options=options)
+    def start(name: str, options: EngineOptions) -> ScriptedEngine:
+        seen.update(name=name, options=options)
         return engine_of("x")
 
     def run(gateway: Any, host: str, port: int, settings: Any) -> None:
         seen.update(gateway=gateway, host=host, port=port, settings=settings)
 
-    monkeypatch.setattr("agentbench_kv.run.runner.build_engine", build)
+    monkeypatch.setattr("agentbench_kv.run.runner.start_engine", start)
     monkeypatch.setattr("agentbench_kv.gateway.http.run_server", run)
     return seen
 
@@ -36,8 +38,9 @@ def test_options_and_their_variables(asked: dict[str, Any]) -> None:
     variables = {"KVBENCH_API_KEY": "k", "KVBENCH_HOST": "0.0.0.0", "KVBENCH_MAX_SESSIONS": "3"}
     result = CliRunner().invoke(serve, arguments, env=variables, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert asked["build"] == ("embedded", "micro", "agentkv", 64, {"window": "8"})
-    assert asked["options"]["concurrency"] == 16
+    options = asked["options"]
+    assert (asked["name"], options.model, options.concurrency) == ("embedded", "micro", 16)
+    assert options.method == make_method("agentkv", 64, {"window": 8})
     assert (asked["host"], asked["port"], asked["settings"].api_key) == ("0.0.0.0", 9, "k")
     assert asked["gateway"].max_sessions == 3
 

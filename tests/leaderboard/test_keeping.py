@@ -168,15 +168,15 @@ def perfect_forgery(
         facts.eos_token_ids,
     )  # fmt: skip
 
-    def build(*_: Any, **__: Any) -> RecordedEngine:
+    def start(*_: Any, **__: Any) -> RecordedEngine:
         return RecordedEngine(
             lambda session: tokens[session.rpartition("|")[2]],
             info,
-            lambda: SessionLedger(spec.make_method(), facts.bytes_per_token("float32")),
+            lambda: SessionLedger(spec.built_method, facts.bytes_per_token("float32")),
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "build_engine", build)
+        patched.setattr(runner, "start_engine", start)
         run_one(spec, tmp_path / "forged", lambda *_: None)
     return tmp_path / "forged" / spec.id
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore
@@ -116,11 +117,11 @@ def use_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[ScriptedEn
         path = Path(str(files("agentbench_kv.models"))) / "micro"
         started: list[ScriptedEngine] = []
 
-        def build(*_: Any, scripts: Any, **__: Any) -> ScriptedEngine:
-            started.append(kind(scripts, tokenizer_path=path, **options))
+        def start(_: str, engine_options: EngineOptions, __: Any) -> ScriptedEngine:
+            started.append(kind(engine_options.scripts, tokenizer_path=path, **options))
             return started[-1]
 
-        monkeypatch.setattr(runner, "build_engine", build)
+        monkeypatch.setattr(runner, "start_engine", start)
         return started
 
     return use

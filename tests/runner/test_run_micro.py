@@ -58,15 +58,17 @@ def test_a_compressed_run_is_valid_and_proved(method: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_model_runs_far_beyond_its_trained_length() -> None:
-    from agentbench_kv.engines.base import Sampling
+    from agentbench_kv.engines.base import EngineOptions, Sampling
     from agentbench_kv.methods.base import Phase
-    from agentbench_kv.run.runner import build_engine
+    from agentbench_kv.registry import make_method
+    from agentbench_kv.run.runner import start_engine
 
     class Others:
         def label(self, token: int) -> Phase:  # noqa: ARG002
             return Phase.OTHERS
 
-    engine = build_engine("embedded", "micro", "streamingllm", 512, {"trigger": "prefill+every"})
+    method = make_method("streamingllm", 512, {"trigger": "prefill+every"})
+    engine = start_engine("embedded", EngineOptions("micro", method))
     try:
         engine.open("long", Others())
         ids = [5 + i % 200 for i in range(2000)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures as futures_module
-import inspect
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from agentbench_kv.adapters.base import Outcome, TrialContext
-from agentbench_kv.engines.base import Generation, Sampling
+from agentbench_kv.engines.base import EngineOptions, Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
@@ -196,24 +195,25 @@ def test_engine_and_task_are_let_go_of_however_the_run_ends(
 def test_the_engine_is_started_as_specified(
     told: Callable[..., Any], spec: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signature, started = inspect.signature(runner.build_engine), []
+    started: list[tuple[str, EngineOptions]] = []
 
-    def build(*args: Any, **options: Any) -> Any:
-        started.append(signature.bind(*args, **options).arguments)
+    def start(name: str, options: EngineOptions, _: Any) -> Any:
+        started.append((name, options))
         raise UsageError("far enough")
 
     told(scored)
-    monkeypatch.setattr(runner, "build_engine", build)
+    monkeypatch.setattr(runner, "start_engine", start)
     one = spec(
         engine="embedded", model="micro", method="agentkv", budget=64, dtype="bfloat16",
         device="cpu", concurrency=5,
     )  # fmt: skip
     with pytest.raises(UsageError, match="far enough"):
         runner.run_one(one, tmp_path, quiet)
-    (arguments,) = started
-    assert arguments["settings"] == one.params != {}
-    for name in ("engine", "model", "method", "budget", "dtype", "device", "concurrency"):
-        assert arguments[name] == getattr(one, name)
+    ((name, options),) = started
+    assert (name, options.method.settings()) == ("embedded", one.params)
+    assert (options.method.label, options.method.budget) == ("agentkv", 64)
+    for shared in ("model", "dtype", "device", "concurrency"):
+        assert getattr(options, shared) == getattr(one, shared)
 
 
 def test_one_wrong_spec_stops_them_all(spec: SpecOf, tmp_path: Path) -> None:

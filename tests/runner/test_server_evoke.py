@@ -18,11 +18,13 @@ import pytest
 
 from agentbench_kv.adapters.micro.episode import Environment
 from agentbench_kv.adapters.micro.generate import Profile, generate
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.run.runner import build_engine
+from agentbench_kv.registry import make_method
+from agentbench_kv.run.runner import start_engine
 
 BUDGET = 512
 LONG = Profile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2), (8, 12))
@@ -31,7 +33,7 @@ LONG = Profile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2),
 @contextmanager
 def served(engine: str = "embedded", **settings: Any) -> Iterator[openai.OpenAI]:
     settings = {"block": 32, "encoder": "hash", **settings}
-    built = build_engine(engine, "micro", "evoke", BUDGET, settings)
+    built = start_engine(engine, EngineOptions("micro", make_method("evoke", BUDGET, settings)))
     try:
         with (
             BackgroundServer(Gateway(built)) as server,

@@ -11,16 +11,20 @@ import pytest
 
 from agentbench_kv.adapters.micro.episode import Environment
 from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_seed
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.run.runner import build_engine
+from agentbench_kv.registry import make_method
+from agentbench_kv.run.runner import start_engine
 
 BUDGET = 256
 
 
 @pytest.fixture
 def client() -> Iterator[openai.OpenAI]:
-    engine = build_engine("embedded", "micro", "agentkv", BUDGET, {"interval": 32})
+    engine = start_engine(
+        "embedded", EngineOptions("micro", make_method("agentkv", BUDGET, {"interval": 32}))
+    )
     try:
         with BackgroundServer(Gateway(engine)) as server:
             yield openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0)

@@ -204,7 +204,7 @@ def decision_gap(
     )
     network = load_network(model_path(spec.model))
     allowed = visible(prefix, network.config.num_hidden_layers, cache_heads(network, prefix))
-    method = spec.make_method()
+    method = spec.built_method
     row = reference_logits(network, prefix.tokens[:-1], allowed, positions=method.positions)[-1]
     return float(row[mine] - row[theirs])
 
@@ -220,8 +220,8 @@ def _play(spec: RunSpec, sample: str) -> tuple[Trace, Outputs]:
 
     log = EventLog(keep)
     watched = watch(spec, sample, log)
-    if watched.played.report.resets:
+    if watched.attempt.report.resets:
         raise UsageError("the session was started over on the way")
     decoded_at = torch.tensor(log.decoded).nonzero()[:, 0].tolist()
     trace = Trace([int(token) for token in log.tokens], decoded_at=decoded_at, events=events)
-    return trace, watched.played.report.outputs
+    return trace, watched.attempt.report.outputs
