@@ -25,8 +25,8 @@ import sys
 import time
 
 from agentbench_kv.run.provenance import hardware
+from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary, Workload
 from agentbench_kv.serving_bench.loadgen import measure
-from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Vocabulary, Workload
 
 CHUNK = {
     "id": "cmpl-0123456789abcdef",
@@ -99,7 +99,7 @@ def one(port: int, args: argparse.Namespace, concurrency: int) -> dict[str, floa
     """Measure once; sessions of one turn, so that nothing but the stream costs time."""
     job = Job(
         Target(f"http://127.0.0.1:{port}", "vllm", "none"),
-        Workload(Shape(args.prompt, args.tokens)),
+        Workload(SessionShape(args.prompt, args.tokens)),
         Load(concurrency * args.rounds, concurrency=concurrency, warmup=concurrency),
         Vocabulary(32000),
     )

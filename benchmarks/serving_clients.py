@@ -23,10 +23,10 @@ import httpx
 
 from agentbench_kv.results.stats import median
 from agentbench_kv.run.provenance import hardware
+from agentbench_kv.serving_bench.endpoints import authorization
+from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Workload
 from agentbench_kv.serving_bench.loadgen import measure_apart
 from agentbench_kv.serving_bench.prompts import read_vocabulary
-from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Workload
-from agentbench_kv.serving_bench.wires import authorization
 
 COMMANDS = {"vllm": "vllm bench serve", "sglang": "python -m sglang.bench_serving"}
 KEYS = (
@@ -45,7 +45,7 @@ def ours(args: argparse.Namespace, seed: int) -> dict[str, float]:
     model = httpx.get(f"{args.url}/v1/models", headers=authorization()).json()["data"][0]["id"]
     job = Job(
         Target(args.url, args.engine, model),
-        Workload(Shape(args.input, args.output)),
+        Workload(SessionShape(args.input, args.output)),
         Load(args.prompts, concurrency=args.concurrency, warmup=args.warmup),
         read_vocabulary(args.model),
         seed,

@@ -29,8 +29,9 @@ from agentbench_kv.cli.options import (
 
 if TYPE_CHECKING:
     from agentbench_kv.serving_bench.bench import ServingRun
-    from agentbench_kv.serving_bench.records import Load
-    from agentbench_kv.serving_bench.results import Measurement, ServingPlan, ServingSummary
+    from agentbench_kv.serving_bench.jobs import Load
+    from agentbench_kv.serving_bench.measurements import LoadMeasurement, ServingPlan
+    from agentbench_kv.serving_bench.summary import ServingSummary
 
 
 @click.command()
@@ -127,10 +128,10 @@ def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
 
 def _run(options: dict[str, Any]) -> ServingRun:
     from agentbench_kv.serving_bench.bench import ServingRun
+    from agentbench_kv.serving_bench.jobs import SessionShape, Vocabulary
     from agentbench_kv.serving_bench.prompts import read_vocabulary
-    from agentbench_kv.serving_bench.records import Shape, Vocabulary
 
-    shapes = tuple(dict.fromkeys(Shape.parse(text) for text in options["shapes"]))
+    shapes = tuple(dict.fromkeys(SessionShape.parse(text) for text in options["shapes"]))
     loads = _loads(*(options[name] for name in ("concurrency", "rates", "sessions", "warmup")))
     vocabulary = Vocabulary(options["vocab"]) if options["vocab"] else None
     if options["tokenizer"]:
@@ -148,7 +149,7 @@ def _run(options: dict[str, Any]) -> ServingRun:
 def _loads(
     concurrency: Sequence[int], rates: Sequence[float], sessions: int | None, warmup: int
 ) -> tuple[Load, ...]:
-    from agentbench_kv.serving_bench.records import Load
+    from agentbench_kv.serving_bench.jobs import Load
 
     closed = dict.fromkeys(concurrency if concurrency or rates else (8,))
     return (
@@ -160,7 +161,8 @@ def _loads(
 def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> ServingPlan:
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench.bench import engine_arms, url_arms
-    from agentbench_kv.serving_bench.results import BASES, ServingPlan
+    from agentbench_kv.serving_bench.measurements import ServingPlan
+    from agentbench_kv.serving_bench.summary import BASES
 
     same = ("turns", "tool_tokens", "sessions", "warmup", "repeats", "seed", "together")
     shared: dict[str, Any] = {name: options[name] for name in same}
@@ -189,7 +191,7 @@ def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> Servi
     )
 
 
-def _tell(plan: ServingPlan, measured: Measurement, before: bool) -> None:
+def _tell(plan: ServingPlan, measured: LoadMeasurement, before: bool) -> None:
     figures = measured.figures
     head = f"{measured.repetition + 1}/{plan.repeats} {measured.arm}, {measured.shape}"
     ttft = figures.get("median_ttft_ms")
@@ -207,7 +209,7 @@ def _tell(plan: ServingPlan, measured: Measurement, before: bool) -> None:
 def _show(summary: ServingSummary, path: Path, as_json: bool) -> None:
     from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.tables.formats import show
-    from agentbench_kv.serving_bench.results import summary_tables
+    from agentbench_kv.serving_bench.summary import summary_tables
 
     if as_json:
         print_json({**summary.model_dump(mode="json"), "path": str(path)})

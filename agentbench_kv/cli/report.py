@@ -89,7 +89,7 @@ def report(
 def _served(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """Return the folders of `kvbench bench serving` among the paths, and the paths for runs."""
     from agentbench_kv.results.runs import run_folders
-    from agentbench_kv.serving_bench.results import serving_folders
+    from agentbench_kv.serving_bench.measurements import serving_folders
 
     others = [path for path in paths if run_folders([path]) or not serving_folders([path])]
     return serving_folders(paths), others
@@ -113,7 +113,7 @@ def _tables(
     from agentbench_kv.results.tables.accuracy import published_tables
     from agentbench_kv.results.tables.model import Kind
     from agentbench_kv.results.tables.report import report_tables
-    from agentbench_kv.serving_bench.results import serving_tables
+    from agentbench_kv.serving_bench.summary import serving_tables
 
     wanted = [Kind(kind) for kind in kinds]
     tables = report_tables(runs, wanted, metrics) if runs else []

@@ -6,8 +6,8 @@ import sys
 
 import msgspec
 
-from agentbench_kv.serving_bench.loadgen import measure
 from agentbench_kv.serving_bench.jobs import Job
+from agentbench_kv.serving_bench.loadgen import measure
 
 if __name__ == "__main__":
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)

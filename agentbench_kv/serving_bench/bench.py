@@ -1,6 +1,6 @@
 """Measuring servers under load: arms, one after the other in every repetition, order rotated.
 
-What is measured under load: engines started here behind the gateway, or servers by URL.
+An arm is an engine with a method, started here behind the gateway, or a server by URL.
 """
 
 from __future__ import annotations
@@ -26,43 +26,145 @@ from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.runner import check_pair, start_engine
-from agentbench_kv.serving_bench.loadgen import Result, measure_apart
-from agentbench_kv.serving_bench.prompts import read_vocabulary
-from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Turn, Vocabulary, Workload
-from agentbench_kv.serving_bench.results import (
-    Measurement,
+from agentbench_kv.serving_bench.endpoints import authorization
+from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary, Workload
+from agentbench_kv.serving_bench.loadgen import measure_apart
+from agentbench_kv.serving_bench.measurements import (
+    LoadMeasurement,
     ServingArm,
     ServingFolder,
     ServingPlan,
-    ServingSummary,
-    summarize_serving,
 )
-from agentbench_kv.serving_bench.wires import authorization
+from agentbench_kv.serving_bench.prompts import read_vocabulary
+from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
 
 _QUEUE = 4096
-
-
 _ANSWER_S = 20.0
+_DETAILS = (
+    "session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens", "ttft_s",
+    "latency_s", "error",
+)  # fmt: skip
+
+Told = Callable[[LoadMeasurement, bool], None]
+"""Called with a measurement, and whether it is from an earlier call."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A server that can be asked.
+class ServingRun:
+    """A plan with what to run it needs and no figure depends on."""
 
-    Attributes
-    ----------
-    vocabulary : Vocabulary or None
-        Of the engine's model; None of a server by URL.
-    context : int or None
-        Last position + 1 a session may reach, as far as it is known.
-    about : dict
-        What the engine says of itself.
+    plan: ServingPlan
+    shapes: tuple[SessionShape, ...]  # the plan's, read; as are the loads
+    loads: tuple[Load, ...]
+    vocabulary: Vocabulary | None = None  # for servers by URL
+    timeout_s: float = 1800.0
+    detailed: bool = False  # whether files keep every request
+
+    @property
+    def at_once(self) -> int:
+        """Most sessions open at the same time."""
+        return max(load.at_once for load in self.loads)
+
+
+def folder_of(plan: ServingPlan, out: Path) -> Path:
+    """Return the plan's own folder below `out`: the same plan finds it again."""
+    return out / run_id(["serving", plan.engine, plan.model_name], plan.model_dump())
+
+
+def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
+    """Measure what is missing of a plan, write every measurement as it ends, then the summary.
+
+    A KVBenchError if a server does not start or cannot be reached, or a session is longer than its
+    context.
     """
+    plan = run.plan
+    folder = ServingFolder.create(path, plan, environment())
+    known = {measured.key: measured for measured in folder.measurements()}
+    kept: dict[str, RunningServer] = {}
+    with ExitStack() as all_servers:
+        for repetition in range(plan.repeats):
+            for place, arm in enumerate(rotated(plan.arms, repetition)):
+                missing = []
+                for shape, load in product(run.shapes, run.loads):
+                    before = known.get((arm.name, shape.label, load.label, repetition))
+                    if before is None:
+                        missing.append((shape, load))
+                    else:
+                        told(before, True)
+                if not missing:
+                    continue
+                with ExitStack() as own:
+                    server = kept.get(arm.name)
+                    if server is None:
+                        stack = all_servers if plan.together else own
+                        server = stack.enter_context(serve_arm(plan, arm, run.at_once))
+                    if plan.together:
+                        kept[arm.name] = server
+                    for shape, load in missing:
+                        measured = _measure(run, arm, server, shape, load, (repetition, place))
+                        folder.add(measured)
+                        told(measured, False)
+    summary = summarize_serving(plan, folder.measurements())
+    folder.write_summary(summary.model_dump(mode="json"))
+    return summary
 
-    target: Target
-    vocabulary: Vocabulary | None = None
-    context: int | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+
+def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
+    """Return the arms in the order of a repetition: each is first equally often."""
+    first = repetition % len(arms)
+    return [*arms[first:], *arms[:first]]
+
+
+def _measure(
+    run: ServingRun,
+    arm: ServingArm,
+    server: RunningServer,
+    shape: SessionShape,
+    load: Load,
+    order: tuple[int, int],
+) -> LoadMeasurement:
+    """Measure an arm at one shape and load; `order` is the repetition, and its place there."""
+    plan, target, (repetition, place) = run.plan, server.target, order
+    workload = Workload(shape, plan.turns, plan.tool_tokens, plan.think_time_s)
+    if server.context is not None and workload.length > server.context:
+        raise UsageError(
+            f"a session of {shape.label} in {plan.turns} turns has {workload.length} tokens; "
+            f"{target.model} has room for {server.context}"
+        )
+    vocabulary = server.vocabulary or run.vocabulary
+    if vocabulary is None:
+        raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
+    seed = _seed(plan.seed, repetition, shape.label, load.label)
+    result = measure_apart(Job(target, workload, load, vocabulary, seed, run.timeout_s))
+    details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
+    return LoadMeasurement(
+        arm=arm.name,
+        shape=shape.label,
+        load=load.label,
+        repetition=repetition,
+        place=place,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        backend=f"{plan.engine}/{plan.wire}",
+        model_id=target.model,
+        num_prompts=load.sessions * plan.turns,
+        max_concurrency=load.concurrency,
+        request_rate=load.rate or "inf",
+        figures=result.figures,
+        kv=result.kv,
+        errors=result.errors,
+        warmup_errors=result.warmup_errors,
+        server=server.about,
+        requests=details if run.detailed else None,
+    )
+
+
+def _seed(*parts: object) -> int:
+    """Return the seed of a measurement: the same for all arms, else no prompt is sent twice.
+
+    A server that caches prefixes (`full` as shipped) would answer from its cache otherwise.
+    """
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def engine_arms(
@@ -77,17 +179,8 @@ def engine_arms(
 ) -> list[ServingArm]:
     """Check methods and budgets against an engine, before anything starts.
 
-    Parameters
-    ----------
-    arms : sequence of (str, Budget or None)
-        Method and budget. Settings go to the methods with a budget.
-    dummy : bool
-        Whether the weights are to be random ones.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        For a pair that cannot run, or an engine that takes no token ids.
+    Settings go to the methods with a budget; `dummy` asks for random weights. A UsageError or
+    PrerequisiteError for a pair that cannot run, or an engine that takes no token ids.
     """
     cls = load_engine(engine)
     if Capability.TEXT in cls.capabilities:
@@ -112,10 +205,7 @@ def engine_arms(
 def url_arms(urls: Sequence[str]) -> list[ServingArm]:
     """Read `NAME=URL` or `URL`; a server without a name is called `server`.
 
-    Raises
-    ------
-    UsageError
-        If two servers have one name, or something is no URL.
+    A UsageError if two servers have one name, or something is no URL.
     """
     arms: dict[str, ServingArm] = {}
     for text in urls:
@@ -130,19 +220,21 @@ def url_arms(urls: Sequence[str]) -> list[ServingArm]:
     return list(arms.values())
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that can be asked."""
+
+    target: Target
+    vocabulary: Vocabulary | None = None  # of the engine's model; None of a server by URL
+    context: int | None = None  # last position + 1 a session may reach, as far as it is known
+    about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
+
+
 @contextmanager
-def stand(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Standing]:
-    """Start an arm's engine, or reach its server.
+def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[RunningServer]:
+    """Start an arm's engine, or reach its server; `at_once` sessions are open at most.
 
-    Parameters
-    ----------
-    at_once : int
-        Most sessions open at the same time.
-
-    Raises
-    ------
-    KVBenchError
-        If it does not start, or does not answer.
+    A KVBenchError if it does not start, or does not answer.
     """
     if arm.url:
         yield _reached(arm.url, plan.wire)
@@ -168,12 +260,11 @@ def stand(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Standing
         server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
         stack.enter_context(server)
         about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
-        about |= info.details
         target = Target(server.url.removesuffix("/v1"), "gateway", info.model)
-        yield Standing(target, vocabulary, info.context_limit, about)
+        yield RunningServer(target, vocabulary, info.context_limit, about | info.details)
 
 
-def _reached(base: str, wire: str) -> Standing:
+def _reached(base: str, wire: str) -> RunningServer:
     """Ask a server for its model."""
     try:
         response = httpx.get(f"{base}/v1/models", headers=authorization(), timeout=_ANSWER_S)
@@ -185,181 +276,4 @@ def _reached(base: str, wire: str) -> Standing:
             f"no model server answers at {base}/v1/models ({error}); start one, e.g. kvbench serve"
         ) from error
     limit = model.get("max_model_len")
-    return Standing(target, context=limit if isinstance(limit, int) else None)
-
-
-Told = Callable[[Measurement, bool], None]
-
-
-"""Called with a measurement, and whether it is from an earlier call."""
-
-
-@dataclass(frozen=True)
-class ServingRun:
-    """A plan with what to run it needs and no figure depends on.
-
-    Attributes
-    ----------
-    shapes, loads
-        The plan's, read.
-    vocabulary : Vocabulary or None
-        For servers by URL.
-    detailed : bool
-        Whether files keep every request.
-    """
-
-    plan: ServingPlan
-    shapes: tuple[Shape, ...]
-    loads: tuple[Load, ...]
-    vocabulary: Vocabulary | None = None
-    timeout_s: float = 1800.0
-    detailed: bool = False
-
-    @property
-    def at_once(self) -> int:
-        """Most sessions open at the same time."""
-        return max(load.at_once for load in self.loads)
-
-
-def folder_of(plan: ServingPlan, out: Path) -> Path:
-    """Return the plan's own folder below `out`: the same plan finds it again."""
-    return out / run_id(["serving", plan.engine, plan.model_name], plan.model_dump())
-
-
-def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
-    """Measure what is missing of a plan, write every measurement as it ends, then the summary.
-
-    Raises
-    ------
-    KVBenchError
-        If a server does not start or cannot be reached, or a session is longer than its context.
-    """
-    folder = ServingFolder.create(path, run.plan, environment())
-    with ExitStack() as stack:
-        measuring = _Measuring(run, folder, told, stack)
-        for repetition in range(run.plan.repeats):
-            for place, arm in enumerate(rotated(run.plan.arms, repetition)):
-                measuring.arm(arm, repetition, place)
-    summary = summarize_serving(run.plan, folder.measurements())
-    folder.write_summary(summary.model_dump(mode="json"))
-    return summary
-
-
-def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
-    """Return the arms in the order of a repetition: each is first equally often."""
-    first = repetition % len(arms)
-    return [*arms[first:], *arms[:first]]
-
-
-class _Measuring:
-    """Measures arms; what the folder has already is only told.
-
-    Parameters
-    ----------
-    run : ServingRun
-    folder : ServingFolder
-    told : callable
-    stack : ExitStack
-        Ends the servers that stand for the whole time.
-    """
-
-    def __init__(
-        self, run: ServingRun, folder: ServingFolder, told: Told, stack: ExitStack
-    ) -> None:
-        self._run = run
-        self._folder = folder
-        self._told = told
-        self._stack = stack
-        self._known = {measured.key: measured for measured in folder.measurements()}
-        self._kept: dict[str, Standing] = {}
-
-    def arm(self, arm: ServingArm, repetition: int, place: int) -> None:
-        """Measure one arm at every shape and load, in one repetition."""
-        missing = []
-        for shape, load in product(self._run.shapes, self._run.loads):
-            known = self._known.get((arm.name, shape.label, load.label, repetition))
-            if known is None:
-                missing.append((shape, load))
-            else:
-                self._told(known, True)
-        if not missing:
-            return
-        with self._server(arm) as standing:
-            for shape, load in missing:
-                job = _job(self._run, standing, shape, load, repetition)
-                result = measure_apart(job)
-                measured = _measurement(self._run, arm, standing, job, result, (repetition, place))
-                self._folder.add(measured)
-                self._told(measured, False)
-
-    @contextmanager
-    def _server(self, arm: ServingArm) -> Iterator[Standing]:
-        """Give a server for this turn of its arm, or for the whole time."""
-        plan, at_once = self._run.plan, self._run.at_once
-        if not plan.together:
-            with stand(plan, arm, at_once) as standing:
-                yield standing
-            return
-        if arm.name not in self._kept:
-            self._kept[arm.name] = self._stack.enter_context(stand(plan, arm, at_once))
-        yield self._kept[arm.name]
-
-
-def _job(run: ServingRun, standing: Standing, shape: Shape, load: Load, repetition: int) -> Job:
-    plan = run.plan
-    workload = Workload(shape, plan.turns, plan.tool_tokens, plan.think_time_s)
-    if standing.context is not None and workload.length > standing.context:
-        raise UsageError(
-            f"a session of {shape.label} in {plan.turns} turns has {workload.length} tokens; "
-            f"{standing.target.model} has room for {standing.context}"
-        )
-    vocabulary = standing.vocabulary or run.vocabulary
-    if vocabulary is None:
-        raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
-    seed = _seed(plan.seed, repetition, shape.label, load.label)
-    return Job(standing.target, workload, load, vocabulary, seed, run.timeout_s)
-
-
-def _seed(*parts: object) -> int:
-    """Return the seed of a measurement: the same for all arms, else no prompt is sent twice.
-
-    A server that caches prefixes (`full` as shipped) would answer from its cache otherwise.
-    """
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-
-
-def _measurement(
-    run: ServingRun,
-    arm: ServingArm,
-    standing: Standing,
-    job: Job,
-    result: Result,
-    order: tuple[int, int],
-) -> Measurement:
-    requests = [_plain_request(turn) for turn in result.requests] if run.detailed else None
-    return Measurement(
-        arm=arm.name,
-        shape=job.workload.shape.label,
-        load=job.load.label,
-        repetition=order[0],
-        place=order[1],
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        backend=f"{run.plan.engine}/{run.plan.wire}",
-        model_id=job.target.model,
-        num_prompts=job.load.sessions * job.workload.turns,
-        max_concurrency=job.load.concurrency,
-        request_rate=job.load.rate or "inf",
-        figures=result.figures,
-        kv=result.kv,
-        errors=result.errors,
-        warmup_errors=result.warmup_errors,
-        server=standing.about,
-        requests=requests,
-    )
-
-
-def _plain_request(turn: Turn) -> dict[str, Any]:
-    names = ("session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens")
-    more = ("ttft_s", "latency_s", "error")
-    return {name: getattr(turn, name) for name in (*names, *more)}
+    return RunningServer(target, context=limit if isinstance(limit, int) else None)

@@ -24,7 +24,9 @@ class SessionShape(msgspec.Struct, frozen=True):
         """Read `16k/1k` (16,384 and 1,024) or `2000/128`."""
         if match := _SHAPE.fullmatch(text.strip()):
             prompt, prompt_unit, output, output_unit = match.groups()
-            shape = cls(int(prompt) * (K if prompt_unit else 1), int(output) * (K if output_unit else 1))
+            shape = cls(
+                int(prompt) * (K if prompt_unit else 1), int(output) * (K if output_unit else 1)
+            )
             if shape.prompt and shape.output:
                 return shape
         raise UsageError(

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
-from agentbench_kv.serving_bench import loadgen as load
-from agentbench_kv.serving_bench.loadgen import Outcome
-from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Vocabulary, Workload
+from agentbench_kv.serving_bench import loadgen
+from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary, Workload
+from agentbench_kv.serving_bench.loadgen import PlayedJob
 
 TOKEN = 7
 """Ids of an answer are this, that + 1, ..."""
@@ -115,7 +115,7 @@ class FakeServer:
 
 def job_of(kind: str = "gateway", **changes: Any) -> Job:
     """Return two sessions of three turns, one at a time, without a warm-up."""
-    workload = Workload(Shape(20, 5), turns=3, tool_tokens=4)
+    workload = Workload(SessionShape(20, 5), turns=3, tool_tokens=4)
     fields: dict[str, Any] = {
         "target": Target("http://fake", kind, "model"),
         "workload": workload,
@@ -138,12 +138,12 @@ def make_job() -> Callable[..., Job]:
 
 
 @pytest.fixture
-def play() -> Callable[[FakeServer, Job], Outcome]:
+def play() -> Callable[[FakeServer, Job], PlayedJob]:
     """Return a function that plays a job against a fake server on this machine."""
 
-    async def playing(server: FakeServer, job: Job) -> Outcome:
+    async def playing(server: FakeServer, job: Job) -> PlayedJob:
         async with RawTestServer(server) as running:
             target = msgspec.structs.replace(job.target, base=f"http://127.0.0.1:{running.port}")
-            return await load.run(msgspec.structs.replace(job, target=target))
+            return await loadgen.play(msgspec.structs.replace(job, target=target))
 
     return lambda server, job: asyncio.run(playing(server, job))

@@ -10,9 +10,9 @@ import pytest
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases import PhaseMachine, PhaseTable, load_tokenizer
+from agentbench_kv.serving_bench.jobs import Load, SessionShape, Vocabulary, Workload
 from agentbench_kv.serving_bench.loadgen import poisson
 from agentbench_kv.serving_bench.prompts import Speaker, read_vocabulary
-from agentbench_kv.serving_bench.records import Load, Shape, Vocabulary, Workload
 
 MICRO = Path(__file__).parents[2] / "agentbench_kv" / "models" / "micro"
 
@@ -27,7 +27,7 @@ MICRO = Path(__file__).parents[2] / "agentbench_kv" / "models" / "micro"
     ],
 )
 def test_shapes_are_read_and_spelled(text: str, prompt: int, output: int) -> None:
-    shape = Shape.parse(text)
+    shape = SessionShape.parse(text)
     assert (shape.prompt, shape.output) == (prompt, output)
     assert shape.label == text.lower()
 
@@ -37,11 +37,11 @@ def test_shapes_are_read_and_spelled(text: str, prompt: int, output: int) -> Non
 )
 def test_a_shape_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected prompt/generated"):
-        Shape.parse(text)
+        SessionShape.parse(text)
 
 
 def test_a_session_is_as_long_as_its_turns() -> None:
-    workload = Workload(Shape(100, 10), turns=3, tool_tokens=7)
+    workload = Workload(SessionShape(100, 10), turns=3, tool_tokens=7)
     assert workload.length == 100 + 3 * 10 + 2 * 7
 
 
@@ -62,7 +62,7 @@ def test_a_load_says_how_many_sessions_can_be_open(load: Load, label: str, at_on
 @pytest.mark.parametrize("tool", [1, 12, 30, 31, 60, 300])
 @pytest.mark.parametrize("prompt", [1, 24, 25, 26, 100, 460, 500, 2048])
 def test_prompts_have_exactly_the_lengths_asked_for(prompt: int, tool: int) -> None:
-    workload = Workload(Shape(prompt, 8), turns=3, tool_tokens=tool)
+    workload = Workload(SessionShape(prompt, 8), turns=3, tool_tokens=tool)
     for vocabulary in (Vocabulary(50, special=[3]), read_vocabulary(MICRO)):
         prompts = Speaker(vocabulary, workload, seed=1).prompts(0)
         assert [len(ids) for ids in prompts] == [prompt, tool, tool]
@@ -71,12 +71,12 @@ def test_prompts_have_exactly_the_lengths_asked_for(prompt: int, tool: int) -> N
 
 def test_random_ids_are_never_special() -> None:
     vocabulary = Vocabulary(10, special=[0, 4, 9])
-    (ids,) = Speaker(vocabulary, Workload(Shape(500, 1)), seed=0).prompts(0)
+    (ids,) = Speaker(vocabulary, Workload(SessionShape(500, 1)), seed=0).prompts(0)
     assert set(ids) == {1, 2, 3, 5, 6, 7, 8}
 
 
 def test_prompts_depend_on_seed_and_session_only() -> None:
-    vocabulary, workload = read_vocabulary(MICRO), Workload(Shape(600, 8), turns=2)
+    vocabulary, workload = read_vocabulary(MICRO), Workload(SessionShape(600, 8), turns=2)
     said = {
         (seed, n): Speaker(vocabulary, workload, seed).prompts(n) for seed in (0, 1) for n in (0, 1)
     }
@@ -85,7 +85,7 @@ def test_prompts_depend_on_seed_and_session_only() -> None:
 
 
 def test_a_session_has_every_phase_and_its_answers_are_thoughts() -> None:
-    workload = Workload(Shape(1000, 8), turns=2, tool_tokens=120)
+    workload = Workload(SessionShape(1000, 8), turns=2, tool_tokens=120)
     first, second = Speaker(read_vocabulary(MICRO), workload, seed=0).prompts(0)
     machine = PhaseMachine(PhaseTable.for_tokenizer(load_tokenizer(MICRO)))
     phases = machine.label_many(first)

@@ -12,11 +12,10 @@ import aiohttp
 import pytest
 
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.serving_bench import loadgen as load
-from agentbench_kv.serving_bench import loadgen as process
+from agentbench_kv.serving_bench import loadgen
+from agentbench_kv.serving_bench.endpoints import open_client
+from agentbench_kv.serving_bench.jobs import Target
 from agentbench_kv.serving_bench.loadgen import Player
-from agentbench_kv.serving_bench.records import Target
-from agentbench_kv.serving_bench.wires import open_client
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 ERRORS = ("ServerDisconnectedError", "ClientResponseError", "ClientPayloadError", "ClientOSError")
@@ -146,7 +145,9 @@ def test_an_answer_that_breaks_off_is_a_failed_turn(
 
 
 def test_a_server_that_is_not_there_is_a_failed_turn(make_job: Callable[..., Any]) -> None:
-    outcome = asyncio.run(load.run(make_job(target=Target("http://127.0.0.1:9", "vllm", "model"))))
+    outcome = asyncio.run(
+        loadgen.play(make_job(target=Target("http://127.0.0.1:9", "vllm", "model")))
+    )
     assert [turn.error is not None for turn in outcome.turns] == [True, True]
     assert all("Cannot connect" in (turn.error or "") for turn in outcome.turns)
 
@@ -212,9 +213,9 @@ def test_any_number_of_sessions_may_be_open_at_once() -> None:
 def test_a_client_process_that_dies_is_one_line(
     monkeypatch: pytest.MonkeyPatch, make_job: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(loadgen.sys, "executable", "/bin/false")
     with pytest.raises(KVBenchError, match="ended with code 1: it said nothing"):
-        process.measure_apart(make_job())
+        loadgen.measure_apart(make_job())
 
 
 def test_the_client_process_is_light() -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.serving_bench.loadgen import Outcome, figures, kv_figures, most_at_once
-from agentbench_kv.serving_bench.records import Answer, Turn
+from agentbench_kv.serving_bench.endpoints import TimedTurn
+from agentbench_kv.serving_bench.loadgen import PlayedJob, figures, kv_figures, most_at_once
 
 
-def turn(session: int, number: int, start: float, gaps: list[float], **more: Any) -> Turn:
+def turn(session: int, number: int, start: float, gaps: list[float], **more: Any) -> TimedTurn:
     """Return a turn whose tokens came `gaps` after another, the first after `start`."""
     fields: dict[str, Any] = {"new_tokens": 10, "prompt_tokens": 10 + 20 * number}
-    return Turn(
+    return TimedTurn(
         session=session,
         turn=number,
         start=start,
@@ -28,15 +28,15 @@ def turn(session: int, number: int, start: float, gaps: list[float], **more: Any
     )
 
 
-def made() -> Outcome:
+def made() -> PlayedJob:
     turns = [
         turn(0, 0, 0.0, [0.5, 0.1, 0.2]),
         turn(0, 1, 1.0, [0.25, 0.15]),
         turn(1, 0, 0.5, [0.75]),
         turn(1, 1, 1.5, [0.5, 0.5, 0.5, 0.5]),
-        Turn(2, 0, 0.25, 10, 10, latency_s=9.0, error="HTTP 500: no"),
+        TimedTurn(2, 0, 0.25, 10, 10, latency_s=9.0, error="HTTP 500: no"),
     ]
-    return Outcome(turns, duration_s=4.0)
+    return PlayedJob(turns, duration_s=4.0)
 
 
 def test_counts_and_rates_leave_failed_requests_out() -> None:
@@ -78,7 +78,7 @@ def test_concurrency_is_counted_over_requests_and_over_decodes() -> None:
 
 
 def test_nothing_completed_leaves_no_latency() -> None:
-    found = figures(Outcome([Turn(0, 0, 0.0, 10, 10, error="no")], duration_s=0.0))
+    found = figures(PlayedJob([TimedTurn(0, 0, 0.0, 10, 10, error="no")], duration_s=0.0))
     assert (found["completed"], found["failed"]) == (0, 1)
     assert found["output_throughput"] == 0.0
     assert found["max_concurrent_requests"] == 0
@@ -93,7 +93,7 @@ def test_most_at_once_is_the_busiest_moment(spans: list[tuple[int, int]]) -> Non
 
 
 def test_tokens_that_arrive_together_share_their_gap() -> None:
-    answer = Answer(started=10.0)
+    answer = TimedTurn(0, 0, 10.0, 1, 1)
     for at, count in ((11.0, 2), (12.0, 1), (15.0, 3)):
         answer.arrive(at, count)
     assert answer.ttft_s == 1.0
@@ -102,7 +102,8 @@ def test_tokens_that_arrive_together_share_their_gap() -> None:
 
 
 def test_an_answer_without_text_has_its_end_as_first_token() -> None:
-    answer = Answer(started=10.0, end=13.0)
+    answer = TimedTurn(0, 0, 10.0, 1, 1)
+    answer.finish(13.0)
     assert (answer.ttft_s, answer.latency_s, answer.itls_s) == (3.0, 3.0, [])
 
 

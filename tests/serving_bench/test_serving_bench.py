@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.serving_bench import bench as serving_bench
+from agentbench_kv.serving_bench import bench
 from agentbench_kv.serving_bench.bench import (
+    RunningServer,
     ServingRun,
-    Standing,
     engine_arms,
     measure_serving,
     rotated,
-    stand,
+    serve_arm,
     url_arms,
 )
-from agentbench_kv.serving_bench.loadgen import Result
-from agentbench_kv.serving_bench.records import Job, Load, Shape, Target, Vocabulary
-from agentbench_kv.serving_bench.results import ServingArm, ServingPlan
+from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary
+from agentbench_kv.serving_bench.loadgen import JobResult
+from agentbench_kv.serving_bench.measurements import ServingArm, ServingPlan
 
 NAMES = ("full", "full-constrained", "agentkv")
-SHAPES = (Shape(100, 10), Shape(200, 10))
+SHAPES = (SessionShape(100, 10), SessionShape(200, 10))
 LOADS = (Load(4, concurrency=2), Load(4, rate=1.0))
 
 
@@ -51,32 +52,32 @@ class Fake:
 
     def __init__(self, context: int | None = 1000) -> None:
         self.started: list[str] = []
-        self.standing = 0
-        self.most_standing = 0
+        self.running = 0
+        self.most_running = 0
         self.jobs: list[tuple[str, Job]] = []
         self._context = context
 
     @contextmanager
-    def stand(self, plan: ServingPlan, arm: ServingArm, at_once: int) -> Any:  # noqa: ARG002
+    def serve(self, plan: ServingPlan, arm: ServingArm, at_once: int) -> Any:  # noqa: ARG002
         assert at_once == 4
         self.started.append(arm.name)
-        self.standing += 1
-        self.most_standing = max(self.most_standing, self.standing)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
         try:
-            yield Standing(Target(arm.name, "gateway", "m"), Vocabulary(9), self._context)
+            yield RunningServer(Target(arm.name, "gateway", "m"), Vocabulary(9), self._context)
         finally:
-            self.standing -= 1
+            self.running -= 1
 
-    def measure(self, job: Job) -> Result:
+    def measure(self, job: Job) -> JobResult:
         self.jobs.append((job.target.base, job))
-        return Result({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
+        return JobResult({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake()
-    monkeypatch.setattr(serving_bench, "stand", made.stand)
-    monkeypatch.setattr(serving_bench, "measure_apart", made.measure)
+    monkeypatch.setattr(bench, "serve_arm", made.serve)
+    monkeypatch.setattr(bench, "measure_apart", made.measure)
     return made
 
 
@@ -102,7 +103,7 @@ def test_every_repetition_measures_every_arm_one_at_a_time(fake: Fake, tmp_path:
         *("agentkv", "full", "full-constrained"),
         *("full", "full-constrained", "agentkv"),
     ]
-    assert (fake.most_standing, fake.standing) == (1, 0)
+    assert (fake.most_running, fake.running) == (1, 0)
     assert len(told) == 4 * 3 * 4
     assert len(list(tmp_path.glob("rep*.json"))) == 4 * 3 * 4
     assert (tmp_path / "summary.json").is_file()
@@ -114,7 +115,7 @@ def test_every_repetition_measures_every_arm_one_at_a_time(fake: Fake, tmp_path:
 def test_together_every_arm_is_started_once(fake: Fake, tmp_path: Path) -> None:
     measure(make_run(together=True), tmp_path)
     assert sorted(fake.started) == sorted(NAMES)
-    assert (fake.most_standing, fake.standing) == (3, 0)
+    assert (fake.most_running, fake.running) == (3, 0)
     assert [base for base, _ in fake.jobs][4:8] == ["full-constrained"] * 4
 
 
@@ -147,8 +148,8 @@ def test_a_session_longer_than_the_context_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     small = Fake(context=224)
-    monkeypatch.setattr(serving_bench, "stand", small.stand)
-    monkeypatch.setattr(serving_bench, "measure_apart", small.measure)
+    monkeypatch.setattr(bench, "serve_arm", small.serve)
+    monkeypatch.setattr(bench, "measure_apart", small.measure)
     with pytest.raises(UsageError, match="200/10 in 2 turns has 225 tokens; m has room for 224"):
         measure(make_run(), tmp_path)
 
@@ -156,17 +157,21 @@ def test_a_session_longer_than_the_context_is_refused(
 def test_methods_are_checked_before_anything_starts() -> None:
     where = {"dtype": "float32", "device": "cpu"}
     arms = engine_arms(
-        "embedded", "micro", [("full", None), ("agentkv", 128)], {"interval": "64"}, **where
+        "embedded",
+        "micro",
+        [("full", None), ("agentkv", Budget.parse(128))],
+        {"interval": "64"},
+        **where,
     )
     assert [arm.name for arm in arms] == ["full", "agentkv 128"]
     assert (arms[0].budget, arms[0].settings) == (None, {})
     assert (arms[1].budget, arms[1].interval) == (128, 64)
     for bad, message in (
         (("api", "m", [("full", None)], {}), "takes messages"),
-        (("embedded", "micro", [("nosuch", 5)], {}), "nosuch"),
+        (("embedded", "micro", [("nosuch", Budget.parse(5))], {}), "nosuch"),
         (("embedded", "micro", [("agentkv", None)], {}), "budget"),
         (("embedded", "micr", [("full", None)], {}), "micro"),
-        (("embedded", "micro", [("agentkv", 128)], {"nosuch": "1"}), "nosuch"),
+        (("embedded", "micro", [("agentkv", Budget.parse(128))], {"nosuch": "1"}), "nosuch"),
     ):
         with pytest.raises(UsageError, match=message):
             engine_arms(*bad, **where)
@@ -188,6 +193,6 @@ def test_a_server_that_does_not_answer_is_one_line() -> None:
     arm = ServingArm(name="server", url="http://127.0.0.1:9")
     with (
         pytest.raises(PrerequisiteError, match="no model server answers"),
-        stand(make_run().plan, arm, 1),
+        serve_arm(make_run().plan, arm, 1),
     ):
         pass

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.serving_bench import loadgen as load
-from agentbench_kv.serving_bench.loadgen import Outcome
+from agentbench_kv.serving_bench import loadgen
+from agentbench_kv.serving_bench.endpoints import TimedTurn, events
+from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Workload
+from agentbench_kv.serving_bench.loadgen import PlayedJob
 from agentbench_kv.serving_bench.prompts import Speaker
-from agentbench_kv.serving_bench.records import Job, Load, Shape, Turn, Workload, events
 
-Play = Callable[[Any, Job], Outcome]
+Play = Callable[[Any, Job], PlayedJob]
 Fake = Callable[..., Any]
 MakeJob = Callable[..., Job]
 KINDS = ("gateway", "vllm", "sglang")
@@ -85,7 +86,7 @@ def test_a_single_turn_is_sent_without_a_session(
     play: Play, fake_server: Fake, make_job: MakeJob, kind: str
 ) -> None:
     server = fake_server(kind)
-    outcome = play(server, make_job(kind, workload=Workload(Shape(20, 5))))
+    outcome = play(server, make_job(kind, workload=Workload(SessionShape(20, 5))))
     assert len(server.calls) == len(server.generations) == 2
     for _, _, body, headers in server.calls:
         assert not {"session_id", "session_params", "return_token_ids"} & body.keys()
@@ -179,7 +180,7 @@ def test_think_time_passes_between_turns_only(
         await real(0)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    workload = Workload(Shape(20, 5), turns=3, tool_tokens=4, think_time_s=0.5)
+    workload = Workload(SessionShape(20, 5), turns=3, tool_tokens=4, think_time_s=0.5)
     play(fake_server("gateway"), make_job(workload=workload))
     assert [seconds for seconds in slept if seconds] == [0.5] * 4
 
@@ -187,16 +188,16 @@ def test_think_time_passes_between_turns_only(
 def test_a_closed_loop_keeps_as_many_sessions_open_as_asked() -> None:
     running, most, played = [0], [0], []
 
-    async def one(index: int) -> list[Turn]:
+    async def one(index: int) -> list[TimedTurn]:
         running[0] += 1
         most[0] = max(most[0], running[0])
         for _ in range(index % 3 + 1):
             await asyncio.sleep(0)
         running[0] -= 1
         played.append(index)
-        return [Turn(index, 0, 0.0, 1, 1)]
+        return [TimedTurn(index, 0, 0.0, 1, 1)]
 
-    turns = asyncio.run(load._closed(one, 10, 4))
+    turns = asyncio.run(loadgen._closed(one, 10, 4))
     assert most == [4]
     assert sorted(played) == list(range(10))
     assert [turn.session for turn in turns] == list(range(10))
@@ -208,12 +209,12 @@ def test_an_open_loop_begins_sessions_by_their_schedule(monkeypatch: pytest.Monk
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def one(index: int) -> list[Turn]:
-        return [Turn(index, 0, 0.0, 1, 1)]
+    async def one(index: int) -> list[TimedTurn]:
+        return [TimedTurn(index, 0, 0.0, 1, 1)]
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(load.time, "perf_counter", lambda: 101.0)
-    turns = asyncio.run(load._open(one, [0.0, 2.5, 4.0], began=100.0))
+    monkeypatch.setattr(loadgen.time, "perf_counter", lambda: 101.0)
+    turns = asyncio.run(loadgen._open(one, [0.0, 2.5, 4.0], began=100.0))
     # A second has passed: the first is late, the others wait for the rest of their time.
     assert slept == [0.0, 1.5, 3.0]
     assert [turn.session for turn in turns] == [0, 1, 2]

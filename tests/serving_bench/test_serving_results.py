@@ -12,14 +12,16 @@ import pytest
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.tables.formats import render_markdown
 from agentbench_kv.results.tables.model import Kind, Table
-from agentbench_kv.serving_bench.results import (
-    DUMMY,
-    Measurement,
+from agentbench_kv.serving_bench.measurements import (
+    LoadMeasurement,
     ServingArm,
     ServingFolder,
     ServingPlan,
-    ServingSummary,
     serving_folders,
+)
+from agentbench_kv.serving_bench.summary import (
+    DUMMY,
+    ServingSummary,
     serving_tables,
     summarize_serving,
     summary_tables,
@@ -54,7 +56,9 @@ def plan(**changes: Any) -> ServingPlan:
     return ServingPlan(**{**fields, **changes})
 
 
-def measurement(arm: str, load: str, repetition: int, speed: float, **changes: Any) -> Measurement:
+def measurement(
+    arm: str, load: str, repetition: int, speed: float, **changes: Any
+) -> LoadMeasurement:
     figures = {"output_throughput": speed, "completed": 16, "failed": 0, "median_ttft_ms": 10.5}
     fields: dict[str, Any] = {
         "arm": arm,
@@ -71,10 +75,10 @@ def measurement(arm: str, load: str, repetition: int, speed: float, **changes: A
         "figures": {**figures, **changes.pop("figures", {})},
         "kv": KV if arm.startswith("agentkv") else None,
     }
-    return Measurement(**{**fields, **changes})
+    return LoadMeasurement(**{**fields, **changes})
 
 
-def measured() -> list[Measurement]:
+def measured() -> list[LoadMeasurement]:
     return [
         measurement(arm, load, repetition, speed)
         for (arm, load), speeds in SPEEDS.items()
@@ -82,7 +86,7 @@ def measured() -> list[Measurement]:
     ]
 
 
-def summary(changed: list[Measurement] | None = None, **changes: Any) -> ServingSummary:
+def summary(changed: list[LoadMeasurement] | None = None, **changes: Any) -> ServingSummary:
     return summarize_serving(plan(**changes), measured() if changed is None else changed)
 
 

@@ -1,0 +1,196 @@
+"""A folder of measurements: the plan of what is compared, a file for each one, a summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.files import json_bytes, write_atomic, writing
+from agentbench_kv.results.summary import DEFAULT_INTERVAL
+from agentbench_kv.results.tables.model import slug
+
+PLAN = "serving.json"
+SUMMARY = "summary.json"
+
+
+class ServingArm(BaseModel):
+    """One of the things compared."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str  # unique in a plan
+    method: str | None = None  # `name` or `name@preset`; None of a server whose method is unknown
+    budget: int | str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)  # every parameter of the method
+    url: str | None = None  # of a server that was not started here
+
+    @property
+    def interval(self) -> int:
+        """Decoded tokens between two events: what a session may hold above its budget."""
+        return int(self.settings.get("interval", DEFAULT_INTERVAL))
+
+
+class ServingPlan(BaseModel):
+    """Everything that can change a figure, hardware and versions aside."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_version: Literal[1] = 1
+    engine: str
+    model: str
+    dtype: str | None = None
+    device: str | None = None
+    weights: Literal["loaded", "dummy", "unknown"] = "loaded"  # unknown of a server by URL
+    engine_args: dict[str, str] = Field(default_factory=dict)  # for the engine's command line
+    allow_untested: bool = False  # engine versions that the adapter was not written for
+    wire: str = "gateway"
+    arms: list[ServingArm]
+    shapes: list[str]  # as `SessionShape` spells them: `16k/1k`
+    loads: list[str]  # `c8`, `2/s`
+    turns: int
+    tool_tokens: int
+    think_time_s: float
+    sessions: int | None  # of one measurement; None: twice the concurrency
+    warmup: int
+    repeats: int
+    seed: int
+    together: bool = False  # whether all engines ran at once
+
+    @property
+    def model_name(self) -> str:
+        """The model without its folder."""
+        return self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+class LoadMeasurement(BaseModel):
+    """One repetition of one arm at one shape and load.
+
+    On disk the figures are among the other keys, as in the files of `vllm bench serve`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    arm: str
+    shape: str
+    load: str
+    repetition: int  # from 0
+    place: int  # the arm's in the order of that repetition
+    date: str
+    backend: str
+    model_id: str
+    num_prompts: int
+    max_concurrency: int | None
+    request_rate: float | Literal["inf"]
+    figures: dict[str, int | float]  # see `loadgen.figures`
+    kv: dict[str, Any] | None = None  # see `loadgen.kv_figures`
+    errors: dict[str, int] = Field(default_factory=dict)  # what failed requests said, how often
+    warmup_errors: int = 0
+    server: dict[str, Any] = Field(default_factory=dict)  # what the engine says of itself
+    requests: list[dict[str, Any]] | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What there is only one measurement of."""
+        return (self.arm, self.shape, self.load, self.repetition)
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed."""
+        return int(self.figures.get("failed", 0))
+
+    def document(self) -> dict[str, Any]:
+        """Return the measurement as it is written."""
+        return self.model_dump(exclude={"figures"}, exclude_none=True) | self.figures
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """Read what `document` returned; a pydantic.ValidationError if it is something else."""
+        own = {name: value for name, value in document.items() if name in cls.model_fields}
+        rest = {name: value for name, value in document.items() if name not in own}
+        return cls.model_validate({"max_concurrency": None, **own, "figures": rest})
+
+
+class ServingFolder:
+    """Measurements of one plan; `provenance` is versions and hardware."""
+
+    def __init__(self, path: Path, plan: ServingPlan, provenance: Mapping[str, Any]) -> None:
+        self.path = path
+        self.plan = plan
+        self.provenance = dict(provenance)
+
+    @classmethod
+    def create(cls, path: Path, plan: ServingPlan, provenance: Mapping[str, Any]) -> Self:
+        """Begin a folder, or go on with one of the same plan; a UsageError if it has another."""
+        if (path / PLAN).exists():
+            known = cls.read(path)
+            if known.plan != plan:
+                raise UsageError(
+                    f"{path} holds measurements with other settings; choose another --out"
+                )
+            return known
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        document = {**plan.model_dump(), "provenance": dict(provenance)}
+        write_atomic(path / PLAN, json_bytes(document, indent=2))
+        return cls(path, plan, provenance)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Open a folder; a UsageError if it holds no plan that can be read."""
+        document = _read_json(path / PLAN)
+        provenance = document.pop("provenance", {})
+        try:
+            return cls(path, ServingPlan.model_validate(document), provenance)
+        except ValidationError as error:
+            raise _unreadable(path / PLAN, error) from error
+
+    def add(self, measurement: LoadMeasurement) -> Path:
+        """Write a measurement; return its file."""
+        name = slug(measurement.arm, measurement.shape, measurement.load)
+        path = self.path / f"rep{measurement.repetition + 1:02d}-{name}.json"
+        write_atomic(path, json_bytes(measurement.document(), indent=2))
+        return path
+
+    def measurements(self) -> list[LoadMeasurement]:
+        """Return all measurements, by file name; a UsageError if a file is not one."""
+        found = []
+        for path in sorted(self.path.glob("rep*.json")):
+            try:
+                found.append(LoadMeasurement.from_document(_read_json(path)))
+            except ValidationError as error:
+                raise _unreadable(path, error) from error
+        return found
+
+    def write_summary(self, document: Mapping[str, Any]) -> None:
+        """Replace the summary."""
+        write_atomic(self.path / SUMMARY, json_bytes(document, indent=2))
+
+
+def serving_folders(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders of measurements at or directly below some paths, each once."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        own = [path] if (path / PLAN).is_file() else []
+        below = sorted(each.parent for each in path.glob(f"*/{PLAN}")) if path.is_dir() else []
+        found |= dict.fromkeys([*own, *below])
+    return list(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path} holds no JSON object")
+    return document
+
+
+def _unreadable(path: Path, error: ValidationError) -> UsageError:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    return UsageError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}")

@@ -1,0 +1,328 @@
+"""What a folder of measurements says: medians, paired ratios, what may not be ranked; its tables.
+
+Figures are medians over repetitions, ratios are paired by repetition.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median as middle
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from agentbench_kv.results.papers import PublishedFigure, figures
+from agentbench_kv.results.stats import REPETITIONS, Median, median
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
+from agentbench_kv.serving_bench.measurements import (
+    LoadMeasurement,
+    ServingArm,
+    ServingFolder,
+    ServingPlan,
+)
+
+BASES = ("full", "full-constrained")
+"""Arms that the others are compared with."""
+
+DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
+SPEED = "output_throughput"
+_KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
+_PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
+_SPEED_COLUMN = Column("output tok/s", Unit.RATE)
+_FIGURE_COLUMNS = {
+    "median_ttft_ms": Column("TTFT ms", Unit.MILLISECONDS),
+    "p99_ttft_ms": Column("TTFT p99", Unit.MILLISECONDS),
+    "median_tpot_ms": Column("TPOT ms", Unit.MILLISECONDS),
+    "p99_tpot_ms": Column("TPOT p99", Unit.MILLISECONDS),
+    "median_e2el_ms": Column("E2E ms", Unit.MILLISECONDS),
+    "max_concurrent_decodes": Column("decoding at once", Unit.NUMBER),
+    "failed": Column("failed", Unit.NUMBER),
+}
+_KV_COLUMNS = {
+    "median_peak_live": Column("peak live", Unit.TOKENS),
+    "mean_decode_kv": Column("decode KV", Unit.TOKENS),
+    "median_logical": Column("logical", Unit.TOKENS),
+}
+
+Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
+"""Repetitions by shape, load and arm."""
+
+
+class ArmFigures(BaseModel):
+    """One arm at one shape and load; figures are medians over repetitions."""
+
+    model_config = ConfigDict(frozen=True)
+
+    arm: str
+    shape: str
+    load: str
+    repetitions: int
+    figures: dict[str, Median]
+    ratios: dict[str, Median]  # output tokens/s over another arm's in the same repetition; by arm
+    kv: dict[str, float]  # empty without accounting
+    reasons: list[str]  # why it may not be ranked
+
+
+class BestLoad(BaseModel):
+    """The load at which an arm is fastest (by its median), and its ratios to others at theirs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    arm: str
+    shape: str
+    load: str
+    speed: Median
+    ratios: dict[str, Median]
+
+
+class ServingSummary(BaseModel):
+    """What a folder of measurements says."""
+
+    model_config = ConfigDict(frozen=True)
+
+    plan: ServingPlan
+    cells: list[ArmFigures]
+    best: list[BestLoad]
+
+
+def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) -> ServingSummary:
+    """Sum up what there is of a plan; cells in its order of shapes, loads and arms."""
+    groups: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
+    for each in measured:
+        groups[each.shape, each.load, each.arm].append(each)
+    cells, best = [], []
+    for shape in plan.shapes:
+        made = []
+        for load, arm in product(plan.loads, plan.arms):
+            if runs := groups.get((shape, load, arm.name)):
+                bases = {base: groups.get((shape, load, base), []) for base in BASES}
+                made.append(_arm_figures(arm, runs, bases))
+        cells += made
+        best += _best(made, groups)
+    return ServingSummary(plan=plan, cells=cells, best=best)
+
+
+def _arm_figures(
+    arm: ServingArm,
+    runs: Sequence[LoadMeasurement],
+    bases: Mapping[str, Sequence[LoadMeasurement]],
+) -> ArmFigures:
+    # A figure that some repetition lacks (nothing completed) has no median over repetitions.
+    names = [name for name in runs[0].figures if all(name in run.figures for run in runs)]
+    accounts = [run.kv for run in runs if run.kv]
+    kv = {n: middle(float(account.get(n) or 0) for account in accounts) for n in _KV if accounts}
+    return ArmFigures(
+        arm=arm.name,
+        shape=runs[0].shape,
+        load=runs[0].load,
+        repetitions=len(runs),
+        figures={name: median([run.figures[name] for run in runs]) for name in names},
+        ratios=_ratios(arm.name, runs, bases),
+        kv=kv,
+        reasons=_reasons(arm, runs),
+    )
+
+
+def _ratios(
+    arm: str, runs: Sequence[LoadMeasurement], bases: Mapping[str, Sequence[LoadMeasurement]]
+) -> dict[str, Median]:
+    """Pair the repetitions in which no request of either side failed."""
+    found = {}
+    own = _speeds(runs)
+    for base, others in bases.items():
+        theirs = _speeds(others)
+        pairs = [speed / theirs[number] for number, speed in own.items() if number in theirs]
+        if pairs and base != arm:
+            found[base] = median(pairs)
+    return found
+
+
+def _speeds(runs: Sequence[LoadMeasurement]) -> dict[int, float]:
+    return {run.repetition: run.figures[SPEED] for run in runs if not run.failed}
+
+
+def _best(cells: Sequence[ArmFigures], groups: Groups) -> list[BestLoad]:
+    """Pick each arm's fastest load of one shape among those that may be ranked."""
+    fastest: dict[str, ArmFigures] = {}
+    for cell in cells:
+        held = fastest.get(cell.arm)
+        if cell.reasons or (held and cell.figures[SPEED].point <= held.figures[SPEED].point):
+            continue
+        fastest[cell.arm] = cell
+    runs = {arm: groups[cell.shape, cell.load, arm] for arm, cell in fastest.items()}
+    bases = {base: runs[base] for base in BASES if base in runs}
+    return [
+        BestLoad(
+            arm=arm,
+            shape=cell.shape,
+            load=cell.load,
+            speed=cell.figures[SPEED],
+            ratios=_ratios(arm, runs[arm], bases),
+        )
+        for arm, cell in fastest.items()
+    ]
+
+
+def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
+    reasons = []
+    if failed := sum(run.failed for run in runs):
+        sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
+        said = next((error for run in runs for error in run.errors), "no reason given")
+        reasons.append(f"{failed} of {sent} requests failed: {said}")
+    if resets := sum(int((run.kv or {}).get("session_resets", 0)) for run in runs):
+        reasons.append(f"{resets} session resets: prompts were prefilled again")
+    if unproved := _unproved(arm, runs):
+        reasons.append(unproved)
+    return reasons
+
+
+def _unproved(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> str | None:
+    """Say why nobody can know that the budget was applied: the arm's, or the one a server says."""
+    accounts: list[Mapping[str, Any]] = [run.kv for run in runs if run.kv]
+    said = next((account["budget"] for account in accounts if account.get("budget")), None)
+    budget = said if arm.budget is None else arm.budget
+    if budget is None:
+        return None
+    if len(accounts) < len(runs):
+        return "no KV accounting: this endpoint does not prove that the budget was applied"
+    if not all(account.get("events") for account in accounts):
+        return f"never triggered at budget {budget}"
+    over = max(account.get("max_over_budget") or 0 for account in accounts)
+    if over > arm.interval:
+        return (
+            f"budget not applied: a session held {over} tokens above budget and longest prefill, "
+            f"more than the interval of {arm.interval}"
+        )
+    return None
+
+
+def serving_tables(folders: Sequence[Path]) -> list[Table]:
+    """Return the tables of folders of measurements; a UsageError if one cannot be read."""
+    tables = []
+    for path in folders:
+        folder = ServingFolder.read(path)
+        tables += summary_tables(summarize_serving(folder.plan, folder.measurements()))
+    return tables
+
+
+def summary_tables(summary: ServingSummary) -> list[Table]:
+    """Return two tables for every shape that was measured: all loads, each arm at its best."""
+    tables = []
+    for shape in summary.plan.shapes:
+        if cells := [cell for cell in summary.cells if cell.shape == shape]:
+            tables.append(_loads_table(summary.plan, shape, cells))
+        if best := [each for each in summary.best if each.shape == shape]:
+            tables.append(_best_table(summary.plan, shape, best))
+    return tables
+
+
+def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> Table:
+    bases = _bases(cells)
+    of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
+    titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), _SPEED_COLUMN)
+    columns = (*titles, *bases.values(), *_FIGURE_COLUMNS.values(), *of_kv.values())
+    rows = []
+    for cell in cells:
+        points = [cell.figures[name].point if name in cell.figures else None
+                  for name in _FIGURE_COLUMNS]  # fmt: skip
+        row = (
+            Cell(cell.load),
+            Cell(cell.arm),
+            Cell(cell.repetitions),
+            _median_cell(cell.figures.get(SPEED)),
+            *(_median_cell(cell.ratios.get(base)) for base in bases),
+            *map(Cell, points),
+            *(Cell(cell.kv.get(name)) for name in of_kv),
+        )
+        rows.append(Row(row, "; ".join(cell.reasons) or None))
+    return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
+
+
+def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Table:
+    bases = _bases(best)
+    rows = []
+    for each in best:
+        ratios = (_median_cell(each.ratios.get(base)) for base in bases)
+        rows.append(Row((Cell(each.arm), Cell(each.load), _median_cell(each.speed), *ratios)))
+    if "full" in bases:
+        for figure in _papers(plan, shape):
+            name = (
+                f"{figure.method} at {figure.budget}, {figure.cited}, {figure.setting.get('gpu')}"
+            )
+            ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
+            rows.append(Row((Cell(name), Cell(), Cell(), *ratios), published=True))
+    columns = (Column("arm"), Column("load"), _SPEED_COLUMN, *bases.values())
+    notes = [
+        "best load: highest median of those without a failed request; ratios pair repetitions",
+        *[DUMMY] * (plan.weights == "dummy"),
+    ]
+    return _table(plan, shape, "each arm at its best load", columns, rows, notes)
+
+
+def _bases(known: Sequence[ArmFigures | BestLoad]) -> dict[str, Column]:
+    """Return the arms that others are compared with here, and the column of each."""
+    bases = [base for base in BASES if any(base in each.ratios for each in known)]
+    return {base: Column(f"x {base}", Unit.RATIO) for base in bases}
+
+
+def _median_cell(known: Median | None) -> Cell:
+    if known is None:
+        return Cell()
+    return Cell(known.point, known.low, known.high) if known.n > 1 else Cell(known.point)
+
+
+def _papers(plan: ServingPlan, shape: str) -> list[PublishedFigure]:
+    """Return published ratios at best load for this model, shape and methods."""
+    methods = {(arm.method or "").partition("@")[0] for arm in plan.arms}
+    return [
+        figure
+        for figure in figures("efficiency")
+        if figure.metric == _PUBLISHED_RATIO
+        and figure.method in methods
+        and figure.setting.get("workload") == shape
+        and plan.model_name.startswith(figure.model)
+    ]
+
+
+def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
+    fewest = min(cell.repetitions for cell in cells)
+    notes = [
+        "load: cN is N sessions at once, N/s is sessions that begin per second (Poisson)",
+        "medians over repetitions with 95% intervals; ratios are paired by repetition",
+        "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
+    ]
+    if any(cell.kv for cell in cells):
+        notes.append(
+            "peak live, decode KV, logical: tokens per layer and KV head; medians over sessions, "
+            "and the mean over decoded tokens"
+        )
+    if fewest < REPETITIONS:
+        notes.append(f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing")
+    if plan.weights == "dummy":
+        notes.append(DUMMY)
+    if plan.weights == "unknown":
+        notes.append("servers were given by URL: what they run is what their arms are called")
+    return notes
+
+
+def _table(
+    plan: ServingPlan,
+    shape: str,
+    what: str,
+    columns: Iterable[Column],
+    rows: Sequence[Row],
+    notes: Sequence[str],
+) -> Table:
+    turns = "1 turn" if plan.turns == 1 else f"{plan.turns} turns"
+    return Table(
+        Kind.THROUGHPUT,
+        slug("serving", plan.model_name, plan.engine, shape, what),
+        f"serving, {what}: {shape}, {turns}, {plan.model_name}, {plan.engine}",
+        tuple(columns),
+        rows,
+        notes,
+        {"task": f"serving {shape}", "model": plan.model_name, "engine": plan.engine},
+    )
