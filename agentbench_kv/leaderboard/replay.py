@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,17 +204,6 @@ class Replay:
 
     def check(self, samples: Mapping[str, Sample]) -> Checks:
         """Play every trial and compare what comes out with what was recorded."""
-        spec = replace(self._evidence.spec, timeout_s=3600.0)
-        if not self._task.needs_endpoint:
-            setup = TrialSetup(spec, self._task, self._engine, self._gateway, None)
-            yield from self._check_all(setup, samples)
-            return
-        with BackgroundServer(self._gateway, concurrency=1) as server:
-            setup = TrialSetup(spec, self._task, self._engine, self._gateway, server.url)
-            yield from self._check_all(setup, samples)
-
-    def _check_all(self, setup: TrialSetup, samples: Mapping[str, Sample]) -> Checks:
-        vocabulary = len(self._gateway.codec.tokenizer)
         trials = self._evidence.trials
         ended = sum(record.status in CUT_OFF for record in trials.values())
         if ended:
@@ -221,13 +211,25 @@ class Replay:
             yield kind(f"{ended} trials ended by the clock or an error, which no record can prove")
         if not self._exact and self._evidence.spec.engine != "scripted":
             yield Note("what the cache held is as reported: lengths alone do not tell it here")
-        for key, record in trials.items():
-            ids = [each for part in self._evidence.transcripts[key].tokens for each in part]
-            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-                yield Wrong(place(key, "transcript: generated"), "holds ids of no token")
-                continue
-            attempt = play_session(setup, samples[key[0]], key[1])
-            yield from self._compare(key, record, samples[key[0]], attempt)
+        vocabulary = len(self._gateway.codec.tokenizer)
+        with self._setup() as setup:
+            for key, record in trials.items():
+                ids = [each for part in self._evidence.transcripts[key].tokens for each in part]
+                if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                    yield Wrong(place(key, "transcript: generated"), "holds ids of no token")
+                    continue
+                attempt = play_session(setup, samples[key[0]], key[1])
+                yield from self._compare(key, record, samples[key[0]], attempt)
+
+    @contextmanager
+    def _setup(self) -> Iterator[TrialSetup]:
+        spec = replace(self._evidence.spec, timeout_s=3600.0)
+        with ExitStack() as stack:
+            endpoint = None
+            if self._task.needs_endpoint:
+                server = BackgroundServer(self._gateway, concurrency=1)
+                endpoint = stack.enter_context(server).url
+            yield TrialSetup(spec, self._task, self._engine, self._gateway, endpoint)
 
     def _compare(
         self, key: TrialKey, record: TrialRecord, sample: Sample, attempt: Attempt

@@ -261,7 +261,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         stack.enter_context(server)
         about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
         target = Target(server.url.removesuffix("/v1"), "gateway", info.model)
-        yield RunningServer(target, vocabulary, info.context_limit, about | info.details)
+        yield RunningServer(target, vocabulary, info.context_limit, {**about, **info.details})
 
 
 def _reached(base: str, wire: str) -> RunningServer:

@@ -12,8 +12,8 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -195,14 +195,11 @@ class Player:
     async def _listen(self, request: HttpRequest, payload: bytes, turn: TimedTurn) -> str | None:
         """Read one answer to its end; return what went wrong on the way."""
         try:
-            async with (
-                asyncio.timeout(self._job.timeout_s),
-                self._send(request, payload) as response,
-            ):
-                if response.status >= _REFUSED:
-                    return await _refusal(response)
+            async with self._send(request, payload) as response:
                 async for event in events(response.content.iter_any()):
                     self._endpoint.read(event, turn, time.perf_counter())
+        except AnswerError as error:
+            return str(error)
         except aiohttp.ClientError as error:  # before TimeoutError: a failed connect is both
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         except TimeoutError:
@@ -223,29 +220,27 @@ class Player:
     async def _call(self, request: HttpRequest | None) -> None:
         if request is None:
             return
-        payload = msgspec.json.encode(request.body) if request.body is not None else None
-        async with (
-            asyncio.timeout(self._job.timeout_s),
-            self._send(request, payload) as response,
-        ):
-            if response.status >= _REFUSED:
-                raise AnswerError(await _refusal(response))
+        payload = None if request.body is None else msgspec.json.encode(request.body)
+        async with self._send(request, payload) as response:
             await response.read()  # so that the connection can be used again
 
-    def _send(
+    @asynccontextmanager
+    async def _send(
         self, request: HttpRequest, payload: bytes | None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._client.request(
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and give its response; an AnswerError if it is refused."""
+        sent = self._client.request(
             request.method,
             self._job.target.base + request.path,
             data=payload,
             headers={"Content-Type": "application/json", **request.headers},
             allow_redirects=False,  # a second request would be part of the time to the first token
         )
-
-
-async def _refusal(response: aiohttp.ClientResponse) -> str:
-    return f"HTTP {response.status}: {' '.join((await response.text()).split())[:200]}"
+        async with asyncio.timeout(self._job.timeout_s), sent as response:
+            if response.status >= _REFUSED:
+                text = " ".join((await response.text()).split())[:200]
+                raise AnswerError(f"HTTP {response.status}: {text}")
+            yield response
 
 
 def figures(played: PlayedJob) -> dict[str, int | float]:
@@ -279,7 +274,13 @@ def figures(played: PlayedJob) -> dict[str, int | float]:
         "concurrency": per_second(sum(t.latency_s for t in done)),
     }
     for name, values in _latencies(done).items():
-        found |= _described(name, values)
+        if values:
+            ms = np.array(values) * 1e3
+            p90, p99 = np.percentile(ms, (90, 99))
+            found[f"mean_{name}_ms"] = float(ms.mean())
+            found[f"median_{name}_ms"] = float(np.median(ms))
+            found[f"std_{name}_ms"] = float(ms.std())
+            found |= {f"p90_{name}_ms": float(p90), f"p99_{name}_ms": float(p99)}
     return found
 
 
@@ -339,12 +340,3 @@ def _latencies(done: Sequence[TimedTurn]) -> dict[str, list[float]]:
         "itl": [gap for turn in done for gap in turn.itls_s],
         "e2el": [turn.latency_s for turn in done],
     }
-
-
-def _described(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    ms = np.array(seconds) * 1e3
-    p90, p99 = np.percentile(ms, (90, 99))
-    of = {"mean": ms.mean(), "median": np.median(ms), "std": ms.std(), "p90": p90, "p99": p99}
-    return {f"{figure}_{name}_ms": float(value) for figure, value in of.items()}

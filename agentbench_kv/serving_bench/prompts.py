@@ -10,16 +10,7 @@ from tokenizers import Tokenizer
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.serving_bench.jobs import Frames, Vocabulary, Workload
 
-# Tokens of a thought, a call and a tool's answer.
-_THOUGHT = 96
-
-
-_CALL = 32
-
-
-_RESPONSE = 256
-
-
+_THOUGHT, _CALL, _RESPONSE = 96, 32, 256  # tokens of a thought, a call and a tool's answer
 _CHATML = "<|im_start|>"
 
 

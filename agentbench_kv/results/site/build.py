@@ -214,11 +214,7 @@ def _asset(name: str) -> Markup:
 @cache
 def _policy(scripts: tuple[str, ...], style: str) -> str:
     """Return a Content-Security-Policy that allows the inlined parts and nothing else."""
-    own = f"script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}"
-    return f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
-
-
-@cache
-def _hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+    digests = [hashlib.sha256(text.encode()).digest() for text in (style, *scripts)]
+    own, *code = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    allowed = f"script-src {' '.join(code)}; style-src {own}"
+    return f"default-src 'none'; {allowed}; img-src data:; base-uri 'none'; form-action 'none'"

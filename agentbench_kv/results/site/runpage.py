@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,13 @@ def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
 
 def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
     """Return one entry per turn index, sorted."""
-    return [_figures(group) for group in turns_by_index(chain.from_iterable(trials))]
+    found = []
+    for group in turns_by_index(chain.from_iterable(trials)):
+        live = [turn.live_after for turn in group]
+        ends = (min(live), statistics.median(live), max(live))
+        totals = (sum(turn.events for turn in group), sum(turn.evicted for turn in group))
+        found.append(TurnFigures(group[0].turn, len(group), *ends, *totals))
+    return found
 
 
 def timeline(figures: Sequence[TurnFigures], budget: int | None) -> TimelineChart:
@@ -167,13 +174,6 @@ def session(turns: Sequence[TurnRecord], budget: int | None) -> TimelineChart:
 
 def _told(turn: TurnFigures | TurnRecord) -> str:
     return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
-
-
-def _figures(group: Sequence[TurnRecord]) -> TurnFigures:
-    live = [turn.live_after for turn in group]
-    middle = statistics.median(live)
-    events, evicted = sum(turn.events for turn in group), sum(turn.evicted for turn in group)
-    return TurnFigures(group[0].turn, len(group), min(live), middle, max(live), events, evicted)
 
 
 class _Axes:
@@ -211,9 +211,7 @@ class _Axes:
 
 def _round_step(least: float) -> float:
     """Return the smallest 1, 2 or 5 times a power of ten that is at least this, and at least 1."""
-    scale = 1.0
-    while scale * 10 <= least:
-        scale *= 10
+    scale = 10.0 ** max(0, floor(log10(least)))
     return next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= least)
 
 
