@@ -20,7 +20,6 @@ ALLOWED = {
     "engines": {"engines", "methods", "kernels", "phases", "environments", "errors"},
     "analysis": {"analysis", "methods", "kernels", "results", "budget", "errors"},
     "results": {"results", "budget", "errors"},
-    "loadgen": {"loadgen", "errors"},
     "environments": {"environments", "errors"},
     "adapters": {"adapters", "results", "environments", "errors", "params"},
     "gateway": {"gateway", "engines", "adapters", "phases", "errors"},

@@ -15,7 +15,7 @@ from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
     from agentbench_kv.leaderboard.checking import RunVerdict
-    from agentbench_kv.leaderboard.evidence import Finding
+    from agentbench_kv.leaderboard.evidence import Fault
     from agentbench_kv.results.submissions import Rerun
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -188,7 +188,7 @@ def _rerun_line(outcome: Rerun) -> str:
     )
 
 
-def _refuse(folder: Path, findings: list[Finding]) -> None:
+def _refuse(folder: Path, findings: list[Fault]) -> None:
     """Print every finding; the first one is the error."""
     if not findings:
         return

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard import consistency, identity
 from agentbench_kv.leaderboard.evidence import (
     Checks,
     Evidence,
-    Finding,
+    Fault,
     Note,
     Stop,
-    Wrong,
     check_files,
     check_listing,
     printable,
@@ -60,7 +60,7 @@ class RunVerdict:
     """What was found out about one run."""
 
     run_id: str
-    findings: list[Finding]  # what is wrong
+    findings: list[Fault]  # what is wrong
     label: Label  # how far it was checked; means nothing if there are findings
     notes: list[str]  # what could not be checked, and why
 
@@ -71,11 +71,10 @@ class SubmissionVerdict:
 
     manifest: Manifest
     runs: list[RunVerdict] = field(default_factory=list)
-    general: list[Finding] = field(default_factory=list)
+    general: list[Fault] = field(default_factory=list)
 
     @property
-    def findings(self) -> list[Finding]:
-        """Everything that is wrong."""
+    def findings(self) -> list[Fault]:
         return [*self.general, *(each for run in self.runs for each in run.findings)]
 
 
@@ -84,18 +83,9 @@ def validate(
 ) -> SubmissionVerdict:
     """Derive everything about a submission again that can be, and name what does not agree.
 
-    Parameters
-    ----------
-    rescore : bool
-        Whether to play the recorded tokens through every task that is here; micro tasks always
-        are.
-    model : Path, optional
-        Folder of the model that was run, if it is none that ships: its tokenizer is needed.
-
-    Raises
-    ------
-    UsageError
-        If there is no manifest or it cannot be read as one.
+    `rescore` plays the recorded tokens through every task that is here; micro tasks always are.
+    `model` is the folder of the model that was run, if it is none that ships: its tokenizer is
+    needed. A UsageError if there is no manifest or it cannot be read as one.
     """
     manifest = read_manifest(folder)
     general = check_listing(folder, manifest)
@@ -109,46 +99,39 @@ def validate(
 
 def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | None) -> RunVerdict:
     path = folder / listed.run_id
-    found = _safely(lambda: check_files(path, listed), "its files")
-    evidence = None if found else _read(path, found)
-    if evidence is not None:
-        for stage in _STAGES:
-            if not _wrong(found):
-                found += [each for check in stage for each in _run(check, evidence)]
-        if not _wrong(found):
-            found += _safely(lambda: _check_task(evidence, rescore, model), "its task")
+    found = _safely("its files", check_files, path, listed)
+    evidence: list[Evidence] = []
+    if not found:
+        found += _safely("its records", _read, path, evidence)
+    for stage in _STAGES if evidence else ():
+        if not _faults(found):
+            for check in stage:
+                name = check.__name__.removeprefix("check_")
+                found += _safely(f"its {name}", check, *evidence)
+    if evidence and not _faults(found):
+        found += _safely("its task", _check_task, *evidence, rescore, model)
     return _verdict(listed.run_id, found)
 
 
-def _read(path: Path, found: list[Wrong | Note]) -> Evidence | None:
-    wrong: list[Wrong] = []
-    try:
-        evidence = read_run(path, wrong)
-    except Exception as error:  # noqa: BLE001  as in `_safely`
-        found.append(_crash("its records", error))
-        return None
-    found += wrong
-    return evidence
+def _read(path: Path, evidence: list[Evidence]) -> Checks:
+    faults: list[Fault] = []
+    run = read_run(path, faults)
+    if run is not None:
+        evidence.append(run)
+    yield from faults
 
 
-def _run(check: Callable[[Evidence], Checks], evidence: Evidence) -> list[Wrong | Note]:
-    return _safely(lambda: check(evidence), f"its {check.__name__.removeprefix('check_')}")
-
-
-def _safely(check: Callable[[], Checks], what: str) -> list[Wrong | Note]:
+def _safely(what: str, check: Callable[..., Checks], *arguments: Any) -> list[Fault | Note]:
     """Run a check; records of strangers end in a refusal, never in a traceback."""
     try:
-        return list(check())
+        return list(check(*arguments))
     except Exception as error:  # noqa: BLE001  whatever they made fail is their doing
-        return [_crash(what, error)]
+        text = f"could not be checked: {type(error).__name__}: {shown(error)}"
+        return [Fault(what, text)]
 
 
-def _crash(what: str, error: Exception) -> Wrong:
-    return Wrong(what, f"could not be checked: {type(error).__name__}: {shown(error)}")
-
-
-def _wrong(found: Sequence[Wrong | Note]) -> list[Wrong]:
-    return [each for each in found if isinstance(each, Wrong)]
+def _faults(found: Sequence[Fault | Note]) -> list[Fault]:
+    return [each for each in found if isinstance(each, Fault)]
 
 
 def _check_task(evidence: Evidence, rescore: bool, model: Path | None) -> Checks:
@@ -197,21 +180,21 @@ def _obstacle(evidence: Evidence, rescore: bool) -> str:
     return ""
 
 
-def _check_method(folder: Path, manifest: Manifest) -> list[Finding]:
+def _check_method(folder: Path, manifest: Manifest) -> list[Fault]:
     said = manifest.method.partition("@")[0]
     found = {run.run_id: read_run(folder / run.run_id, []) for run in manifest.runs}
     methods = {each.spec.method.partition("@")[0] for each in found.values() if each}
     if said in methods:
         return []
-    return [Finding("", "method", f"is {manifest.method!r}, the runs are of {sorted(methods)}")]
+    return [Fault("method", f"is {manifest.method!r}, the runs are of {sorted(methods)}")]
 
 
-def _verdict(name: str, found: Sequence[Wrong | Note]) -> RunVerdict:
-    wrong = _wrong(found)
-    findings = [Finding(name, each.field, printable(each.text)) for each in wrong[:_MOST_FINDINGS]]
-    if len(wrong) > _MOST_FINDINGS:
-        findings.append(Finding(name, "", f"and {len(wrong) - _MOST_FINDINGS} findings more"))
+def _verdict(name: str, found: Sequence[Fault | Note]) -> RunVerdict:
+    faults = _faults(found)
+    findings = [Fault(each.field, printable(each.text), name) for each in faults[:_MOST_FINDINGS]]
+    if len(faults) > _MOST_FINDINGS:
+        findings.append(Fault("", f"and {len(faults) - _MOST_FINDINGS} findings more", name))
     notes = list(dict.fromkeys(each.text for each in found if isinstance(each, Note)))
-    stopped = wrong or any(isinstance(each, Stop) for each in found)
+    stopped = faults or any(isinstance(each, Stop) for each in found)
     label = Label.SELF_REPORTED if stopped else Label.RESCORED
     return RunVerdict(name, findings, label, notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -15,9 +16,9 @@ from agentbench_kv.leaderboard.evidence import (
     OWN,
     Checks,
     Evidence,
+    Fault,
     Note,
     RecordedTranscript,
-    Wrong,
     differs,
     expect,
     place,
@@ -28,6 +29,16 @@ from agentbench_kv.results.store import TrialKey, transcript_name
 from agentbench_kv.results.summary import UNCOMPRESSED, RunState, assess
 from agentbench_kv.run.trial import MAX_ATTEMPTS
 
+# Fields of a trial's record, each the sum of a field of its turns; two hold for our engines only.
+_TOTALS = {
+    "usage.prompt_tokens": "prompt_tokens",
+    "usage.completion_tokens": "output_tokens",
+    "kv.events": "events",
+    "kv.evicted": "evicted",
+    "kv.restored": "restored",
+    "kv.prefill_tokens": "prefill_tokens",
+}
+_OWN_TOTALS = {"kv.decode_tokens": "output_tokens", "kv.bytes_read": "kv_bytes_read"}
 _RETRIED = frozenset({TrialStatus.INFRA_ERROR, TrialStatus.USER_ERROR})
 _LOCAL = frozenset({"embedded", "llamacpp", "vllm", "sglang"})
 _CLOCK_SLACK_S = 60.0  # a clock may be set while a run is going on
@@ -48,13 +59,13 @@ def check_count(evidence: Evidence) -> Checks:
     for sample, trial in sorted(trials):
         if trial >= spec.trials:
             text = f"is beyond the {spec.trials} of the spec"
-            yield Wrong(f"sample {sample} trial {trial}", text)
+            yield Fault(f"sample {sample} trial {trial}", text)
     if spec.limit is not None and len(samples) > spec.limit:
         yield differs("samples", len(samples), spec.limit)
     for key, record in trials.items():
         if not record.finished:
             text = f"is {record.status.value}: the trial is not finished"
-            yield Wrong(place(key, "status"), text)
+            yield Fault(place(key, "status"), text)
 
 
 def check_seeds(evidence: Evidence) -> Checks:
@@ -73,7 +84,7 @@ def check_attempts(evidence: Evidence) -> Checks:
             spoilt = earlier.status is TrialStatus.USER_ERROR
             if earlier.status not in _RETRIED or (spoilt and earlier.attempts >= MAX_ATTEMPTS):
                 text = f"a record with status {earlier.status.value} was superseded by a later one"
-                yield Wrong(place(key, "status"), text)
+                yield Fault(place(key, "status"), text)
             # A resumed run begins to count anew.
             allowed = {earlier.attempts + 1} | (set() if spoilt else {1})
             if later.attempts not in allowed or later.attempts > MAX_ATTEMPTS:
@@ -92,15 +103,15 @@ def check_scores(evidence: Evidence) -> Checks:
             if part == name or asked is None:
                 continue
             if not isinstance(right, int | float) or not isinstance(asked, int | float):
-                yield Wrong(place(key, f"metrics.{name}"), "is no number")
+                yield Fault(place(key, f"metrics.{name}"), "is no number")
             elif not -asked <= right <= asked:
-                yield Wrong(place(key, f"metrics.{name}"), f"is {right} of {asked} asked")
+                yield Fault(place(key, f"metrics.{name}"), f"is {right} of {asked} asked")
 
 
 def check_unfounded(evidence: Evidence) -> Checks:
     """Check that turns belong to trials."""
     for key in sorted(evidence.turns.keys() - evidence.trials.keys())[:5]:
-        yield Wrong(f"turns.jsonl: sample {key[0]} trial {key[1]}", "is no trial of the run")
+        yield Fault(f"turns.jsonl: sample {key[0]} trial {key[1]}", "is no trial of the run")
 
 
 def check_turns(evidence: Evidence) -> Checks:
@@ -111,7 +122,7 @@ def check_turns(evidence: Evidence) -> Checks:
         if not record.usage.requests and record.status is not TrialStatus.SCORED:
             continue
         if record.prompt_sha is None:
-            yield Wrong(place(key, "prompt_sha"), "is missing")
+            yield Fault(place(key, "prompt_sha"), "is missing")
         in_order = [turn.turn for turn in turns] == list(range(len(turns)))
         if len(turns) != record.usage.requests or not in_order:
             yield differs(place(key, "turns"), len(turns), record.usage.requests)
@@ -128,25 +139,14 @@ def _sums(
     record: TrialRecord, turns: Sequence[TurnRecord], exact: bool
 ) -> list[tuple[str, int, int]]:
     """Return name, recorded value and derived value of what follows from the turns."""
-
-    def total(name: str) -> int:
-        return sum(getattr(turn, name) for turn in turns)
-
-    kv, usage = record.kv, record.usage
+    names = _TOTALS | (_OWN_TOTALS if exact else {})
     found = [
-        ("usage.prompt_tokens", usage.prompt_tokens, total("prompt_tokens")),
-        ("usage.completion_tokens", usage.completion_tokens, total("output_tokens")),
-        ("kv.events", kv.events, total("events")),
-        ("kv.evicted", kv.evicted, total("evicted")),
-        ("kv.restored", kv.restored, total("restored")),
-        ("kv.prefill_tokens", kv.prefill_tokens, total("prefill_tokens")),
+        (name, attrgetter(name)(record), sum(getattr(turn, of) for turn in turns))
+        for name, of in names.items()
     ]
     if exact:
-        found += [
-            ("kv.decode_tokens", kv.decode_tokens, total("output_tokens")),
-            ("kv.bytes_read", kv.bytes_read, total("kv_bytes_read")),
-            ("kv.longest_prefill", kv.longest_prefill, max(t.prefill_tokens for t in turns)),
-        ]
+        longest = max(turn.prefill_tokens for turn in turns)
+        found.append(("kv.longest_prefill", record.kv.longest_prefill, longest))
     return found
 
 
@@ -158,7 +158,7 @@ def _check_growth(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
             held, peak = getattr(turn, name), record.kv.peak_live
             if held > min(seen, peak):
                 text = f"is {held}; the session has seen {seen}, kv.peak_live is {peak}"
-                yield Wrong(place(key, f"turn {turn.turn}: {name}"), text)
+                yield Fault(place(key, f"turn {turn.turn}: {name}"), text)
         if sum(turn.phases.values()) > seen:
             yield differs(place(key, f"turn {turn.turn}: phases"), sum(turn.phases.values()), seen)
     if record.session_resets:
@@ -166,7 +166,7 @@ def _check_growth(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
     for earlier, later in pairwise(turns):
         if later.prompt_tokens < earlier.prompt_tokens + earlier.output_tokens:
             text = "is shorter than what the session held, and no reset is recorded"
-            yield Wrong(place(key, f"turn {later.turn}: prompt_tokens"), text)
+            yield Fault(place(key, f"turn {later.turn}: prompt_tokens"), text)
 
 
 def _check_turn_times(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
@@ -184,7 +184,7 @@ def _check_turn_times(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRe
     )
     if timing.e2e_s is None or took > 1000 * timing.e2e_s + 1:
         text = f"is {timing.e2e_s} s, its turns took {took / 1000:.3f} s"
-        yield Wrong(place(key, "timing.e2e_s"), text)
+        yield Fault(place(key, "timing.e2e_s"), text)
 
 
 def check_transcripts(evidence: Evidence) -> Checks:
@@ -222,7 +222,7 @@ def _check_transcript(
             and event.rows_moved >= 0
         )
         if not possible:
-            yield Wrong(f"{field}: event {number}", f"{event} cannot be")
+            yield Fault(f"{field}: event {number}", f"{event} cannot be")
     evicted = sum(event.live_before - event.live_after for event in transcript.events)
     yield from expect(place(key, "kv.evicted"), kv.evicted, evicted)
 
@@ -245,7 +245,7 @@ def check_validity(evidence: Evidence) -> Checks:
     trials = list(evidence.trials.values())
     verdict = assess(evidence.info.spec, trials, evidence.info.expected_trials)
     if verdict.state is not RunState.VALID:
-        yield Wrong("validity", f"{verdict.state.value}: {'; '.join(verdict.reasons)}")
+        yield Fault("validity", f"{verdict.state.value}: {'; '.join(verdict.reasons)}")
 
 
 def check_accounts(evidence: Evidence) -> Checks:
@@ -295,12 +295,12 @@ def _check_limits(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
     for name, limit in most.items():
         if (value := getattr(kv, name)) > limit:
             text = f"is {value}, more than the {limit} there can be"
-            yield Wrong(place(key, f"kv.{name}"), text)
+            yield Fault(place(key, f"kv.{name}"), text)
     if not whole or not turns[-1].output_tokens or record.status in CUT_OFF:
         return
     # What was generated last need not be in the cache.
     if kv.peak_live < (left := kv.logical - kv.evicted + kv.restored - 1):
-        yield Wrong(place(key, "kv.peak_live"), f"is {kv.peak_live}, {left} tokens were left")
+        yield Fault(place(key, "kv.peak_live"), f"is {kv.peak_live}, {left} tokens were left")
     if kv.logical < longest - 1:
         yield differs(place(key, "kv.logical"), kv.logical, longest)
 
@@ -320,14 +320,14 @@ def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> C
     rows = kv.mean_decode_kv * kv.decode_tokens
     unread = record.usage.requests * (kv.peak_live + 1)
     if rows > unread and not kv.bytes_read:
-        yield Wrong(place(key, "kv.bytes_read"), "is 0 though rows were read")
+        yield Fault(place(key, "kv.bytes_read"), "is 0 though rows were read")
     if per_token is None:
         return
     least = per_token * max(0.0, rows - unread)
     most = per_token * (rows + kv.decode_tokens + kv.events * kv.peak_live)
     if not least <= kv.bytes_read <= most:
         text = f"is {kv.bytes_read}, expected {least:.0f} to {most:.0f}"
-        yield Wrong(place(key, "kv.bytes_read"), text)
+        yield Fault(place(key, "kv.bytes_read"), text)
 
 
 def _check_live(key: TrialKey, turns: Sequence[TurnRecord]) -> Checks:
@@ -364,14 +364,14 @@ def check_times(evidence: Evidence) -> Checks:
     took = [each.timing.e2e_s or 0.0 for each in trials if each.status is TrialStatus.SCORED]
     slack = 1.0 + 0.01 * info.wall_s + 30.0 * len(info.resumes)
     if took and max(took) > info.wall_s + slack:
-        yield Wrong(field, f"is {info.wall_s}, a trial took {max(took):.3f} s")
+        yield Fault(field, f"is {info.wall_s}, a trial took {max(took):.3f} s")
     if sum(took) > at_once * (info.wall_s + slack):
         text = f"is {info.wall_s}, the trials took {sum(took):.1f} s in {at_once} at a time"
-        yield Wrong(field, text)
+        yield Fault(field, text)
     lasted = info.heartbeat - info.created
     if info.wall_s > lasted + _CLOCK_SLACK_S:
-        yield Wrong(field, f"is {info.wall_s}, the run lasted {lasted:.1f} s")
+        yield Fault(field, f"is {info.wall_s}, the run lasted {lasted:.1f} s")
     tokens = sum(each.kv.decode_tokens for each in trials)
     read = sum(each.kv.bytes_read for each in trials)
     if tokens > _MOST_TOKENS_S * info.wall_s or read > _MOST_BYTES_S * info.wall_s:
-        yield Wrong(field, f"is {info.wall_s}: no machine is that fast")
+        yield Fault(field, f"is {info.wall_s}: no machine is that fast")

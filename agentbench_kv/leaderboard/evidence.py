@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,23 +45,15 @@ _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What is wrong with a submission: the run (empty: the manifest), the field, the words."""
+class Fault:
+    """What is wrong, and refuses the submission."""
 
-    run: str
     field: str
     text: str
+    run: str = ""  # empty of the manifest, and until a run's faults are gathered
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.run, self.field, self.text) if part)
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A finding before the run's name is put in front; it refuses the submission."""
-
-    field: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -75,12 +67,12 @@ class Stop(Note):
     """A note for which a run cannot be called re-scored."""
 
 
-Checks = Iterator[Wrong | Note]
+Checks = Iterator[Fault | Note]
 
 
-def differs(field: str, said: Any, derived: Any) -> Wrong:
+def differs(field: str, said: Any, derived: Any) -> Fault:
     """Return the finding for a value that another one contradicts."""
-    return Wrong(field, f"is {shown(said)}, expected {shown(derived)}")
+    return Fault(field, f"is {shown(said)}, expected {shown(derived)}")
 
 
 def expect(field: str, said: Any, derived: Any) -> Checks:
@@ -147,7 +139,6 @@ class Evidence:
 
     @property
     def name(self) -> str:
-        """The directory's name."""
         return self.path.name
 
     @property
@@ -185,34 +176,34 @@ def first_error(error: ValidationError) -> str:
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
 
 
-def check_listing(folder: Path, manifest: Manifest) -> list[Finding]:
+def check_listing(folder: Path, manifest: Manifest) -> list[Fault]:
     """Find runs listed twice, runs not listed and anything else in the folder."""
     listed = Counter(run.run_id for run in manifest.runs)
     twice = sorted(name for name, count in listed.items() if count > 1)
     present = sorted(entry.name for entry in folder.iterdir() if entry.name != MANIFEST)
     return [
-        *(Finding(name, "", "listed twice") for name in twice),
-        *(Finding(n, "", f"not listed in {MANIFEST}") for n in present if n not in listed),
+        *(Fault("", "listed twice", name) for name in twice),
+        *(Fault("", f"not listed in {MANIFEST}", n) for n in present if n not in listed),
     ]
 
 
 def check_files(path: Path, listed: SubmittedRun) -> Checks:
     """Check that a run's files are plain, known, and those that were promised."""
     missing = [name for name in HASHED if not is_plain(path / name)]
-    yield from (Wrong(name, "is missing or not a plain file") for name in missing)
+    yield from (Fault(name, "is missing or not a plain file") for name in missing)
     if missing:
         return
     for entry in sorted(path.iterdir()):
         if entry.name not in _KNOWN or entry.is_symlink():
-            yield Wrong(ascii(entry.name)[1:-1], "is no file of a submitted run")
+            yield Fault(ascii(entry.name)[1:-1], "is no file of a submitted run")
     if not _plain_transcripts(path / TRANSCRIPTS):
-        yield Wrong(TRANSCRIPTS, "holds something else than transcripts")
+        yield Fault(TRANSCRIPTS, "holds something else than transcripts")
         return
     found, promised = hashes(path), listed.sha256
     for name in sorted(found.keys() | promised.keys()):
         if found.get(name) != promised.get(name):
             text = f"sha256 is {found.get(name)}, {MANIFEST} says {promised.get(name)}"
-            yield Wrong(name, text)
+            yield Fault(name, text)
 
 
 def _plain_transcripts(folder: Path) -> bool:
@@ -236,11 +227,6 @@ def hashes(path: Path) -> dict[str, str]:
     return found
 
 
-def same_files(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether the hashes of two runs say that their records are the same, transcripts aside."""
-    return all(one.get(name) == other.get(name) for name in HASHED)
-
-
 def file_sha(path: Path) -> str:
     """Return the SHA-256 of a file, empty if there is none."""
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -249,7 +235,6 @@ def file_sha(path: Path) -> str:
 
 
 def transcripts(path: Path) -> list[str]:
-    """Return the names of a run's transcripts."""
     return sorted(each.name for each in (path / TRANSCRIPTS).glob("*.json"))
 
 
@@ -258,7 +243,7 @@ def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
 
-def read_run(path: Path, wrong: list[Wrong]) -> Evidence | None:
+def read_run(path: Path, wrong: list[Fault]) -> Evidence | None:
     """Read a run whose files are in order; what is wrong is appended, and then there is no run."""
     info_and_spec = _read_info(path, wrong)
     trial_lines = _read_lines(path, "samples.jsonl", wrong)
@@ -277,26 +262,26 @@ def read_run(path: Path, wrong: list[Wrong]) -> Evidence | None:
     return None if found else evidence
 
 
-def _read_info(path: Path, wrong: list[Wrong]) -> tuple[RunInfo, RunSpec] | None:
+def _read_info(path: Path, wrong: list[Fault]) -> tuple[RunInfo, RunSpec] | None:
     try:
         document = strict_json((path / "run.json").read_bytes())
         info = RunReader(path).info
         if field := retyped(document, info):
             raise ValueError(f"{field} is of another type")
     except (ValueError, UsageError) as error:
-        wrong.append(Wrong("run.json", str(error)))
+        wrong.append(Fault("run.json", str(error)))
         return None
     try:
         spec = msgspec.convert(info.spec, RunSpec)
     except msgspec.ValidationError as error:
-        wrong.append(Wrong("run.json: spec", str(error)))
+        wrong.append(Fault("run.json: spec", str(error)))
         return None
     odd = sorted(spec.document().keys() ^ info.spec.keys())
-    wrong += [Wrong(f"run.json: spec.{name}", "is not as this version writes it") for name in odd]
+    wrong += [Fault(f"run.json: spec.{name}", "is not as this version writes it") for name in odd]
     return info, spec
 
 
-def _read_lines(path: Path, name: str, wrong: list[Wrong]) -> Lines[Any] | None:
+def _read_lines(path: Path, name: str, wrong: list[Fault]) -> Lines[Any] | None:
     """Read a file of records; every line must be one of this version."""
     before, documents = len(wrong), []
     for number, raw in enumerate((path / name).read_bytes().split(b"\n"), start=1):
@@ -304,22 +289,22 @@ def _read_lines(path: Path, name: str, wrong: list[Wrong]) -> Lines[Any] | None:
             if raw:
                 documents.append(strict_json(raw))
         except ValueError as error:
-            wrong.append(Wrong(f"{name} line {number}", str(error)))
+            wrong.append(Fault(f"{name} line {number}", str(error)))
     if len(wrong) > before:
         return None
     reader = RunReader(path)
     lines = reader.trial_lines() if name == "samples.jsonl" else reader.turn_lines()
-    wrong += [Wrong(f"{name} line {odd.line}", odd.reason) for odd in lines.unreadable]
+    wrong += [Fault(f"{name} line {odd.line}", odd.reason) for odd in lines.unreadable]
     if lines.torn or len(documents) != len(lines.records) + len(lines.unreadable):
-        wrong.append(Wrong(name, "its last line is torn"))
+        wrong.append(Fault(name, "its last line is torn"))
     if len(wrong) == before:
         pairs = zip(documents, lines.records, strict=True)
         odd_fields = [field for said, read in pairs if (field := retyped(said, read))]
-        wrong += [Wrong(name, f"{field} is of another type") for field in odd_fields]
+        wrong += [Fault(name, f"{field} is of another type") for field in odd_fields]
     return None if len(wrong) > before else lines
 
 
-def _read_transcripts(evidence: Evidence) -> list[Wrong]:
+def _read_transcripts(evidence: Evidence) -> list[Fault]:
     """Fill in the transcripts, each of one trial; return what is wrong with them."""
     names = transcripts(evidence.path)
     if not names:
@@ -328,7 +313,7 @@ def _read_transcripts(evidence: Evidence) -> list[Wrong]:
     belongs = {record.transcript: key for key, record in trials.items() if record.transcript}
     counts = Counter(record.transcript for record in trials.values())
     wrong = [
-        Wrong("samples.jsonl: transcript", f"{name} is that of two trials")
+        Fault("samples.jsonl: transcript", f"{name} is that of two trials")
         for name, count in counts.items()
         if count > 1
     ]
@@ -336,15 +321,15 @@ def _read_transcripts(evidence: Evidence) -> list[Wrong]:
         file = f"{TRANSCRIPTS}/{name}"
         key = belongs.pop(file, None)
         if key is None:
-            wrong.append(Wrong(file, "is of no trial"))
+            wrong.append(Fault(file, "is of no trial"))
             continue
         try:
             document = strict_json((evidence.path / file).read_bytes())
             evidence.transcripts[key] = msgspec.convert(document, RecordedTranscript)
             _ = evidence.transcripts[key].tokens
         except (ValueError, msgspec.ValidationError) as error:
-            wrong.append(Wrong(file, str(error)))
-    wrong += [Wrong(place(key, "transcript"), f"{n} is missing") for n, key in belongs.items()]
+            wrong.append(Fault(file, str(error)))
+    wrong += [Fault(place(key, "transcript"), f"{n} is missing") for n, key in belongs.items()]
     return wrong
 
 

@@ -15,15 +15,7 @@ from typing import Any
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
-from agentbench_kv.leaderboard.evidence import (
-    Checks,
-    Evidence,
-    Note,
-    Stop,
-    Wrong,
-    expect,
-    place,
-)
+from agentbench_kv.leaderboard.evidence import Checks, Evidence, Fault, Note, Stop, expect, place
 from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
 from agentbench_kv.registry import load_task, names
 from agentbench_kv.results.store import RunStatus, prefix_parts, run_id
@@ -53,10 +45,10 @@ def check_status(evidence: Evidence) -> Checks:
     info = evidence.info
     yield from expect("run.json: status", info.status.value, RunStatus.COMPLETE.value)
     if info.error is not None:
-        yield Wrong("run.json: error", f"the run failed: {info.error[:200]}")
+        yield Fault("run.json: error", f"the run failed: {info.error[:200]}")
     for resume in info.resumes:
         if "model_sha" in resume.changed:
-            yield Wrong("run.json: resumes", "the model changed on the way")
+            yield Fault("run.json: resumes", "the model changed on the way")
         elif resume.changed:
             changed = ", ".join(sorted(resume.changed))
             yield Note(f"resumed with another {changed[:100]}")
@@ -71,7 +63,7 @@ def check_spec(evidence: Evidence) -> Checks:
         interval = spec.params.get("interval", 1)
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             text = f"is {interval!r}, expected an integer >= 1"
-            yield Wrong("run.json: spec.params.interval", text)
+            yield Fault("run.json: spec.params.interval", text)
         known = {"method": "full", "budget": None, "params": {}}
     try:
         if unfit(spec):  # what its settings name is not even looked for
@@ -82,11 +74,11 @@ def check_spec(evidence: Evidence) -> Checks:
         yield Note(f"the spec cannot be resolved here: {error}")
         return
     except KVBenchError as error:
-        yield Wrong("run.json: spec", str(error))
+        yield Fault("run.json: spec", str(error))
         return
     method = resolved.built_method
     if method.share is not None and method.sinks + method.recent_kept(_MOST_KEPT) >= _MOST_KEPT:
-        yield Wrong("run.json: spec.params", "always keep more tokens than a session has")
+        yield Fault("run.json: spec.params", "always keep more tokens than a session has")
     said, derived = wanted.document(), resolved.document()
     for name in sorted((said.keys() | derived.keys()) - known.keys()):
         yield from expect(f"run.json: spec.{name}", said.get(name), derived.get(name))
@@ -97,14 +89,14 @@ def check_provenance(evidence: Evidence) -> Checks:
     spec, found = evidence.spec, evidence.info.provenance
     for name, kind in {**dict.fromkeys(_TEXTS, str), "packages": dict, "hardware": dict}.items():
         if not isinstance(found.get(name), kind) or not found[name]:
-            yield Wrong(f"run.json: provenance.{name}", "is missing")
+            yield Fault(f"run.json: provenance.{name}", "is missing")
     if not isinstance(found.get("task"), dict):
-        yield Wrong("run.json: provenance.task", "is missing")
+        yield Fault("run.json: provenance.task", "is missing")
     expected = {"engine": spec.engine, "concurrency": spec.concurrency}
     if not evidence.at_text_level:
         expected["determinism"] = "greedy" if spec.temperature == 0 else "seeded sampling"
         if not isinstance(found.get("context_limit"), int) or found["context_limit"] < 1:
-            yield Wrong("run.json: provenance.context_limit", "is missing")
+            yield Fault("run.json: provenance.context_limit", "is missing")
         if spec.engine != _SCRIPTED:
             expected["dtype"] = spec.dtype
     for name, value in expected.items():
@@ -120,7 +112,7 @@ def check_model(evidence: Evidence) -> Checks:
     if spec.model in shipped:
         yield from expect("run.json: provenance.model_sha", said, shipped[spec.model])
     elif said in shipped.values():
-        yield Wrong("run.json: spec.model", f"is {spec.model!r}, its hash is that of a shipped one")
+        yield Fault("run.json: spec.model", f"is {spec.model!r}, its hash is that of a shipped one")
     else:
         yield Note(f"model {spec.model} is not here; its hash is only stated")
 
@@ -168,7 +160,7 @@ def opened(spec: RunSpec) -> Iterator[Task]:
         task.close()
 
 
-def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Stop | Wrong:
+def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Stop | Fault:
     """Return the samples the run must have had, or why they are not known here."""
     spec = evidence.spec
     try:
@@ -176,16 +168,16 @@ def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Stop | W
     except PrerequisiteError as error:
         return Stop(f"what {spec.task} needs is not here: {error}")
     except KVBenchError as error:
-        return Wrong("samples", str(error))
+        return Fault("samples", str(error))
 
 
 def check_samples(evidence: Evidence, samples: Mapping[str, Sample]) -> Checks:
     """Compare the run's samples with the task's own."""
     said = {sample for sample, _ in evidence.trials}
     for name in sorted(said - samples.keys())[:5]:
-        yield Wrong(f"sample {name}", f"is not among those that {evidence.spec.task} gives here")
+        yield Fault(f"sample {name}", f"is not among those that {evidence.spec.task} gives here")
     for name in sorted(samples.keys() - said)[:5]:
-        yield Wrong(f"sample {name}", "is missing")
+        yield Fault(f"sample {name}", "is missing")
     trials = len(samples) * evidence.spec.trials
     yield from expect("run.json: expected_trials", evidence.info.expected_trials, trials)
     for key, record in evidence.trials.items():

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ from agentbench_kv.leaderboard.evidence import (
     OWN,
     Checks,
     Evidence,
+    Fault,
     Note,
     Stop,
-    Wrong,
     differs,
     expect,
     place,
@@ -139,44 +139,42 @@ class RecordedEngine(Engine):
         return len(self._recorded(session)) - self._turns[session]
 
 
+@dataclass(eq=False)
 class _RecordedGeneration(Generation):
     """One generation being replayed; it ends where the record does, for a reason that must be."""
 
-    def __init__(
-        self, state: _RecordedSession, ids: list[int], sampling: Sampling, limit: int
-    ) -> None:
-        self._state = state
-        self._ids = ids
-        self._sampling = sampling
-        self._limit = limit
-        self._start = time.perf_counter()
+    state: _RecordedSession
+    ids: list[int]
+    sampling: Sampling
+    limit: int
+    started: float = field(default_factory=time.perf_counter)
 
     def __iter__(self) -> Iterator[int]:
-        state = self._state
+        state = self.state
         state.ledger.begin_turn(state.prompt)
         state.prompt = 0
-        for count, token in enumerate(self._ids, start=1):
+        for count, token in enumerate(self.ids, start=1):
             if self.finish_reason is not None:
                 raise KVBenchError(f"the record goes on after {self.finish_reason.value}")
             state.ledger.forward(state.waiting)
             state.ledger.sampled()
             state.labeller.label(token)
             state.waiting = 1
-            self.finish_reason = self._sampling.ends(token, count) or self._at_limit()
-            self.last_token_s = time.perf_counter() - self._start
+            self.finish_reason = self.sampling.ends(token, count) or self._at_limit()
+            self.last_token_s = time.perf_counter() - self.started
             self.first_token_s = self.first_token_s or self.last_token_s
             yield token
-        if not self._ids:
+        if not self.ids:
             self.finish_reason = self._at_limit()
         if self.finish_reason is None:
-            raise KVBenchError(f"the record ends after {len(self._ids)} tokens for no reason")
+            raise KVBenchError(f"the record ends after {len(self.ids)} tokens for no reason")
         state.ledger.end_turn()
 
     def cancel(self) -> None:
         """Do nothing: a record is as long as it is."""
 
     def _at_limit(self) -> FinishReason | None:
-        return FinishReason.CONTEXT_LIMIT if self._state.length >= self._limit else None
+        return FinishReason.CONTEXT_LIMIT if self.state.length >= self.limit else None
 
 
 class Replay:
@@ -216,7 +214,7 @@ class Replay:
             for key, record in trials.items():
                 ids = [each for part in self._evidence.transcripts[key].tokens for each in part]
                 if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-                    yield Wrong(place(key, "transcript: generated"), "holds ids of no token")
+                    yield Fault(place(key, "transcript: generated"), "holds ids of no token")
                     continue
                 attempt = play_session(setup, samples[key[0]], key[1])
                 yield from self._compare(key, record, samples[key[0]], attempt)
@@ -246,7 +244,7 @@ class Replay:
             wrong += self._compare_turns(key, turn_records(sample, key[1], report))
             if left := self._engine.unsaid(report.session):
                 text = f"holds {left} generations that the task does not ask for"
-                wrong.append(Wrong(place(key, "transcript: generated"), text))
+                wrong.append(Fault(place(key, "transcript: generated"), text))
         yield from wrong or self._compare_transcripts(key, attempt)
 
     def _compare_records(self, key: TrialKey, said: TrialRecord, derived: TrialRecord) -> Checks:
@@ -293,7 +291,7 @@ class Replay:
             for name in ("transcript", "facts"):
                 if _timeless(getattr(said, name)) != _timeless(derived[name]):
                     text = "is not what the generated tokens say"
-                    yield Wrong(place(key, f"transcript: {name}"), text)
+                    yield Fault(place(key, f"transcript: {name}"), text)
         if not self._exact:
             return
         fields = ("decoded", "logical", "live_before", "live_after")

@@ -34,23 +34,12 @@ def rerun(
     """Play randomly chosen trials of a run again and compare tokens, accounts and scores.
 
     Another engine version or other hardware may give other tokens where two are about equally
-    likely, so a difference is told, not judged.
+    likely, so a difference is told, not judged. A UsageError or PrerequisiteError if the run cannot
+    be played here.
 
-    Parameters
-    ----------
-    sample : int
-        How many trials; all if there are fewer.
-    seed : int
-        Chooses them; the submitter must not know it in advance.
-    model : Path, optional
-        Folder of the run's model, if it is none that ships.
-    leaderboard : Path, optional
-        The keeper's folder, to write the outcome to.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If the run cannot be played here.
+    `seed` chooses `sample` trials, or all if there are fewer; the submitter must not know it in
+    advance. `model` is the folder of the run's model, if it is none that ships; the outcome is
+    written to the keeper's folder `leaderboard`.
     """
     spec = _runnable(evidence, model)
     known = sorted(evidence.trials)

@@ -22,7 +22,6 @@ from agentbench_kv.leaderboard.evidence import (
     hashes,
     is_plain,
     read_run,
-    same_files,
     transcripts,
 )
 from agentbench_kv.results.files import write_atomic, writing
@@ -133,8 +132,9 @@ def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
         raise UsageError(f"{first} is no run; remove it or rename it")
     target = leaderboard / REPLICATIONS / f"{name}~{found['samples.jsonl'][:8]}"
     known = [first, *(leaderboard / REPLICATIONS).glob(f"{name}~*")]
-    if any(same_files(hashes(each), found) for each in known):
-        return None
+    for hashed in map(hashes, known):
+        if all(hashed.get(name) == found.get(name) for name in HASHED):  # transcripts aside
+            return None
     for each in known:
         if _measured(each) & _measured(source):
             raise UsageError(

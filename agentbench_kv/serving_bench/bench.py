@@ -265,7 +265,6 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
 
 
 def _reached(base: str, wire: str) -> RunningServer:
-    """Ask a server for its model."""
     try:
         response = httpx.get(f"{base}/v1/models", headers=authorization(), timeout=_ANSWER_S)
         response.raise_for_status()

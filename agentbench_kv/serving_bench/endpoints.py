@@ -71,7 +71,6 @@ class TimedTurn(msgspec.Struct):
 
     @property
     def end(self) -> float:
-        """When the last token arrived."""
         return self.start + self.latency_s
 
     def arrive(self, at: float, count: int = 1) -> None:
@@ -82,7 +81,6 @@ class TimedTurn(msgspec.Struct):
         self.arrivals += 1
 
     def finish(self, at: float) -> None:
-        """Note that the generation was over."""
         self.latency_s = max(at - self.start, 0.0)
         if not self.arrivals:
             self.ttft_s = self.latency_s

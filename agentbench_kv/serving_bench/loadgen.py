@@ -62,7 +62,6 @@ def measure_apart(job: Job) -> JobResult:
 
 
 def measure(job: Job) -> JobResult:
-    """Play a job in this process."""
     played = asyncio.run(play(job))
     errors = Counter(turn.error for turn in played.turns if turn.error)
     requests = [msgspec.structs.replace(turn, itls_s=[], ids=[]) for turn in played.turns]

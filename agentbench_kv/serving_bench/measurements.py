@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,8 @@ from agentbench_kv.results.tables.model import slug
 
 PLAN = "serving.json"
 SUMMARY = "summary.json"
+
+Parsed = TypeVar("Parsed")
 
 
 class ServingArm(BaseModel):
@@ -100,11 +102,9 @@ class LoadMeasurement(BaseModel):
 
     @property
     def failed(self) -> int:
-        """Requests that failed."""
         return int(self.figures.get("failed", 0))
 
     def document(self) -> dict[str, Any]:
-        """Return the measurement as it is written."""
         return self.model_dump(exclude={"figures"}, exclude_none=True) | self.figures
 
     @classmethod
@@ -142,15 +142,12 @@ class ServingFolder:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Open a folder; a UsageError if it holds no plan that can be read."""
-        document = _read_json(path / PLAN)
-        provenance = document.pop("provenance", {})
-        try:
-            return cls(path, ServingPlan.model_validate(document), provenance)
-        except ValidationError as error:
-            raise _unreadable(path / PLAN, error) from error
+        return _read(
+            path / PLAN,
+            lambda said: cls(path, ServingPlan.model_validate(said), said.get("provenance", {})),
+        )
 
     def add(self, measurement: LoadMeasurement) -> Path:
-        """Write a measurement; return its file."""
         name = slug(measurement.arm, measurement.shape, measurement.load)
         path = self.path / f"rep{measurement.repetition + 1:02d}-{name}.json"
         write_atomic(path, json_bytes(measurement.document(), indent=2))
@@ -158,16 +155,10 @@ class ServingFolder:
 
     def measurements(self) -> list[LoadMeasurement]:
         """Return all measurements, by file name; a UsageError if a file is not one."""
-        found = []
-        for path in sorted(self.path.glob("rep*.json")):
-            try:
-                found.append(LoadMeasurement.from_document(_read_json(path)))
-            except ValidationError as error:
-                raise _unreadable(path, error) from error
-        return found
+        paths = sorted(self.path.glob("rep*.json"))
+        return [_read(path, LoadMeasurement.from_document) for path in paths]
 
     def write_summary(self, document: Mapping[str, Any]) -> None:
-        """Replace the summary."""
         write_atomic(self.path / SUMMARY, json_bytes(document, indent=2))
 
 
@@ -181,16 +172,15 @@ def serving_folders(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
     try:
         document = json.loads(path.read_bytes())
+        if isinstance(document, dict):
+            return parse(document)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise UsageError(f"{path}: {place}: {problem['msg']}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no JSON object")
-    return document
-
-
-def _unreadable(path: Path, error: ValidationError) -> UsageError:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    return UsageError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}")
+    raise UsageError(f"{path} holds no JSON object")

@@ -106,9 +106,7 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
 
 
 def _arm_figures(
-    arm: ServingArm,
-    runs: Sequence[LoadMeasurement],
-    bases: Mapping[str, Sequence[LoadMeasurement]],
+    arm: ServingArm, runs: Sequence[LoadMeasurement], bases: Mapping[str, Sequence[LoadMeasurement]]
 ) -> ArmFigures:
     # A figure that some repetition lacks (nothing completed) has no median over repetitions.
     names = [name for name in runs[0].figures if all(name in run.figures for run in runs)]

@@ -152,12 +152,10 @@ class BoardView:
 
     @cached_property
     def budgets(self) -> list[Contest]:
-        """What is decided at each budget."""
         return by_budget(self.board)
 
     @cached_property
     def tiers(self) -> list[Contest]:
-        """What is decided in each tier of achieved KV."""
         return by_tier(self.board)
 
     @property
@@ -171,12 +169,10 @@ class BoardView:
 
     @property
     def chart(self) -> charts.Chart | None:
-        """Accuracy against budget."""
         return charts.by_budget(self.board, self.floor, self.styles)
 
     @property
     def kept_chart(self) -> charts.Chart | None:
-        """Accuracy against achieved KV."""
         return charts.by_kept(self.board, self.floor, self.styles)
 
     @property
@@ -193,7 +189,6 @@ class BoardView:
 
     @property
     def matrix(self) -> list[MatrixRow]:
-        """Scores by method and budget."""
         marks = {id(r.entry): c.mark(r.entry) for c in self.budgets for r in c.ranks}
         return self._rows({id(e): (e.level, marks.get(id(e), "")) for e in self.board.entries})
 

@@ -36,7 +36,6 @@ _MOST_TICKS = 16
 
 
 def context(run: Run, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return what the template of a run's page shows."""
     trials = run.records()
     failed = [record for record in trials if record.score is None]
     return {
