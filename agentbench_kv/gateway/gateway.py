@@ -439,7 +439,7 @@ class Gateway(BaseGateway[Session]):
         """Return a line for every evicted span that the method wants mentioned."""
         if not self.engine.wants_notes or plan.reset or not state.opened:
             return ""
-        notes = notes_for(state.machine, plan.ids, options.hints)
+        notes = notes_for(state.labeller, plan.ids, options.hints)
         return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
 
     def _ids_of(self, texts: Sequence[str | None]) -> frozenset[int]:
