@@ -145,13 +145,8 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 _PIP = ("-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
-
-
 _NO_DEPS = ("--no-deps",)
-
-
 _WHEELS_ONLY = ("--only-binary", ":all:")
-
 
 # The build backend is in the lock.
 _FROM_FOLDER = ("--no-build-isolation", "--no-index")

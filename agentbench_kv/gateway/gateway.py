@@ -47,8 +47,6 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 # Not a name the HTTP surface lets through.
 _ONE_SHOT = "one shot "
-
-
 _CLOSE_WAIT_S = 60.0
 
 

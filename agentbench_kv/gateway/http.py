@@ -182,11 +182,7 @@ class Metrics:
 
 
 SESSION_HEADER = "X-KVBench-Session"
-
-
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
-
-
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -423,8 +419,6 @@ async def _not_allowed(request: Request, _: Exception) -> Response:
 
 
 _START_TIMEOUT_S = 30.0
-
-
 _STOP_TIMEOUT_S = 5
 
 

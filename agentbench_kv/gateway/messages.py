@@ -13,8 +13,6 @@ from typing import Any
 from agentbench_kv.errors import KVBenchError, UsageError
 
 Message = Mapping[str, Any]
-
-
 Canonical = tuple[str, str, str]  # role, content, calls as JSON
 
 
@@ -93,11 +91,7 @@ def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, object]:
 
 # Text that no template rewrites and no message holds.
 _SENTINEL = "kvbench\u2063sentinel\u2063kvbench"
-
-
 _STAND_IN = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
-
-
 Tools = Sequence[Mapping[str, Any]] | None
 
 

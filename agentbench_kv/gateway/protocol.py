@@ -31,8 +31,6 @@ from agentbench_kv.methods.spans import Hints
 from agentbench_kv.phases.tokens import encodable
 
 _numbers = itertools.count(1)
-
-
 DONE = b"data: [DONE]\n\n"
 
 
@@ -139,8 +137,6 @@ class CompletionFormat(Format):
 
 
 _log = logging.getLogger(__name__)
-
-
 _RETRY = {"Retry-After": "1"}
 
 
@@ -199,11 +195,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-
-
 TokenId = Annotated[int, Field(ge=0)]
-
-
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
 
 

@@ -457,6 +457,4 @@ class ChatResult:
 
 
 Item = Delta | ChatResult
-
-
 Answer = Iterator[Item]

@@ -66,11 +66,7 @@ class Family:
 
 
 _ASSISTANT = r"assistant\Z"
-
-
 _THINK = SpanRule("<think>", "</think>", Phase.THINK, _ASSISTANT)
-
-
 _CALL = SpanRule("<tool_call>", "</tool_call>", Phase.ACT, _ASSISTANT)
 
 
@@ -112,8 +108,6 @@ HARMONY = Family(
 
 
 PLAIN = Family("plain", "", "", "", (), (), ())
-
-
 FAMILIES = (HARMONY, LLAMA3, CHATML)
 
 

@@ -65,7 +65,6 @@ class TokenCodec:
 
 _REPLACEMENT = "\ufffd"
 
-
 # UTF-8 characters have at most four bytes, so a longer undecodable run is not an unfinished one.
 _MOST_PENDING = 4
 
