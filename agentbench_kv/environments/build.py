@@ -1,11 +1,4 @@
-"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker.
-
-Wheels that no index holds: built once from a source distribution and kept for this machine.
-
-Which Python an environment is built from.
-
-The file that says an environment is complete: written last, replaced atomically.
-"""
+"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
 """The token gateway: messages in, messages out, and between them an exact token log.
 
-What every gateway does with sessions: names, locks, limits, cancelling, final accounts.
-
-Breadcrumbs: a line of text for every evicted span that a message brings to mind.
-
-The method says which spans, the gateway makes the words: no text passes through the method.
-
-Does a request extend the session? What it adds if so, the whole prompt if not.
+It decides whether a request extends its session and what it adds, or starts it over. A span method
+names spans that a message brings to mind; their lines of text are made here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""The OpenAI-compatible HTTP surface over a gateway.
-
-Blocking gateway calls behind an event loop: a bounded pool, results as async iterators.
-
-Counters of the server in Prometheus' text format.
-
-Running the application: in the foreground, or in a thread for benchmarks that need a URL.
-"""
+"""The OpenAI-compatible HTTP server over a gateway: a bounded pool of jobs behind an event loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""OpenAI messages in one canonical form, for templates and for comparing histories.
-
-Chat templating with the model's own jinja template.
-"""
+"""OpenAI messages in one canonical form, and as a chat template of the model renders them."""
 
 from __future__ import annotations
 

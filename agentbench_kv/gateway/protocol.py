@@ -1,8 +1,6 @@
-"""Request bodies of the HTTP surface. Fields we cannot honour are refused, not ignored.
+"""Requests, responses and errors of the HTTP surface, as OpenAI clients write and read them.
 
-Response bodies: whole completions and server-sent chunks, as OpenAI clients read them.
-
-Errors as an OpenAI client expects them: a status and `{"error": {...}}`.
+Fields of a request that cannot be honoured are refused, not ignored.
 """
 
 from __future__ import annotations

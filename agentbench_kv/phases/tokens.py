@@ -1,7 +1,4 @@
-"""Between text and ids: a thin, thread-safe codec over a Hugging Face tokenizer.
-
-From ids back to text while they are generated.
-"""
+"""Between text and ids: a thread-safe codec over a Hugging Face tokenizer, and decoding a stream."""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ from agentbench_kv.run.replay import find_text
 
 TURNS = 14
 SEED = 85  # an episode that the model answers without a mistake with the whole cache
-
-
 PROFILE = Profile("demo", (1, 1), (1, 1), (11, 11), (2, 3), (1, 2), (1, 4), (0, 2), (22, 32))
 SESSION = "demo"
 
