@@ -1,4 +1,4 @@
-"""What each managed environment holds, where what is on no index comes from, and how it is probed."""
+"""What each managed environment holds, where what no index holds comes from, how it is probed."""
 
 from __future__ import annotations
 

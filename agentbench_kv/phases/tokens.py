@@ -1,4 +1,4 @@
-"""Between text and ids: a thread-safe codec over a Hugging Face tokenizer, and decoding a stream."""
+"""Between text and ids: a thread-safe codec over a Hugging Face tokenizer, decoding a stream."""
 
 from __future__ import annotations
 
