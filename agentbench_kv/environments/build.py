@@ -1,11 +1,4 @@
-"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker.
-
-Wheels that no index holds: built once from a source distribution and kept for this machine.
-
-Which Python an environment is built from.
-
-The file that says an environment is complete: written last, replaced atomically.
-"""
+"""Build one environment: a virtual environment, pip from the lock, a probe, then the marker."""
 
 from __future__ import annotations
 
@@ -145,13 +138,8 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 _PIP = ("-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
-
-
 _NO_DEPS = ("--no-deps",)
-
-
 _WHEELS_ONLY = ("--only-binary", ":all:")
-
 
 # The build backend is in the lock.
 _FROM_FOLDER = ("--no-build-isolation", "--no-index")

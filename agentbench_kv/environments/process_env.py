@@ -19,8 +19,6 @@ _SETTINGS = {
 
 
 _SAME_MATTER = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY"}
-
-
 _applied: set[str] = set()
 
 

@@ -1,9 +1,4 @@
-"""What each managed environment holds, and how to tell that it works.
-
-What an environment needs that no index holds as a wheel.
-
-Packages that are on no index: exported from their own repository, at the pinned version.
-"""
+"""What each managed environment holds, where what no index holds comes from, how it is probed."""
 
 from __future__ import annotations
 

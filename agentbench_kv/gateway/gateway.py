@@ -1,12 +1,7 @@
 """The token gateway: messages in, messages out, and between them an exact token log.
 
-What every gateway does with sessions: names, locks, limits, cancelling, final accounts.
-
-Breadcrumbs: a line of text for every evicted span that a message brings to mind.
-
-The method says which spans, the gateway makes the words: no text passes through the method.
-
-Does a request extend the session? What it adds if so, the whole prompt if not.
+It decides whether a request extends its session and what it adds, or starts it over. A span method
+names spans that a message brings to mind; their lines of text are made here.
 """
 
 from __future__ import annotations
@@ -47,8 +42,6 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 # Not a name the HTTP surface lets through.
 _ONE_SHOT = "one shot "
-
-
 _CLOSE_WAIT_S = 60.0
 
 
@@ -439,7 +432,7 @@ class Gateway(BaseGateway[Session]):
         """Return a line for every evicted span that the method wants mentioned."""
         if not self.engine.wants_notes or plan.reset or not state.opened:
             return ""
-        notes = notes_for(state.machine, plan.ids, options.hints)
+        notes = notes_for(state.labeller, plan.ids, options.hints)
         return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
 
     def _ids_of(self, texts: Sequence[str | None]) -> frozenset[int]:

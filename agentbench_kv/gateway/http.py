@@ -1,11 +1,4 @@
-"""The OpenAI-compatible HTTP surface over a gateway.
-
-Blocking gateway calls behind an event loop: a bounded pool, results as async iterators.
-
-Counters of the server in Prometheus' text format.
-
-Running the application: in the foreground, or in a thread for benchmarks that need a URL.
-"""
+"""The OpenAI-compatible HTTP server over a gateway: a bounded pool of jobs behind an event loop."""
 
 from __future__ import annotations
 
@@ -182,11 +175,7 @@ class Metrics:
 
 
 SESSION_HEADER = "X-KVBench-Session"
-
-
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
-
-
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -423,8 +412,6 @@ async def _not_allowed(request: Request, _: Exception) -> Response:
 
 
 _START_TIMEOUT_S = 30.0
-
-
 _STOP_TIMEOUT_S = 5
 
 

@@ -1,7 +1,4 @@
-"""OpenAI messages in one canonical form, for templates and for comparing histories.
-
-Chat templating with the model's own jinja template.
-"""
+"""OpenAI messages in one canonical form, and as a chat template of the model renders them."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import Any
 from agentbench_kv.errors import KVBenchError, UsageError
 
 Message = Mapping[str, Any]
-
-
 Canonical = tuple[str, str, str]  # role, content, calls as JSON
 
 
@@ -93,11 +88,7 @@ def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, object]:
 
 # Text that no template rewrites and no message holds.
 _SENTINEL = "kvbench\u2063sentinel\u2063kvbench"
-
-
 _STAND_IN = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
-
-
 Tools = Sequence[Mapping[str, Any]] | None
 
 

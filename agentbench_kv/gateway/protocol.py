@@ -1,8 +1,6 @@
-"""Request bodies of the HTTP surface. Fields we cannot honour are refused, not ignored.
+"""Requests, responses and errors of the HTTP surface, as OpenAI clients write and read them.
 
-Response bodies: whole completions and server-sent chunks, as OpenAI clients read them.
-
-Errors as an OpenAI client expects them: a status and `{"error": {...}}`.
+Fields of a request that cannot be honoured are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from agentbench_kv.methods.spans import Hints
 from agentbench_kv.phases.tokens import encodable
 
 _numbers = itertools.count(1)
-
-
 DONE = b"data: [DONE]\n\n"
 
 
@@ -139,8 +135,6 @@ class CompletionFormat(Format):
 
 
 _log = logging.getLogger(__name__)
-
-
 _RETRY = {"Retry-After": "1"}
 
 
@@ -199,11 +193,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-
-
 TokenId = Annotated[int, Field(ge=0)]
-
-
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
 
 

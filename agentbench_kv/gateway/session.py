@@ -1,13 +1,4 @@
-"""A session: the exact token log, what the client knows of it, and its accounting.
-
-What a turn and a session cost: the figures of `usage.kvbench` and of the run's records.
-
-Ending a request from another thread.
-
-Who wrote which prompt tokens: read from the markers, as phases are.
-
-What goes into the gateway and what comes out of it.
-"""
+"""A session: the exact token log, what the client knows of it, and its accounting."""
 
 from __future__ import annotations
 
@@ -33,7 +24,7 @@ from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Hints, Source, TurnNotes
-from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
+from agentbench_kv.phases.machine import PhaseMachine, PhaseState, PhaseTable
 
 _NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset", "cost"})
 
@@ -281,6 +272,41 @@ class BaseSession(ABC):
         return SessionReport(self.id, turns, self.resets, self.prompt_sha, stats, outputs)
 
 
+class SessionLabeller(PhaseMachine):
+    """Labels every token of a session once: prompt ids here, generated ones when the engine asks.
+
+    An engine may have sampled further than anybody read: `keep` says which ids the log takes.
+    """
+
+    def __init__(self, table: PhaseTable) -> None:
+        super().__init__(table)
+        self._kept = self.state
+        self._asked: list[tuple[int, Phase, PhaseState]] = []
+
+    def label(self, token: int) -> Phase:
+        phase = super().label(token)
+        self._asked.append((token, phase, self.state))
+        return phase
+
+    def move_to(self, state: PhaseState) -> None:
+        """Go on from where another machine has come to in the log."""
+        self.state = self._kept = state
+        self._asked = []
+
+    def keep(self, ids: Sequence[int]) -> list[Phase]:
+        """Return the phases of the ids that follow the log, and go on behind them."""
+        phases: list[Phase] = []
+        self.state = self._kept
+        for token, (known, phase, state) in zip(ids, self._asked, strict=False):
+            if token != known:
+                break
+            phases.append(phase)
+            self.state = state
+        phases += [PhaseMachine.label(self, token) for token in ids[len(phases) :]]
+        self.move_to(self.state)
+        return phases
+
+
 @dataclass
 class Session(BaseSession):
     """One engine session and everything the gateway knows about it.
@@ -297,9 +323,7 @@ class Session(BaseSession):
     carried: KVStats = field(default_factory=KVStats)
 
     def __post_init__(self) -> None:
-        """Make the two machines: the log's own, and the one the engine asks."""
-        self.machine = PhaseMachine(self.table)
-        self.engine_machine = PhaseMachine(self.table)
+        self.labeller = SessionLabeller(self.table)
 
     @property
     def fresh(self) -> bool:
@@ -312,10 +336,9 @@ class Session(BaseSession):
             self.resets += 1
             self.broken = False
             self.tokens, self.phases, self.known = [], [], None
-            self.machine = PhaseMachine(self.table)
-            self.engine_machine = PhaseMachine(self.table)
+            self.labeller = SessionLabeller(self.table)
         if not self.opened:
-            self.engine.open(self.id, self.engine_machine)
+            self.engine.open(self.id, self.labeller)
             self.opened = True
 
     def extend(self, ids: Sequence[int], hints: Hints) -> None:
@@ -325,21 +348,19 @@ class Session(BaseSession):
         if not ids:
             return
         if hints or self.engine.wants_notes:
-            self.engine.note(self.id, ids, notes_for(self.machine, ids, hints))
+            self.engine.note(self.id, ids, notes_for(self.labeller, ids, hints))
         # The log changes only when the engine has taken the ids.
-        machine = self.machine.copy()
+        machine = self.labeller.copy()
         phases = machine.label_many(ids)
         self.engine.extend(self.id, ids, phases)
-        self.machine = machine
-        self.engine_machine.state = machine.state
+        self.labeller.move_to(machine.state)
         self.tokens.extend(ids)
         self.phases.extend(phases)
 
     def record_output(self, ids: Sequence[int]) -> None:
-        self.phases.extend(self.machine.label_many(ids))
+        self.phases.extend(self.labeller.keep(ids))
         self.tokens.extend(ids)
         self.outputs.append(tuple(ids))
-        self.engine_machine.state = self.machine.state
 
     def next_call_id(self) -> str:
         self.calls += 1
@@ -436,6 +457,4 @@ class ChatResult:
 
 
 Item = Delta | ChatResult
-
-
 Answer = Iterator[Item]

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -272,11 +272,14 @@ def _read_info(path: Path, wrong: list[Fault]) -> tuple[RunInfo, RunSpec] | None
         wrong.append(Fault("run.json", str(error)))
         return None
     try:
-        spec = msgspec.convert(info.spec, RunSpec)
-    except msgspec.ValidationError as error:
+        budget: Any = msgspec.convert(info.spec.get("budget"), int | str | None)
+        spec = replace(msgspec.convert({**info.spec, "budget": None}, RunSpec), budget=budget)
+    except (msgspec.ValidationError, UsageError) as error:
         wrong.append(Fault("run.json: spec", str(error)))
         return None
-    odd = sorted(spec.document().keys() ^ info.spec.keys())
+    # A budget spelled otherwise would be another run of the same setting.
+    said, written = info.spec, spec.document()
+    odd = sorted(n for n in said.keys() | written.keys() if said.get(n, ...) != written.get(n, ...))
     wrong += [Fault(f"run.json: spec.{name}", "is not as this version writes it") for name in odd]
     return info, spec
 

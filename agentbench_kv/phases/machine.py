@@ -12,10 +12,6 @@ in one piece, in any chunks, or token by token while decoding gets the same labe
 * Think and act spans count in the assistant's messages only. They nest: a call inside a thought is
   `act`, what follows it is `think` again. Opening what is already open or closing what is not
   changes nothing. A span without an end ends with its message, whose end marker is the message's.
-
-Marker tables: how each model family writes messages, thoughts, calls and tool results.
-
-How a labeller is named, so that a backend in another process can make the same one.
 """
 
 from __future__ import annotations
@@ -66,11 +62,7 @@ class Family:
 
 
 _ASSISTANT = r"assistant\Z"
-
-
 _THINK = SpanRule("<think>", "</think>", Phase.THINK, _ASSISTANT)
-
-
 _CALL = SpanRule("<tool_call>", "</tool_call>", Phase.ACT, _ASSISTANT)
 
 
@@ -112,8 +104,6 @@ HARMONY = Family(
 
 
 PLAIN = Family("plain", "", "", "", (), (), ())
-
-
 FAMILIES = (HARMONY, LLAMA3, CHATML)
 
 

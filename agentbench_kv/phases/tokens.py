@@ -1,7 +1,4 @@
-"""Between text and ids: a thin, thread-safe codec over a Hugging Face tokenizer.
-
-From ids back to text while they are generated.
-"""
+"""Between text and ids: a thread-safe codec over a Hugging Face tokenizer, decoding a stream."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ class TokenCodec:
 
 
 _REPLACEMENT = "\ufffd"
-
 
 # UTF-8 characters have at most four bytes, so a longer undecodable run is not an unfinished one.
 _MOST_PENDING = 4

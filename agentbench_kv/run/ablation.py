@@ -44,27 +44,14 @@ _IDLE = ("kept_set", "keep_recent")
 
 @dataclass(frozen=True)
 class Variant:
-    """One arm.
+    """The method with one parameter changed."""
 
-    Attributes
-    ----------
-    axis, value : str
-        What was changed; both empty for the baseline.
-    spec : RunSpec
-    level : Interval or None
-        The metric of this arm; None before it has run.
-    difference : Change or None
-        This arm minus the baseline.
-    adjusted_p : float or None
-        Holm over all variants.
-    """
-
-    axis: str
+    axis: str  # what was changed, and to what; both empty for the baseline
     value: str
     spec: RunSpec
-    level: Interval | None = None
-    difference: Change | None = None
-    adjusted_p: float | None = None
+    level: Interval | None = None  # None before it has run
+    difference: Change | None = None  # this variant minus the baseline
+    adjusted_p: float | None = None  # Holm over all variants
 
 
 def variants(
@@ -72,20 +59,8 @@ def variants(
 ) -> list[Variant]:
     """List the baseline and every variant that differs from it.
 
-    Parameters
-    ----------
-    base : RunSpec
-        Method, budget and task.
-    settings : mapping of str to str
-        Parameters all arms share.
-    axes : mapping of str to values, optional
-        Parameter -> values; those of `AXES` that make a difference to the method if not given, and
-        of their values those that go with the budget.
-
-    Raises
-    ------
-    UsageError
-        For a parameter or a value the method does not take.
+    Without `axes` (parameter -> values) those of `AXES` that make a difference to the method, with
+    the values that go with the budget. UsageError for what the method does not take.
     """
     method = load_method(base.method.partition("@")[0])
     known = method.parameters()
@@ -113,19 +88,7 @@ def variants(
 def ablate(
     arms: Sequence[Variant], out: Path, progress: Progress, metric: str = "score"
 ) -> list[Variant]:
-    """Run what is missing and compare every arm with the first one.
-
-    Parameters
-    ----------
-    arms : sequence of Variant
-        The baseline first.
-    out : Path
-        Folder of runs.
-    progress : callable
-        As `run_all` takes it.
-    metric : str
-        `score`, or the name of a sub-score.
-    """
+    """Run what is missing and compare every variant with the first; `metric` may be a sub-score."""
     run_all([arm.spec for arm in arms], out, progress)
     store = RunStore(out)
     runs = [load_run(store.find(arm.spec.id).path) for arm in arms]

@@ -19,11 +19,7 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.training.micro.conversation import main as conversation
 
 logger = logging.getLogger(__name__)
-
-
 MICRO_SESSIONS = 8
-
-
 MICRO_SOURCE = "the micro task's text"
 
 
@@ -33,16 +29,7 @@ def calibration_path(model_sha: str) -> Path:
 
 
 def make_calibration(model: LoadedModel, texts: Sequence[str], source: str) -> Path:
-    """Calibrate a model on texts and keep the result for every later run.
-
-    Parameters
-    ----------
-    model : LoadedModel
-    texts : sequence of str
-        Documents; 32,768 tokens are used at the most.
-    source : str
-        What they are, for the record.
-    """
+    """Calibrate a model on at most 32,768 tokens of `texts` and keep it for every later run."""
     codec = TokenCodec(load_tokenizer(model.path))
     made = calibrate(model, (codec.encode(text) for text in texts))
     path = calibration_path(model.sha)

@@ -22,68 +22,34 @@ from agentbench_kv.methods.spans import Block, SpanMethod, SpanRange
 from agentbench_kv.run.replay import find_text
 
 TURNS = 14
-
-
-SEED = 85
-
-
-"""An episode of this shape that the model answers without a mistake with the whole cache."""
-
-
+SEED = 85  # an episode that the model answers without a mistake with the whole cache
 PROFILE = Profile("demo", (1, 1), (1, 1), (11, 11), (2, 3), (1, 2), (1, 4), (0, 2), (22, 32))
-
-
 SESSION = "demo"
 
 
 @dataclass(frozen=True)
 class TurnShown:
-    """One user turn.
-
-    Attributes
-    ----------
-    user : str
-    answers : list of str
-        Raw assistant messages, think blocks and calls included.
-    logical, live, peak : int
-        Tokens of the session, in the cache, and the most so far in it.
-    evicted, restored : list of (int, int)
-        Spans that left and came back during the turn.
-    exact : bool
-        Whether every message was right.
-    """
+    """One user turn."""
 
     number: int
     user: str
-    answers: list[str]
+    answers: list[str]  # raw assistant messages, think blocks and calls included
     logical: int
     live: int
-    peak: int
-    evicted: list[SpanRange]
+    peak: int  # most tokens in the cache so far
+    evicted: list[SpanRange]  # spans that left during the turn
     restored: list[SpanRange]
-    exact: bool
+    exact: bool  # every message was right
 
 
 @dataclass(frozen=True)
 class FactShown:
-    """Something the last turn asked for.
-
-    Attributes
-    ----------
-    text : str
-    stated : int
-        Turn that stated it first.
-    away : list of int
-        Turns at whose end some of its tokens were not in the cache.
-    came_back : int or None
-        The last turn in which they came back.
-    recalled : bool
-    """
+    """Something the last turn asked for."""
 
     text: str
-    stated: int
-    away: list[int]
-    came_back: int | None
+    stated: int  # the turn that stated it first
+    away: list[int]  # turns at whose end some of its tokens were not in the cache
+    came_back: int | None  # the last turn in which they came back
     recalled: bool
 
 
@@ -119,13 +85,7 @@ def episode_for(seed: int) -> Episode:
 
 @dataclass
 class Demo:
-    """The session, turn by turn; iterate `play`, then ask for `facts`.
-
-    Parameters
-    ----------
-    method : SpanMethod
-    episode : Episode
-    """
+    """The session, turn by turn; iterate `play`, then ask for `facts`."""
 
     method: SpanMethod
     episode: Episode

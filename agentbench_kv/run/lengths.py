@@ -22,38 +22,22 @@ from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
 
 BUDGETS = (1024, 2048, 3072, 4096, 8192)
-
-
 _AGENT: ScriptedAgent = "null"
-
-
 _WIDTH = 8
 
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """First prompts of a task, in tokens of one model: system prompt, tools, first request.
-
-    Attributes
-    ----------
-    tokenizer, vocabulary : str, int
-        Whose tokenizer counted, and how many entries it has.
-    samples : int
-        Samples measured.
-    shortest, median, longest : float
-        Tokens.
-    over : dict
-        Budget in tokens -> share of samples whose first prompt is longer.
-    """
+    """First prompts of a task, in tokens of one model: system prompt, tools, first request."""
 
     task: str
-    tokenizer: str
+    tokenizer: str  # whose tokens they are
     vocabulary: int
     samples: int
     shortest: int
     median: float
     longest: int
-    over: dict[int, float]
+    over: dict[int, float]  # budget in tokens -> share of samples with a longer first prompt
 
 
 def prompt_lengths(
@@ -66,20 +50,7 @@ def prompt_lengths(
 ) -> list[PromptLengths]:
     """Measure the first prompts of tasks; one that cannot be played is named and left out.
 
-    Parameters
-    ----------
-    tasks : sequence of str
-        Names of registered tasks.
-    model : str
-        Whose tokenizer and chat template: `micro`, or a Hugging Face model folder.
-    limit : int or None
-        First samples of each task only.
-    settings : mapping
-        Settings, as text, for the tasks that have them.
-    budgets : sequence of int
-        Tokens.
-    left_out : callable
-        Told the name of a task that is left out, and why.
+    `model` is `micro` or a Hugging Face folder, whose tokenizer and chat template count.
     """
     path = model_path(model)
     entries = len(load_tokenizer(path))
@@ -112,15 +83,7 @@ def _summed_up(
 def first_prompts(
     name: str, tokenizer: Path, limit: int | None, settings: Mapping[str, str]
 ) -> list[int]:
-    """Play one trial of each sample with the null agent; return its first prompt's tokens.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If the task's data or environment is missing.
-    KVBenchError
-        If a sample gets as far as no prompt.
-    """
+    """Play one trial of each sample with the null agent; return its first prompt's tokens."""
     own = {key: value for key, value in settings.items() if key in load_task(name).parameters()}
     base = RunSpec(
         engine="scripted", model=_AGENT, method="full", budget=None, task=name, limit=limit

@@ -1,7 +1,4 @@
-"""Playing one session with somebody watching: captures, traces, audits.
-
-Where the evidence of a session went, and whether an answer could still have known it.
-"""
+"""Playing one session again with an observer: captures, traces, audits of its evidence."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ BYTES = {torch.float16: 2, torch.float32: 4}
 
 @dataclass(frozen=True)
 class Watched:
-    """A session that was attempt, and its sample."""
+    """A session that was played, and its sample."""
 
     sample: Sample
     attempt: Attempt
@@ -47,17 +44,7 @@ class Watched:
 def watch(spec: RunSpec, sample: str, observer: Observer) -> Watched:
     """Play the first trial of a sample with an observer; greedy sessions repeat a run's exactly.
 
-    Parameters
-    ----------
-    spec : RunSpec
-        Resolved; its `limit` bounds the samples to choose from.
-    sample : str
-        A sample's id, or its number from 0.
-
-    Raises
-    ------
-    UsageError
-        If there is no such sample or the engine cannot be looked into.
+    `sample` is an id, or a number from 0, among those that the resolved spec's limit leaves.
     """
     with _task(spec) as task:
         chosen = _find(task.samples(spec.limit, spec.seed), sample)
@@ -94,17 +81,9 @@ def capture_size(model: LoadedModel, layers: int, heads: int, tokens: int, bits:
 def capture_session(
     spec: RunSpec, sample: str, layers: list[int], heads: list[int], dtype: torch.dtype
 ) -> Capture:
-    """Record queries, keys and values of a whole session.
+    """Record queries, keys and values of a whole session, as float16 or float32.
 
-    Parameters
-    ----------
-    spec : RunSpec
-    sample : str
-        As `watch` takes it.
-    layers, heads : list of int
-        Layers and KV heads; all if empty.
-    dtype : torch.dtype
-        To store, float16 or float32.
+    Without `layers` and `heads` (KV heads), of all.
     """
     model = load_model(spec.model, spec.dtype, spec.device)
     layers = _checked("layer", layers, model.shape.layers)
@@ -138,14 +117,7 @@ def capture_session(
 
 
 def trace_session(spec: RunSpec, sample: str) -> tuple[Trace, EventLog, Watched]:
-    """Play a session again and record every event: what was there, what was kept, by which scores.
-
-    Parameters
-    ----------
-    spec : RunSpec
-    sample : str
-        As `watch` takes it.
-    """
+    """Play a session again and record every event: what was there, was kept, and scored."""
     events: list[EventTrace] = []
 
     def keep(logical: int, positions: Tensor, selection: Selection) -> None:
@@ -184,20 +156,11 @@ def _meta(spec: RunSpec, watched: Watched) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class AuditedFact:
-    """A fact, the tokens that first stated it, and what became of them.
-
-    Attributes
-    ----------
-    fact : Fact
-    positions : tuple of int
-        Logical positions of its tokens where it was first stated.
-    tokens : list of Evidence
-        One per position.
-    """
+    """A fact, the tokens that first stated it, and what became of them."""
 
     fact: Fact
-    positions: tuple[int, ...]
-    tokens: list[Evidence]
+    positions: tuple[int, ...]  # logical, of its tokens where it was first stated
+    tokens: list[Evidence]  # one per position
 
     @property
     def held(self) -> float:
@@ -248,20 +211,7 @@ class SessionAudit:
 
 
 def audit_session(spec: RunSpec, sample: str) -> tuple[SessionAudit, Trace]:
-    """Play a session again and follow the tokens of every fact it needed.
-
-    Parameters
-    ----------
-    spec : RunSpec
-        Of a greedy run, which therefore repeats.
-    sample : str
-        Id or number.
-
-    Raises
-    ------
-    UsageError
-        If sampling is not greedy, or the task does not say what its answers need.
-    """
+    """Play a session of a greedy run again and follow the tokens of every fact it needed."""
     if spec.temperature:
         raise UsageError("an audit plays sessions again, so it needs a greedy run: --temperature 0")
     trace, log, watched = trace_session(spec, sample)
@@ -300,14 +250,7 @@ def _audited(fact: Fact, pieces: Sequence[str], trace: Trace) -> AuditedFact:
 
 
 def find_text(pieces: Sequence[str], text: str) -> tuple[int, ...]:
-    """Return which tokens hold the first occurrence of a text; none if it never occurs.
-
-    Parameters
-    ----------
-    pieces : sequence of str
-        Text of every token.
-    text : str
-    """
+    """Return which tokens hold the first occurrence of a text; none if it never occurs."""
     start = "".join(pieces).find(text)
     if start < 0:
         return ()

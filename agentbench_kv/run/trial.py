@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from threading import Timer
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -174,7 +175,7 @@ class Deadline:
     def __init__(self, seconds: float, end: Callable[[], None]) -> None:
         self._end = end
         self._passed = threading.Event()
-        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._fire)
+        self._timer = Timer(min(seconds, threading.TIMEOUT_MAX), self._fire)
         self._timer.name = "kvbench-deadline"
         # A process that is interrupted must not wait for a time limit.
         self._timer.daemon = True

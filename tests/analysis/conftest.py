@@ -22,15 +22,6 @@ def numeric():
     return module
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """Tiny tensors on a shared machine: threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def random_arrays(
     tokens=60, *, layers=None, q_heads=4, kv_heads=2, head_dim=8, dtype="float32", seed=0, runs=5
 ):

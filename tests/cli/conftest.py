@@ -48,7 +48,7 @@ def kvbench_process(tmp_path: Path) -> Callable[..., Result]:
         return subprocess.run(
             [sys.executable, "-c", "from agentbench_kv.cli import main; main()", *args],
             cwd=tmp_path,
-            env={**clean, "OMP_NUM_THREADS": "1", **environment},
+            env={**clean, **environment},
             capture_output=True,
             text=True,
             timeout=600,

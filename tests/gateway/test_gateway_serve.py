@@ -34,13 +34,13 @@ def asked(
 
 
 def test_options_and_their_variables(asked: dict[str, Any]) -> None:
-    arguments = ["--method", "agentkv", "--budget", "64", "--set", "window=8", "--port", "9"]
+    arguments = ["--method", "agentkv", "--budget", "64", "--set", "interval=8", "--port", "9"]
     variables = {"KVBENCH_API_KEY": "k", "KVBENCH_HOST": "0.0.0.0", "KVBENCH_MAX_SESSIONS": "3"}
     result = CliRunner().invoke(serve, arguments, env=variables, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     options = asked["options"]
     assert (asked["name"], options.model, options.concurrency) == ("embedded", "micro", 16)
-    assert options.method == make_method("agentkv", 64, {"window": 8})
+    assert options.method == make_method("agentkv", 64, {"interval": 8})
     assert (asked["host"], asked["port"], asked["settings"].api_key) == ("0.0.0.0", 9, "k")
     assert asked["gateway"].max_sessions == 3
 

@@ -21,15 +21,6 @@ def pytest_runtest_setup(item):
         pytest.skip("PyTorch sees no CUDA device")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """Tiny tensors on a shared machine: threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=["torch", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
 def backend(request):
     """Run with one backend, and go back to the automatic choice."""

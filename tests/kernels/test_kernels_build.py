@@ -92,7 +92,7 @@ def python(code, **environment):
     """Start a process of its own group."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

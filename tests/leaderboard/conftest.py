@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from agentbench_kv.leaderboard import pack
 from agentbench_kv.leaderboard.evidence import MANIFEST, hashes
@@ -22,14 +21,6 @@ from agentbench_kv.run.spec import RunSpec, resolve
 
 SUBJECT = "rkv"
 """The run that is forged: it has sessions that succeed and sessions that fail."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_spec(method: str = "full", budget: int | str | None = None, **changes: Any) -> RunSpec:

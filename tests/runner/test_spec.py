@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
-from agentbench_kv.registry import load_method
+from agentbench_kv.registry import load_method, make_method
 from agentbench_kv.run.spec import RunSpec, default_methods, grid, resolve
 
 SpecOf = Callable[..., RunSpec]
@@ -24,6 +25,8 @@ def other(value: Any) -> Any:
         return f"{value}x"
     if isinstance(value, dict):
         return {**value, "x": 1}
+    if isinstance(value, Budget):
+        return Budget(share=0.5)
     return 7 if value is None else value + 1
 
 
@@ -45,6 +48,32 @@ def test_trial_seeds_depend_on_what_is_played_and_nothing_else() -> None:
     assert {replace(BASE, **{k: v}).trial_seed("a", 1) for k, v in same.items()} == {seed}
     # What 31-bit samplers elsewhere can take.
     assert all(0 <= BASE.trial_seed(str(i), 0) < 2**31 for i in range(64))
+
+
+def test_a_spec_is_what_it_records() -> None:
+    for size in (64, "64", "1.5k", "25%", Budget(share=0.07), None):
+        method = "full" if size is None else "snapkv"
+        spec = resolve(replace(BASE, method=method, budget=size), {})
+        assert RunSpec(**spec.document()) == spec
+        assert RunSpec(**spec.document()).id == spec.id
+    assert replace(BASE, budget="64") == BASE
+    assert replace(BASE, budget="64").id == BASE.id == replace(BASE, budget=Budget(64)).id
+    assert replace(BASE, budget="25.0%").document()["budget"] == "25%"
+
+
+def test_a_run_builds_its_method_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def make(name: str, *more: Any) -> Any:
+        built.append(name)
+        return make_method(name, *more)
+
+    monkeypatch.setattr("agentbench_kv.run.spec.make_method", make)
+    spec = resolve(BASE, {"interval": "32"})
+    assert spec.built_method == make_method("agentkv", 64, {"interval": 32})
+    assert spec.built_method is spec.built_method
+    assert built == ["agentkv"]
+    assert RunSpec(**spec.document()).built_method == spec.built_method
 
 
 def test_a_resolved_spec_says_everything() -> None:
@@ -86,8 +115,10 @@ def test_arguments_need_an_engine_that_takes_them() -> None:
 
 
 def test_grid_keeps_order_and_runs_full_once() -> None:
-    cells = grid(BASE, ["full", "snapkv"], [64, 128], ["micro/recall-1k"], [0, 1], {})
-    assert [(c.seed, c.method, c.budget) for c in cells] == [
+    cells = grid(
+        BASE, ["full", "snapkv"], [Budget(64), Budget(128)], ["micro/recall-1k"], [0, 1], {}
+    )
+    assert [(c.seed, c.method, c.budget and c.budget.tokens) for c in cells] == [
         (0, "full", None), (0, "snapkv", 64), (0, "snapkv", 128),
         (1, "full", None), (1, "snapkv", 64), (1, "snapkv", 128),
     ]  # fmt: skip

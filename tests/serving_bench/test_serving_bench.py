@@ -157,21 +157,17 @@ def test_a_session_longer_than_the_context_is_refused(
 def test_methods_are_checked_before_anything_starts() -> None:
     where = {"dtype": "float32", "device": "cpu"}
     arms = engine_arms(
-        "embedded",
-        "micro",
-        [("full", None), ("agentkv", Budget.parse(128))],
-        {"interval": "64"},
-        **where,
+        "embedded", "micro", [("full", None), ("agentkv", Budget(128))], {"interval": "64"}, **where
     )
     assert [arm.name for arm in arms] == ["full", "agentkv 128"]
     assert (arms[0].budget, arms[0].settings) == (None, {})
     assert (arms[1].budget, arms[1].interval) == (128, 64)
     for bad, message in (
         (("api", "m", [("full", None)], {}), "takes messages"),
-        (("embedded", "micro", [("nosuch", Budget.parse(5))], {}), "nosuch"),
+        (("embedded", "micro", [("nosuch", Budget(5))], {}), "nosuch"),
         (("embedded", "micro", [("agentkv", None)], {}), "budget"),
         (("embedded", "micr", [("full", None)], {}), "micro"),
-        (("embedded", "micro", [("agentkv", Budget.parse(128))], {"nosuch": "1"}), "nosuch"),
+        (("embedded", "micro", [("agentkv", Budget(128))], {"nosuch": "1"}), "nosuch"),
     ):
         with pytest.raises(UsageError, match=message):
             engine_arms(*bad, **where)
