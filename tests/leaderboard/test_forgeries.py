@@ -284,6 +284,12 @@ def interval_of_words(f: Any, _: Any) -> None:
     f.cover(rename=True)
 
 
+def budget_spelled_otherwise(f: Any, _: Any) -> None:
+    """Make another run of the same setting: another id, which two of a kind would count as."""
+    f.info(lambda info: info["spec"].update(budget="384.0"))
+    f.cover(rename=True)
+
+
 def interval_of_words_in_a_plug_in(f: Any, _: Any) -> None:
     f.info(lambda info: info["spec"].update(method="mine", params={"interval": "timeout"}))
     f.cover(rename=True)
@@ -377,6 +383,7 @@ FORGERIES: list[tuple[Forgery, str]] = [
     (peak_one_of_a_billion, "kv.peak_live is 1"),
     (smaller_budget_with_an_invented_prefill, "kv.longest_prefill: is 5000"),
     (smaller_budget_everywhere, "kv.prefill_tokens: is"),
+    (budget_spelled_otherwise, "spec.budget: is not as this version writes it"),
     (fulls_answers_as_agentkv, "validity: budget_not_applied"),
     (renamed_to_another_method, "spec: "),
     (turns_emptied, "turns: is 0, expected"),
