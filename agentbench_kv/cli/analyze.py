@@ -1,7 +1,4 @@
-"""`kvbench analyze`: what captures and traces show.
-
-Options that the analyses share, and how their texts are read.
-"""
+"""`kvbench analyze`: what captures and traces show."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from agentbench_kv.cli.options import (
     many,
     option,
     parse_settings,
+    print_json,
     set_option,
 )
 from agentbench_kv.errors import UsageError
@@ -35,30 +33,16 @@ if TYPE_CHECKING:
 
 
 _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
-
-
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
 _PLACE = re.compile(r"(\d+):(\d+)")
-
-
 one_capture = option("--capture", f"{_CAPTURE}.", PATH, required=True)
-
-
 many_captures = many(
     "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", PATH, required=True
 )
-
-
 layer_option = many(
     "--layer layers", "Only this layer of the capture; repeatable. [default: all]", int
 )
-
-
 trace_option = option("--trace", "Trace file of a session.", PATH)
-
-
 print_option = option("--json as_json", "Print one JSON document.", is_flag=True)
 
 
@@ -134,15 +118,9 @@ def angles(
 @option("--interval", "Generated tokens between two events.", POSITIVE, default=128)
 @outputs
 def coverage(
-    captures: tuple[Path, ...],
-    layers: tuple[int, ...],
-    budgets: tuple[str, ...],
-    recent: tuple[int, ...],
-    representatives: int,
-    interval: int,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+    captures: tuple[Path, ...], layers: tuple[int, ...], budgets: tuple[str, ...],
+    recent: tuple[int, ...], representatives: int, interval: int, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Future attention kept, per phase: recent against phase-balanced queries, and the oracle."""
     from agentbench_kv.analysis.coverage import utility_coverage
     from agentbench_kv.analysis.plots import check_plot, plot_coverage
@@ -168,13 +146,9 @@ def coverage(
 @option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
 @outputs
 def tsne(
-    capture: Path,
-    places: tuple[str, ...],
-    per_phase: int,
-    seed: int,
-    plot: Path | None,
+    capture: Path, places: tuple[str, ...], per_phase: int, seed: int, plot: Path | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Embed query vectors in the plane (t-SNE), coloured by phase."""
     from agentbench_kv.analysis.plots import check_plot, plot_tsne
     from agentbench_kv.analysis.tables import tsne_tables
@@ -200,15 +174,9 @@ def tsne(
 @option("--out", "Also write the trace of the replay.", PATH, envvar="KVBENCH_TRACE_OUT")
 @outputs
 def timeline(
-    trace: Path | None,
-    capture: Path | None,
-    method: str | None,
-    budget: str | None,
-    pairs: tuple[str, ...],
-    out: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+    trace: Path | None, capture: Path | None, method: str | None, budget: str | None,
+    pairs: tuple[str, ...], out: Path | None, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Count the kept tokens of each phase at every event of a trace or a replayed capture."""
     from agentbench_kv.analysis.audit import trace_timeline
     from agentbench_kv.analysis.plots import check_plot, plot_timeline
@@ -257,20 +225,11 @@ def evidence(
     if out is not None:
         trace.save(out)
     sessions = [
-        {
-            "sample": audited.sample,
-            "score": audited.score,
-            "events": audited.events,
-            "facts": [found.document() for found in audited.facts],
-        }
+        {**vars(audited), "facts": [found.document() for found in audited.facts]}
         for audited in audits
     ]
-    _show(
-        {"analysis": "evidence", "sessions": sessions},
-        [evidence_table(by_outcome(audits))],
-        as_json,
-        [],
-    )
+    tables = [evidence_table(by_outcome(audits))]
+    _show({"analysis": "evidence", "sessions": sessions}, tables, as_json, [])
 
 
 @analyze.command()
@@ -332,7 +291,6 @@ def _trace(
 def _show(
     document: dict[str, Any], tables: Sequence[Table], as_json: bool, files: Sequence[Path]
 ) -> None:
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.terminal import console
 
     if as_json:

@@ -23,6 +23,7 @@ from agentbench_kv.cli.options import (
     out_option,
     parse_budget,
     parse_settings,
+    print_json,
     quiet_option,
     set_option,
 )
@@ -205,7 +206,6 @@ def _tell(plan: ServingPlan, measured: Measurement, before: bool) -> None:
 
 
 def _show(summary: ServingSummary, path: Path, as_json: bool) -> None:
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.tables.formats import show
     from agentbench_kv.serving_bench.results import summary_tables
 

@@ -1,7 +1,4 @@
-"""What the verbs print: tables for people, one JSON document for programs.
-
-How a run shows that it advances: a live bar on a terminal, plain lines otherwise, or nothing.
-"""
+"""What the verbs print: tables or one JSON document, and how a run shows that it advances."""
 
 from __future__ import annotations
 

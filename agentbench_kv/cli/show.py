@@ -1,7 +1,4 @@
-"""`kvbench show`: one run in detail.
-
-`kvbench summarize`: rebuild the summary of runs and print it.
-"""
+"""`kvbench show` and `summarize`: one run in detail, and the summaries of runs rebuilt."""
 
 from __future__ import annotations
 
