@@ -16,6 +16,7 @@ def page(guide):
     return guide("add-a-task.md")
 
 
+@pytest.mark.slow
 def test_the_example_is_listed_and_refuses_a_wrong_setting(page):
     listing, *_ = page.commands()
     rows = {row["name"]: row["summary"] for row in json.loads(page.run(listing))}

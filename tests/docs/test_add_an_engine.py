@@ -28,17 +28,18 @@ def test_the_commands_do_what_the_page_says(page):
     found = json.loads(page.run(f"{compare} --json"))
     assert {row["engine"] for row in found["rows"]} == {"plainhf", "embedded"}
     assert all(row["equal_tokens"] == row["trials"] == 2 for row in found["rows"])
-    accounts = [trials(page, run) for run in sorted((page.folder / "runs").iterdir())]
-    assert accounts[0] == accounts[1]
+    found = [accounts(run) for run in sorted((page.folder / "runs").iterdir())]
+    assert found[0] == found[1]
 
 
-def trials(page, run):
+def accounts(run):
     """The KV accounts of a run's trials, by sample."""
     lines = (run / "samples.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["sample_id"]: record["kv"] for record in records}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_checked_is_refused_as_shown(page):
     line = page.run("kvbench selftest engine plainhf", 2).strip()
     assert f"\n{line}\n" in page.text
