@@ -10,7 +10,7 @@ import pytest
 from agentbench_kv.conformance.methods import check_method
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods import contract
-from agentbench_kv.registry import load_method, make_method, names
+from agentbench_kv.registry import load_class, load_method, make_method, names
 
 
 @pytest.fixture
@@ -71,3 +71,12 @@ def test_the_page_names_every_class_attribute_and_hook(page):
     internal = {"select", "budget_at"}
     for name in {*contract.CLASS_ATTRIBUTES, *contract.HOOKS.split()} - internal:
         assert re.search(rf"`{name}[`(]", page.text), name
+
+
+def test_a_plug_in_written_for_0_1_still_loads(page, monkeypatch):
+    source = page.block("python")
+    old = "from agentbench_kv.methods.params import param"
+    assert "from agentbench_kv.params import param" in source
+    page.add("earlier", source.replace("from agentbench_kv.params import param", old), {})
+    monkeypatch.syspath_prepend(str(page.folder))
+    assert load_class("earlier:LastWords").parameters()["voters"].doc == "last queries that vote"

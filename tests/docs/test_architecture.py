@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv import __version__
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 
@@ -65,7 +67,7 @@ def test_where_to_look_names_what_is_there():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             if "://" not in target:
@@ -80,3 +82,9 @@ def test_every_decision_is_in_the_index_once_under_its_title():
     for number, page in enumerate(pages, start=1):
         title = page.read_text("utf-8").splitlines()[0].removeprefix("# ")
         assert index.count(f"| {number}. [{title}]({page.name}) |") == 1, page.name
+
+
+def test_the_change_log_has_a_section_for_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert re.search(rf"^## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)$", text, re.MULTILINE)
+    assert text.index("## Unreleased") < text.index(f"## {__version__}")
