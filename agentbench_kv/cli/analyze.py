@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PLACE = re.compile(r"(\d+):(\d+)")
-one_capture = option("--capture", f"{_CAPTURE}.", PATH, required=True)
 many_captures = many(
     "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", PATH, required=True
 )
@@ -50,36 +49,6 @@ def outputs(command: F) -> F:
     """Add `--plot` and `--json`."""
     plot = option("--plot", "Also draw it: a .png or .svg file.", PATH)
     return plot(print_option(command))
-
-
-def read_tokens(text: str) -> int:
-    """Read a budget in tokens, `3072` or `3k`."""
-    tokens = Budget.parse(text).tokens
-    if tokens is None:
-        raise UsageError(f"budget {text!r}: expected a number of tokens, e.g. 3072 or 3k")
-    return tokens
-
-
-def read_place(text: str) -> tuple[int, int]:
-    """Read `LAYER:HEAD`."""
-    match = _PLACE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"--at {text!r}: expected LAYER:HEAD, e.g. --at 24:32")
-    return int(match[1]), int(match[2])
-
-
-def read_positions(text: str) -> list[int]:
-    """Read positions and inclusive ranges, `120-135,200`."""
-    positions: list[int] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first:
-            raise UsageError(
-                f"--positions {part.strip()!r}: expected positions and ranges, e.g. 120-135,200"
-            )
-        positions += range(first, last + 1)
-    return positions
 
 
 @click.group()
@@ -140,7 +109,7 @@ def coverage(
 
 
 @analyze.command()
-@one_capture
+@option("--capture", f"{_CAPTURE}.", PATH, required=True)
 @many("--at places LAYER:HEAD", "Query head; repeatable. [default: head 0 of the middle layer]")
 @option("--per-phase", "Queries drawn of each phase.", POSITIVE, default=100)
 @option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
@@ -209,7 +178,6 @@ def evidence(
     the share of its tokens still held at the end, over layers and heads, and the rank of the
     evicted ones over the places there were (1 is the last token kept).
     """
-    from agentbench_kv.cli.output import evidence_table
     from agentbench_kv.results.store import RunStore
     from agentbench_kv.run.replay import audit_session, by_outcome
     from agentbench_kv.run.spec import RunSpec
@@ -228,7 +196,7 @@ def evidence(
         {**vars(audited), "facts": [found.document() for found in audited.facts]}
         for audited in audits
     ]
-    tables = [evidence_table(by_outcome(audits))]
+    tables = [_evidence_table(by_outcome(audits))]
     _show({"analysis": "evidence", "sessions": sessions}, tables, as_json, [])
 
 
@@ -258,6 +226,21 @@ def audit(trace: Path | None, positions: str, as_json: bool) -> None:
     found = run_audit(loaded.events, chosen)
     tokens = [evidence.document() for evidence in found]
     _show({"analysis": "audit", "tokens": tokens}, audit_tables(found), as_json, [trace])
+
+
+def _evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
+    """Return one row per source, kind and outcome of evidence, see `run.replay.by_outcome`."""
+    from agentbench_kv.results.terminal import new_table
+
+    rows = [
+        (
+            *(source, kind, "knew it" if right else "got it wrong", f"{values['facts']:.0f}"),
+            *(f"{values['held']:.0%}", f"{values['rank_over_places']:.2f}"),
+        )
+        for (source, kind, right), values in groups.items()
+    ]
+    columns = ("source", "kind", "agent", "facts", "still held", "rank / places")
+    return new_table(*columns, rows=rows)
 
 
 def _load(paths: Sequence[Path], layers: Sequence[int] = ()) -> list[Capture]:
@@ -298,3 +281,33 @@ def _show(
         return
     for table in tables:
         console().print(table)
+
+
+def read_tokens(text: str) -> int:
+    """Read a budget in tokens, `3072` or `3k`."""
+    tokens = Budget.parse(text).tokens
+    if tokens is None:
+        raise UsageError(f"budget {text!r}: expected a number of tokens, e.g. 3072 or 3k")
+    return tokens
+
+
+def read_place(text: str) -> tuple[int, int]:
+    """Read `LAYER:HEAD`."""
+    match = _PLACE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--at {text!r}: expected LAYER:HEAD, e.g. --at 24:32")
+    return int(match[1]), int(match[2])
+
+
+def read_positions(text: str) -> list[int]:
+    """Read positions and inclusive ranges, `120-135,200`."""
+    positions: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise UsageError(
+                f"--positions {part.strip()!r}: expected positions and ranges, e.g. 120-135,200"
+            )
+        positions += range(first, last + 1)
+    return positions
