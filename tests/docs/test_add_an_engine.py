@@ -19,11 +19,15 @@ def page(guide):
 
 @pytest.mark.slow
 def test_the_commands_do_what_the_page_says(page):
-    listing, here, reference, compare = page.commands()
+    listing, selftest, here, reference, compare = page.commands()
     rows = {row["name"]: row for row in json.loads(page.run(listing))}
-    assert rows["plainhf"]["capabilities"] == []
+    assert rows["plainhf"]["capabilities"] == ["compress"]
+    checked = json.loads(page.run(f"{selftest} --json"))
+    assert checked["ok"], [each for each in checked["checks"] if not each["ok"]]
+    assert len(checked["checks"]) >= 18
     (summary,) = json.loads(page.run(f"{here} --json"))
     assert summary["validity"]["state"] == "valid"
+    assert summary["kv"]["events"] > 0
     page.run(reference)
     found = json.loads(page.run(f"{compare} --json"))
     assert {row["engine"] for row in found["rows"]} == {"plainhf", "embedded"}
@@ -36,15 +40,14 @@ def accounts(run):
     """The KV accounts of a run's trials, by sample."""
     lines = (run / "samples.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return {record["sample_id"]: record["kv"] for record in records}
+    # How rows are moved is the engine's own affair; the embedded engine fills holes.
+    return {each["sample_id"]: {**each["kv"], "rows_moved": None} for each in records}
 
 
 @pytest.mark.slow
-def test_what_cannot_be_checked_is_refused_as_shown(page):
-    line = page.run("kvbench selftest engine plainhf", 2).strip()
-    assert f"\n{line}\n" in page.text
+def test_what_cannot_run_is_refused_as_shown(page):
     line = page.run("kvbench run --engine plainhf --method agentkv --budget 64 --limit 1", 2)
-    assert "does not compress a cache" in line
+    assert f"\n{line}```" in page.text
 
 
 def test_the_page_names_the_whole_contract(page):
