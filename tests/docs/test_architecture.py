@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentbench_kv import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,17 @@ def test_every_file_and_name_of_the_page_exists():
         if not any(list(place.glob(text)) for place in places):
             missing.append(text)
     assert missing == []
+
+
+@pytest.mark.parametrize("flow", ["option to eviction", "token to score", "trial to table"])
+def test_the_counts_are_those_of_the_tables(flow):
+    end = flow.rpartition(" ")[2]
+    sections = PAGE.split("\n## ")
+    section = next(s for s in sections if s.startswith("From") and s.split("\n")[0].endswith(end))
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    files = {file for row in rows for file in quoted(row)}
+    (counted,) = re.findall(rf"^\| {flow} \| (\d+) \|", PAGE, re.MULTILINE)
+    assert len(files) == int(counted)
 
 
 def test_where_to_look_names_what_is_there():
