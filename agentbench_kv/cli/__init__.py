@@ -24,7 +24,7 @@ VERBS = (
 # Verbs that share a file with a closely related one.
 _FILES = {
     "baseline": "compare", "browser": "judge", "calibrate": "capture", "completion": "options",
-    "data": "env", "select": "capture", "summarize": "show",
+    "data": "env", "export": "show", "select": "capture", "summarize": "show",
 }  # fmt: skip
 
 

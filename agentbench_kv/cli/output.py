@@ -18,7 +18,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from agentbench_kv.cli.options import print_json
 from agentbench_kv.engines.base import Capability
