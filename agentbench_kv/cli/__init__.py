@@ -21,12 +21,10 @@ VERBS = (
     "completion", "convert", "data", "demo", "doctor", "env", "export", "judge", "leaderboard",
     "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
 )  # fmt: skip
-
-
 # Verbs that share a file with a closely related one.
 _FILES = {
     "baseline": "compare", "browser": "judge", "calibrate": "capture", "completion": "options",
-    "data": "env", "select": "capture", "summarize": "show",
+    "data": "env", "export": "show", "select": "capture", "summarize": "show",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from agentbench_kv.cli.options import (
     out_option,
     parse_budget,
     parse_settings,
+    print_json,
     quiet_option,
     set_option,
     spec_options,
@@ -46,25 +47,14 @@ if TYPE_CHECKING:
 @quiet_option
 @json_option
 def ablate(
-    method: str,
-    budget: str,
-    task: str,
-    seed: int,
-    axes: tuple[str, ...],
-    pairs: tuple[str, ...],
-    metric: str,
-    shared: dict[str, Any],
-    out: Path,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+    method: str, budget: str, task: str, seed: int, axes: tuple[str, ...], pairs: tuple[str, ...],
+    metric: str, shared: dict[str, Any], out: Path, dry_run: bool, quiet: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Vary one parameter of METHOD at a time and compare every variant with METHOD as it is.
 
     Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the
     same samples; p-values are Holm-adjusted over all variants.
     """
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.cli.output import run_progress, show_plan
     from agentbench_kv.results.terminal import console
     from agentbench_kv.run.ablation import ablate as run_arms

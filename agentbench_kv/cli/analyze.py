@@ -1,12 +1,9 @@
-"""`kvbench analyze`: what captures and traces show.
-
-Options that the analyses share, and how their texts are read.
-"""
+"""`kvbench analyze`: what captures and traces show."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ from agentbench_kv.cli.options import (
     many,
     option,
     parse_settings,
+    print_json,
     set_option,
 )
 from agentbench_kv.errors import UsageError
@@ -35,30 +33,15 @@ if TYPE_CHECKING:
 
 
 _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
-
-
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
 _PLACE = re.compile(r"(\d+):(\d+)")
-
-
-one_capture = option("--capture", f"{_CAPTURE}.", PATH, required=True)
-
-
 many_captures = many(
     "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", PATH, required=True
 )
-
-
 layer_option = many(
     "--layer layers", "Only this layer of the capture; repeatable. [default: all]", int
 )
-
-
 trace_option = option("--trace", "Trace file of a session.", PATH)
-
-
 print_option = option("--json as_json", "Print one JSON document.", is_flag=True)
 
 
@@ -66,36 +49,6 @@ def outputs(command: F) -> F:
     """Add `--plot` and `--json`."""
     plot = option("--plot", "Also draw it: a .png or .svg file.", PATH)
     return plot(print_option(command))
-
-
-def read_tokens(text: str) -> int:
-    """Read a budget in tokens, `3072` or `3k`."""
-    tokens = Budget.parse(text).tokens
-    if tokens is None:
-        raise UsageError(f"budget {text!r}: expected a number of tokens, e.g. 3072 or 3k")
-    return tokens
-
-
-def read_place(text: str) -> tuple[int, int]:
-    """Read `LAYER:HEAD`."""
-    match = _PLACE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"--at {text!r}: expected LAYER:HEAD, e.g. --at 24:32")
-    return int(match[1]), int(match[2])
-
-
-def read_positions(text: str) -> list[int]:
-    """Read positions and inclusive ranges, `120-135,200`."""
-    positions: list[int] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first:
-            raise UsageError(
-                f"--positions {part.strip()!r}: expected positions and ranges, e.g. 120-135,200"
-            )
-        positions += range(first, last + 1)
-    return positions
 
 
 @click.group()
@@ -134,15 +87,9 @@ def angles(
 @option("--interval", "Generated tokens between two events.", POSITIVE, default=128)
 @outputs
 def coverage(
-    captures: tuple[Path, ...],
-    layers: tuple[int, ...],
-    budgets: tuple[str, ...],
-    recent: tuple[int, ...],
-    representatives: int,
-    interval: int,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+    captures: tuple[Path, ...], layers: tuple[int, ...], budgets: tuple[str, ...],
+    recent: tuple[int, ...], representatives: int, interval: int, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Future attention kept, per phase: recent against phase-balanced queries, and the oracle."""
     from agentbench_kv.analysis.coverage import utility_coverage
     from agentbench_kv.analysis.plots import check_plot, plot_coverage
@@ -162,19 +109,15 @@ def coverage(
 
 
 @analyze.command()
-@one_capture
+@option("--capture", f"{_CAPTURE}.", PATH, required=True)
 @many("--at places LAYER:HEAD", "Query head; repeatable. [default: head 0 of the middle layer]")
 @option("--per-phase", "Queries drawn of each phase.", POSITIVE, default=100)
 @option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
 @outputs
 def tsne(
-    capture: Path,
-    places: tuple[str, ...],
-    per_phase: int,
-    seed: int,
-    plot: Path | None,
+    capture: Path, places: tuple[str, ...], per_phase: int, seed: int, plot: Path | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Embed query vectors in the plane (t-SNE), coloured by phase."""
     from agentbench_kv.analysis.plots import check_plot, plot_tsne
     from agentbench_kv.analysis.tables import tsne_tables
@@ -200,15 +143,9 @@ def tsne(
 @option("--out", "Also write the trace of the replay.", PATH, envvar="KVBENCH_TRACE_OUT")
 @outputs
 def timeline(
-    trace: Path | None,
-    capture: Path | None,
-    method: str | None,
-    budget: str | None,
-    pairs: tuple[str, ...],
-    out: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+    trace: Path | None, capture: Path | None, method: str | None, budget: str | None,
+    pairs: tuple[str, ...], out: Path | None, plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Count the kept tokens of each phase at every event of a trace or a replayed capture."""
     from agentbench_kv.analysis.audit import trace_timeline
     from agentbench_kv.analysis.plots import check_plot, plot_timeline
@@ -241,7 +178,6 @@ def evidence(
     the share of its tokens still held at the end, over layers and heads, and the rank of the
     evicted ones over the places there were (1 is the last token kept).
     """
-    from agentbench_kv.cli.output import evidence_table
     from agentbench_kv.results.store import RunStore
     from agentbench_kv.run.replay import audit_session, by_outcome
     from agentbench_kv.run.spec import RunSpec
@@ -257,20 +193,11 @@ def evidence(
     if out is not None:
         trace.save(out)
     sessions = [
-        {
-            "sample": audited.sample,
-            "score": audited.score,
-            "events": audited.events,
-            "facts": [found.document() for found in audited.facts],
-        }
+        {**vars(audited), "facts": [found.document() for found in audited.facts]}
         for audited in audits
     ]
-    _show(
-        {"analysis": "evidence", "sessions": sessions},
-        [evidence_table(by_outcome(audits))],
-        as_json,
-        [],
-    )
+    tables = [_evidence_table(by_outcome(audits))]
+    _show({"analysis": "evidence", "sessions": sessions}, tables, as_json, [])
 
 
 @analyze.command()
@@ -299,6 +226,21 @@ def audit(trace: Path | None, positions: str, as_json: bool) -> None:
     found = run_audit(loaded.events, chosen)
     tokens = [evidence.document() for evidence in found]
     _show({"analysis": "audit", "tokens": tokens}, audit_tables(found), as_json, [trace])
+
+
+def _evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
+    """Return one row per source, kind and outcome of evidence, see `run.replay.by_outcome`."""
+    from agentbench_kv.results.terminal import new_table
+
+    rows = [
+        (
+            *(source, kind, "knew it" if right else "got it wrong", f"{values['facts']:.0f}"),
+            *(f"{values['held']:.0%}", f"{values['rank_over_places']:.2f}"),
+        )
+        for (source, kind, right), values in groups.items()
+    ]
+    columns = ("source", "kind", "agent", "facts", "still held", "rank / places")
+    return new_table(*columns, rows=rows)
 
 
 def _load(paths: Sequence[Path], layers: Sequence[int] = ()) -> list[Capture]:
@@ -332,7 +274,6 @@ def _trace(
 def _show(
     document: dict[str, Any], tables: Sequence[Table], as_json: bool, files: Sequence[Path]
 ) -> None:
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.terminal import console
 
     if as_json:
@@ -340,3 +281,33 @@ def _show(
         return
     for table in tables:
         console().print(table)
+
+
+def read_tokens(text: str) -> int:
+    """Read a budget in tokens, `3072` or `3k`."""
+    tokens = Budget.parse(text).tokens
+    if tokens is None:
+        raise UsageError(f"budget {text!r}: expected a number of tokens, e.g. 3072 or 3k")
+    return tokens
+
+
+def read_place(text: str) -> tuple[int, int]:
+    """Read `LAYER:HEAD`."""
+    match = _PLACE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--at {text!r}: expected LAYER:HEAD, e.g. --at 24:32")
+    return int(match[1]), int(match[2])
+
+
+def read_positions(text: str) -> list[int]:
+    """Read positions and inclusive ranges, `120-135,200`."""
+    positions: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise UsageError(
+                f"--positions {part.strip()!r}: expected positions and ranges, e.g. 120-135,200"
+            )
+        positions += range(first, last + 1)
+    return positions

@@ -1,7 +1,4 @@
-"""`kvbench bench`: speed of parts, apart from any task.
-
-`kvbench bench restore`: a block comes back from the host, against computing it again.
-"""
+"""`kvbench bench`: the speed of kernels, of restored blocks and of servers, without any task."""
 
 from __future__ import annotations
 
@@ -22,132 +19,21 @@ if TYPE_CHECKING:
     from agentbench_kv.results.papers import PublishedFigure
 
 
-SIZES = (20, 40, 160, 640, 1280)
-
-
-MOST_TOKENS = 1792
-
-
-BenchRestoreHEADER = (
-    "protocol", "tokens", "save, ms", "evict, ms", "restore, ms", "re-prefill, ms", "faster",
-    "save + restore", "load",
-)  # fmt: skip
-
-
-PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speedup")
-
-
-@click.command()
-@option(
-    "--model",
-    "GGUF file.  [default: random weights, 8 layers of 512]",
-    click.Path(exists=True, dir_okay=False, path_type=Path),
-)
-@local("--tokens", "Block.", click.IntRange(1, MOST_TOKENS), default=SIZES, show_default=False)
-@local("--cells", kind=click.IntRange(4096), default=8192)
-@local("--dtype", kind=click.Choice(["float32", "float16"]), default="float16")
-@local("--repeats", kind=POSITIVE, default=5)
-@json_option
-def restore(
-    model: Path | None, tokens: tuple[int, ...], cells: int, dtype: str, repeats: int, as_json: bool
-) -> None:
-    """Time saving, evicting and restoring a block on llama.cpp, and computing it again.
-
-    One thread; processor time of that thread, so that a busy machine disturbs little.
-    """
-    from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes, measure_restore
-    from agentbench_kv.environments import python_of
-
-    rows = measure_restore(python_of("llamacpp"), model, dtype, tokens, cells, repeats)
-    about: dict[str, Any] = {}
-    found: list[RestoreTimes] = []
-    for row in rows:
-        if isinstance(row, RestoreTimes):
-            found.append(row)
-        else:
-            about = row
-        if not as_json:
-            click.echo(_line(row) if isinstance(row, RestoreTimes) else _head(row))
-    if as_json:
-        print_json({**about, "cells_measured": [_plain_bench_restore(row) for row in found]})
-    else:
-        _print_published()
-
-
-def _head(about: dict[str, Any]) -> str:
-    return (
-        f"{about['model']}: {about['layers']} layers, {about['kv_heads']} KV heads of "
-        f"{about['head_dim']}, {about['dtype']}, {about['bytes_per_token']:,} B per token, "
-        f"{about['cells']:,} cells, {about['threads']} thread\n"
-        f"| {' | '.join(BenchRestoreHEADER)} |\n|---|{'--:|' * (len(BenchRestoreHEADER) - 1)}"
-    )
-
-
-def _line(row: RestoreTimes) -> str:
-    times = (row.save, row.evict, row.restore, row.prefill)
-    cells = (
-        row.protocol, f"{row.tokens:,}", *(f"{time:.2f}" for time in times),
-        f"{row.speedup:.0f}x", f"{row.both_speedup:.0f}x", f"{row.load_average:.1f}",
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def _print_published() -> None:
-    """Print what was published, measured on other hardware, model and protocol."""
-    from agentbench_kv.engines.llamacpp.restore_bench import PROTOCOLS
-
-    for name, meaning in PROTOCOLS.items():
-        click.echo(f"{name}: {meaning}")
-    click.echo("\npublished (not comparable: another processor, model and llama.cpp):")
-    click.echo("| source | tokens | save, ms | restore, ms | re-prefill, ms | faster |")
-    click.echo(f"|---|{'--:|' * 5}")
-    for block, figures in _published().items():
-        first = figures[PUBLISHED[0]]
-        values = " | ".join(f"{figures[metric].value:g}" for metric in PUBLISHED[:3])
-        source = f"{first.source} {first.where}, {first.model}, {first.setting.get('gpu')}"
-        click.echo(f"| {source} | {block} | {values} | {figures[PUBLISHED[3]].value:g}x |")
-
-
-def _published() -> dict[str, dict[str, PublishedFigure]]:
-    """Return the published figures by block and metric."""
-    from agentbench_kv.results.papers import figures
-
-    blocks: dict[str, dict[str, PublishedFigure]] = {}
-    for figure in figures("efficiency"):
-        if figure.metric in PUBLISHED:
-            block = figure.setting["workload"].removesuffix("-token block")
-            blocks.setdefault(block, {})[figure.metric] = figure
-    return blocks
-
-
-def _plain_bench_restore(row: RestoreTimes) -> dict[str, Any]:
-    return {**asdict(row), "speedup": row.speedup, "both_speedup": row.both_speedup}
-
-
 OPERATIONS = (
     "compact", "attention_mass", "select_top", "ring_write", "rope_rotate", "aabb", "aabb_score",
     "similarity",
 )  # fmt: skip
-
-
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-HEADER = (
+_HEADER = (
     "operation", "model", "sessions", "T", "B", "native, us", "torch, us", "faster", "library, us",
     "MB to move", "of a copy", "rows moved",
 )  # fmt: skip
-
-
-SLOW = 8192  # tokens
+_LONG = 8192  # tokens
 
 
 @click.group()
 def bench() -> None:
     """Time the parts that methods are made of, and servers under load."""
-
-
-bench.add_command(restore)
 
 
 bench.add_command(serving)
@@ -168,8 +54,8 @@ bench.add_command(serving)
 def kernels(as_json: bool, **options: Any) -> None:
     """Time every kernel against PyTorch's operations and a plain copy, one layer at a time.
 
-    Operations that do not depend on the budget are measured
-    once per T; caches above --memory are left out and named.
+    Operations that do not depend on the budget are measured once per T; caches above --memory are
+    left out and named.
     """
     from agentbench_kv.kernels import active_backend
     from agentbench_kv.kernels.benchmark import measure
@@ -181,11 +67,11 @@ def kernels(as_json: bool, **options: Any) -> None:
     found: list[Measurement] = []
     if not as_json:
         click.echo(f"{native.name} kernels: {native.about}")
-        click.echo(f"| {' | '.join(HEADER)} |\n|{'---|' * 2}{'--:|' * (len(HEADER) - 2)}")
+        click.echo(f"| {' | '.join(_HEADER)} |\n|{'---|' * 2}{'--:|' * (len(_HEADER) - 2)}")
     for each in measure(cells, native, TorchBackend(), repeats):
         found.append(each)
         if not as_json:
-            click.echo(_row(each))
+            click.echo(_kernel_row(each))
     if as_json:
         print_json({"backend": native.name, "about": native.about, "cells": _plain(found)})
     for line in left_out:
@@ -193,16 +79,9 @@ def kernels(as_json: bool, **options: Any) -> None:
 
 
 def _cells(
-    operations: Sequence[str],
-    models: Sequence[str],
-    tokens: Sequence[int],
-    budgets: Sequence[int],
-    sessions: Sequence[int],
-    block: int,
-    dtype: str,
-    device: str,
-    memory: int,
-) -> tuple[list[Cell], list[str]]:
+    operations: Sequence[str], models: Sequence[str], tokens: Sequence[int], budgets: Sequence[int],
+    sessions: Sequence[int], block: int, dtype: str, device: str, memory: int,
+) -> tuple[list[Cell], list[str]]:  # fmt: skip
     """Return what to measure, and what is left out with the reason."""
     import torch
 
@@ -219,13 +98,14 @@ def _cells(
     cells: list[Cell] = []
     left_out: list[str] = []
     for operation in operations or OPERATIONS:
+        quadratic = operation == "similarity" and where.type == "cpu"
         for model, count, length, budget in _grid(operation, models, sessions, tokens, budgets):
             size = block or length
             cell = Cell(operation, model, count, length, budget, size, getattr(torch, dtype), where)
             name = f"{operation} {model}, {count} sessions, T={length}, B={budget}"
             if cell.cache_bytes > memory << 30:
                 left_out.append(f"{name}: {cell.cache_bytes / 2**30:.0f} GiB of cache (--memory)")
-            elif operation == "similarity" and where.type == "cpu" and (length > SLOW or count > 1):
+            elif quadratic and (length > _LONG or count > 1):
                 left_out.append(f"{name}: quadratic in T, slow on a CPU")
             else:
                 cells.append(cell)
@@ -247,7 +127,7 @@ def _grid(
             yield model, count, length, budget
 
 
-def _row(each: Measurement) -> str:
+def _kernel_row(each: Measurement) -> str:
     cell = each.cell
     library = "" if each.library_us is None else f"{each.library_us:,.0f}"
     cells = (
@@ -265,3 +145,95 @@ def _plain(found: Sequence[Measurement]) -> list[dict[str, Any]]:
         row |= row.pop("cell")
         row |= {"dtype": str(row["dtype"]).removeprefix("torch."), "device": str(row["device"])}
     return rows
+
+
+_BLOCKS = (20, 40, 160, 640, 1280)  # tokens
+_MOST_TOKENS = 1792
+_RESTORE_HEADER = (
+    "protocol", "tokens", "save, ms", "evict, ms", "restore, ms", "re-prefill, ms", "faster",
+    "save + restore", "load",
+)  # fmt: skip
+_PUBLISHED = ("block_save_ms", "block_restore_ms", "reprefill_ms", "restore_speedup")
+
+
+@bench.command()
+@option(
+    "--model",
+    "GGUF file.  [default: random weights, 8 layers of 512]",
+    click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@local("--tokens", "Block.", click.IntRange(1, _MOST_TOKENS), default=_BLOCKS, show_default=False)
+@local("--cells", kind=click.IntRange(4096), default=8192)
+@local("--dtype", kind=click.Choice(["float32", "float16"]), default="float16")
+@local("--repeats", kind=POSITIVE, default=5)
+@json_option
+def restore(
+    model: Path | None, tokens: tuple[int, ...], cells: int, dtype: str, repeats: int, as_json: bool
+) -> None:
+    """Time saving, evicting and restoring a block on llama.cpp, and computing it again.
+
+    One thread; processor time of that thread, so that a busy machine disturbs little.
+    """
+    from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes, measure_restore
+    from agentbench_kv.environments import python_of
+
+    about: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
+    for row in measure_restore(python_of("llamacpp"), model, dtype, tokens, cells, repeats):
+        if isinstance(row, RestoreTimes):
+            speedups = {"speedup": row.speedup, "both_speedup": row.both_speedup}
+            found.append(asdict(row) | speedups)
+        else:
+            about = row
+        if not as_json:
+            click.echo(_restore_row(row) if isinstance(row, RestoreTimes) else _restore_head(row))
+    if as_json:
+        print_json({**about, "cells_measured": found})
+    else:
+        _print_published()
+
+
+def _restore_head(about: dict[str, Any]) -> str:
+    return (
+        f"{about['model']}: {about['layers']} layers, {about['kv_heads']} KV heads of "
+        f"{about['head_dim']}, {about['dtype']}, {about['bytes_per_token']:,} B per token, "
+        f"{about['cells']:,} cells, {about['threads']} thread\n"
+        f"| {' | '.join(_RESTORE_HEADER)} |\n|---|{'--:|' * (len(_RESTORE_HEADER) - 1)}"
+    )
+
+
+def _restore_row(row: RestoreTimes) -> str:
+    times = (row.save, row.evict, row.restore, row.prefill)
+    cells = (
+        row.protocol, f"{row.tokens:,}", *(f"{time:.2f}" for time in times),
+        f"{row.speedup:.0f}x", f"{row.both_speedup:.0f}x", f"{row.load_average:.1f}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _print_published() -> None:
+    """Print what was published, measured on other hardware, model and protocol."""
+    from agentbench_kv.engines.llamacpp.restore_bench import PROTOCOLS
+
+    for name, meaning in PROTOCOLS.items():
+        click.echo(f"{name}: {meaning}")
+    click.echo("\npublished (not comparable: another processor, model and llama.cpp):")
+    click.echo("| source | tokens | save, ms | restore, ms | re-prefill, ms | faster |")
+    click.echo(f"|---|{'--:|' * 5}")
+    for block, figures in _published().items():
+        first = figures[_PUBLISHED[0]]
+        values = " | ".join(f"{figures[metric].value:g}" for metric in _PUBLISHED[:3])
+        source = f"{first.source} {first.where}, {first.model}, {first.setting.get('gpu')}"
+        click.echo(f"| {source} | {block} | {values} | {figures[_PUBLISHED[3]].value:g}x |")
+
+
+def _published() -> dict[str, dict[str, PublishedFigure]]:
+    """Return the published figures by block and metric."""
+    from agentbench_kv.results.papers import figures
+
+    blocks: dict[str, dict[str, PublishedFigure]] = {}
+    for figure in figures("efficiency"):
+        if figure.metric in _PUBLISHED:
+            block = figure.setting["workload"].removesuffix("-token block")
+            blocks.setdefault(block, {})[figure.metric] = figure
+    return blocks

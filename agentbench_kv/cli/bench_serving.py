@@ -23,6 +23,7 @@ from agentbench_kv.cli.options import (
     out_option,
     parse_budget,
     parse_settings,
+    print_json,
     quiet_option,
     set_option,
 )
@@ -207,7 +208,6 @@ def _tell(plan: ServingPlan, measured: LoadMeasurement, before: bool) -> None:
 
 
 def _show(summary: ServingSummary, path: Path, as_json: bool) -> None:
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.results.tables.formats import show
     from agentbench_kv.serving_bench.summary import summary_tables
 

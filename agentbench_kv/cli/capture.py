@@ -1,9 +1,4 @@
-"""`kvbench capture`: the queries, keys and values of one session, in a file.
-
-`kvbench select`: what a method would keep of a capture.
-
-`kvbench calibrate`: TriAttention's statistics of a model.
-"""
+"""`kvbench capture`, `select`, `calibrate`: a session in a file, and what methods make of it."""
 
 from __future__ import annotations
 
@@ -25,6 +20,7 @@ from agentbench_kv.cli.options import (
     option,
     parse_budget,
     parse_settings,
+    print_json,
     set_option,
     shown,
     spec_options,
@@ -48,19 +44,10 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 @json_option
 @spec_options
 def capture(
-    out: Path,
-    task: str,
-    sample: str,
-    seed: int,
-    method: str,
-    budget: str | None,
-    pairs: tuple[str, ...],
-    layers: str,
-    heads: str,
-    precision: str,
-    as_json: bool,
+    out: Path, task: str, sample: str, seed: int, method: str, budget: str | None,
+    pairs: tuple[str, ...], layers: str, heads: str, precision: str, as_json: bool,
     shared: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Play one session of TASK and write Q, K, V, phases and token ids to OUT (.npz, .safetensors).
 
     The size per 1,000 tokens is stated before it starts. See kvbench select and kvbench analyze.
@@ -68,7 +55,6 @@ def capture(
     import torch
 
     from agentbench_kv.analysis.captures import check_suffix
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.engines.embedded.model import load_model
     from agentbench_kv.run.replay import capture_session, capture_size
     from agentbench_kv.run.spec import resolve
@@ -119,21 +105,15 @@ def _numbers(option: str, text: str) -> list[int]:
 )
 @flag("--json as_json", "Print meta as JSON.")
 def select(
-    method: str,
-    budget: str | None,
-    capture: Path,
-    out: Path,
-    pairs: tuple[str, ...],
-    now: int | None,
-    as_json: bool,
-) -> None:
+    method: str, budget: str | None, capture: Path, out: Path, pairs: tuple[str, ...],
+    now: int | None, as_json: bool,
+) -> None:  # fmt: skip
     """Score the tokens of a capture with METHOD and write which ones it keeps.
 
     Exactly the code the engines run, on a file.
     """
     from agentbench_kv.analysis.captures import Capture, check_suffix
     from agentbench_kv.analysis.replay import select_capture
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.registry import make_method
 
     check_suffix(out)
@@ -160,7 +140,6 @@ def select(
 @json_option
 def calibrate(model: str, text: Path | None, dtype: str, device: str, as_json: bool) -> None:
     """Measure MODEL's queries on TEXT and keep the result for every run of triattention."""
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.engines.embedded.model import load_model
     from agentbench_kv.methods.calibration import Calibration
     from agentbench_kv.run.calibration import MICRO_SOURCE, make_calibration, micro_texts

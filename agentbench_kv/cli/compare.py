@@ -1,9 +1,4 @@
-"""`kvbench compare`: whether a candidate has become worse than a base.
-
-What `kvbench compare --engines` prints.
-
-`kvbench baseline`: runs as one file that can be committed and compared with.
-"""
+"""`kvbench compare` and `baseline`: has a candidate become worse, against runs or a saved file."""
 
 from __future__ import annotations
 
@@ -34,82 +29,6 @@ if TYPE_CHECKING:
 
 
 _MOST_REPLAYED = 8  # sessions that are played again for their logits
-
-
-def show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
-    """Print the cross-engine table of some runs; return the exit code."""
-    from agentbench_kv.results.baseline import open_sides
-    from agentbench_kv.results.engines import consistency
-    from agentbench_kv.results.terminal import print_json
-
-    with open_sides(sources, out) as (sides, _):
-        runs = [run for side in sides for run in side]
-        found = consistency(runs)
-    found = found.with_gaps(_gaps(runs, found))
-    if as_json:
-        print_json(found.document())
-    else:
-        _print(found)
-    return 0 if found.equal else 1
-
-
-def _gaps(runs: Sequence[Run], found: Consistency) -> dict[int, tuple[float | None, str]]:
-    """Ask the embedded engine how close the decisions were at which another engine parted."""
-    spec = next((run.spec for run in runs if run.setting.engine == "embedded"), None)
-    if spec is None:
-        return {}
-    parted = [i for i, each in enumerate(found.differences) if each.turn is not None]
-    return {i: _gap(spec, found.differences[i]) for i in parted[:_MOST_REPLAYED]}
-
-
-def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, str]:
-    from agentbench_kv.conformance.engines.comparison import decision_gap
-    from agentbench_kv.errors import KVBenchError
-    from agentbench_kv.run.spec import RunSpec
-
-    known = {field.name for field in fields(RunSpec)}
-    run = RunSpec(**{key: value for key, value in spec.items() if key in known})
-    if difference.trial or difference.turn is None or difference.index is None:
-        return None, "only first trials are played again"
-    try:
-        gap = decision_gap(
-            run, difference.sample, difference.turn, difference.index, difference.tokens
-        )
-    except KVBenchError as error:
-        return None, str(error)
-    return gap, ""
-
-
-def _print(found: Consistency) -> None:
-    from agentbench_kv.results.terminal import console, new_table
-
-    budget = "" if found.budget is None else f" at {found.budget}"
-    console().print(f"{found.task}, {found.model}, {found.method}{budget}", markup=False)
-    columns = ("engine", "run", "trials", "equal scores", "equal tokens", "score")
-    rows = [
-        (
-            *(row.engine, row.run_id, row.trials, row.equal_scores),
-            "not recorded" if row.equal_tokens is None else row.equal_tokens,
-            None if row.score is None else f"{100 * row.score:.1f}%",
-        )
-        for row in found.rows
-    ]
-    console().print(new_table(*columns, rows=rows))
-    if found.differences:
-        columns = ("sample", "trial", "engine", "score", "first differing token", "logit gap")
-        console().print(new_table(*columns, rows=map(_difference, found.differences)))
-
-
-def _difference(each: Difference) -> tuple[object, ...]:
-    mine, theirs = each.tokens
-    place = f"turn {each.turn}, token {each.index}: {theirs} instead of {mine}"
-    return (
-        *(each.sample, each.trial, each.engine, f"{each.scores[0]:g} > {each.scores[1]:g}"),
-        None if each.turn is None else place,
-        each.note or (None if each.gap is None else f"{each.gap:.2e}"),
-    )
-
-
 FORMATS = ("terminal", "markdown", "junit", "github", "json")
 
 
@@ -193,18 +112,10 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 @out_option()
 @flag("--json as_json", "As --format json.")
 def compare(
-    runs: tuple[str, ...],
-    engines: bool,
-    planned: bool,
-    samples: int | None,
-    discordance: float | None,
-    form: str,
-    as_json: bool,
-    out: Path,
-    writes: tuple[str, ...],
-    bootstrap: bool,
-    **options: Any,
-) -> int:
+    runs: tuple[str, ...], engines: bool, planned: bool, samples: int | None,
+    discordance: float | None, form: str, as_json: bool, out: Path, writes: tuple[str, ...],
+    bootstrap: bool, **options: Any,
+) -> int:  # fmt: skip
     """Compare CAND with BASE, sample by sample, and say ok, inconclusive or regression.
 
     Each is a run directory, a run id, a folder of runs, a baseline file (kvbench baseline save) or
@@ -217,7 +128,7 @@ def compare(
     """
     form = "json" if as_json else form
     if engines:
-        return show_engines(runs, out, form == "json")
+        return _show_engines(runs, out, form == "json")
     if planned:
         limits = options["margin"], options["catch"]
         return _plan(runs, out, limits, samples, discordance, form == "json")
@@ -235,17 +146,9 @@ def compare(
 
 
 def _compare(
-    base: str,
-    cand: str,
-    out: Path,
-    form: str,
-    files: Sequence[tuple[str, Path]],
-    bootstrap: bool,
-    *,
-    repeats: tuple[str, ...],
-    by: str | None,
-    **options: Any,
-) -> int:
+    base: str, cand: str, out: Path, form: str, files: Sequence[tuple[str, Path]], bootstrap: bool,
+    *, repeats: tuple[str, ...], by: str | None, **options: Any,
+) -> int:  # fmt: skip
     from agentbench_kv.results.baseline import absent_baseline, open_sides
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show
@@ -283,13 +186,9 @@ def _without_baseline(
 
 
 def _plan(
-    runs: Sequence[str],
-    out: Path,
-    limits: tuple[float, float | None],
-    samples: int | None,
-    discordance: float | None,
-    as_json: bool,
-) -> int:
+    runs: Sequence[str], out: Path, limits: tuple[float, float | None], samples: int | None,
+    discordance: float | None, as_json: bool,
+) -> int:  # fmt: skip
     from agentbench_kv.results.baseline import open_sides
     from agentbench_kv.results.compare import plan, plan_lines
 
@@ -339,7 +238,7 @@ def save(
     if as_json:
         print_json({"path": str(path), "runs": [run.run_id for run in found]})
         return
-    _print_baseline(found)
+    _show_runs(found)
     click.echo(str(path))
 
 
@@ -354,7 +253,7 @@ def show(source: str, as_json: bool) -> None:
         if any(run.path.is_dir() for run in runs):
             raise UsageError(f"{source} is a folder of runs, not a baseline; kvbench show RUN")
     if not as_json:
-        _print_baseline(runs)
+        _show_runs(runs)
         return
     documents = [
         {
@@ -368,8 +267,80 @@ def show(source: str, as_json: bool) -> None:
     print_json(documents)
 
 
-def _print_baseline(runs: Sequence[Run]) -> None:
-    from agentbench_kv.results import show as render
-    from agentbench_kv.results import terminal
+def _show_runs(runs: Sequence[Run]) -> None:
+    from agentbench_kv.results.show import summary_table
+    from agentbench_kv.results.terminal import console
 
-    terminal.console().print(render.summary_table([run.summary for run in runs]))
+    console().print(summary_table([run.summary for run in runs]))
+
+
+def _show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
+    """Print the cross-engine table of some runs; return the exit code."""
+    from agentbench_kv.results.baseline import open_sides
+    from agentbench_kv.results.engines import consistency
+
+    with open_sides(sources, out) as (sides, _):
+        runs = [run for side in sides for run in side]
+        found = consistency(runs)
+    found = found.with_gaps(_gaps(runs, found))
+    if as_json:
+        print_json(found.document())
+    else:
+        _print_engines(found)
+    return 0 if found.equal else 1
+
+
+def _print_engines(found: Consistency) -> None:
+    from agentbench_kv.results.terminal import console, new_table
+
+    budget = "" if found.budget is None else f" at {found.budget}"
+    console().print(f"{found.task}, {found.model}, {found.method}{budget}", markup=False)
+    columns = ("engine", "run", "trials", "equal scores", "equal tokens", "score")
+    rows = [
+        (
+            *(row.engine, row.run_id, row.trials, row.equal_scores),
+            "not recorded" if row.equal_tokens is None else row.equal_tokens,
+            None if row.score is None else f"{100 * row.score:.1f}%",
+        )
+        for row in found.rows
+    ]
+    console().print(new_table(*columns, rows=rows))
+    if found.differences:
+        columns = ("sample", "trial", "engine", "score", "first differing token", "logit gap")
+        console().print(new_table(*columns, rows=map(_difference, found.differences)))
+
+
+def _difference(each: Difference) -> tuple[object, ...]:
+    mine, theirs = each.tokens
+    place = f"turn {each.turn}, token {each.index}: {theirs} instead of {mine}"
+    return (
+        *(each.sample, each.trial, each.engine, f"{each.scores[0]:g} > {each.scores[1]:g}"),
+        None if each.turn is None else place,
+        each.note or (None if each.gap is None else f"{each.gap:.2e}"),
+    )
+
+
+def _gaps(runs: Sequence[Run], found: Consistency) -> dict[int, tuple[float | None, str]]:
+    """Ask the embedded engine how close the decisions were at which another engine parted."""
+    spec = next((run.spec for run in runs if run.setting.engine == "embedded"), None)
+    if spec is None:
+        return {}
+    parted = [i for i, each in enumerate(found.differences) if each.turn is not None]
+    return {i: _gap(spec, found.differences[i]) for i in parted[:_MOST_REPLAYED]}
+
+
+def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, str]:
+    from agentbench_kv.conformance.engines.comparison import decision_gap
+    from agentbench_kv.run.spec import RunSpec
+
+    if difference.trial or difference.turn is None or difference.index is None:
+        return None, "only first trials are played again"
+    known = {field.name for field in fields(RunSpec)}
+    run = RunSpec(**{key: value for key, value in spec.items() if key in known})
+    try:
+        gap = decision_gap(
+            run, difference.sample, difference.turn, difference.index, difference.tokens
+        )
+    except KVBenchError as error:
+        return None, str(error)
+    return gap, ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import FILE, json_option
+from agentbench_kv.cli.options import FILE, json_option, print_json
 
 
 @click.command()
@@ -21,7 +21,6 @@ def convert(folder: str, out: Path, as_json: bool) -> None:
     better converted and quantised with llama.cpp's own tools. Without the package gguf here, the
     environment llamacpp converts.
     """
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.engines.embedded.model import model_path
     from agentbench_kv.engines.llamacpp.gguf import read_metadata
     from agentbench_kv.engines.llamacpp.models import model_shape

@@ -37,7 +37,7 @@ _CANNED_CALL = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One thing looked at."""
 
     name: str
@@ -63,23 +63,23 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(2)
 
 
-def diagnose() -> list[Finding]:
+def diagnose() -> list[Diagnosis]:
     """Look at everything; one examination that fails never hides the others."""
     return [finding for examine in EXAMINATIONS for finding in _guarded(examine)]
 
 
-def _guarded(examine: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def _guarded(examine: Callable[[], Iterator[Diagnosis]]) -> list[Diagnosis]:
     name = examine.__name__.strip("_").replace("_", " ")
     try:
         return list(examine())
     except Exception as error:  # noqa: BLE001  a broken installation can fail in any way
-        return [Finding(name, "broken", f"{type(error).__name__}: {error}", _REINSTALL)]
+        return [Diagnosis(name, "broken", f"{type(error).__name__}: {error}", _REINSTALL)]
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[Diagnosis]:
     python = platform.python_version()
     old = sys.version_info < (3, 11)
-    yield Finding(
+    yield Diagnosis(
         "kvbench",
         "broken" if old else "ok",
         f"{__version__} on Python {python}, {platform.system()} {platform.machine()}",
@@ -87,26 +87,26 @@ def _versions() -> Iterator[Finding]:
     )
     for package in _CORE:
         try:
-            yield Finding(package, "ok", metadata.version(package))
+            yield Diagnosis(package, "ok", metadata.version(package))
         except metadata.PackageNotFoundError:
-            yield Finding(package, "broken", "not installed", _REINSTALL)
+            yield Diagnosis(package, "broken", "not installed", _REINSTALL)
 
 
-def _accelerator() -> Iterator[Finding]:
+def _accelerator() -> Iterator[Diagnosis]:
     import torch
 
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         mend = "on a machine with an NVIDIA GPU: pip install torch (CUDA build); see nvidia-smi"
-        yield Finding("gpu", "optional", f"none visible to torch ({built})", mend)
+        yield Diagnosis("gpu", "optional", f"none visible to torch ({built})", mend)
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-        yield Finding(f"gpu {index}", "ok", found)
+        yield Diagnosis(f"gpu {index}", "ok", found)
 
 
-def _kernels() -> Iterator[Finding]:
+def _kernels() -> Iterator[Diagnosis]:
     import torch
 
     from agentbench_kv.kernels import active_backend
@@ -115,38 +115,38 @@ def _kernels() -> Iterator[Finding]:
         try:
             backend = active_backend(device)
         except KVBenchError as error:
-            yield Finding(f"kernels on {device}", "broken", str(error), "unset KVBENCH_KERNELS")
+            yield Diagnosis(f"kernels on {device}", "broken", str(error), "unset KVBENCH_KERNELS")
             continue
         # PyTorch in a library's place works, only slower, and says itself what is missing.
         wanted = backend.name == device or backend.about == "PyTorch operations"
         mend = None if wanted else "install g++ (or nvcc), then: kvbench doctor"
         found = f"{backend.name}: {backend.about}"
-        yield Finding(f"kernels on {device}", "ok" if wanted else "optional", found, mend)
+        yield Diagnosis(f"kernels on {device}", "ok" if wanted else "optional", found, mend)
 
 
-def _engines() -> Iterator[Finding]:
+def _engines() -> Iterator[Diagnosis]:
     points = sorted(metadata.entry_points(group="agentbench_kv.engines"), key=lambda p: p.name)
     if not points:
-        yield Finding("engines", "broken", "none registered", _REINSTALL)
+        yield Diagnosis("engines", "broken", "none registered", _REINSTALL)
     for point in points:
         try:
             point.load()
-            yield Finding(f"engine {point.name}", "ok", point.value)
+            yield Diagnosis(f"engine {point.name}", "ok", point.value)
         except Exception as error:  # noqa: BLE001  a plug-in can fail in any way
             found = f"does not import: {error}"
-            yield Finding(f"engine {point.name}", "broken", found, _REINSTALL)
+            yield Diagnosis(f"engine {point.name}", "broken", found, _REINSTALL)
 
 
-def _environments() -> Iterator[Finding]:
+def _environments() -> Iterator[Diagnosis]:
     from agentbench_kv import environments
 
     for each in environments.list_environments():
         ready = each.state == "ready"
         found = f"{each.state}: {each.detail}"
-        yield Finding(f"env {each.name}", "ok" if ready else "optional", found, each.mend)
+        yield Diagnosis(f"env {each.name}", "ok" if ready else "optional", found, each.mend)
 
 
-def _data() -> Iterator[Finding]:
+def _data() -> Iterator[Diagnosis]:
     from agentbench_kv.adapters.data import VARIABLE, data_folder
 
     folder = data_folder()
@@ -159,32 +159,32 @@ def _data() -> Iterator[Finding]:
     yield _optional("corpora", ", ".join(corpora), f"none in {folder}", mend)
 
 
-def _optional(name: str, found: str, absent: str, mend: str) -> Finding:
-    return Finding(name, "ok", found) if found else Finding(name, "optional", absent, mend)
+def _optional(name: str, found: str, absent: str, mend: str) -> Diagnosis:
+    return Diagnosis(name, "ok", found) if found else Diagnosis(name, "optional", absent, mend)
 
 
-def _micro_model() -> Iterator[Finding]:
+def _micro_model() -> Iterator[Diagnosis]:
     folder = resources.files("agentbench_kv.models") / "micro"
     weights = sorted(f.name for f in folder.iterdir() if f.name.endswith(".safetensors"))
     if weights:
-        yield Finding("micro model", "ok", f"{folder} ({', '.join(weights)})")
+        yield Diagnosis("micro model", "ok", f"{folder} ({', '.join(weights)})")
     else:
-        yield Finding("micro model", "broken", f"no weights in {folder}", _REINSTALL)
+        yield Diagnosis("micro model", "broken", f"no weights in {folder}", _REINSTALL)
 
 
-def _tool_parser() -> Iterator[Finding]:
+def _tool_parser() -> Iterator[Diagnosis]:
     from agentbench_kv.gateway.parsing import OutputParser, choose_parser
 
     parser = OutputParser(choose_parser("hermes", ()), lambda: "call_0")
     deltas = [*parser.feed(_CANNED_CALL), *parser.finish()]
     calls = [delta.call["function"] for delta in deltas if delta.call is not None]
     if [json.loads(call["arguments"]) for call in calls] == [{"city": "Z\u00fcrich"}]:
-        yield Finding("tool parser", "ok", f"a canned call parses: {calls[0]['name']}")
+        yield Diagnosis("tool parser", "ok", f"a canned call parses: {calls[0]['name']}")
     else:
-        yield Finding("tool parser", "broken", f"a canned call became {calls!r}", _REINSTALL)
+        yield Diagnosis("tool parser", "broken", f"a canned call became {calls!r}", _REINSTALL)
 
 
-def _disk() -> Iterator[Finding]:
+def _disk() -> Iterator[Diagnosis]:
     from agentbench_kv import environments
 
     for name, folder in (("disk here", Path.cwd()), ("disk of KVBENCH_HOME", environments.home())):
@@ -197,13 +197,13 @@ def _disk() -> Iterator[Finding]:
         )
 
 
-EXAMINATIONS: tuple[Callable[[], Iterator[Finding]], ...] = (
+EXAMINATIONS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
     _versions, _accelerator, _kernels, _engines, _environments, _data, _micro_model, _tool_parser,
     _disk,
 )  # fmt: skip
 
 
-def _line(each: Finding) -> str:
+def _line(each: Diagnosis) -> str:
     mark = {"ok": "ok", "optional": "absent", "broken": "BROKEN"}[each.verdict]
     mend = f"\n{'':10}mend: {each.mend}" if each.mend else ""
     return f"{mark:<8}  {each.name}: {each.found}{mend}"

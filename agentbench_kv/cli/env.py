@@ -1,7 +1,4 @@
-"""`kvbench env`: environments for dependencies that cannot share kvbench's own.
-
-`kvbench data`: corpora and data sets that users bring.
-"""
+"""`kvbench env` and `data`: dependencies and corpora that are not part of the package."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import PATH, flag, json_option, local, local_flag, option
+from agentbench_kv.cli.options import PATH, flag, json_option, local, local_flag, option, print_json
 
 if TYPE_CHECKING:
     from agentbench_kv.environments import EnvironmentStatus
@@ -135,7 +132,6 @@ def import_corpus(
 
     from agentbench_kv.adapters.browser import importing
     from agentbench_kv.adapters.data import data_folder
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.errors import UsageError
 
     if not name or name in {".", ".."} or Path(name).name != name:

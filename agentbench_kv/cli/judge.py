@@ -1,7 +1,4 @@
-"""`kvbench judge`: an LLM's verdict on a finished run's answers, beside its score.
-
-`kvbench browser`: the local browser for agents that kvbench does not run itself.
-"""
+"""`kvbench judge` and `browser`: verdicts on the browsing tasks, and their browser as a server."""
 
 from __future__ import annotations
 
@@ -9,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import PATH, POSITIVE, address_options, json_option, option
+from agentbench_kv.cli.options import (
+    PATH,
+    POSITIVE,
+    address_options,
+    json_option,
+    option,
+    print_json,
+)
 
 
 @click.command()
@@ -34,7 +38,6 @@ def judge(
     """
     from agentbench_kv.adapters.browser.judge import Judge
     from agentbench_kv.adapters.browser.rejudge import judge_run
-    from agentbench_kv.cli.options import print_json
 
     found = judge_run(run, Judge.parse(f"{endpoint}|{model}"), concurrency=concurrency)
     if as_json:

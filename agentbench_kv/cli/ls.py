@@ -1,7 +1,4 @@
-"""`kvbench ls`: what there is.
-
-The table of `kvbench ls tasks --lengths`.
-"""
+"""`kvbench ls`: which methods, engines, tasks and runs there are."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,68 +20,15 @@ from agentbench_kv.cli.options import (
     print_json,
     set_option,
 )
-from agentbench_kv.engines.embedded.model import SHIPPED
 from agentbench_kv.errors import UsageError
-from agentbench_kv.registry import names
-from agentbench_kv.results import terminal
-from agentbench_kv.run.lengths import BUDGETS, PromptLengths, prompt_lengths
+from agentbench_kv.results.terminal import console, new_table
 
-
-def show_lengths(
-    pattern: str | None, model: str, limit: int | None, pairs: Sequence[str], as_json: bool
-) -> None:
-    """Measure and print; tasks that cannot be played are named on stderr.
-
-    `pattern` chooses tasks (`*` and `?` match), `model` the tokenizer, `limit` samples per task.
-    """
-    tasks = [name for name in names("task") if fnmatchcase(name, pattern or "*")]
-    if not tasks:
-        raise UsageError(f"no task is called {pattern!r} (kvbench ls tasks shows all)")
-    rows = prompt_lengths(tasks, model, limit, parse_settings(pairs), left_out=_left_out)
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    columns = ("task", "samples", "shortest", "median", "longest")
-    over = [f"> {budget:,}" for budget in BUDGETS]
-    table = terminal.new_table(*columns, *over, rows=map(_cells, rows))
-    terminal.console().print(table)
-    for line in _notes(model, rows):
-        terminal.console().print(line, markup=False, soft_wrap=True)
-
-
-def _notes(model: str, rows: Sequence[PromptLengths]) -> list[str]:
-    """Say what was counted with which tokenizer, and what the figures do not say."""
-    entries = f" ({rows[0].vocabulary:,} entries)" if rows else ""
-    notes = [
-        f"tokens of the first prompt (system prompt, tools, first request), counted with the "
-        f"tokenizer and chat template of {model}{entries}",
-        "> B: share of samples whose first prompt alone exceeds a budget of B; tool results, "
-        "answers and later turns come on top",
-    ]
-    if model in SHIPPED:
-        notes.append(
-            f"{model}'s vocabulary is small, so the same text is more tokens than in a large "
-            "model's: for a model of yours, count with --model FOLDER"
-        )
-    return notes
-
-
-def _cells(row: PromptLengths) -> list[str]:
-    sizes = (row.shortest, row.median, row.longest)
-    shares = [f"{share:.0%}" for share in row.over.values()]
-    return [row.task, f"{row.samples:,}", *(f"{size:,.0f}" for size in sizes), *shares]
-
-
-def _left_out(task: str, why: str) -> None:
-    click.echo(f"kvbench: {task} is left out: {' '.join(why.split())}", err=True)
+if TYPE_CHECKING:
+    from agentbench_kv.run.lengths import PromptLengths
 
 
 KINDS = ("methods", "engines", "tasks", "runs")
-
-
 SORTS = ("name", "newest", "score", "kv", "speed", "failures")
-
-
 STATES = (
     "running", "interrupted", "complete", "failed",
     "valid", "incomplete", "budget_not_applied", "drift",
@@ -127,8 +72,7 @@ def ls(
     if lengths:
         if kind != "tasks":
             raise click.UsageError("--lengths is for tasks: kvbench ls tasks --lengths")
-
-        show_lengths(filters["task"], filters["model"] or "micro", limit or None, pairs, as_json)
+        _show_lengths(filters["task"], filters["model"] or "micro", limit or None, pairs, as_json)
         return
     if kind == "runs":
         from agentbench_kv.results.index import Query, list_runs
@@ -138,3 +82,53 @@ def ls(
     from agentbench_kv.cli.output import show_listing
 
     show_listing(kind, engine, as_json)
+
+
+def _show_lengths(
+    pattern: str | None, model: str, limit: int | None, pairs: Sequence[str], as_json: bool
+) -> None:
+    """Measure and print; `model` has the tokenizer; tasks that cannot be played go to stderr."""
+    from agentbench_kv.registry import names
+    from agentbench_kv.run.lengths import BUDGETS, prompt_lengths
+
+    tasks = [name for name in names("task") if fnmatchcase(name, pattern or "*")]
+    if not tasks:
+        raise UsageError(f"no task is called {pattern!r} (kvbench ls tasks shows all)")
+    rows = prompt_lengths(tasks, model, limit, parse_settings(pairs), left_out=_left_out)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    columns = ("task", "samples", "shortest", "median", "longest")
+    over = [f"> {budget:,}" for budget in BUDGETS]
+    console().print(new_table(*columns, *over, rows=map(_cells, rows)))
+    for line in _notes(model, rows):
+        console().print(line, markup=False, soft_wrap=True)
+
+
+def _notes(model: str, rows: Sequence[PromptLengths]) -> list[str]:
+    """Say what was counted with which tokenizer, and what the figures do not say."""
+    from agentbench_kv.engines.embedded.model import SHIPPED
+
+    entries = f" ({rows[0].vocabulary:,} entries)" if rows else ""
+    notes = [
+        f"tokens of the first prompt (system prompt, tools, first request), counted with the "
+        f"tokenizer and chat template of {model}{entries}",
+        "> B: share of samples whose first prompt alone exceeds a budget of B; tool results, "
+        "answers and later turns come on top",
+    ]
+    if model in SHIPPED:
+        notes.append(
+            f"{model}'s vocabulary is small, so the same text is more tokens than in a large "
+            "model's: for a model of yours, count with --model FOLDER"
+        )
+    return notes
+
+
+def _cells(row: PromptLengths) -> list[str]:
+    sizes = (row.shortest, row.median, row.longest)
+    shares = [f"{share:.0%}" for share in row.over.values()]
+    return [row.task, f"{row.samples:,}", *(f"{size:,.0f}" for size in sizes), *shares]
+
+
+def _left_out(task: str, why: str) -> None:
+    click.echo(f"kvbench: {task} is left out: {' '.join(why.split())}", err=True)

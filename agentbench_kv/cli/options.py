@@ -1,10 +1,6 @@
-"""How the verbs declare options, and the options and argument types that several share.
+"""How the verbs declare options, the options several share, and `kvbench completion`.
 
-Options that every verb which plays sessions has: engine, model, decoding.
-
-JSON for programs; light, because some verbs need nothing else.
-
-`kvbench completion`: print the shell's completion script.
+Light, because every verb loads it.
 """
 
 from __future__ import annotations
@@ -28,23 +24,11 @@ if TYPE_CHECKING:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
 PATH = click.Path(path_type=Path)
-
-
 FILE = click.Path(dir_okay=False, path_type=Path)
-
-
 FOLDER = click.Path(file_okay=False, path_type=Path)
-
-
 NATURAL = click.IntRange(0)
-
-
 POSITIVE = click.IntRange(1)
-
-
 ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
 
@@ -79,40 +63,18 @@ def option(
 
 
 flag = partial(option, is_flag=True)
-
-
 many = partial(option, multiple=True)
-
-
 local = partial(option, envvar=None)  # the command line alone can set it
-
-
 local_flag = partial(flag, envvar=None)
-
-
 shown = partial(option, show_envvar=True)  # the help names the variable
-
-
 json_option = flag("--json as_json", "One JSON document.")
-
-
 quiet_option = flag("--quiet -q", "Show no progress.")
-
-
 dry_run_option = local_flag("--dry-run", "Check everything, show what would run, and stop.")
-
-
 engine_option = option("--engine", default="embedded")
-
-
 model_option = option(
     "--model", "The shipped micro model, or a Hugging Face model folder.", default="micro"
 )
-
-
 dtype_option = option("--dtype", default="float32")
-
-
 device_option = option("--device", default="auto")
 
 
@@ -155,14 +117,10 @@ engine_arg_option = many(
     "--engine-arg engine_args NAME=VALUE",
     "Option of a serving engine's own command line, without dashes; repeatable.",
 )
-
-
 untested_option = flag(
     "--allow-untested-engine allow_untested",
     "Go on with a version of the engine that the adapter was not tested with.",
 )
-
-
 SPEC_OPTIONS = {
     "engine": engine_option,
     "model": model_option,

@@ -1,7 +1,4 @@
-"""What the verbs print: tables for people, one JSON document for programs.
-
-How a run shows that it advances: a live bar on a terminal, plain lines otherwise, or nothing.
-"""
+"""What the verbs print: tables or one JSON document, and how a run shows that it advances."""
 
 from __future__ import annotations
 
@@ -21,33 +18,19 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from agentbench_kv.cli.options import print_json
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.methods.kvpress import HINT as KVPRESS_HINT
+from agentbench_kv.methods.kvpress import HINT
 from agentbench_kv.registry import load_engine, load_method, load_task, names
-from agentbench_kv.results import show as render
-from agentbench_kv.results import terminal
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.show import finer_tables, summary_table
 from agentbench_kv.results.summary import Summary
+from agentbench_kv.results.terminal import console, new_table
 from agentbench_kv.run.spec import RunSpec
 
 AMPLE = 1 << 20  # a budget that every method takes
-
-
-def evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:
-    """Return one row per source, kind and outcome of evidence, see `audits.by_outcome`."""
-    rows = [
-        (
-            *(source, kind, "knew it" if right else "got it wrong", f"{values['facts']:.0f}"),
-            *(f"{values['held']:.0%}", f"{values['rank_over_places']:.2f}"),
-        )
-        for (source, kind, right), values in groups.items()
-    ]
-    columns = ("source", "kind", "agent", "facts", "still held", "rank / places")
-    return terminal.new_table(*columns, rows=rows)
 
 
 def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
@@ -55,10 +38,10 @@ def show_plan(specs: Sequence[RunSpec], out: Path, as_json: bool) -> None:
     if as_json:
         print_json([{"run_id": spec.id, "spec": spec.document()} for spec in specs])
         return
-    console = terminal.console()
+    screen = console()
     for spec in specs:
-        console.print(f"{out / spec.id}", markup=False, soft_wrap=True)
-    console.print(f"{len(specs)} runs; nothing was started", markup=False)
+        screen.print(f"{out / spec.id}", markup=False, soft_wrap=True)
+    screen.print(f"{len(specs)} runs; nothing was started", markup=False)
 
 
 def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
@@ -67,29 +50,34 @@ def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
         documents = [(each.model_dump(mode="json"), out / each.run_id) for each in summaries]
         print_json([{**document, "path": str(path)} for document, path in documents])
         return 0
-    console = terminal.console()
-    console.print(render.summary_table(summaries))
-    for table in render.finer_tables(summaries):
-        console.print(table)
+    screen = console()
+    for table in (summary_table(summaries), *finer_tables(summaries)):
+        screen.print(table)
     for summary in summaries:
         for note in (*summary.validity.reasons, *summary.notes):
-            console.print(f"{summary.run_id}: {note}", markup=False, soft_wrap=True)
+            screen.print(f"{summary.run_id}: {note}", markup=False, soft_wrap=True)
     for summary in summaries:
-        console.print(str(out / summary.run_id), markup=False, soft_wrap=True)
+        screen.print(str(out / summary.run_id), markup=False, soft_wrap=True)
     return 0
 
 
 def show_listing(kind: str, engine: str | None, as_json: bool) -> None:
     """Print the methods, engines or tasks there are."""
-    rows = {"methods": _methods, "engines": _engines, "tasks": _tasks}[kind](engine)
+    if kind == "methods":
+        able = set() if engine is None else set(load_engine(engine).capabilities)
+        rows = _described("method", lambda name: _method(name, engine, able))
+    elif kind == "engines":
+        rows = _described("engine", _engine)
+    else:
+        rows = _described("task", lambda name: {"name": name, "summary": load_task(name).summary})
     if as_json:
         print_json(rows)
         return
     columns = [column.replace("_", " ") for column in (rows[0] if rows else ())]
     cells = [map(_cell, row.values()) for row in rows]
-    terminal.console().print(terminal.new_table(*columns, rows=cells))
+    console().print(new_table(*columns, rows=cells))
     if kind == "methods":
-        terminal.console().print(KVPRESS_HINT, markup=False, soft_wrap=True)
+        console().print(HINT, markup=False, soft_wrap=True)
 
 
 def _described(kind: str, describe: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,11 +91,6 @@ def _described(kind: str, describe: Callable[[str], dict[str, Any]]) -> list[dic
     return rows
 
 
-def _methods(engine: str | None) -> list[dict[str, Any]]:
-    able = set() if engine is None else set(load_engine(engine).capabilities)
-    return _described("method", lambda name: _method(name, engine, able))
-
-
 def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, Any]:
     cls = load_method(name)
     plain = cls.create("", AMPLE if cls.compresses else None)
@@ -118,21 +101,12 @@ def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, A
         "default_preset": cls.default_preset or None,
         "needs_budget": cls.compresses,
         "parameters": [
-            {
-                "name": spec.name,
-                "default": getattr(plain, spec.name),
-                "allowed": spec.allowed(),
-                "doc": spec.doc,
-            }
-            for spec in cls.parameters().values()
+            {"name": key, "default": getattr(plain, key), "allowed": p.allowed(), "doc": p.doc}
+            for key, p in cls.parameters().items()
         ],
         "source": cls.source,
     }
     return row if engine is None else row | {f"on_{engine}": plain.needs <= able}
-
-
-def _engines(_: str | None) -> list[dict[str, Any]]:
-    return _described("engine", _engine)
 
 
 def _engine(name: str) -> dict[str, Any]:
@@ -141,18 +115,12 @@ def _engine(name: str) -> dict[str, Any]:
     return {"name": name, "summary": summary, "capabilities": sorted(cls.capabilities)}
 
 
-def _tasks(_: str | None) -> list[dict[str, Any]]:
-    return _described("task", lambda name: {"name": name, "summary": load_task(name).summary})
-
-
 def _cell(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(map(str, value))
     if isinstance(value, list):
-        return ", ".join(
-            f"{item['name']}={item['default']}" if isinstance(item, dict) else str(item)
-            for item in value
-        )
+        shown = (f"{i['name']}={i['default']}" if isinstance(i, dict) else str(i) for i in value)
+        return ", ".join(shown)
     return "" if value is None else str(value)
 
 

@@ -12,7 +12,7 @@ from agentbench_kv.cli.options import FOLDER, PATH, flag, shown
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
-    from agentbench_kv.results.runs import Problem, Run
+    from agentbench_kv.results.runs import Run
     from agentbench_kv.results.tables.model import Table
 
 KINDS = ("accuracy", "efficiency", "throughput", "curves")
@@ -49,25 +49,25 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 )
 @shown("--html DIR", "Write a static site instead of tables.", FOLDER)
 def report(
-    paths: tuple[Path, ...],
-    kinds: tuple[str, ...],
-    style: str | None,
-    as_json: bool,
-    metrics: tuple[str, ...],
-    published: bool,
-    out: Path | None,
-    html: Path | None,
-) -> None:
+    paths: tuple[Path, ...], kinds: tuple[str, ...], style: str | None, as_json: bool,
+    metrics: tuple[str, ...], published: bool, out: Path | None, html: Path | None,
+) -> None:  # fmt: skip
     """Tables of RUNS, run directories or folders of them.
 
     Accuracy against budget, efficiency, throughput, summaries of the curves. What could not be
     read goes to stderr, a line each.
     """
+    from agentbench_kv.results.runs import load_runs, run_folders
     from agentbench_kv.results.tables.formats import choose_format, show, write
     from agentbench_kv.results.terminal import visible
+    from agentbench_kv.serving_bench.measurements import serving_folders
 
-    served, others = _served(paths)
-    runs, problems = _load(others, published or bool(served))
+    if not paths and not published:
+        raise UsageError("name runs or a folder of runs, e.g. kvbench report runs, or --published")
+    # Folders of `kvbench bench serving` may stand among the paths.
+    served = serving_folders(paths)
+    others = [path for path in paths if run_folders([path]) or not serving_folders([path])]
+    runs, problems = load_runs(others) if others else ([], [])
     for problem in problems:
         click.echo(visible(f"{problem.path}: {problem.reason}"), err=True)
     if html is not None:
@@ -84,23 +84,6 @@ def report(
         return
     for path in write(tables, chosen, out):
         click.echo(path, err=True)
-
-
-def _served(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the folders of `kvbench bench serving` among the paths, and the paths for runs."""
-    from agentbench_kv.results.runs import run_folders
-    from agentbench_kv.serving_bench.measurements import serving_folders
-
-    others = [path for path in paths if run_folders([path]) or not serving_folders([path])]
-    return serving_folders(paths), others
-
-
-def _load(paths: Sequence[Path], published: bool) -> tuple[list[Run], list[Problem]]:
-    from agentbench_kv.results.runs import load_runs
-
-    if not paths and not published:
-        raise UsageError("name runs or a folder of runs, e.g. kvbench report runs, or --published")
-    return load_runs(paths) if paths else ([], [])
 
 
 def _tables(

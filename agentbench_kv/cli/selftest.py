@@ -17,6 +17,7 @@ from agentbench_kv.cli.options import (
     option,
     parse_budget,
     parse_settings,
+    print_json,
     set_option,
 )
 
@@ -97,13 +98,9 @@ def task(
 )
 @json_option
 def engine(
-    name: str,
-    methods: tuple[str, ...],
-    families: tuple[str, ...],
-    quick: bool,
-    pairs: tuple[str, ...],
-    as_json: bool,
-) -> None:
+    name: str, methods: tuple[str, ...], families: tuple[str, ...], quick: bool,
+    pairs: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
     """Check an engine: its tokens, evictions, accounting, sessions and memory.
 
     It is driven on tiny random models, and compared with the embedded engine and with a plain
@@ -144,7 +141,6 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
 
 def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:
     """Print the outcome and leave with its exit code."""
-    from agentbench_kv.cli.options import print_json
     from agentbench_kv.conformance.suite import passed
     from agentbench_kv.results.terminal import console, new_table
 

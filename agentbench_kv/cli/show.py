@@ -1,7 +1,4 @@
-"""`kvbench show`: one run in detail.
-
-`kvbench summarize`: rebuild the summary of runs and print it.
-"""
+"""`kvbench show`, `summarize`, `export`: what runs hold, for people and for other programs."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.cli.options import FILE, out_option, shown
+from agentbench_kv.cli.options import FILE, flag, json_option, local_flag, out_option, shown
+
+TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 @click.command()
@@ -37,3 +36,38 @@ def summarize(runs: tuple[str, ...], out: Path, as_json: bool) -> None:
     from agentbench_kv.results.show import summarize_runs
 
     summarize_runs(out, runs, as_json)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUNS...")
+@shown(
+    "--to target FILE|TRACKER",
+    "Path or fsspec URL that ends in .parquet, .csv or .jsonl; or wandb, mlflow or trackio.",
+    required=True,
+)
+@out_option("Folder of runs, for those named by id.", show_envvar=True)
+@local_flag("--card", "Write README.md beside a parquet file: a card for a data hub.")
+@shown("--project", "Project or experiment of the tracker.  [default: kvbench]")
+@local_flag("--offline", "Let the tracker write to this machine only.")
+@flag("--force", "Replace a file or run that is there.")
+@json_option
+def export(
+    runs: tuple[str, ...], target: str, out: Path, card: bool, project: str | None, offline: bool,
+    force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write the trials of RUNS, one row each, to one file; or RUNS to an experiment tracker.
+
+    RUNS are run directories, folders of runs, run ids, or fsspec URLs (s3://bucket/runs).
+    """
+    if target in TRACKERS:
+        if card:
+            raise click.UsageError("--card is for a parquet file: --to trials.parquet")
+        from agentbench_kv.results.trackers import PROJECT, track_runs
+
+        track_runs(out, runs, target, project or PROJECT, offline, force, as_json)
+        return
+    if project or offline:
+        raise click.UsageError(f"--project and --offline are for --to {', '.join(TRACKERS)}")
+    from agentbench_kv.results.export import export_trials
+
+    export_trials(out, runs, target, card, force, as_json)

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from agentbench_kv.cli import export as command
+from agentbench_kv.cli import show
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.trackers import TRACKERS
@@ -256,7 +256,7 @@ def test_what_a_tracker_refuses_is_one_line(kvbench, monkeypatch):
 
 
 def test_the_command_line_names_the_trackers_there_are():
-    assert tuple(TRACKERS) == command.TRACKERS
+    assert tuple(TRACKERS) == show.TRACKERS
 
 
 @pytest.mark.usefixtures("runs")

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from agentbench_kv import environments
 from agentbench_kv.cli import doctor as doctor_module
-from agentbench_kv.cli.doctor import Finding, diagnose, doctor
+from agentbench_kv.cli.doctor import Diagnosis, diagnose, doctor
 from agentbench_kv.cli.env import env
 from agentbench_kv.environments import EnvironmentStatus
 from agentbench_kv.errors import UsageError
@@ -98,7 +98,7 @@ def test_doctor_survives_an_examination_that_fails(monkeypatch):
         raise RuntimeError("boom")
         yield
 
-    good = Finding("x", "ok", "fine")
+    good = Diagnosis("x", "ok", "fine")
     monkeypatch.setattr(doctor_module, "EXAMINATIONS", (_odd_thing, lambda: iter([good])))
     result = run(doctor)
     assert result.exit_code == 2
@@ -107,7 +107,7 @@ def test_doctor_survives_an_examination_that_fails(monkeypatch):
 
 
 def test_doctor_json_and_exit_code(monkeypatch):
-    absent = Finding("y", "optional", "not there", "kvbench env create y")
+    absent = Diagnosis("y", "optional", "not there", "kvbench env create y")
     monkeypatch.setattr(doctor_module, "EXAMINATIONS", (lambda: iter([absent]),))
     result = run(doctor, "--json")
     assert result.exit_code == 0

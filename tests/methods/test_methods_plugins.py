@@ -1,37 +1,23 @@
-"""Third-party methods: the documented example, installed and run; classes that break the contract.
+"""Third-party methods: which classes are accepted, and what is said about the others.
 
-Methods are installed as pip would: a module and a `dist-info` folder on the path.
+The documented example is in `tests/docs`. Methods are installed as pip would: a module and a
+`dist-info` folder on the path.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-import tomllib
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from agentbench_kv.conformance.methods import check_method
 from agentbench_kv.errors import UsageError
-from agentbench_kv.registry import load_method, make_method, names
+from agentbench_kv.registry import load_method, names
 
-PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 SCORE = (
     "score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor"  # as documented
 )
 _number = count()
-
-
-def block(language: str) -> str:
-    """The first code block of a language on the page."""
-    found = re.search(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found
-    return found[1]
 
 
 def install(folder: Path, module: str, source: str, points: dict[str, str]) -> None:
@@ -42,88 +28,6 @@ def install(folder: Path, module: str, source: str, points: dict[str, str]) -> N
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1\n")
     lines = [f"{name} = {target}" for name, target in points.items()]
     (info / "entry_points.txt").write_text("\n".join(["[agentbench_kv.methods]", *lines, ""]))
-
-
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """The page's example, installed in a folder."""
-    project = tomllib.loads(block("toml"))
-    (module,) = project["tool"]["setuptools"]["py-modules"]
-    points = project["project"]["entry-points"]["agentbench_kv.methods"]
-    install(tmp_path, module, block("python"), points)
-    return tmp_path
-
-
-def kvbench(folder: Path, *args: str) -> str:
-    """What `kvbench ARGS` prints, with the folder's methods installed."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVBENCH_")}
-    done = subprocess.run(
-        [sys.executable, "-c", "from agentbench_kv.cli import main; main()", *args],
-        cwd=folder,
-        env={**clean, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-# -- the example
-
-
-def test_the_example_is_as_short_as_promised():
-    assert 0 < len([line for line in block("python").splitlines() if line.strip()]) <= 15
-
-
-def test_the_example_keeps_the_contract(example, monkeypatch):
-    monkeypatch.syspath_prepend(str(example))
-    assert "lastwords" in names("method")
-    method = make_method("lastwords", 64, {"voters": "4"})
-    assert (method.label, method.query_plan().size) == ("lastwords", 4)
-    assert [result for result in check_method(method) if not result.ok] == []
-
-
-@pytest.mark.slow
-def test_the_example_is_listed_and_runs(example):
-    rows = {row["name"]: row for row in json.loads(kvbench(example, "ls", "methods", "--json"))}
-    voters = next(p for p in rows["lastwords"]["parameters"] if p["name"] == "voters")
-    assert (voters["default"], voters["allowed"]) == (16, "an integer >= 1")
-    task = ["--task", "micro/recall-1k", "--limit", "1", "--budget", "256", "--json"]
-    (summary,) = json.loads(kvbench(example, "run", "--method", "lastwords", *task))
-    assert summary["method"] == "lastwords"
-    assert summary["validity"]["state"] == "valid"
-    assert summary["kv"]["events"] > 0
-    assert summary["kv"]["evicted"] > 0
-
-
-@pytest.mark.slow
-def test_the_example_passes_the_self_test(example):
-    document = json.loads(kvbench(example, "selftest", "method", "lastwords", "--json"))
-    assert document["ok"]
-    assert len(document["checks"]) >= 40
-
-
-def test_the_page_shows_the_real_message(tmp_path, monkeypatch):
-    source = block("python").replace(
-        "def score(self, queries, keys, context)", "def score(self, q, k)"
-    )
-    install(tmp_path, f"shown{next(_number)}", source, {})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (module,) = (path.stem for path in tmp_path.glob("shown*.py"))
-    install(tmp_path, f"points{next(_number)}", "", {"lastwords": f"{module}:LastWords"})
-    with pytest.raises(UsageError) as caught:
-        load_method("lastwords")
-    assert f"kvbench: {caught.value}" in PAGE.read_text()
-
-
-def test_the_page_names_every_class_attribute_and_hook():
-    from agentbench_kv.methods import contract
-
-    internal = {"select", "budget_at"}
-    for name in {*contract.CLASS_ATTRIBUTES, *contract.HOOKS.split()} - internal:
-        assert re.search(rf"`{name}[`(]", PAGE.read_text()), name
 
 
 # -- what is refused at registration
