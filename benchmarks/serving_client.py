@@ -25,7 +25,14 @@ import sys
 import time
 
 from agentbench_kv.run.provenance import hardware
-from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary, Workload
+from agentbench_kv.serving_bench.jobs import (
+    Load,
+    LoadJob,
+    SessionShape,
+    Target,
+    Vocabulary,
+    Workload,
+)
 from agentbench_kv.serving_bench.loadgen import measure
 
 CHUNK = {
@@ -97,7 +104,7 @@ def free_port() -> int:
 
 def one(port: int, args: argparse.Namespace, concurrency: int) -> dict[str, float]:
     """Measure once; sessions of one turn, so that nothing but the stream costs time."""
-    job = Job(
+    job = LoadJob(
         Target(f"http://127.0.0.1:{port}", "vllm", "none"),
         Workload(SessionShape(args.prompt, args.tokens)),
         Load(concurrency * args.rounds, concurrency=concurrency, warmup=concurrency),

@@ -24,7 +24,7 @@ import httpx
 from agentbench_kv.results.stats import median
 from agentbench_kv.run.provenance import hardware
 from agentbench_kv.serving_bench.endpoints import authorization
-from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Workload
+from agentbench_kv.serving_bench.jobs import Load, LoadJob, SessionShape, Target, Workload
 from agentbench_kv.serving_bench.loadgen import measure_apart
 from agentbench_kv.serving_bench.prompts import read_vocabulary
 
@@ -43,7 +43,7 @@ KEYS = (
 def ours(args: argparse.Namespace, seed: int) -> dict[str, float]:
     """Measure with our client, in a process of its own."""
     model = httpx.get(f"{args.url}/v1/models", headers=authorization()).json()["data"][0]["id"]
-    job = Job(
+    job = LoadJob(
         Target(args.url, args.engine, model),
         Workload(SessionShape(args.input, args.output)),
         Load(args.prompts, concurrency=args.concurrency, warmup=args.warmup),

@@ -36,7 +36,7 @@ ALLOWED = {
     "models": set(),
     "params": set(),
     "phases": {"methods"},
-    "registry": {"adapters", "engines", "methods"},
+    "registry": {"adapters", "budget", "engines", "methods"},
     "results": {"budget"},
     "run": {
         "adapters", "analysis", "budget", "engines", "environments", "gateway", "kernels",

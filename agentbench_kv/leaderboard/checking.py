@@ -11,9 +11,9 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard import consistency, identity
 from agentbench_kv.leaderboard.evidence import (
     Checks,
-    Evidence,
     Fault,
     Note,
+    RunEvidence,
     Stop,
     check_files,
     check_listing,
@@ -32,7 +32,7 @@ _NEVER_RESCORED = {
     "bfcl/web_search": "the task asks the web",
 }
 # The second stage assumes what the first one checks.
-_STAGES: Sequence[Sequence[Callable[[Evidence], Checks]]] = (
+_STAGES: Sequence[Sequence[Callable[[RunEvidence], Checks]]] = (
     (
         identity.check_name,
         identity.check_status,
@@ -100,7 +100,7 @@ def validate(
 def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | None) -> RunVerdict:
     path = folder / listed.run_id
     found = _safely("its files", check_files, path, listed)
-    evidence: list[Evidence] = []
+    evidence: list[RunEvidence] = []
     if not found:
         found += _safely("its records", _read, path, evidence)
     for stage in _STAGES if evidence else ():
@@ -113,7 +113,7 @@ def _check_run(folder: Path, listed: SubmittedRun, rescore: bool, model: Path | 
     return _verdict(listed.run_id, found)
 
 
-def _read(path: Path, evidence: list[Evidence]) -> Checks:
+def _read(path: Path, evidence: list[RunEvidence]) -> Checks:
     faults: list[Fault] = []
     run = read_run(path, faults)
     if run is not None:
@@ -134,7 +134,7 @@ def _faults(found: Sequence[Fault | Note]) -> list[Fault]:
     return [each for each in found if isinstance(each, Fault)]
 
 
-def _check_task(evidence: Evidence, rescore: bool, model: Path | None) -> Checks:
+def _check_task(evidence: RunEvidence, rescore: bool, model: Path | None) -> Checks:
     """Check what needs the task; whatever keeps a run from being re-scored is a `Stop`."""
     spec = evidence.spec
     try:
@@ -163,7 +163,7 @@ def _check_task(evidence: Evidence, rescore: bool, model: Path | None) -> Checks
         yield Stop(f"{spec.task} cannot be played here: {error}")
 
 
-def _obstacle(evidence: Evidence, rescore: bool) -> str:
+def _obstacle(evidence: RunEvidence, rescore: bool) -> str:
     """Say why the run's tokens cannot be played again here; empty if they can."""
     spec = evidence.spec
     if not evidence.transcripts:

@@ -15,10 +15,10 @@ from agentbench_kv.leaderboard.evidence import (
     CUT_OFF,
     OWN,
     Checks,
-    Evidence,
     Fault,
     Note,
     RecordedTranscript,
+    RunEvidence,
     differs,
     expect,
     place,
@@ -47,7 +47,7 @@ _MOST_TOKENS_S = 1e7
 _MOST_BYTES_S = 1e15
 
 
-def check_count(evidence: Evidence) -> Checks:
+def check_count(evidence: RunEvidence) -> Checks:
     """Check that every sample has all its trials, each finished, and no more."""
     spec, trials = evidence.spec, evidence.trials
     expected = evidence.info.expected_trials
@@ -68,7 +68,7 @@ def check_count(evidence: Evidence) -> Checks:
             yield Fault(place(key, "status"), text)
 
 
-def check_seeds(evidence: Evidence) -> Checks:
+def check_seeds(evidence: RunEvidence) -> Checks:
     """Derive the seed of every attempt from spec, sample and trial."""
     for key, attempts in evidence.attempts.items():
         derived = evidence.spec.trial_seed(*key)
@@ -76,7 +76,7 @@ def check_seeds(evidence: Evidence) -> Checks:
             yield from expect(place(key, "seed"), record.seed, derived)
 
 
-def check_attempts(evidence: Evidence) -> Checks:
+def check_attempts(evidence: RunEvidence) -> Checks:
     """Check that no record was superseded where the runner would not have tried again."""
     for key, attempts in evidence.attempts.items():
         yield from expect(place(key, "attempts"), attempts[0].attempts, 1)
@@ -94,7 +94,7 @@ def check_attempts(evidence: Evidence) -> Checks:
         yield Note(f"{again} attempts are said to have been lost, and were repeated")
 
 
-def check_scores(evidence: Evidence) -> Checks:
+def check_scores(evidence: RunEvidence) -> Checks:
     """Check that no part of a score has more right than asked."""
     for key, record in evidence.trials.items():
         for name, right in record.metrics.items():
@@ -108,13 +108,13 @@ def check_scores(evidence: Evidence) -> Checks:
                 yield Fault(place(key, f"metrics.{name}"), f"is {right} of {asked} asked")
 
 
-def check_unfounded(evidence: Evidence) -> Checks:
+def check_unfounded(evidence: RunEvidence) -> Checks:
     """Check that turns belong to trials."""
     for key in sorted(evidence.turns.keys() - evidence.trials.keys())[:5]:
         yield Fault(f"turns.jsonl: sample {key[0]} trial {key[1]}", "is no trial of the run")
 
 
-def check_turns(evidence: Evidence) -> Checks:
+def check_turns(evidence: RunEvidence) -> Checks:
     """Check that every trial's turns add up to its record."""
     exact = evidence.spec.engine in OWN
     for key, record in evidence.trials.items():
@@ -187,7 +187,7 @@ def _check_turn_times(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRe
         yield Fault(place(key, "timing.e2e_s"), text)
 
 
-def check_transcripts(evidence: Evidence) -> Checks:
+def check_transcripts(evidence: RunEvidence) -> Checks:
     """Compare every transcript with the trial's record and its turns."""
     if not evidence.transcripts:
         yield Note("the transcripts are not in the submission")
@@ -201,7 +201,7 @@ def check_transcripts(evidence: Evidence) -> Checks:
 
 
 def _check_transcript(
-    evidence: Evidence, key: TrialKey, record: TrialRecord, transcript: RecordedTranscript
+    evidence: RunEvidence, key: TrialKey, record: TrialRecord, transcript: RecordedTranscript
 ) -> Checks:
     turns, field = evidence.turns.get(key, []), place(key, "transcript")
     if not evidence.at_text_level:
@@ -240,7 +240,7 @@ def _assistant_messages(stored: Any) -> int | None:
     return [entry["role"] for entry in entries].count("assistant")
 
 
-def check_validity(evidence: Evidence) -> Checks:
+def check_validity(evidence: RunEvidence) -> Checks:
     """Apply the rules that every run is ranked by: the budget was kept to, every trial is there."""
     trials = list(evidence.trials.values())
     verdict = assess(evidence.info.spec, trials, evidence.info.expected_trials)
@@ -248,7 +248,7 @@ def check_validity(evidence: Evidence) -> Checks:
         yield Fault("validity", f"{verdict.state.value}: {'; '.join(verdict.reasons)}")
 
 
-def check_accounts(evidence: Evidence) -> Checks:
+def check_accounts(evidence: RunEvidence) -> Checks:
     """Check every trial's KV account against its session."""
     engine = evidence.spec.engine
     uncompressed = evidence.spec.method.partition("@")[0] in UNCOMPRESSED
@@ -270,7 +270,7 @@ def check_accounts(evidence: Evidence) -> Checks:
             yield from _check_live(key, turns)
 
 
-def _check_rows(evidence: Evidence, key: TrialKey, record: TrialRecord) -> Checks:
+def _check_rows(evidence: RunEvidence, key: TrialKey, record: TrialRecord) -> Checks:
     """Check what holds for our own engines: no row is lost, every moved row is of an event."""
     kv = record.kv
     yield from expect(place(key, "kv.recomputed"), kv.recomputed, 0)
@@ -343,7 +343,7 @@ def _check_live(key: TrialKey, turns: Sequence[TurnRecord]) -> Checks:
             yield differs(field, turn.live_after, expected)
 
 
-def _bytes_per_token(evidence: Evidence) -> int | None:
+def _bytes_per_token(evidence: RunEvidence) -> int | None:
     """Return the bytes of a cached token of a shipped model on the embedded engine."""
     spec = evidence.spec
     folder = folder_of_model(spec, evidence.info.provenance, None)
@@ -357,7 +357,7 @@ def _bytes_per_token(evidence: Evidence) -> int | None:
         return None
 
 
-def check_times(evidence: Evidence) -> Checks:
+def check_times(evidence: RunEvidence) -> Checks:
     """Check that the trials fit into the run's time, and the run between its heartbeats."""
     info, trials = evidence.info, evidence.trials.values()
     at_once, field = evidence.spec.concurrency, "run.json: wall_s"

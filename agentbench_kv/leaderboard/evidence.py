@@ -126,7 +126,7 @@ class RecordedTranscript(msgspec.Struct, forbid_unknown_fields=True, frozen=True
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """One run, whose files were read without a finding."""
 
     path: Path
@@ -243,7 +243,7 @@ def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
 
-def read_run(path: Path, wrong: list[Fault]) -> Evidence | None:
+def read_run(path: Path, wrong: list[Fault]) -> RunEvidence | None:
     """Read a run whose files are in order; what is wrong is appended, and then there is no run."""
     info_and_spec = _read_info(path, wrong)
     trial_lines = _read_lines(path, "samples.jsonl", wrong)
@@ -256,7 +256,7 @@ def read_run(path: Path, wrong: list[Fault]) -> Evidence | None:
     turns: dict[TrialKey, list[TurnRecord]] = {}
     for turn in latest_turns(turn_lines.records):
         turns.setdefault(turn.key, []).append(turn)
-    evidence = Evidence(path, *info_and_spec, attempts, turns)
+    evidence = RunEvidence(path, *info_and_spec, attempts, turns)
     found = _read_transcripts(evidence)
     wrong += found
     return None if found else evidence
@@ -307,7 +307,7 @@ def _read_lines(path: Path, name: str, wrong: list[Fault]) -> Lines[Any] | None:
     return None if len(wrong) > before else lines
 
 
-def _read_transcripts(evidence: Evidence) -> list[Fault]:
+def _read_transcripts(evidence: RunEvidence) -> list[Fault]:
     """Fill in the transcripts, each of one trial; return what is wrong with them."""
     names = transcripts(evidence.path)
     if not names:

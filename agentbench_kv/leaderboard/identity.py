@@ -15,7 +15,7 @@ from typing import Any
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
-from agentbench_kv.leaderboard.evidence import Checks, Evidence, Fault, Note, Stop, expect, place
+from agentbench_kv.leaderboard.evidence import Checks, Fault, Note, RunEvidence, Stop, expect, place
 from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
 from agentbench_kv.registry import load_task, names
 from agentbench_kv.results.store import RunStatus, prefix_parts, run_id
@@ -33,14 +33,14 @@ _MOST_KEPT = 1 << 20
 _SCRIPTED = "scripted"  # the engine without a model
 
 
-def check_name(evidence: Evidence) -> Checks:
+def check_name(evidence: RunEvidence) -> Checks:
     """Derive the run's id from its spec."""
     info = evidence.info
     for derived in (run_id(prefix_parts(info.spec), info.spec), evidence.name):
         yield from expect("run.json: run_id", info.run_id, derived)
 
 
-def check_status(evidence: Evidence) -> Checks:
+def check_status(evidence: RunEvidence) -> Checks:
     """Check that the run was played to its end, with one model."""
     info = evidence.info
     yield from expect("run.json: status", info.status.value, RunStatus.COMPLETE.value)
@@ -54,7 +54,7 @@ def check_status(evidence: Evidence) -> Checks:
             yield Note(f"resumed with another {changed[:100]}")
 
 
-def check_spec(evidence: Evidence) -> Checks:
+def check_spec(evidence: RunEvidence) -> Checks:
     """Resolve the spec again: every name known, every value allowed, every default filled in."""
     spec = evidence.spec
     known: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def check_spec(evidence: Evidence) -> Checks:
         yield from expect(f"run.json: spec.{name}", said.get(name), derived.get(name))
 
 
-def check_provenance(evidence: Evidence) -> Checks:
+def check_provenance(evidence: RunEvidence) -> Checks:
     """Every run says what it was played with; what the spec says too must agree."""
     spec, found = evidence.spec, evidence.info.provenance
     for name, kind in {**dict.fromkeys(_TEXTS, str), "packages": dict, "hardware": dict}.items():
@@ -103,7 +103,7 @@ def check_provenance(evidence: Evidence) -> Checks:
         yield from expect(f"run.json: provenance.{name}", found.get(name), value)
 
 
-def check_model(evidence: Evidence) -> Checks:
+def check_model(evidence: RunEvidence) -> Checks:
     """Compare the hash of a model that ships with kvbench; that of others is only stated."""
     spec, said = evidence.spec, evidence.info.provenance.get("model_sha")
     if spec.engine == _SCRIPTED or evidence.at_text_level:
@@ -160,7 +160,7 @@ def opened(spec: RunSpec) -> Iterator[Task]:
         task.close()
 
 
-def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Stop | Fault:
+def find_samples(evidence: RunEvidence, task: Task) -> dict[str, Sample] | Stop | Fault:
     """Return the samples the run must have had, or why they are not known here."""
     spec = evidence.spec
     try:
@@ -171,7 +171,7 @@ def find_samples(evidence: Evidence, task: Task) -> dict[str, Sample] | Stop | F
         return Fault("samples", str(error))
 
 
-def check_samples(evidence: Evidence, samples: Mapping[str, Sample]) -> Checks:
+def check_samples(evidence: RunEvidence, samples: Mapping[str, Sample]) -> Checks:
     """Compare the run's samples with the task's own."""
     said = {sample for sample, _ in evidence.trials}
     for name in sorted(said - samples.keys())[:5]:
@@ -185,7 +185,7 @@ def check_samples(evidence: Evidence, samples: Mapping[str, Sample]) -> Checks:
             yield from expect(place(key, "cluster"), record.cluster, samples[key[0]].cluster)
 
 
-def check_data(evidence: Evidence, task: Task) -> Checks:
+def check_data(evidence: RunEvidence, task: Task) -> Checks:
     """Compare the hashes of the benchmark's data with those of the data on this machine."""
     said: dict[str, Any] = evidence.info.provenance["task"]
     for name, derived in sorted(task.provenance().items()):

@@ -37,9 +37,9 @@ from agentbench_kv.leaderboard.evidence import (
     CUT_OFF,
     OWN,
     Checks,
-    Evidence,
     Fault,
     Note,
+    RunEvidence,
     Stop,
     differs,
     expect,
@@ -183,7 +183,7 @@ class Replay:
     Of the model's folder, config and tokenizer are read.
     """
 
-    def __init__(self, evidence: Evidence, task: Task, folder: Path) -> None:
+    def __init__(self, evidence: RunEvidence, task: Task, folder: Path) -> None:
         spec = evidence.spec
         self._evidence = evidence
         self._task = task
@@ -315,7 +315,7 @@ class Replay:
         return SessionLedger(method, per_token * heads // facts.kv_heads)
 
 
-def account_is_known(evidence: Evidence) -> bool:
+def account_is_known(evidence: RunEvidence) -> bool:
     """Whether lengths alone say what the session held.
 
     Not where whole spans leave and come back, which the model's embeddings decide, nor on a server,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
-from agentbench_kv.leaderboard.evidence import CUT_OFF, Evidence, file_sha
+from agentbench_kv.leaderboard.evidence import CUT_OFF, RunEvidence, file_sha
 from agentbench_kv.leaderboard.identity import find_samples, folder_of_model, opened, unfit
 from agentbench_kv.leaderboard.replay import DERIVED
 from agentbench_kv.leaderboard.submitting import write_stored
@@ -24,7 +24,7 @@ from agentbench_kv.run.trial import Attempt, TrialSetup, play_session, trial_rec
 
 
 def rerun(
-    evidence: Evidence,
+    evidence: RunEvidence,
     sample: int,
     seed: int,
     *,
@@ -63,7 +63,7 @@ def rerun(
     return outcome
 
 
-def _runnable(evidence: Evidence, model: Path | None) -> RunSpec:
+def _runnable(evidence: RunEvidence, model: Path | None) -> RunSpec:
     """Return the spec as it is played here; nothing in it may lead this machine elsewhere."""
     spec, name = evidence.spec, evidence.name
     if not evidence.transcripts:
@@ -98,7 +98,7 @@ class _Compared:
     score: bool
 
 
-def _play(evidence: Evidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list[_Compared]:
+def _play(evidence: RunEvidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list[_Compared]:
     with opened(evidence.spec) as task:
         samples = find_samples(evidence, task)
         if not isinstance(samples, dict):
@@ -110,7 +110,7 @@ def _play(evidence: Evidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> list
             return [_compare(evidence, setup, samples[key[0]], key) for key in chosen]
 
 
-def _compare(evidence: Evidence, setup: TrialSetup, sample: Sample, key: TrialKey) -> _Compared:
+def _compare(evidence: RunEvidence, setup: TrialSetup, sample: Sample, key: TrialKey) -> _Compared:
     attempt = play_session(setup, sample, key[1])
     said = evidence.trials[key]
     again = trial_record(sample, attempt, "", 1)
@@ -120,7 +120,7 @@ def _compare(evidence: Evidence, setup: TrialSetup, sample: Sample, key: TrialKe
     )
 
 
-def _first_difference(evidence: Evidence, key: TrialKey, attempt: Attempt) -> str:
+def _first_difference(evidence: RunEvidence, key: TrialKey, attempt: Attempt) -> str:
     """Say where the tokens first differ, up to the end of a trial that was cut off; or nothing."""
     said = evidence.transcripts[key].tokens
     found = [list(ids) for ids in attempt.report.outputs]

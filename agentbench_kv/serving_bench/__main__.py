@@ -6,9 +6,9 @@ import sys
 
 import msgspec
 
-from agentbench_kv.serving_bench.jobs import Job
+from agentbench_kv.serving_bench.jobs import LoadJob
 from agentbench_kv.serving_bench.loadgen import measure
 
 if __name__ == "__main__":
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
     sys.stdout.buffer.write(msgspec.json.encode(measure(job)))

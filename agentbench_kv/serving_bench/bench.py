@@ -27,7 +27,14 @@ from agentbench_kv.results.store import run_id
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.runner import check_pair, start_engine
 from agentbench_kv.serving_bench.endpoints import authorization
-from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary, Workload
+from agentbench_kv.serving_bench.jobs import (
+    Load,
+    LoadJob,
+    SessionShape,
+    Target,
+    Vocabulary,
+    Workload,
+)
 from agentbench_kv.serving_bench.loadgen import measure_apart
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
@@ -135,7 +142,7 @@ def _measure(
     if vocabulary is None:
         raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
     seed = _seed(plan.seed, repetition, shape.label, load.label)
-    result = measure_apart(Job(target, workload, load, vocabulary, seed, run.timeout_s))
+    result = measure_apart(LoadJob(target, workload, load, vocabulary, seed, run.timeout_s))
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,

@@ -96,7 +96,7 @@ class HttpRequest:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Endpoint(ABC):
+class ServerEndpoint(ABC):
     """Requests and answers of one kind of endpoint. Greedy, and of fixed length."""
 
     needs_ids: ClassVar[bool] = True  # whether a later turn sends the generated ids back
@@ -132,7 +132,7 @@ def _failure(event: dict[str, Any]) -> str | None:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-class VllmEndpoint(Endpoint):
+class VllmEndpoint(ServerEndpoint):
     """vLLM's own server (0.32): `POST /v1/completions` with the whole session as token ids.
 
     `session_id` is a field of its own. A parked session is dropped when memory is needed, so
@@ -186,7 +186,7 @@ class GatewayEndpoint(VllmEndpoint):
         return HttpRequest("DELETE", f"/v1/sessions/{session}") if self.keep else None
 
 
-class SglangEndpoint(Endpoint):
+class SglangEndpoint(ServerEndpoint):
     """SGLang's own server (0.5.12): `/generate` in a streaming session takes only new ids.
 
     It needs --enable-streaming-session.
@@ -229,7 +229,7 @@ class SglangEndpoint(Endpoint):
         return HttpRequest("POST", "/close_session", body) if self.keep else None
 
 
-ENDPOINTS: dict[str, type[Endpoint]] = {
+ENDPOINTS: dict[str, type[ServerEndpoint]] = {
     "gateway": GatewayEndpoint,
     "vllm": VllmEndpoint,
     "sglang": SglangEndpoint,

@@ -107,7 +107,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     frames: Frames | None = None
 
 
-class Job(msgspec.Struct, frozen=True):
+class LoadJob(msgspec.Struct, frozen=True):
     """One measurement."""
 
     target: Target

@@ -28,7 +28,7 @@ from agentbench_kv.serving_bench.endpoints import (
     events,
     open_client,
 )
-from agentbench_kv.serving_bench.jobs import Job
+from agentbench_kv.serving_bench.jobs import LoadJob
 from agentbench_kv.serving_bench.prompts import Speaker
 
 _REFUSED = 400  # the least HTTP status that is one
@@ -50,7 +50,7 @@ class JobResult(msgspec.Struct, frozen=True):
     requests: list[TimedTurn]  # every request, without its gaps and ids
 
 
-def measure_apart(job: Job) -> JobResult:
+def measure_apart(job: LoadJob) -> JobResult:
     """Play a job in a process of its own; `KVBenchError` if that process dies."""
     command = [sys.executable, "-m", "agentbench_kv.serving_bench"]
     done = subprocess.run(command, input=msgspec.json.encode(job), capture_output=True, check=False)
@@ -61,7 +61,7 @@ def measure_apart(job: Job) -> JobResult:
     return msgspec.json.decode(done.stdout, type=JobResult)
 
 
-def measure(job: Job) -> JobResult:
+def measure(job: LoadJob) -> JobResult:
     played = asyncio.run(play(job))
     errors = Counter(turn.error for turn in played.turns if turn.error)
     requests = [msgspec.structs.replace(turn, itls_s=[], ids=[]) for turn in played.turns]
@@ -82,7 +82,7 @@ class PlayedJob(msgspec.Struct, frozen=True):
     warmup_errors: list[str] = []
 
 
-async def play(job: Job) -> PlayedJob:
+async def play(job: LoadJob) -> PlayedJob:
     """Warm up, then play the sessions."""
     load = job.load
     async with open_client() as client:
@@ -101,7 +101,7 @@ async def play(job: Job) -> PlayedJob:
     return PlayedJob(turns, max((turn.end for turn in turns), default=0.0), errors)
 
 
-def _sessions(job: Job, player: Player, seed: int, count: int) -> PlaySession:
+def _sessions(job: LoadJob, player: Player, seed: int, count: int) -> PlaySession:
     """Write all prompts now, before any clock starts; return what plays a session."""
     speaker = Speaker(job.vocabulary, job.workload, seed)
     prompts = [speaker.prompts(index) for index in range(count)]
@@ -148,7 +148,7 @@ class AnswerError(Exception):
 class Player:
     """Plays sessions of one job."""
 
-    def __init__(self, client: aiohttp.ClientSession, job: Job) -> None:
+    def __init__(self, client: aiohttp.ClientSession, job: LoadJob) -> None:
         self._client = client
         self._job = job
         self._endpoint = ENDPOINTS[job.target.wire](job.target.model, keep=job.workload.turns > 1)

@@ -19,7 +19,7 @@ from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard import add, pack, rerun, validate
-from agentbench_kv.leaderboard.evidence import MANIFEST, Evidence, read_run
+from agentbench_kv.leaderboard.evidence import MANIFEST, RunEvidence, read_run
 from agentbench_kv.leaderboard.identity import unfit
 from agentbench_kv.leaderboard.replay import RecordedEngine
 from agentbench_kv.results.runs import load_runs
@@ -35,7 +35,7 @@ def spec_of(path: Path) -> RunSpec:
     return RunSpec(**json.loads((path / "run.json").read_text())["spec"])
 
 
-def evidence_of(path: Path) -> Evidence:
+def evidence_of(path: Path) -> RunEvidence:
     evidence = read_run(path, [])
     assert evidence is not None
     return evidence

@@ -13,7 +13,14 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
 from agentbench_kv.serving_bench import loadgen
-from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary, Workload
+from agentbench_kv.serving_bench.jobs import (
+    Load,
+    LoadJob,
+    SessionShape,
+    Target,
+    Vocabulary,
+    Workload,
+)
 from agentbench_kv.serving_bench.loadgen import PlayedJob
 
 TOKEN = 7
@@ -113,7 +120,7 @@ class FakeServer:
         ]
 
 
-def job_of(kind: str = "gateway", **changes: Any) -> Job:
+def job_of(kind: str = "gateway", **changes: Any) -> LoadJob:
     """Return two sessions of three turns, one at a time, without a warm-up."""
     workload = Workload(SessionShape(20, 5), turns=3, tool_tokens=4)
     fields: dict[str, Any] = {
@@ -122,7 +129,7 @@ def job_of(kind: str = "gateway", **changes: Any) -> Job:
         "load": Load(sessions=2, concurrency=1, warmup=0),
         "vocabulary": Vocabulary(50, special=[0, 1]),
     }
-    return Job(**{**fields, **changes})
+    return LoadJob(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -132,16 +139,16 @@ def fake_server() -> type[FakeServer]:
 
 
 @pytest.fixture
-def make_job() -> Callable[..., Job]:
+def make_job() -> Callable[..., LoadJob]:
     """Return the function that builds jobs."""
     return job_of
 
 
 @pytest.fixture
-def play() -> Callable[[FakeServer, Job], PlayedJob]:
+def play() -> Callable[[FakeServer, LoadJob], PlayedJob]:
     """Return a function that plays a job against a fake server on this machine."""
 
-    async def playing(server: FakeServer, job: Job) -> PlayedJob:
+    async def playing(server: FakeServer, job: LoadJob) -> PlayedJob:
         async with RawTestServer(server) as running:
             target = msgspec.structs.replace(job.target, base=f"http://127.0.0.1:{running.port}")
             return await loadgen.play(msgspec.structs.replace(job, target=target))

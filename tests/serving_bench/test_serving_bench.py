@@ -20,7 +20,7 @@ from agentbench_kv.serving_bench.bench import (
     serve_arm,
     url_arms,
 )
-from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Target, Vocabulary
+from agentbench_kv.serving_bench.jobs import Load, LoadJob, SessionShape, Target, Vocabulary
 from agentbench_kv.serving_bench.loadgen import JobResult
 from agentbench_kv.serving_bench.measurements import ServingArm, ServingPlan
 
@@ -54,7 +54,7 @@ class Fake:
         self.started: list[str] = []
         self.running = 0
         self.most_running = 0
-        self.jobs: list[tuple[str, Job]] = []
+        self.jobs: list[tuple[str, LoadJob]] = []
         self._context = context
 
     @contextmanager
@@ -68,7 +68,7 @@ class Fake:
         finally:
             self.running -= 1
 
-    def measure(self, job: Job) -> JobResult:
+    def measure(self, job: LoadJob) -> JobResult:
         self.jobs.append((job.target.base, job))
         return JobResult({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
 

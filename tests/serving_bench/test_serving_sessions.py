@@ -10,13 +10,13 @@ import pytest
 
 from agentbench_kv.serving_bench import loadgen
 from agentbench_kv.serving_bench.endpoints import TimedTurn, events
-from agentbench_kv.serving_bench.jobs import Job, Load, SessionShape, Workload
+from agentbench_kv.serving_bench.jobs import Load, LoadJob, SessionShape, Workload
 from agentbench_kv.serving_bench.loadgen import PlayedJob
 from agentbench_kv.serving_bench.prompts import Speaker
 
-Play = Callable[[Any, Job], PlayedJob]
+Play = Callable[[Any, LoadJob], PlayedJob]
 Fake = Callable[..., Any]
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., LoadJob]
 KINDS = ("gateway", "vllm", "sglang")
 ANSWER = [7, 8, 9, 10, 11]
 """What the fake server says, see conftest."""
