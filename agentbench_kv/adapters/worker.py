@@ -30,20 +30,10 @@ from typing import IO, Any, Self, cast
 from agentbench_kv.errors import PrerequisiteError
 
 PROTOCOL = 1
-
-
 LONGEST_LINE = 256 << 20
-
-
 _CHUNK = 1 << 16
-
-
 _POLL_S = 0.25
-
-
 _STDERR_TAIL = 2000
-
-
 _EVENTS = frozenset({"result", "error", "heartbeat", "log"})
 
 
@@ -258,11 +248,7 @@ class WorkerProcess:
 
 
 _CHILD = Path(__file__).with_name("worker_child.py")
-
-
 _FAILED_STARTS_ALLOWED = 3
-
-
 # What a Python needs from the caller's environment to start at all; nothing else is passed on.
 _INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
 

@@ -103,8 +103,6 @@ def seed_of(conversation: str, trial: int) -> int:
 
 
 _PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('sentence_transformers') is None)"
-
-
 _MODEL_ADDRESS_SPACE = 32 << 30
 
 

@@ -40,23 +40,11 @@ from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric
 
 KEY_VARIABLE = "SERPAPI_API_KEY"
-
-
 _SEARCH_URL = "https://serpapi.com/search.json"
-
-
 _SEARCH_RESULTS = 100
-
-
 _PAGE_S = 20.0
-
-
 _PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
-
-
 _LONGEST_QUESTION = 1 << 20
-
-
 _AGENT = "Mozilla/5.0 (X11; Linux x86_64) agentbench-kv"
 
 

@@ -19,14 +19,8 @@ from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.errors import UsageError
 
 FILE = "browsecomp_plus_decrypted.jsonl"
-
-
 HINT = "make it with scripts_build_index/decrypt_dataset.py of texttron/BrowseComp-Plus"
-
-
 _NEEDED = ("query_id", "query", "answer")
-
-
 _PAGES = ("gold_docs", "evidence_docs")
 
 

@@ -24,20 +24,11 @@ from typing import Any, Literal, NamedTuple
 from agentbench_kv.adapters.browser.corpus import Corpus, lines_of
 
 TokenCount = Callable[[str], int]
-
-
 """Counts the tokens of a text; a real tokenizer's `len(encode(text))` is one too."""
 
-
 _LETTERS_A_TOKEN = 4
-
-
 _WORD = re.compile(r"[A-Za-z]+")
-
-
 _WIDE = re.compile(r"[\u0800-\U0010ffff]")
-
-
 _SINGLE = re.compile(r"[^A-Za-z \t]")
 
 
@@ -53,20 +44,10 @@ def estimate_tokens(text: str) -> int:
 
 
 VIEW_TOKENS = 1024
-
-
 RESULTS = 10
-
-
 _MOST_MATCHES = 50
-
-
 _MATCH_LINES = 3
-
-
 _TITLE = 200
-
-
 _SNIPPET = 120
 
 
@@ -274,8 +255,6 @@ def _one_line(text: str) -> str:
 
 
 _INTEGER = {"type": "integer"}
-
-
 _CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
 
 
@@ -311,8 +290,6 @@ TOOLS: list[dict[str, Any]] = [
         {"pattern": {"type": "string"}, "cursor": _CURSOR},
     ),
 ]
-
-
 _PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 

@@ -39,14 +39,8 @@ def lines_of(text: str, width: int = LINE_WIDTH) -> tuple[str, ...]:
 
 
 ABOUT, DOCUMENTS, CATALOG = "corpus.json", "documents.jsonl", "catalog.jsonl"
-
-
 BM25, DENSE = "bm25", "dense"
-
-
 _PIN = re.compile(r"@([0-9a-f]{12})\Z")
-
-
 _MEND = "kvbench data import-corpus SOURCE --name NAME"
 
 

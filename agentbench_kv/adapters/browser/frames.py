@@ -19,20 +19,10 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
 
 FILE = "frames_test_set.csv"
-
-
 SHA256 = "88f24731424bf8b9dd93174e4cc30a3c220fe0c8910701b77036b80b88e60ada"
-
-
 HINT = "take the test set of google/frames-benchmark as CSV"
-
-
 SPLITS = ("all", "kvbench-424")
-
-
 _PART = 424
-
-
 _NEEDED = ("Prompt", "Answer", "wiki_links")
 
 

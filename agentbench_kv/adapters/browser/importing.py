@@ -42,15 +42,11 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.files import writing
 
 _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "math", "nav", "footer"})
-
-
 _BLOCKS = frozenset({
     "address", "article", "aside", "blockquote", "br", "caption", "dd", "div", "dl", "dt",
     "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main",
     "ol", "p", "pre", "section", "table", "tbody", "thead", "tr", "ul",
 })  # fmt: skip
-
-
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 
 
@@ -107,20 +103,10 @@ def article(html: str) -> Article:
 
 
 _IDS = ("docid", "_id", "id", "doc_id")
-
-
 _URLS = ("url", "link", "source")
-
-
 _TITLES = ("title", "name")
-
-
 _TEXTS = ("text", "contents", "content", "body")
-
-
 _FRONT_MATTER_TITLE = re.compile(r"\A---\s*\n(?:.*\n)*?title:\s*(.+)\n")
-
-
 _BATCH = 256
 
 

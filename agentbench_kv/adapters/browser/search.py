@@ -99,8 +99,6 @@ class Bm25Index:
 
 
 _WHOLE = 1 << 20
-
-
 _EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
 
 

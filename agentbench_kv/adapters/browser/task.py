@@ -34,8 +34,6 @@ from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
 NULL_ANSWER = "I would rather not."
-
-
 _MOST = 200
 
 
@@ -64,8 +62,6 @@ def _call(name: str, arguments: dict[str, str]) -> str:
 
 
 _PADDING_LINES = 120
-
-
 _NOTICE = "This page was made by kvbench to test its browser. It is not an article."
 
 
@@ -96,10 +92,7 @@ def made_documents(questions: Iterable[Question]) -> list[Document]:
 
 
 EVALUATION = "evaluation"
-
-
 """Role of the transcript's last entry: question, gold answer, what was judged."""
-
 
 _SYSTEM = """\
 You answer questions with the help of a browser over a fixed collection of documents.

@@ -36,17 +36,9 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import Metric
 
 MULTI_HOP = 1
-
-
 OPEN_DOMAIN = 3
-
-
 _MEM0_SPACES = str.maketrans(dict.fromkeys(".,!?", " "))
-
-
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
 _LITTLE_WORDS = re.compile(r"\b(?:a|an|the|and)\b")
 
 
@@ -124,8 +116,6 @@ def _nltk() -> SimpleNamespace:
 
 
 Compare = Callable[[str, str], float]
-
-
 """From answer and gold answer to a figure."""
 
 
@@ -222,8 +212,6 @@ def _baseline(model: str) -> Path:
 
 
 COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
-
-
 NOT_AVAILABLE = "n/a"
 
 

@@ -51,16 +51,9 @@ SYSTEM = (
     "and then be asked about it. Give each answer as a short phrase and nothing else, in the "
     "words of the conversation where you can. Say when things happened by the sessions' dates."
 )
-
-
 QUESTION = "Question: {}\nAnswer with a short phrase."
-
-
 RIGHT_FROM = 0.5
-
-
 """F1 from which an answer counts as known in an audit of its evidence."""
-
 
 _PLAIN = re.compile(r"[\x20-\x7e]+")
 
@@ -103,10 +96,7 @@ def _user(text: str) -> Message:
 
 
 CORRUPT = "qqwx"
-
-
 """Answer of the corrupt agent: a word in no gold answer."""
-
 
 NULL = "I would rather not."
 

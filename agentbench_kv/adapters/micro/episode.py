@@ -15,14 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Source = Literal["think", "act", "tool", "others"]
-
-
 """Phase of the text in which a fact was first stated."""
 
-
 Kind = Literal["recurring", "one_shot", "derived", "invented", "local"]
-
-
 """Whether a fact is needed again and again, once long after, made here from what was said before,
 made here from nothing (in training only), or stood just above."""
 

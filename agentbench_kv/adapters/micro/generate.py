@@ -29,11 +29,7 @@ from agentbench_kv.adapters.micro.episode import Call, Episode, Kind, Reply, Slo
 
 # Left out: syllables that would merge with the words of the chat template when tokenised.
 CLASHING = {"ge", "gi", "me", "ne", "ra", "te"}
-
-
 SYLLABLES = tuple(c + v for c in "bdfghklmnprstv" for v in "aeiou" if c + v not in CLASHING)
-
-
 _WORDS = """
 bag ban bar bat bay bed bet bib bin bog bow box bud bug bun bus dab dam day den dew
 dig dip dog dot dug fan fat fax fig fin fir fog fox fun fur gag gap gas god gum gun
@@ -42,32 +38,17 @@ lot mat map mop mud mug nap nib nod nun nut pad pan paw peg pen pet pig pin pit 
 pot pub pup rib rim rod rot rug rum run sap saw sax set sip sob sod son sum sun tab
 tan tap tar tax tin tip top tub tug van vat vet vow
 """
-
-
 NAMES = tuple(_WORDS.split())
-
-
 TOOL, ACT, THINK, RULE, MEMO = "/", "#", ":", "=", "@"
-
-
 """Separators by source: tool results, call arguments, conclusions, system rules, the user."""
 
-
 HINT, READING = "~", "+"
-
-
 """Separators of passing facts: the user's job code of a turn, the readings of a tool result."""
 
-
 HANDLE = re.compile(rf"([a-z]+)([/#:=@~+])((?:{'|'.join(SYLLABLES)}){{2}})(?![a-z])")
-
-
 """Matches one handle in any text: groups name, separator, code."""
 
-
 Code = tuple[str, str]
-
-
 """Two syllables."""
 
 
@@ -88,14 +69,9 @@ def draw_code(rng: random.Random) -> Code:
 
 
 Span = tuple[int, int]
-
-
 """Inclusive range that a count is drawn from."""
 
-
 TEST_SEEDS = 1 << 32
-
-
 """Test seeds are below this number, training seeds from it on."""
 
 
@@ -131,10 +107,7 @@ PROFILES = {
         "recall-5k", (5, 6), (5, 5), (7, 8), (64, 76), (30, 38), (4, 14), (4, 12), (22, 32)
     ),
 }
-
-
 """The profiles behind the tasks `micro/recall-1k` and `micro/recall-5k`."""
-
 
 CURRICULUM = (
     Profile("s0", (1, 2), (1, 1), (0, 1), (1, 3), (1, 3), (0, 1), (0, 1), (2, 3), tools=False),
@@ -143,10 +116,7 @@ CURRICULUM = (
     Profile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),
     Profile("s4", (6, 7), (6, 6), (4, 5), (78, 92), (36, 46), (4, 14), (4, 12), (18, 28)),
 )
-
-
 """Profiles of the training stages, shortest first; the last asks for more than any task does."""
-
 
 PARAMETERS = {
     "login": ("crew",),
@@ -155,8 +125,6 @@ PARAMETERS = {
     "ship": ("plan", "gate", "port", "tag"),
     "read": ("page",),
 }
-
-
 """Argument names of every tool, in the order they are written."""
 
 

@@ -29,14 +29,9 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import Metric, TrialStatus
 
 Tally = tuple[int, int]
-
-
 """How many were right, how many were asked for."""
 
-
 EVIDENCE = ("recurring", "one_shot")
-
-
 """The kinds of facts that have to be recalled."""
 
 
@@ -85,11 +80,7 @@ def _tallies(answers: Iterable[tuple[Slot, bool]], name: Callable[[Slot], str]) 
 
 
 DEFAULT_SAMPLES = 50
-
-
 SEED_STRIDE = 1_000_000
-
-
 MAX_MESSAGE_TOKENS = 192
 
 

@@ -67,8 +67,6 @@ _V0: dict[str, dict[str, str]] = {
         "user_db.toml": "1def9a98eabf1d4a5fc95a67387ec294f56196d8",
     },
 }
-
-
 # Databases, policies and manuals are those of v0.2.0.
 _V1: dict[str, dict[str, str]] = {
     "airline": {
@@ -87,14 +85,8 @@ _V1: dict[str, dict[str, str]] = {
         "split_tasks.json": "a5b01687eaaa5c669f792bff33c0d6ec13be36fd",
     },
 }
-
-
 V0 = Release("v0.2.0", "tau2", "0.2.1.dev0", "tau2_v0.2.0", _V0)
-
-
 V1 = Release("v1.0.1", "tau2-v1", "1.0.1", "tau2_v1.0.1", _V1)
-
-
 _USER_FILES = ("simulation_guidelines.md", "simulation_guidelines_tools.md")
 
 
@@ -139,17 +131,9 @@ def git_blob(path: Path) -> str:
 
 
 USER_KEY = "KVBENCH_USER_API_KEY"
-
-
 _WORKER = Path(__file__).parent / "worker" / "main.py"
-
-
 _LOCAL_COMMAND_S = 120.0
-
-
 _PROBE_S = 10.0
-
-
 # A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
 _LIMITS = Limits(address_space=32 << 30)
 

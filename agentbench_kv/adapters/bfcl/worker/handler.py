@@ -38,8 +38,6 @@ from .session import (
 )
 
 _NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
-
-
 Fields = dict[str, Any]
 
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 HASH_ENCODER = "hash"
-
-
 _DIMENSION = 384
 
 

@@ -18,11 +18,7 @@ from typing import Any
 from .session import Call, marked, payload_of
 
 NULL_SENTENCE = "I am sorry, I cannot help with this."
-
-
 FINISHED = "<think>\nNothing is left to do in this turn.\n</think>\n\nDone."
-
-
 _STEPS = 20
 
 
@@ -70,11 +66,7 @@ def _parse(source: str, names: Mapping[str, list[str]]) -> Call:
 
 
 _STORED = 300  # characters of a conversation
-
-
 _UNKNOWN = {"answer": "I do not know", "context": "I do not know"}
-
-
 # What stores in each memory backend, and what looks into it.
 _TOOLS = {
     "kv": ("archival_memory_add", "archival_memory_list_keys"),

@@ -29,17 +29,9 @@ if TYPE_CHECKING:
 
 
 SESSION_HEADER = "X-KVBench-Session"
-
-
 _BUSY = frozenset({409, 429, 503})
-
-
 _LONGEST_PAUSE_S = 30.0
-
-
 _CLOSING_S = 30.0
-
-
 _CONTEXT_LIMIT = ("context_length", "context_limit", "context length")
 
 
@@ -207,8 +199,6 @@ def _error(status: int, answer: bytes) -> Exception:
 
 
 END = "<|im_end|>"
-
-
 INSTRUCTIONS = """\
 You carry out the user's requests with the tools below. Go on calling tools until \
 the current request is done; then answer in plain words, and the user will speak again.

@@ -10,14 +10,8 @@ from typing import Any
 import httpx
 
 SESSION_HEADER = "X-KVBench-Session"
-
-
 _BUSY = frozenset({409, 429, 503})
-
-
 _LONGEST_PAUSE_S = 30.0
-
-
 _CONTEXT_LIMIT = ("context_length", "context_limit", "context length")
 
 

@@ -53,11 +53,7 @@ def keep_parsed() -> None:
 
 
 _RETRIES = 3
-
-
 _WAIT_S = 120.0
-
-
 _ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
 
 

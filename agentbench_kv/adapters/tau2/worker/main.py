@@ -11,8 +11,6 @@ from typing import Any
 
 # Else litellm fetches a price list from the network when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-
-
 # What each release says of itself.
 SUMMARIES = {
     "0.2.1.dev0": "The tau2 package",

@@ -209,11 +209,7 @@ def _says(text: str) -> UserMessage:
 
 
 _MAX_ERRORS = 10
-
-
 _USER_WAIT_S = 120.0
-
-
 _UNSCORED: dict[type[Exception], str] = {
     ContextLimitError: "context_limit",
     InvalidAnswerError: "unparsable",
