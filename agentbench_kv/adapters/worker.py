@@ -4,8 +4,6 @@ Request: `{"v": 1, "id": str, "cmd": str, "args": {...}}`. Event: `{"v": 1, "id"
 "event": "result" | "error" | "heartbeat" | "log", "data": ...}`. The command `cancel` asks a
 request to stop. A worker that dies, stalls or breaks the protocol costs the requests it held;
 the pool starts another one.
-
-One worker process as its parent sees it: requests out, events in, a verdict when it ends.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.results.records import TrialStatus
 
 PROTOCOL = 1
 LONGEST_LINE = 256 << 20
@@ -35,10 +34,19 @@ _CHUNK = 1 << 16
 _POLL_S = 0.25
 _STDERR_TAIL = 2000
 _EVENTS = frozenset({"result", "error", "heartbeat", "log"})
+_CHILD = Path(__file__).with_name("worker_child.py")
+_FAILED_STARTS_ALLOWED = 3
+# What a Python needs from the caller's environment to start at all; nothing else is passed on.
+_INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
 
 
 class WorkerError(Exception):
     """A request was not answered, through no fault of the agent under test."""
+
+    @property
+    def status(self) -> TrialStatus:
+        """How a trial counts that ended in this error."""
+        return TrialStatus.INFRA_ERROR
 
 
 class WorkerDiedError(WorkerError):
@@ -47,6 +55,10 @@ class WorkerDiedError(WorkerError):
 
 class WorkerTimeoutError(WorkerError):
     """The request took longer than its caller allows."""
+
+    @property
+    def status(self) -> TrialStatus:
+        return TrialStatus.TIMEOUT
 
 
 class WorkerCancelledError(WorkerError):
@@ -59,7 +71,11 @@ class RemoteError(WorkerError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
-        self.message = message
+
+    @property
+    def status(self) -> TrialStatus:
+        server = self.kind == "ServerError"
+        return TrialStatus.ENGINE_ERROR if server else TrialStatus.INFRA_ERROR
 
 
 class WorkerProcess:
@@ -247,12 +263,6 @@ class WorkerProcess:
                 future.set_exception(WorkerDiedError(self.end_reason()))
 
 
-_CHILD = Path(__file__).with_name("worker_child.py")
-_FAILED_STARTS_ALLOWED = 3
-# What a Python needs from the caller's environment to start at all; nothing else is passed on.
-_INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
-
-
 @dataclass(frozen=True)
 class Limits:
     """Resource limits of one worker process; None leaves a resource alone."""
@@ -264,7 +274,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Timing:
+class WorkerTiming:
     """How long to wait for a worker, in seconds."""
 
     heartbeat: float = 1.0  # between the worker's heartbeats
@@ -296,13 +306,13 @@ class WorkerPool:
         *,
         environment: Mapping[str, str] | None = None,
         limits: Limits | None = None,
-        timing: Timing | None = None,
+        timing: WorkerTiming | None = None,
     ) -> None:
         self._python = python
         self._module = module_file
         self._environment = dict(environment or {})
         self._limits = limits or Limits()
-        self._timing = timing or Timing()
+        self._timing = timing or WorkerTiming()
         self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-worker-"))
         self._slots = [_Slot(index) for index in range(n)]
         self._closed = False
@@ -319,16 +329,8 @@ class WorkerPool:
         """Run one command in the least busy worker and return its JSON result.
 
         After `timeout` seconds, or when `cancel` is set, the request is cancelled; `on_log` gets
-        the lines that the handler logs.
-
-        Raises
-        ------
-        RemoteError
-            The handler raised; `kind` is the exception's class name.
-        WorkerDiedError, WorkerTimeoutError, WorkerCancelledError
-            The worker ended or stalled, time ran out, or `cancel` was set.
-        PrerequisiteError
-            Workers do not start at all.
+        the lines that the handler logs. WorkerError says why there is no result (RemoteError: the
+        handler raised), PrerequisiteError that workers do not start at all.
         """
         worker = self._worker()
         number, future = worker.submit(command, dict(args or {}), on_log)
@@ -394,17 +396,12 @@ class WorkerPool:
         )
 
     def _process_environment(self, scratch: Path) -> dict[str, str]:
-        fixed = {
-            "PATH": os.defpath,
-            "HOME": str(scratch),
-            "TMPDIR": str(scratch),
-            "LC_ALL": "C.UTF-8",
-            "PYTHONUTF8": "1",
-            "PYTHONSAFEPATH": "1",
-            "PYTHONNOUSERSITE": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        switches = (
+            "PYTHONUTF8", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
+            "HF_HUB_OFFLINE",
+        )  # fmt: skip
+        fixed = {"PATH": os.defpath, "HOME": str(scratch), "TMPDIR": str(scratch)}
+        fixed |= {"LC_ALL": "C.UTF-8", **dict.fromkeys(switches, "1")}
         inherited = {k: os.environ[k] for k in _INHERITED if k in os.environ}
         own = {k: v.replace("{scratch}", str(scratch)) for k, v in self._environment.items()}
         return fixed | inherited | own

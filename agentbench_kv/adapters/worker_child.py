@@ -158,13 +158,7 @@ class Server:
         threading.Thread(target=loop, daemon=True).start()
 
     def load(self, module_file: Path) -> None:
-        # A package that represents the module's folder: its parts may import one another
-        # relatively, without the folder being on the search path or its __init__ being run.
-        package = types.ModuleType("kvbench_worker")
-        package.__path__ = [str(module_file.parent)]
-        sys.modules[package.__name__] = package
-        module = importlib.import_module(f"{package.__name__}.{module_file.stem}")
-        self._handlers = module.setup(self._guard)
+        self._handlers = import_worker(module_file).setup(self._guard)
         self._ready = True
         self._port.send(None, "heartbeat", {"ready": True})
 
@@ -189,6 +183,20 @@ class Server:
             event, data = "error", {"kind": type(error).__name__, "message": str(error)}
         self._running.pop(request.id, None)
         self._port.send(request.id, event, data)
+
+
+def import_worker(module_file: Path) -> Any:
+    """Import a worker's module as part of a package that represents a folder.
+
+    So the files of that folder may import one another relatively without being on the search path:
+    the module's own folder, or for our workers this file's, as they share `agent.py`.
+    """
+    package, here = types.ModuleType("kvbench_worker"), Path(__file__).absolute().parent
+    root = here if module_file.is_relative_to(here) else module_file.parent
+    package.__path__ = [str(root)]
+    sys.modules[package.__name__] = package
+    parts = module_file.relative_to(root).with_suffix("").parts
+    return importlib.import_module(".".join((package.__name__, *parts)))
 
 
 def limit_resources(limits: dict[str, int | None]) -> None:

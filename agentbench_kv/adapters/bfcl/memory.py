@@ -1,6 +1,6 @@
 """BFCL v4 memory: questions about conversations that only a memory tool has kept.
 
-Memory's prerequisite conversations: played once per scenario and trial, in order.
+Those prerequisite conversations are played once per scenario and trial index, in order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
-from agentbench_kv.adapters.bfcl.task import BfclTask, Played
-from agentbench_kv.adapters.bfcl.worker.entries import backend_of
-from agentbench_kv.adapters.bfcl.worker.memory import HASH_ENCODER
+from agentbench_kv.adapters.bfcl.task import BfclTask
+from agentbench_kv.adapters.bfcl.worker.memory import HASH_ENCODER, backend_of
 from agentbench_kv.adapters.data import file_sha256
 from agentbench_kv.adapters.worker import Limits, WorkerError
+from agentbench_kv.adapters.worker_task import PlayedTrial
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
 # Plays the conversation of an id in the context's session, from a snapshot of the memory.
-Talk = Callable[[str, TrialContext, Any], Played]
+Talk = Callable[[str, TrialContext, Any], PlayedTrial]
 
 
 @dataclass
@@ -59,7 +59,6 @@ class Chain:
             self._lock.release()
 
     def metrics(self, played: int) -> dict[str, Metric]:
-        """Return what a question's record says about its snapshot."""
         content = json.dumps(self.snapshot, sort_keys=True).encode()
         return {
             "snapshot_sha": hashlib.sha256(content).hexdigest()[:12],
@@ -146,10 +145,10 @@ class MemoryTask(BfclTask):
         finally:
             lock.release()
 
-    def _play(self, sample: Sample, context: TrialContext) -> Played:
+    def _play(self, sample: Sample, context: TrialContext) -> PlayedTrial:
         chain = self._chain(sample, context.trial)
 
-        def talk(conversation: str, asked: TrialContext, snapshot: Any) -> Played:
+        def talk(conversation: str, asked: TrialContext, snapshot: Any) -> PlayedTrial:
             self._speaking[sample.id] = conversation
             try:
                 told = self._run(conversation, asked, snapshot=snapshot)
@@ -162,7 +161,7 @@ class MemoryTask(BfclTask):
         played = self._run(sample.id, context, snapshot=chain.snapshot)
         return {**played, "chain": chain, "conversations": played_here}
 
-    def _outcome(self, played: Played) -> Outcome:
+    def _outcome(self, played: PlayedTrial) -> Outcome:
         outcome = super()._outcome(played)
         chain: Chain = played["chain"]
         outcome.metrics.update(chain.metrics(len(played["conversations"])))

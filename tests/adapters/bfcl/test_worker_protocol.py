@@ -12,16 +12,16 @@ import pytest
 from agentbench_kv.adapters.worker import (
     Limits,
     RemoteError,
-    Timing,
     WorkerCancelledError,
     WorkerDiedError,
     WorkerPool,
     WorkerTimeoutError,
+    WorkerTiming,
 )
 from agentbench_kv.errors import PrerequisiteError
 
 DUMMY = Path(__file__).with_name("worker_dummy.py")
-FAST = Timing(heartbeat=0.1, start=20, stall=2.5, grace=0.5)
+FAST = WorkerTiming(heartbeat=0.1, start=20, stall=2.5, grace=0.5)
 
 
 def make(n=1, timing=FAST, **more):
@@ -148,7 +148,7 @@ def test_worker_that_cannot_start_is_given_up():
 
 
 def test_start_that_takes_too_long():
-    timing = Timing(heartbeat=0.1, start=0.5, stall=5, grace=0.5)
+    timing = WorkerTiming(heartbeat=0.1, start=0.5, stall=5, grace=0.5)
     with (
         make(timing=timing, environment={"DUMMY_SLOW": "1"}) as pool,
         pytest.raises(WorkerDiedError, match=r"not ready after 0\.5 s"),

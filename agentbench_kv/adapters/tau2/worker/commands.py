@@ -1,9 +1,4 @@
-"""What the tau2 worker answers.
-
-Databases parsed once: every simulation begins from a fresh copy, taken from memory.
-
-Who judges assertions about a conversation (v1.x); runs in the worker.
-"""
+"""What the tau2 worker answers, and who judges assertions about a conversation (v1.x)."""
 
 from __future__ import annotations
 
@@ -14,17 +9,20 @@ import pickle
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from tau2.data_model.simulation import NLAssertionCheck
 from tau2.environment.db import DB
 from tau2.evaluator import evaluator_nl_assertions as assertions
 
-from .scripts import script
+from ...agent import address_of
 from .simulation import Domain, play
 
 if TYPE_CHECKING:
     from agentbench_kv.adapters.worker_child import Request
+
+_RETRIES = 3
+_WAIT_S = 120.0
+_ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
 
 
 def keep_parsed() -> None:
@@ -50,11 +48,6 @@ def keep_parsed() -> None:
                 gc.enable()
 
     DB.load = classmethod(load_copy)
-
-
-_RETRIES = 3
-_WAIT_S = 120.0
-_ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
 
 
 class JudgeFailedError(Exception):
@@ -98,8 +91,8 @@ def _judged(trajectory: Sequence[Any], wanted: Sequence[str]) -> list[NLAssertio
     return found
 
 
-class Benchmark:
-    """One domain and its commands."""
+class Tau2Commands:
+    """One domain, and what the worker answers about it."""
 
     def __init__(self, domain: str) -> None:
         self._domain = Domain(domain)
@@ -116,21 +109,16 @@ class Benchmark:
     def samples(self, _: Request) -> list[str]:
         return list(self._domain.tasks)
 
-    def script(self, request: Request) -> list[str]:
-        wanted = self._domain.tasks[request.args["sample"]].evaluation_criteria
-        return script(request.args["agent"], wanted.actions or [], wanted.communicate_info or [])
+    def criteria(self, sample: str) -> Any:
+        """Return what a simulation is scored by."""
+        return self._domain.tasks[sample].evaluation_criteria
 
     def run(self, request: Request) -> dict[str, Any]:
-        judge = request.args["judge"]
-        for url in (request.args["endpoint"], request.args["user"]["url"], judge and judge["url"]):
+        user, judge = request.args["user"], request.args["judge"]
+        for url in (request.args["endpoint"], user["url"], judge and judge["url"]):
             if url:
-                parts = urlsplit(url)
-                port = parts.port or (443 if parts.scheme == "https" else 80)
-                request.guard.allow(str(parts.hostname), port)
-        if judge:
-            # Only v1.x has what it replaces.
-
+                request.guard.allow(*address_of(url))
+        if judge:  # only v1.x has what it replaces
             appoint(judge)
-        played = play(self._domain, request.args, request.cancelled)
-        plain: dict[str, Any] = json.loads(json.dumps(played, default=str))
+        plain: dict[str, Any] = json.loads(json.dumps(play(self._domain, request), default=str))
         return plain

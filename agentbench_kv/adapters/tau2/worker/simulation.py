@@ -1,18 +1,14 @@
 """One simulation: the benchmark's orchestrator and checker around our agent and user.
 
-What agents and users are derived from, by the names that each release of tau2-bench has.
-
-The agent of a simulation: answers come from one session of a chat server.
-
-The user's side: the benchmark's LLM simulator over any endpoint, or a fixed script for tests.
+The agent's answers come from one session of a chat server. The user is the benchmark's LLM
+simulator over any endpoint, or a fixed script for tests.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
 from tau2.data_model.message import (
@@ -28,8 +24,9 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from .chat import ChatLine, ContextLimitError
+from ...agent import AgentLine, ContextFullError
 
+# What agents and users are derived from, by the names that each release has.
 try:  # v1.x
     from tau2.agent.base_agent import HalfDuplexAgent as AgentBase
     from tau2.user.user_simulator_base import STOP, UserState
@@ -38,6 +35,13 @@ except ImportError:  # v0.2.0
     from tau2.agent.base import BaseAgent as AgentBase
     from tau2.user.base import STOP, UserState
     from tau2.user.base import BaseUser as UserBase
+
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import Request
+
+_RETRIES = 3
+_USER_WAIT_S = 120.0
+_MAX_ERRORS = 10
 
 
 class InvalidAnswerError(Exception):
@@ -50,7 +54,7 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
     The history only grows, and an answer goes back as it came: the server's session goes on.
     """
 
-    def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: ChatLine) -> None:
+    def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: AgentLine) -> None:
         prompt = SYSTEM_PROMPT.format(domain_policy=policy, agent_instruction=AGENT_INSTRUCTION)
         # The whole history in OpenAI form, and one record per answer.
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}]
@@ -68,8 +72,8 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
 
     def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
         self._hear(message)
-        choice = self._line.ask(self.messages, self._tools)
-        answer, usage = choice["message"], choice["usage"]
+        completion = self._line.chat(self.messages, self._tools)
+        answer, usage = completion.said, completion.usage
         # The reasoning does not go back in the history: the server's session has it.
         said = {"role": "assistant", "content": answer.get("content")}
         if answer.get("tool_calls"):
@@ -78,12 +82,12 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         self.steps.append({
             "calls": len(answer.get("tool_calls") or ()),
             "unparsable": int("<tool_call>" in (answer.get("content") or "")),
-            "finish_reason": choice["finish_reason"],
+            "finish_reason": completion.finish_reason,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
         })  # fmt: skip
-        if choice["finish_reason"] == "context_limit":
-            raise ContextLimitError("the session reached the model's last position")
+        if completion.finish_reason == "context_limit":
+            raise ContextFullError("the session reached the model's last position")
         return _parsed(said, usage), state
 
     def _hear(self, message: Any) -> None:
@@ -120,9 +124,6 @@ def _call(call: dict[str, Any]) -> ToolCall:
     function = call["function"]
     arguments = json.loads(function.get("arguments") or "{}")
     return ToolCall(id=call.get("id") or "", name=function["name"], arguments=arguments)
-
-
-_RETRIES = 3
 
 
 class UserFailedError(Exception):
@@ -208,10 +209,8 @@ def _says(text: str) -> UserMessage:
     return UserMessage(role="user", content=text, cost=0.0)
 
 
-_MAX_ERRORS = 10
-_USER_WAIT_S = 120.0
 _UNSCORED: dict[type[Exception], str] = {
-    ContextLimitError: "context_limit",
+    ContextFullError: "context_limit",
     InvalidAnswerError: "unparsable",
     UserFailedError: "user_error",
 }
@@ -233,23 +232,25 @@ class Domain:
         return registry.get_env_constructor(self.name)()
 
 
-def play(domain: Domain, args: dict[str, Any], cancelled: threading.Event) -> dict[str, Any]:
-    """Play a simulation to its end and check it, until `cancelled` is set.
+def play(domain: Domain, request: Request) -> dict[str, Any]:
+    """Play a simulation to its end and check it, until the request is cancelled.
 
-    `args` are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user` and
+    Its arguments are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user` and
     `max_steps`. Returns status and score, the checker's verdict, the agent's history and steps,
     and the user's tokens.
     """
+    args = request.args
     task = domain.tasks[args["sample"]]
-    where, session = args["endpoint"], args["session"]
-    line = ChatLine(where, session, args["sampling"], args["key"], args["timeout_s"], cancelled)
+    where, session, timeout_s = args["endpoint"], args["session"], args["timeout_s"]
+    body = {**args["sampling"], "session_id": session}
+    line = AgentLine(where, session, body, args["key"], timeout_s, request)
     agent = EndpointAgent(domain.policy, domain.tools, line)
     user: ScriptedUser | SimulatedUser
     scenario = str(task.user_scenario)
     if args["user"]["kind"] == "scripted":
         user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
     else:
-        wait_s = min(_USER_WAIT_S, args["timeout_s"])
+        wait_s = min(_USER_WAIT_S, timeout_s)
         user = SimulatedUser(scenario, domain.user_tools, args["user"], wait_s)
     orchestrator = Orchestrator(
         domain=domain.name,
@@ -261,10 +262,7 @@ def play(domain: Domain, args: dict[str, Any], cancelled: threading.Event) -> di
         max_errors=_MAX_ERRORS,
         seed=args["sampling"]["seed"],
     )
-    try:
-        ended = _run(domain, task, orchestrator)
-    finally:
-        line.close()
+    ended = _run(domain, task, orchestrator)
     kept = {"role", "content", "tool_calls", "requestor", "error"}
     plain = {"mode": "json", "include": kept, "exclude_none": True}
     said = [message.model_dump(**plain) for message in orchestrator.trajectory]
