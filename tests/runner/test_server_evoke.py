@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from agentbench_kv.adapters.micro.episode import Environment
-from agentbench_kv.adapters.micro.generate import Profile, generate
+from agentbench_kv.adapters.micro.generate import EpisodeProfile, generate
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway import Gateway
@@ -25,7 +25,7 @@ from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.run.runner import build_engine
 
 BUDGET = 512
-LONG = Profile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2), (8, 12))
+LONG = EpisodeProfile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2), (8, 12))
 
 
 @contextmanager
