@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from agentbench_kv.adapters.worker_child import Request
 
 SESSION_HEADER = "X-KVBench-Session"
-NULL_SENTENCE = "I am sorry, I cannot help with this."  # all that the null agent says
+NULL_SENTENCE = "I would rather not."  # all that the null agent says
 _BUSY = frozenset({409, 429, 503})
 _LONGEST_PAUSE_S = 30.0
 _CLOSING_S = 30.0

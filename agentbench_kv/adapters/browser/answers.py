@@ -3,14 +3,9 @@
 It is not the metric of the FRAMES or BrowseComp-Plus papers, which ask an LLM judge: an answer in
 other words counts as wrong here. It needs no model, and is never put in the judge's column.
 
-Dates in the ways English writes them, brought to one form for comparing answers.
-
-Numbers in words and in digits, brought to one form for comparing answers.
-
-Transcripts that must not be in plain text where a crawler or a report could pick them up.
-
-This hides, it does not protect: whoever has this file can open them. It is what the authors of
-BrowseComp ask for, so that their questions do not end up in training data.
+`seal` hides transcripts from crawlers and reports, it does not protect: whoever has this file can
+open them. It is what the authors of BrowseComp ask for, so that their questions do not end up in
+training data.
 """
 
 from __future__ import annotations

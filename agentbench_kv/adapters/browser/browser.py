@@ -2,15 +2,8 @@
 
 The semantics follow what SideQuest's agents used (gpt-oss' simple browser): `search`, `open` by
 link or URL, `find` in a page; a view shows numbered lines up to a token cap, and each call pushes
-one page, so that a cursor names one tool result.
-
-How long a text is in tokens, without a tokenizer.
-
-An adapter never sees tokens, and views must be the same for every model, so their cap is counted in
-estimated tokens: word pieces of at most four letters, every digit and every mark on its own. On
-English prose that is more than a byte-level BPE tokenizer of 100k entries or more makes of it.
-
-The browser as tools: OpenAI function schemas, and calls with arguments that a model wrote.
+one page, so that a cursor names one tool result. `TOOLS` are its OpenAI function schemas, and
+`call_tool` answers calls with arguments that a model wrote.
 """
 
 from __future__ import annotations
@@ -23,9 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from agentbench_kv.adapters.browser.corpus import Corpus, lines_of
 
-TokenCount = Callable[[str], int]
-"""Counts the tokens of a text; a real tokenizer's `len(encode(text))` is one too."""
-
+TokenCount = Callable[[str], int]  # of a text; a tokenizer's `len(encode(text))` is one too
+VIEW_TOKENS = 1024
+RESULTS = 10
+_MOST_MATCHES = 50
+_MATCH_LINES = 3
+_TITLE = 200
+_SNIPPET = 120
 _LETTERS_A_TOKEN = 4
 _WORD = re.compile(r"[A-Za-z]+")
 _WIDE = re.compile(r"[\u0800-\U0010ffff]")
@@ -35,6 +32,10 @@ _SINGLE = re.compile(r"[^A-Za-z \t]")
 def estimate_tokens(text: str) -> int:
     """Return the estimated number of tokens of a text.
 
+    An adapter never sees tokens, and views must be the same for every model. What is counted is
+    word pieces of at most four letters, every digit and every mark on its own: on English prose
+    more than a byte-level BPE tokenizer of 100k entries or more makes of it.
+
     >>> estimate_tokens("L12: The capital is Paris.")
     11
     """
@@ -43,20 +44,12 @@ def estimate_tokens(text: str) -> int:
     return words + len(_SINGLE.findall(text)) + len(_WIDE.findall(text))
 
 
-VIEW_TOKENS = 1024
-RESULTS = 10
-_MOST_MATCHES = 50
-_MATCH_LINES = 3
-_TITLE = 200
-_SNIPPET = 120
-
-
 class BrowserError(Exception):
     """A call the browser cannot answer; the message is for the agent, and no page is pushed."""
 
 
 @dataclass(frozen=True)
-class View:
+class BrowserView:
     """What a call shows, and the cursor of its page; None if it could not be answered."""
 
     text: str
@@ -73,7 +66,7 @@ class _Link(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Page:
+class _OpenPage:
     kind: Literal["document", "search", "find"]
     title: str
     url: str
@@ -110,16 +103,16 @@ class Browser:
         self._view_tokens = view_tokens
         self._results = results
         self._count = count
-        self._pages: list[_Page] = []
+        self._pages: list[_OpenPage] = []
 
-    def search(self, query: str, topn: int = -1) -> View:
+    def search(self, query: str, topn: int = -1) -> BrowserView:
         """Show the best documents for a query, as numbered links."""
         if not query.strip():
             raise BrowserError("the query is empty")
         count = min(topn, self._results) if topn > 0 else self._results
         found = self.corpus.index.search(query, count)
         lines = [line for link, number in enumerate(found) for line in self._result(link, number)]
-        page = _Page(
+        page = _OpenPage(
             "search",
             f"Search results for: {_one_line(query)}",
             "search",
@@ -130,7 +123,7 @@ class Browser:
 
     def open(
         self, id: int | str = -1, cursor: int = -1, loc: int = -1, num_lines: int = -1
-    ) -> View:
+    ) -> BrowserView:
         """Show a document, or another part of a page.
 
         Parameters
@@ -163,7 +156,7 @@ class Browser:
             raise BrowserError(f"no link {id} on that page: {there}")
         return self._open(page.links[id], loc, num_lines)
 
-    def find(self, pattern: str, cursor: int = -1) -> View:
+    def find(self, pattern: str, cursor: int = -1) -> BrowserView:
         """Show where a text occurs in the document at `cursor`, case and line breaks aside."""
         page = self._page(cursor)
         wanted = " ".join(pattern.casefold().split())
@@ -175,7 +168,7 @@ class Browser:
         lines: list[str] = []
         for link, line in enumerate(places):
             lines += [f"[{link}] match at L{line}", *page.lines[line : line + _MATCH_LINES]]
-        found = _Page(
+        found = _OpenPage(
             "find",
             f"Find results for: {_one_line(pattern)} in {page.title}",
             page.url,
@@ -189,15 +182,15 @@ class Browser:
         beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
         return lines_of(f"[{link}] {_one_line(document.title)} ({document.url})\n{beginning}")
 
-    def _open(self, link: _Link, loc: int, num_lines: int) -> View:
+    def _open(self, link: _Link, loc: int, num_lines: int) -> BrowserView:
         document = self.corpus.document(link.document)
         lines = lines_of(document.text)
-        page = _Page("document", document.title, document.url, lines, document=link.document)
+        page = _OpenPage("document", document.title, document.url, lines, document=link.document)
         view = self._push(page, link.line if loc < 0 else loc, num_lines)
         self.opened.append(document.url)
         return view
 
-    def _page(self, cursor: int) -> _Page:
+    def _page(self, cursor: int) -> _OpenPage:
         if not self._pages:
             raise BrowserError("no page is open yet; search first")
         if not -1 <= cursor < len(self._pages):
@@ -206,15 +199,15 @@ class Browser:
             )
         return self._pages[cursor]
 
-    def _push(self, page: _Page, loc: int, num_lines: int) -> View:
+    def _push(self, page: _OpenPage, loc: int, num_lines: int) -> BrowserView:
         if loc >= len(page.lines):
             raise BrowserError(f"no line {loc}: the page ends at line {len(page.lines) - 1}")
         cursor = len(self._pages)
         text = self._render(page, cursor, loc, num_lines)
         self._pages.append(page)
-        return View(text, cursor)
+        return BrowserView(text, cursor)
 
-    def _render(self, page: _Page, cursor: int, loc: int, num_lines: int) -> str:
+    def _render(self, page: _OpenPage, cursor: int, loc: int, num_lines: int) -> str:
         last = len(page.lines) - 1
         title = _one_line(page.title)[:_TITLE]
         most = last if num_lines < 1 else min(last, loc + num_lines - 1)
@@ -293,7 +286,7 @@ TOOLS: list[dict[str, Any]] = [
 _PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
-def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> View:
+def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> BrowserView:
     """Answer a tool call; whatever is wrong with it comes back as text.
 
     `arguments` are an object or, as models write them, its JSON text.
@@ -301,9 +294,9 @@ def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -
     try:
         if name not in _PARAMETERS:
             raise BrowserError(f"no tool {name!r}; there are {', '.join(_PARAMETERS)}")
-        view: View = getattr(browser, name)(**_checked(name, arguments))
+        view: BrowserView = getattr(browser, name)(**_checked(name, arguments))
     except BrowserError as error:
-        return View(f"Error: {error}")
+        return BrowserView(f"Error: {error}")
     return view
 
 

@@ -1,8 +1,7 @@
 """Importing a corpus: its documents in one file, a catalogue, a search index and a hash.
 
-The readable text of an HTML page: enough for encyclopedia articles, nothing is executed.
-
-Reading the documents of a corpus from where users have them: folders, JSON lines, parquet.
+Users have documents in folders, JSON lines or parquet. Of HTML the readable text is taken, enough
+for encyclopedia articles; nothing is executed.
 """
 
 from __future__ import annotations
@@ -48,6 +47,12 @@ _BLOCKS = frozenset({
     "ol", "p", "pre", "section", "table", "tbody", "thead", "tr", "ul",
 })  # fmt: skip
 _BLANK_LINES = re.compile(r"\n\s*\n+")
+_IDS = ("docid", "_id", "id", "doc_id")
+_URLS = ("url", "link", "source")
+_TITLES = ("title", "name")
+_TEXTS = ("text", "contents", "content", "body")
+_FRONT_MATTER_TITLE = re.compile(r"\A---\s*\n(?:.*\n)*?title:\s*(.+)\n")
+_BATCH = 256
 
 
 class Article(HTMLParser):
@@ -100,14 +105,6 @@ def article(html: str) -> Article:
     parsed.close()
     parsed.title = " ".join(parsed.title.split())
     return parsed
-
-
-_IDS = ("docid", "_id", "id", "doc_id")
-_URLS = ("url", "link", "source")
-_TITLES = ("title", "name")
-_TEXTS = ("text", "contents", "content", "body")
-_FRONT_MATTER_TITLE = re.compile(r"\A---\s*\n(?:.*\n)*?title:\s*(.+)\n")
-_BATCH = 256
 
 
 def read_documents(source: Path) -> Iterator[Document]:

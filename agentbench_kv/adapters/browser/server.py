@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import socket
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import asdict
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentbench_kv.adapters.browser.browser import TOOLS, Browser, View, call_tool
+from agentbench_kv.adapters.browser.browser import TOOLS, Browser, BrowserView, call_tool
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.errors import PrerequisiteError
 
 _MOST_BODY = 1 << 16
 _MOST_SESSIONS = 4096
@@ -32,14 +28,14 @@ class _RefusedError(Exception):
         self.status = status
 
 
-class _Session:
+class _BrowserSession:
     """A browser, used by one request at a time."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
         self._lock = threading.Lock()
 
-    def call(self, tool: str, arguments: dict[str, object]) -> View:
+    def call(self, tool: str, arguments: dict[str, object]) -> BrowserView:
         with self._lock:
             return call_tool(self._browser, tool, arguments)
 
@@ -54,7 +50,7 @@ class BrowserServer:
         self._corpus = corpus
         self._view_tokens = view_tokens
         self._key = api_key
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _BrowserSession] = {}
         self._lock = threading.Lock()
         self.app = Starlette(
             routes=[
@@ -96,13 +92,13 @@ class BrowserServer:
             raise _RefusedError(404, "no such session")
         return JSONResponse({"ended": True})
 
-    def _session(self, name: str) -> _Session:
+    def _session(self, name: str) -> _BrowserSession:
         with self._lock:
             if name not in self._sessions:
                 if len(self._sessions) >= _MOST_SESSIONS:
                     raise _RefusedError(429, f"all {_MOST_SESSIONS} sessions are in use; end one")
                 browser = Browser(self._corpus, view_tokens=self._view_tokens)
-                self._sessions[name] = _Session(browser)
+                self._sessions[name] = _BrowserSession(browser)
             return self._sessions[name]
 
 
@@ -119,17 +115,3 @@ async def _arguments(request: Request) -> dict[str, object]:
     if not isinstance(arguments, dict):
         raise _RefusedError(400, "the body is not a JSON object")
     return arguments
-
-
-def run_browser_server(server: BrowserServer, host: str, port: int) -> None:
-    """Serve until interrupted; PrerequisiteError if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise PrerequisiteError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from error
-    config = uvicorn.Config(server.app, access_log=False, ws="none", server_header=False)
-    with listener, suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])

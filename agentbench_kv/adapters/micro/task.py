@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from agentbench_kv.adapters.agent import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     AgentClient,
     Fact,
@@ -127,7 +128,7 @@ class RecallTask(Task):
         """Return what the gold, corrupt (last call wrong) or null agent says."""
         episode = self._episode(sample)
         if agent == "null":
-            return ["I would rather not." for _ in episode.turns]
+            return [NULL_SENTENCE] * len(episode.turns)
         texts: list[str] = []
         for turn in episode.turns:
             texts += [*(call.raw for call in turn.calls), turn.reply.raw]
