@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import Request
+    from agentbench_kv.adapters.worker_child import WorkerRequest
 
 SESSION_HEADER = "X-KVBench-Session"
 NULL_SENTENCE = "I would rather not."  # all that the null agent says
@@ -93,7 +93,7 @@ class AgentLine:
         body: dict[str, Any],
         key: str | None,
         timeout_s: float,
-        request: Request,
+        request: WorkerRequest,
     ) -> None:
         self._address = address_of(url)
         parts = urlsplit(base_url(url))

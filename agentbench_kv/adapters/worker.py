@@ -1,7 +1,7 @@
 """Benchmarks in another interpreter: JSON lines over stdin and stdout, many requests in flight.
 
 Request: `{"v": 1, "id": str, "cmd": str, "args": {...}}`. Event: `{"v": 1, "id": str or null,
-"event": "result" | "error" | "heartbeat" | "log", "data": ...}`. The command `cancel` asks a
+"event": "result" | "error" | "heartbeat", "data": ...}`. The command `cancel` asks a
 request to stop. A worker that dies, stalls or breaks the protocol costs the requests it held;
 the pool starts another one.
 """
@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass, field
@@ -33,7 +33,7 @@ LONGEST_LINE = 256 << 20
 _CHUNK = 1 << 16
 _POLL_S = 0.25
 _STDERR_TAIL = 2000
-_EVENTS = frozenset({"result", "error", "heartbeat", "log"})
+_EVENTS = frozenset({"result", "error", "heartbeat"})
 _CHILD = Path(__file__).with_name("worker_child.py")
 _FAILED_STARTS_ALLOWED = 3
 # What a Python needs from the caller's environment to start at all; nothing else is passed on.
@@ -43,10 +43,7 @@ _INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
 class WorkerError(Exception):
     """A request was not answered, through no fault of the agent under test."""
 
-    @property
-    def status(self) -> TrialStatus:
-        """How a trial counts that ended in this error."""
-        return TrialStatus.INFRA_ERROR
+    status = TrialStatus.INFRA_ERROR  # of the trial that needed the answer
 
 
 class WorkerDiedError(WorkerError):
@@ -56,13 +53,7 @@ class WorkerDiedError(WorkerError):
 class WorkerTimeoutError(WorkerError):
     """The request took longer than its caller allows."""
 
-    @property
-    def status(self) -> TrialStatus:
-        return TrialStatus.TIMEOUT
-
-
-class WorkerCancelledError(WorkerError):
-    """The caller cancelled the request."""
+    status = TrialStatus.TIMEOUT
 
 
 class RemoteError(WorkerError):
@@ -71,19 +62,35 @@ class RemoteError(WorkerError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
+        if kind == "ServerError":
+            self.status = TrialStatus.ENGINE_ERROR
 
-    @property
-    def status(self) -> TrialStatus:
-        server = self.kind == "ServerError"
-        return TrialStatus.ENGINE_ERROR if server else TrialStatus.INFRA_ERROR
+
+@dataclass(frozen=True)
+class Limits:
+    """Resource limits of one worker process; None leaves a resource alone."""
+
+    cpu_s: int | None = 4 * 3600  # processor seconds over the worker's life
+    address_space: int | None = 4 << 30  # bytes
+    file_size: int | None = 64 << 20  # bytes
+    open_files: int | None = 256
+
+
+@dataclass(frozen=True)
+class WorkerTiming:
+    """How long to wait for a worker, in seconds."""
+
+    heartbeat: float = 1.0  # between the worker's heartbeats
+    start: float = 120.0  # until a new worker is ready
+    stall: float = 30.0  # without any event, before a worker counts as hung
+    grace: float = 10.0  # for a cancelled request, or a closed worker, to end by itself
 
 
 class WorkerProcess:
     """A started worker, and the thread that reads its events.
 
     `command` gets `config` as its last argument and `environment` as its whole environment;
-    `stderr.log` in its working folder `scratch` collects standard error over restarts. `start_s`
-    and `stall_s` are the seconds allowed until it is ready, and between two events after that.
+    `stderr.log` in its working folder `scratch` collects standard error over restarts.
     """
 
     def __init__(
@@ -92,13 +99,11 @@ class WorkerProcess:
         config: Mapping[str, Any],
         scratch: Path,
         environment: Mapping[str, str],
-        *,
-        start_s: float,
-        stall_s: float,
+        timing: WorkerTiming,
     ) -> None:
-        self._start_s, self._stall_s = start_s, stall_s
+        self._timing = timing
         self._stderr = scratch / "stderr.log"
-        self._pending: dict[str, tuple[Future[Any], Callable[[str], None] | None]] = {}
+        self._pending: dict[str, Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._state = threading.Lock()
         self._writing = threading.Lock()
@@ -127,16 +132,14 @@ class WorkerProcess:
         """Return the number of requests in flight."""
         return len(self._pending)
 
-    def submit(
-        self, command: str, args: Mapping[str, Any], on_log: Callable[[str], None] | None = None
-    ) -> tuple[str, Future[Any]]:
+    def submit(self, command: str, args: Mapping[str, Any]) -> tuple[str, Future[Any]]:
         """Send a request; the future fails if the worker ends before it answers."""
         number = f"r{next(self._numbers)}"
         future: Future[Any] = Future()
         with self._state:
             if not self.alive:
                 raise WorkerDiedError(self.end_reason())
-            self._pending[number] = future, on_log
+            self._pending[number] = future
         self._write({"v": PROTOCOL, "id": number, "cmd": command, "args": args})
         return number, future
 
@@ -204,10 +207,10 @@ class WorkerProcess:
 
     def _stalled(self, last_event: float) -> bool:
         now = time.monotonic()
-        if now - last_event > max(self._stall_s, 0 if self.was_ready else self._start_s):
+        if now - last_event > max(self._timing.stall, 0 if self.was_ready else self._timing.start):
             self.kill(f"no sign of life for {now - last_event:.1f} s")
-        elif not self.was_ready and now - self._started > self._start_s:
-            self.kill(f"not ready after {self._start_s:g} s")
+        elif not self.was_ready and now - self._started > self._timing.start:
+            self.kill(f"not ready after {self._timing.start:g} s")
         else:
             return False
         return True
@@ -241,12 +244,8 @@ class WorkerProcess:
                 self.was_ready = self.was_ready or bool(data["ready"])
             elif event == "error":
                 self._reason = f"{data['kind']}: {data['message']}"
-        elif event == "log":
-            _, on_log = self._pending.get(number, (None, None))
-            if on_log:
-                on_log(str(data))
         elif event != "heartbeat" and number in self._pending:
-            future, _ = self._pending.pop(number)
+            future = self._pending.pop(number)
             if event == "result":
                 future.set_result(data)
             else:
@@ -258,29 +257,9 @@ class WorkerProcess:
         with self._state:
             self.alive = False
             lost, self._pending = self._pending, {}
-        for future, _ in lost.values():
+        for future in lost.values():
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(WorkerDiedError(self.end_reason()))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Resource limits of one worker process; None leaves a resource alone."""
-
-    cpu_s: int | None = 4 * 3600  # processor seconds over the worker's life
-    address_space: int | None = 4 << 30  # bytes
-    file_size: int | None = 64 << 20  # bytes
-    open_files: int | None = 256
-
-
-@dataclass(frozen=True)
-class WorkerTiming:
-    """How long to wait for a worker, in seconds."""
-
-    heartbeat: float = 1.0  # between the worker's heartbeats
-    start: float = 120.0  # until a new worker is ready
-    stall: float = 30.0  # without any event, before a worker counts as hung
-    grace: float = 10.0  # for a cancelled request, or a closed worker, to end by itself
 
 
 @dataclass
@@ -318,30 +297,24 @@ class WorkerPool:
         self._closed = False
 
     def call(
-        self,
-        command: str,
-        args: Mapping[str, Any] | None = None,
-        *,
-        timeout: float | None = None,
-        cancel: threading.Event | None = None,
-        on_log: Callable[[str], None] | None = None,
+        self, command: str, args: Mapping[str, Any] | None = None, *, timeout: float | None = None
     ) -> Any:
         """Run one command in the least busy worker and return its JSON result.
 
-        After `timeout` seconds, or when `cancel` is set, the request is cancelled; `on_log` gets
-        the lines that the handler logs. WorkerError says why there is no result (RemoteError: the
-        handler raised), PrerequisiteError that workers do not start at all.
+        After `timeout` seconds the request is cancelled. WorkerError says why there is no result
+        (RemoteError: the handler raised), PrerequisiteError that workers do not start at all.
         """
         worker = self._worker()
-        number, future = worker.submit(command, dict(args or {}), on_log)
+        number, future = worker.submit(command, dict(args or {}))
         try:
-            return _wait(future, timeout, cancel)
+            return future.result(timeout)
         except FutureTimeoutError:
-            self._stop_request(worker, number, future)
+            worker.cancel(number)
+            with contextlib.suppress(WorkerError, FutureTimeoutError):
+                future.result(self._timing.grace)
+            if not future.done():
+                worker.kill(f"request {number} did not stop when cancelled")
             raise WorkerTimeoutError(f"{command} took more than {timeout:g} s") from None
-        except WorkerCancelledError:
-            self._stop_request(worker, number, future)
-            raise
 
     def close(self) -> None:
         """End the workers, by force if they do not end by themselves, and delete their scratch."""
@@ -386,14 +359,8 @@ class WorkerPool:
             "heartbeat_s": self._timing.heartbeat,
             "limits": asdict(self._limits),
         }
-        return WorkerProcess(
-            (str(self._python), str(_CHILD)),
-            config,
-            scratch,
-            self._process_environment(scratch),
-            start_s=self._timing.start,
-            stall_s=self._timing.stall,
-        )
+        command, environment = (str(self._python), str(_CHILD)), self._process_environment(scratch)
+        return WorkerProcess(command, config, scratch, environment, self._timing)
 
     def _process_environment(self, scratch: Path) -> dict[str, str]:
         switches = (
@@ -405,22 +372,3 @@ class WorkerPool:
         inherited = {k: os.environ[k] for k in _INHERITED if k in os.environ}
         own = {k: v.replace("{scratch}", str(scratch)) for k, v in self._environment.items()}
         return fixed | inherited | own
-
-    def _stop_request(self, worker: WorkerProcess, number: str, future: Future[Any]) -> None:
-        worker.cancel(number)
-        with contextlib.suppress(WorkerError, FutureTimeoutError):
-            future.result(self._timing.grace)
-        if not future.done():
-            worker.kill(f"request {number} did not stop when cancelled")
-
-
-def _wait(future: Future[Any], timeout: float | None, cancel: threading.Event | None) -> Any:
-    if cancel is None:
-        return future.result(timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while not cancel.is_set():
-        with contextlib.suppress(FutureTimeoutError):
-            return future.result(0.05)
-        if deadline is not None and time.monotonic() > deadline:
-            raise FutureTimeoutError
-    raise WorkerCancelledError("cancelled by the caller")

@@ -94,20 +94,15 @@ class Guard:
             raise RefusedError(f"refused in this worker: {event} of {args[0]!r}")
 
 
-class Request:
+class WorkerRequest:
     """One request in progress."""
 
-    def __init__(self, number: str, args: dict[str, Any], guard: Guard, port: Port) -> None:
+    def __init__(self, number: str, args: dict[str, Any], guard: Guard) -> None:
         self.id = number
         self.args = args
         self.cancelled = threading.Event()  # set when the caller no longer wants the answer
         self.guard = guard  # to allow the endpoint that the request names
-        self._port = port
         self._on_cancel: Callable[[], None] | None = None
-
-    def log(self, text: str) -> None:
-        """Send a line to the caller while the work goes on."""
-        self._port.send(self.id, "log", text)
 
     def on_cancel(self, action: Callable[[], None] | None) -> None:
         """Call `action` at cancellation, to break off a blocking read."""
@@ -143,8 +138,8 @@ class Server:
     def __init__(self, port: Port, guard: Guard) -> None:
         self._port = port
         self._guard = guard
-        self._handlers: dict[str, Callable[[Request], Any]] = {}
-        self._running: dict[str, Request] = {}
+        self._handlers: dict[str, Callable[[WorkerRequest], Any]] = {}
+        self._running: dict[str, WorkerRequest] = {}
         self._ready = False
 
     def beat(self, every_s: float) -> None:
@@ -169,12 +164,12 @@ class Server:
                 if target := self._running.get(message["args"]["target"]):
                     target.cancel()
                 continue
-            request = Request(message["id"], message["args"], self._guard, self._port)
+            request = WorkerRequest(message["id"], message["args"], self._guard)
             self._running[request.id] = request
             work = (request, message["cmd"])
             threading.Thread(target=self._answer, args=work, daemon=True).start()
 
-    def _answer(self, request: Request, command: str) -> None:
+    def _answer(self, request: WorkerRequest, command: str) -> None:
         try:
             event, data = "result", self._handlers[command](request)
         except Exception as error:  # noqa: BLE001  the parent decides what a failure means

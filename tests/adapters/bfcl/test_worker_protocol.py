@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from agentbench_kv.adapters.worker import (
     Limits,
     RemoteError,
-    WorkerCancelledError,
     WorkerDiedError,
     WorkerPool,
     WorkerTimeoutError,
@@ -72,12 +70,6 @@ def test_big_lines(pool):
     assert len(pool.call("echo", {"x": "y" * 5_000_000})["x"]) == 5_000_000
 
 
-def test_logs_arrive(pool):
-    heard = []
-    pool.call("wait", {"seconds": 0.01}, on_log=heard.append)
-    assert heard == ["waiting"]
-
-
 def test_death_costs_the_requests_in_flight_and_no_others(pool):
     with ThreadPoolExecutor(2) as threads:
         other = threads.submit(pool.call, "wait", {"seconds": 20})
@@ -117,16 +109,6 @@ def test_request_that_ignores_cancellation_costs_the_worker(pool):
     with pytest.raises(WorkerTimeoutError):
         pool.call("stubborn", {"seconds": 20}, timeout=0.2)
     assert pool.call("environment")["pid"] != before
-
-
-def test_cancellation(pool):
-    cancel = threading.Event()
-    threading.Timer(0.3, cancel.set).start()
-    with pytest.raises(WorkerCancelledError):
-        pool.call("wait", {"seconds": 20}, cancel=cancel)
-    assert pool.call("echo", cancel=threading.Event(), timeout=5) == {}
-    with pytest.raises(WorkerTimeoutError):
-        pool.call("wait", {"seconds": 20}, cancel=threading.Event(), timeout=0.2)
 
 
 def test_two_workers_share_the_load():

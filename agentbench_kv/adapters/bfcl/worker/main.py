@@ -37,7 +37,7 @@ from .samples import Category, conversation_script, question_script, script, sea
 from .session import END, INSTRUCTIONS, all_tools
 
 if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import Guard, Request
+    from agentbench_kv.adapters.worker_child import Guard, WorkerRequest
 
 ROUTES: dict[str, type[SessionHandler]] = {"raw": RawSessionHandler, "chat": ChatHandler}
 
@@ -67,7 +67,7 @@ class BfclCommands:
     def truths(self) -> list[dict[str, Any]]:
         return [truth for each in self._categories.values() for truth in each.truth.values()]
 
-    def about(self, _: Request) -> dict[str, Any]:
+    def about(self, _: WorkerRequest) -> dict[str, Any]:
         return {
             "bfcl_eval": importlib.metadata.version("bfcl-eval"),
             "category": ",".join(self._categories),
@@ -75,16 +75,16 @@ class BfclCommands:
             "prompt_sha256": hashlib.sha256(INSTRUCTIONS.encode()).hexdigest(),
         }
 
-    def samples(self, _: Request) -> list[dict[str, Any]]:
+    def samples(self, _: WorkerRequest) -> list[dict[str, Any]]:
         """Return ids and scenarios in the official order, category after category."""
         names = [name for category in self._categories.values() for name in category.truth]
         return [self._described(name) for name in names]
 
-    def conversations(self, _: Request) -> list[dict[str, Any]]:
+    def conversations(self, _: WorkerRequest) -> list[dict[str, Any]]:
         """Return the prerequisite conversations of memory, in the order in which they depend."""
         return [self._described(name) for name in self._entries if is_memory_prereq(name)]
 
-    def script(self, request: Request) -> list[str]:
+    def script(self, request: WorkerRequest) -> list[str]:
         sample, agent = request.args["sample"], request.args["agent"]
         category, entry = self._entries[sample]
         if is_memory_prereq(sample):
@@ -97,7 +97,7 @@ class BfclCommands:
             return question_script(agent, backend_of(sample), question, truth["ground_truth"])
         return script(agent, truth["ground_truth"], all_tools(entry))
 
-    def run(self, request: Request) -> dict[str, Any]:
+    def run(self, request: WorkerRequest) -> dict[str, Any]:
         sample = request.args["sample"]
         category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
@@ -114,7 +114,7 @@ class BfclCommands:
                 return {**told, "snapshot": contents(store)}
             return _checked(category, entry, texts, handler, name)
 
-    def close_session(self, request: Request) -> dict[str, Any]:
+    def close_session(self, request: WorkerRequest) -> dict[str, Any]:
         """Close a session that the harness does not close itself; return its KV account."""
         return _line(request).close_session()
 
@@ -141,7 +141,7 @@ def _checked(
     return _report(handler, "scored", answer_verdict(truth, texts[0]))
 
 
-def _line(request: Request) -> AgentLine:
+def _line(request: WorkerRequest) -> AgentLine:
     args = request.args
     stop = {"stop": [END]} if args["route"] == "raw" else {}
     body, timeout_s = {**stop, **args["sampling"]}, args["timeout_s"]
@@ -185,7 +185,7 @@ def _choose_web(wanted: dict[str, Any], commands: BfclCommands, guard: Guard) ->
     CLASS_FILE_PATH_MAPPING["WebSearchAPI"] = web.__name__
 
 
-def setup(guard: Guard) -> dict[str, Callable[[Request], Any]]:
+def setup(guard: Guard) -> dict[str, Callable[[WorkerRequest], Any]]:
     """Load the data and the simulators, then close the doors."""
     config = json.loads(os.environ["KVBENCH_BFCL"])
     backends = [backend_of(name) for name in config["categories"] if name.startswith("memory_")]

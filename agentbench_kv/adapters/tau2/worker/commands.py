@@ -18,7 +18,7 @@ from ...agent import address_of
 from .simulation import Domain, play
 
 if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import Request
+    from agentbench_kv.adapters.worker_child import WorkerRequest
 
 _RETRIES = 3
 _WAIT_S = 120.0
@@ -97,7 +97,7 @@ class Tau2Commands:
     def __init__(self, domain: str) -> None:
         self._domain = Domain(domain)
 
-    def about(self, _: Request) -> dict[str, Any]:
+    def about(self, _: WorkerRequest) -> dict[str, Any]:
         """Return versions and the size of what every prompt begins with."""
         return {
             "tau2": importlib.metadata.version("tau2"),
@@ -106,14 +106,14 @@ class Tau2Commands:
             "tools": len(self._domain.tools),
         }
 
-    def samples(self, _: Request) -> list[str]:
+    def samples(self, _: WorkerRequest) -> list[str]:
         return list(self._domain.tasks)
 
     def criteria(self, sample: str) -> Any:
         """Return what a simulation is scored by."""
         return self._domain.tasks[sample].evaluation_criteria
 
-    def run(self, request: Request) -> dict[str, Any]:
+    def run(self, request: WorkerRequest) -> dict[str, Any]:
         user, judge = request.args["user"], request.args["judge"]
         for url in (request.args["endpoint"], user["url"], judge and judge["url"]):
             if url:

@@ -37,7 +37,7 @@ except ImportError:  # v0.2.0
     from tau2.user.base import BaseUser as UserBase
 
 if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import Request
+    from agentbench_kv.adapters.worker_child import WorkerRequest
 
 _RETRIES = 3
 _USER_WAIT_S = 120.0
@@ -232,7 +232,7 @@ class Domain:
         return registry.get_env_constructor(self.name)()
 
 
-def play(domain: Domain, request: Request) -> dict[str, Any]:
+def play(domain: Domain, request: WorkerRequest) -> dict[str, Any]:
     """Play a simulation to its end and check it, until the request is cancelled.
 
     Its arguments are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user` and
