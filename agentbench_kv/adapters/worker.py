@@ -129,7 +129,6 @@ class WorkerProcess:
         self._reader.start()
 
     def load(self) -> int:
-        """Return the number of requests in flight."""
         return len(self._pending)
 
     def submit(self, command: str, args: Mapping[str, Any]) -> tuple[str, Future[Any]]:
@@ -144,11 +143,9 @@ class WorkerProcess:
         return number, future
 
     def cancel(self, number: str) -> None:
-        """Ask the worker to stop a request."""
         self._write({"v": PROTOCOL, "id": None, "cmd": "cancel", "args": {"target": number}})
 
     def close_input(self) -> None:
-        """Tell the worker that no more requests will come."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 
@@ -160,7 +157,6 @@ class WorkerProcess:
         self._process.kill()
 
     def join(self, grace_s: float) -> None:
-        """Wait for the end, and force it after `grace_s`."""
         self._reader.join(grace_s)
         if self._reader.is_alive():
             self.kill("closed")

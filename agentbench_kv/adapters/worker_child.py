@@ -143,8 +143,6 @@ class Server:
         self._ready = False
 
     def beat(self, every_s: float) -> None:
-        """Send heartbeats from a thread of their own."""
-
         def loop() -> None:
             while True:
                 self._port.send(None, "heartbeat", {"ready": self._ready})
@@ -208,7 +206,6 @@ def limit_resources(limits: dict[str, int | None]) -> None:
 
 
 def main() -> None:
-    """Serve until the parent closes standard input."""
     config = json.loads(sys.argv[1])
     # Whatever prints, in Python or below it, must not end up between protocol lines.
     port = Port(os.fdopen(os.dup(1), "w", encoding="utf-8"))

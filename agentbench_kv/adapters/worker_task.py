@@ -57,7 +57,6 @@ class WorkerTask(Task):
         return played
 
     def _line(self, context: TrialContext) -> dict[str, Any]:
-        """Return what a worker needs to talk to the agent."""
         if context.endpoint is None:
             raise UsageError(
                 f"{self.name} talks to an endpoint and was given none; "

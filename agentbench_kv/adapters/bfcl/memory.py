@@ -31,6 +31,8 @@ from agentbench_kv.results.records import Metric, TrialStatus
 
 # Plays the conversation of an id in the context's session, from a snapshot of the memory.
 Talk = Callable[[str, TrialContext, Any], PlayedTrial]
+_PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('sentence_transformers') is None)"
+_MODEL_ADDRESS_SPACE = 32 << 30
 
 
 @dataclass
@@ -99,10 +101,6 @@ def seed_of(conversation: str, trial: int) -> int:
     """Return a sampling seed that depends neither on the method nor on which trial comes first."""
     digest = hashlib.sha256(f"{conversation}:{trial}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
-
-
-_PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('sentence_transformers') is None)"
-_MODEL_ADDRESS_SPACE = 32 << 30
 
 
 @dataclass(kw_only=True)
@@ -187,7 +185,6 @@ class MemoryTask(BfclTask):
         return self._chains[key]
 
     def _has_model(self) -> bool:
-        """Tell whether a vector store is used, and its encoder is a model."""
         return "memory_vector" in self.categories and self.encoder != HASH_ENCODER
 
     def _encoder_name(self) -> str | None:
@@ -208,7 +205,6 @@ class MemoryTask(BfclTask):
         return Limits(address_space=_MODEL_ADDRESS_SPACE) if self._has_model() else Limits()
 
     def _check_encoder(self) -> None:
-        """Refuse a vector store whose encoder is not chosen, not there or cannot be loaded."""
         if not self._has_model():
             return
         if not self.encoder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.browser.answers import seal
 from agentbench_kv.adapters.browser.corpus import Document
 from agentbench_kv.adapters.browser.task import BrowsingQuestion, BrowsingTask
-from agentbench_kv.adapters.data import data_file, file_sha256
+from agentbench_kv.adapters.data import data_file, file_sha256, json_rows
 from agentbench_kv.errors import UsageError
 
 FILE = "browsecomp_plus_decrypted.jsonl"  # what the authors' own script writes
@@ -42,18 +41,10 @@ def read_evidence(path: Path) -> list[Document]:
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise UsageError(f"{path} line {number} is not JSON") from None
-            missing = [key for key in _NEEDED if not isinstance(row, dict) or key not in row]
-            if missing:
-                raise UsageError(f"{path} line {number} has no {missing[0]!r}")
-            yield row
+    for number, row in json_rows(path):
+        if missing := [key for key in _NEEDED if key not in row]:
+            raise UsageError(f"{path} line {number} has no {missing[0]!r}")
+        yield row
 
 
 def _question(row: Mapping[str, Any]) -> BrowsingQuestion:
@@ -83,7 +74,6 @@ class BrowseCompPlusTest(BrowsingTask):
         return read_questions(self._file())
 
     def made_documents(self) -> list[Document]:
-        """Take the documents that come with the questions; make pages if there are none."""
         return read_evidence(self._file()) or super().made_documents()
 
     def data_provenance(self) -> dict[str, Any]:

@@ -78,16 +78,9 @@ class _OpenPage:
 class Browser:
     """Search, open and find over a corpus; nothing outside the corpus can be reached.
 
-    Parameters
-    ----------
-    corpus : Corpus
-        May be shared by many browsers.
-    view_tokens : int
-        Most tokens of a view, as `count` counts them.
-    results : int
-        Results of a search at most.
-    count : callable
-        Counts tokens; an estimate by default, because views must not depend on the model.
+    Many browsers may share a `corpus`. `view_tokens` are the most tokens of a view, as `count`
+    counts them (an estimate by default, because views must not depend on the model); `results` are
+    the most results of a search.
     """
 
     def __init__(
@@ -124,23 +117,12 @@ class Browser:
     def open(
         self, id: int | str = -1, cursor: int = -1, loc: int = -1, num_lines: int = -1
     ) -> BrowserView:
-        """Show a document, or another part of a page.
+        """Show a document, or another part of a page, `num_lines` from line `loc` on.
 
-        Parameters
-        ----------
-        id : int or str
-            A link of the page at `cursor`, a URL of the corpus, or -1: that page itself.
-        cursor : int
-            A page; -1 is the current one.
-        loc : int
-            First line to show; -1 is the beginning, or the match that the link points to.
-        num_lines : int
-            Most lines to show; -1 is as many as a view holds.
-
-        Raises
-        ------
-        BrowserError
-            If there is no such page, link, URL or line.
+        `id` is a link of the page at `cursor` (-1: the current page), a URL of the corpus, or -1:
+        that page itself. Without `loc` a view begins at the beginning, or at the match that the
+        link points to; without `num_lines` it shows as many as it holds. BrowserError if there is
+        no such page, link, URL or line.
         """
         if isinstance(id, str):
             number = self.corpus.number(id)

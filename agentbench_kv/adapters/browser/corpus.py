@@ -161,7 +161,6 @@ def pinned(name: str) -> str:
 
 
 def document_line(document: Document) -> bytes:
-    """Return the document's line of `documents.jsonl`."""
     text = json.dumps(asdict(document), ensure_ascii=False, sort_keys=True) + "\n"
     return text.encode("utf-8", "replace")
 

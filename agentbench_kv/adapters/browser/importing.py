@@ -6,7 +6,6 @@ for encyclopedia articles; nothing is executed.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -37,6 +36,7 @@ from agentbench_kv.adapters.browser.search import (
     load_encoder,
     need_bm25s,
 )
+from agentbench_kv.adapters.data import json_rows
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.files import writing
 
@@ -99,7 +99,6 @@ class Article(HTMLParser):
 
 
 def article(html: str) -> Article:
-    """Read a whole HTML page."""
     parsed = Article()
     parsed.feed(html)
     parsed.close()
@@ -119,7 +118,12 @@ def read_documents(source: Path) -> Iterator[Document]:
         raise UsageError(f"no {source}: name a folder, .jsonl, .jsonl.gz or .parquet file")
     root = source if source.is_dir() else source.parent
     files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
-    known = [(path, reader) for path in files if (reader := _reader(path))]
+    known = [
+        (path, reader)
+        for path in files
+        for end, reader in _READERS.items()
+        if path.name.lower().endswith(end)
+    ]
     if not known:
         raise UsageError(f"{source} holds no {', '.join(_READERS)} file")
     for path, reader in known:
@@ -129,23 +133,9 @@ def read_documents(source: Path) -> Iterator[Document]:
             raise UsageError(f"{path} cannot be read: {error}") from error
 
 
-def _reader(path: Path) -> Callable[[Path, Path], Iterator[Document]] | None:
-    return next((read for end, read in _READERS.items() if path.name.lower().endswith(end)), None)
-
-
 def _json_lines(path: Path, root: Path) -> Iterator[Document]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", errors="replace") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{path} line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UsageError(f"{path} line {number} is not a JSON object")
-            yield _from_row(row, f"{_name(path, root)}:{number}")
+    for number, row in json_rows(path):
+        yield _from_row(row, f"{_name(path, root)}:{number}")
 
 
 def _parquet(path: Path, root: Path) -> Iterator[Document]:
@@ -200,13 +190,9 @@ def _name(path: Path, root: Path) -> str:
 
 
 _READERS: dict[str, Callable[[Path, Path], Iterator[Document]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
+    **dict.fromkeys((".jsonl", ".jsonl.gz"), _json_lines),
     ".parquet": _parquet,
-    ".txt": _whole_file,
-    ".md": _whole_file,
-    ".html": _whole_file,
-    ".htm": _whole_file,
+    **dict.fromkeys((".txt", ".md", ".html", ".htm"), _whole_file),
 }
 
 

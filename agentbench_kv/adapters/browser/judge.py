@@ -83,7 +83,6 @@ class Judge:
         return cls(endpoint.rstrip("/"), model)
 
     def provenance(self) -> dict[str, str]:
-        """Return what results record."""
         return {"endpoint": self.endpoint, "model": self.model, "prompt_sha256": PROMPT_SHA}
 
     def verdict(self, question: str, gold: str, response: str) -> JudgeVerdict:

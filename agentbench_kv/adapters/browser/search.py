@@ -25,7 +25,6 @@ _EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
 
 
 def words(text: str) -> list[str]:
-    """Return the search words of a text: case folded, accents removed."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return _WORD.findall("".join(c for c in plain if not unicodedata.combining(c)))
 

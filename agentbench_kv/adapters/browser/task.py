@@ -156,7 +156,6 @@ class BrowsingTask(Task):
         return [*calls[: self.turns - 1], think_block("That is enough.") + f"Final answer: {given}"]
 
     def provenance(self) -> dict[str, Any]:
-        """Return the corpus by name, hash and kind, the data's hashes, the metric, the judge."""
         return {
             "corpus": self._corpus.provenance(),
             **self.data_provenance(),

@@ -121,7 +121,6 @@ class LocomoQA(Task):
         ][:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Let the agent read the conversation, ask, and mark the answers."""
         conversation, questions = self._asked(sample)
         answered: list[Answered] = []
         status, error = TrialStatus.SCORED, None
@@ -154,18 +153,15 @@ class LocomoQA(Task):
         )
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
-        """Count every question as not answered."""
         return trial_metrics(self._asked(sample)[1], [])
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        """Return the gold answers, or an answer that is wrong (corrupt) or none (null)."""
         _, questions = self._asked(sample)
         if agent == "gold":
             return [question.answer for question in questions]
         return [CORRUPT if agent == "corrupt" else NULL_SENTENCE] * len(questions)
 
     def provenance(self) -> dict[str, Any]:
-        """Return the data's hash and size, and what computed the metrics."""
         return {
             "data_sha256": self._data.sha256,
             "published_data": self._data.sha256 == SHA256,
@@ -208,7 +204,6 @@ class LocomoQA(Task):
         context: TrialContext,
         answered: list[Answered],
     ) -> None:
-        """Ask one question after the other; stop where the context is full."""
         messages = history(conversation)
         for question in questions:
             messages.append(ask(question))

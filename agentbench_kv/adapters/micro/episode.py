@@ -139,7 +139,6 @@ class Environment:
         return self.episode.turns[self._turn]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """Execute a tool call."""
         expected = self._expected()
         cursor, self._cursor = self._cursor, self._cursor + 1
         if not isinstance(expected, ExpectedCall) or expected.name != name:

@@ -126,13 +126,12 @@ PREAMBLE = (
 
 
 def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the function schemas of the tools named."""
-    found = []
-    for name in names:
-        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
-        parameters = {"type": "object", "properties": properties}
-        found.append({"type": "function", "function": {"name": name, "parameters": parameters}})
-    return found
+    properties = {name: {a: {"type": "string"} for a in PARAMETERS[name]} for name in names}
+    parameters = {n: {"type": "object", "properties": each} for n, each in properties.items()}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": parameters[name]}}
+        for name in names
+    ]
 
 
 def generate(seed: int, profile: EpisodeProfile, invented: float = 0.0) -> Episode:
@@ -158,7 +157,6 @@ class _Depot:
         self._cast()
 
     def _cast(self) -> None:
-        """Draw who plays: items, pages, the table of rules, the user's memos."""
         count = self._draw(self.profile.stores)
         reads = self._draw(self.profile.reads)
         names = self.rng.sample(NAMES, len(NAMES))

@@ -38,19 +38,14 @@ MAX_MESSAGE_TOKENS = 192
 
 @dataclass(frozen=True)
 class SessionScore:
-    """Result of one session.
-
-    `tallies` are of exact `messages` and of recalled facts by the phase that stated them (`tool`),
-    by kind (`one_shot`) and by both (`tool_one_shot`).
-    """
+    """Result of one session."""
 
     success: bool  # every call and every reply was exactly as expected
-    tallies: dict[str, Tally]
+    tallies: dict[str, Tally]  # of exact `messages`, and of recalled facts as in `RecallTask`
     facts: tuple[Fact, ...]  # the recalled facts, in the order they were needed
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The tallies as a trial's metrics, `x_right` of `x_asked`."""
         found: dict[str, Metric] = {}
         for name, (right, asked) in self.tallies.items():
             found |= {f"{name}_right": right, f"{name}_asked": asked}
@@ -58,7 +53,6 @@ class SessionScore:
 
 
 def score(environment: Environment) -> SessionScore:
-    """SessionScore a session after its last user turn."""
     exact = environment.exact
     recalled = [(j.slot, j.right) for j in environment.judged if j.slot.kind in EVIDENCE]
     kinds = _tallies(recalled, lambda slot: slot.kind)
@@ -118,14 +112,12 @@ class RecallTask(Task):
         )
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
-        """Count every message and every fact of the episode as missed."""
         environment = Environment(self._episode(sample))
         while not environment.done:
             environment.abandon()
         return score(environment).metrics
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        """Return what the gold, corrupt (last call wrong) or null agent says."""
         episode = self._episode(sample)
         if agent == "null":
             return [NULL_SENTENCE] * len(episode.turns)

@@ -123,7 +123,6 @@ def data_state(release: Release, domain: str, root: Path) -> dict[str, Any]:
 
 
 def git_blob(path: Path) -> str:
-    """Return the id that git gives to a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
@@ -195,7 +194,6 @@ class Simulations(WorkerTask):
         return WorkerPool(python, _WORKER, limits=_LIMITS, environment=environment)
 
     def _require_partners(self) -> None:
-        """Refuse a user that is badly named or does not answer."""
         if self.user == SCRIPTED:
             return
         if not self.user_model:
@@ -250,7 +248,6 @@ class Telecom(Simulations):
 
 
 def require_server(url: str, who: str, setting: str) -> None:
-    """Refuse a server that does not answer (PrerequisiteError)."""
     try:
         httpx.get(f"{base_url(url)}/models", timeout=_PROBE_S)
     except httpx.HTTPError as error:

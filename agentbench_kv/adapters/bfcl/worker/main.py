@@ -81,7 +81,6 @@ class BfclCommands:
         return [self._described(name) for name in names]
 
     def conversations(self, _: WorkerRequest) -> list[dict[str, Any]]:
-        """Return the prerequisite conversations of memory, in the order in which they depend."""
         return [self._described(name) for name in self._entries if is_memory_prereq(name)]
 
     def script(self, request: WorkerRequest) -> list[str]:
@@ -170,7 +169,6 @@ def _data_sha256(categories: list[Category]) -> str:
 
 
 def _choose_web(wanted: dict[str, Any], commands: BfclCommands, guard: Guard) -> None:
-    """Put our web in the place of the official one."""
     source: web.Web
     if wanted["kind"] == "service":
         guard.allow("127.0.0.1", wanted["port"])
@@ -186,7 +184,6 @@ def _choose_web(wanted: dict[str, Any], commands: BfclCommands, guard: Guard) ->
 
 
 def setup(guard: Guard) -> dict[str, Callable[[WorkerRequest], Any]]:
-    """Load the data and the simulators, then close the doors."""
     config = json.loads(os.environ["KVBENCH_BFCL"])
     backends = [backend_of(name) for name in config["categories"] if name.startswith("memory_")]
     prepare(backends, CLASS_FILE_PATH_MAPPING, config.get("encoder", ""))

@@ -52,7 +52,6 @@ class Category:
 
     @property
     def kind(self) -> str:
-        """`multi_turn`, `web_search` or `memory`."""
         return kind_of(self.name)
 
     def files(self) -> list[str]:

@@ -56,7 +56,6 @@ class PromptText:
         self.text += f"<|im_start|>{role}\n{_safe(content)}{END}\n"
 
     def prompt(self) -> str:
-        """Open the assistant's message and return the whole text."""
         self._end_assistant()
         self.text += "<|im_start|>assistant\n"
         return self.text

@@ -98,7 +98,6 @@ class Tau2Commands:
         self._domain = Domain(domain)
 
     def about(self, _: WorkerRequest) -> dict[str, Any]:
-        """Return versions and the size of what every prompt begins with."""
         return {
             "tau2": importlib.metadata.version("tau2"),
             "domain": self._domain.name,
@@ -110,7 +109,6 @@ class Tau2Commands:
         return list(self._domain.tasks)
 
     def criteria(self, sample: str) -> Any:
-        """Return what a simulation is scored by."""
         return self._domain.tasks[sample].evaluation_criteria
 
     def run(self, request: WorkerRequest) -> dict[str, Any]:
