@@ -334,18 +334,15 @@ class WorkerPool:
         slot = min(self._slots, key=lambda s: s.process.load() if s.process else 0)
         with slot.lock:
             if slot.process is None or not slot.process.alive:
-                if slot.process is not None:
-                    self._check_starts(slot, slot.process)
+                if ended := slot.process:
+                    slot.failed_starts = 0 if ended.was_ready else slot.failed_starts + 1
+                    if slot.failed_starts >= _FAILED_STARTS_ALLOWED:
+                        raise PrerequisiteError(
+                            f"the worker {self._module.name} does not start under {self._python}: "
+                            f"{ended.end_reason()}; rebuild its environment (kvbench env list)"
+                        )
                 slot.process = self._start(slot)
             return slot.process
-
-    def _check_starts(self, slot: _Slot, ended: WorkerProcess) -> None:
-        slot.failed_starts = 0 if ended.was_ready else slot.failed_starts + 1
-        if slot.failed_starts >= _FAILED_STARTS_ALLOWED:
-            raise PrerequisiteError(
-                f"the worker {self._module.name} does not start under {self._python}: "
-                f"{ended.end_reason()}; rebuild its environment (kvbench env list)"
-            )
 
     def _start(self, slot: _Slot) -> WorkerProcess:
         scratch = self._scratch / f"worker-{slot.index}"

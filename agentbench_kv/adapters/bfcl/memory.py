@@ -121,10 +121,10 @@ class MemoryTask(BfclTask):
         default_factory=lambda: defaultdict(threading.Lock), init=False, repr=False
     )
 
-    def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
+    def samples(self, limit: int | None, seed: int) -> list[Sample]:
         """Return the questions, backends in turn, so that every prefix weighs them alike."""
         self._check_encoder()
-        rows = self._all_samples()
+        rows = super().samples(None, seed)
         columns = [[r for r in rows if r.id.startswith(name)] for name in self.categories]
         mixed = [row for row in joined.from_iterable(zip_longest(*columns)) if row is not None]
         return mixed[:limit]

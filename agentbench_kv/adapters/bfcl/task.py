@@ -32,16 +32,13 @@ class BfclTask(WorkerTask):
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        return self._all_samples()[:limit]
+        return [Sample(each["id"], each["scenario"]) for each in self._ask("samples")][:limit]
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return self._script(sample.id, agent)
 
     def provenance(self) -> dict[str, Any]:
         return {**self._ask("about"), "route": self.route}
-
-    def _all_samples(self) -> list[Sample]:
-        return [Sample(each["id"], each["scenario"]) for each in self._ask("samples")]
 
     def _script(self, name: str, agent: ScriptedAgent) -> list[str]:
         key = (name, agent)

@@ -104,7 +104,11 @@ class Browser:
             raise BrowserError("the query is empty")
         count = min(topn, self._results) if topn > 0 else self._results
         found = self.corpus.index.search(query, count)
-        lines = [line for link, number in enumerate(found) for line in self._result(link, number)]
+        lines: list[str] = []
+        for link, document in enumerate(map(self.corpus.document, found)):
+            beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
+            head = f"[{link}] {_one_line(document.title)} ({document.url})"
+            lines += lines_of(f"{head}\n{beginning}")
         page = _OpenPage(
             "search",
             f"Search results for: {_one_line(query)}",
@@ -158,11 +162,6 @@ class Browser:
             tuple(_Link(page.document, line) for line in places),
         )
         return self._push(found, 0, -1)
-
-    def _result(self, link: int, number: int) -> tuple[str, ...]:
-        document = self.corpus.document(number)
-        beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
-        return lines_of(f"[{link}] {_one_line(document.title)} ({document.url})\n{beginning}")
 
     def _open(self, link: _Link, loc: int, num_lines: int) -> BrowserView:
         document = self.corpus.document(link.document)
