@@ -248,7 +248,7 @@ class MemoryRecSum(MemoryTask):
     categories = ("memory_rec_sum",)
 
 
-class Memory(MemoryTask):
+class MemoryAllBackends(MemoryTask):
     """The three backends; as each has 155 questions, the mean of all is the unweighted mean."""
 
     name = "bfcl/memory"

@@ -11,7 +11,7 @@ import pytest
 from agentbench_kv.adapters.base import Sample, TrialContext
 from agentbench_kv.adapters.bfcl.memory import (
     Chain,
-    Memory,
+    MemoryAllBackends,
     MemoryKv,
     MemoryVector,
     seed_of,
@@ -168,7 +168,7 @@ def test_contents_in_the_form_of_the_official_file():
     assert contents(summary) == {"memory": "text"}
 
 
-@pytest.mark.parametrize("task", [MemoryVector, Memory])
+@pytest.mark.parametrize("task", [MemoryVector, MemoryAllBackends])
 def test_the_encoder_must_be_chosen(task):
     with pytest.raises(PrerequisiteError, match="--set encoder="):
         task().samples(1, 0)
@@ -223,7 +223,7 @@ def test_an_unknown_setting_is_a_usage_error():
 
 @pytest.fixture(scope="module")
 def memory(bfcl_python):  # noqa: ARG001
-    task = Memory(encoder="hash")
+    task = MemoryAllBackends(encoder="hash")
     yield task
     task.close()
 

@@ -44,19 +44,20 @@ def setup(guard: Any) -> dict[str, Callable[[Any], Any]]:
     from loguru import logger
 
     logger.remove()  # it writes several lines a step
-    from .commands import Tau2Commands, keep_parsed
+    from .patches import keep_parsed
+    from .simulation import Domain
 
     keep_parsed()
-    commands = Tau2Commands(os.environ["KVBENCH_TAU2_DOMAIN"])
+    domain = Domain(os.environ["KVBENCH_TAU2_DOMAIN"])
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if os.environ["KVBENCH_TAU2_NETWORK"] == "named":
         guard.install()
 
     def scripted(request: Any) -> list[str]:
-        wanted = commands.criteria(request.args["sample"])
+        wanted = domain.criteria(request.args["sample"])
         return script(request.args["agent"], wanted.actions or [], wanted.communicate_info or [])
 
-    answered = {name: getattr(commands, name) for name in ("about", "samples", "run")}
+    answered = {name: getattr(domain, name) for name in ("about", "samples", "run")}
     return {**answered, "script": scripted}
 
 

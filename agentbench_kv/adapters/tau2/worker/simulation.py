@@ -6,6 +6,7 @@ simulator over any endpoint, or a fixed script for tests.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from ...agent import AgentLine, ContextFullError
+from ...agent import AgentLine, ContextFullError, address_of
+from .patches import appoint
 
 # What agents and users are derived from, by the names that each release has.
 try:  # v1.x
@@ -217,76 +219,97 @@ _UNSCORED: dict[type[Exception], str] = {
 
 
 class Domain:
-    """What the simulations of a domain share; tools are the agent's, in OpenAI form."""
+    """What the simulations of a domain share, and what the worker answers about it."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self._name = name
         # In the official order.
-        self.tasks = {task.id: task for task in registry.get_tasks_loader(name)()}
-        environment = self.environment()
-        self.policy: str = environment.get_policy()
-        self.tools = [tool.openai_schema for tool in environment.get_tools()]
-        self.user_tools = environment.get_user_tools() if environment.user_tools else None
+        self._tasks = {task.id: task for task in registry.get_tasks_loader(name)()}
+        environment = self._environment()
+        self._policy: str = environment.get_policy()
+        self._tools = [tool.openai_schema for tool in environment.get_tools()]  # the agent's
+        self._user_tools = environment.get_user_tools() if environment.user_tools else None
 
-    def environment(self) -> Any:
-        return registry.get_env_constructor(self.name)()
+    def about(self, _: WorkerRequest) -> dict[str, Any]:
+        return {
+            "tau2": importlib.metadata.version("tau2"),
+            "domain": self._name,
+            "policy_characters": len(self._policy),
+            "tools": len(self._tools),
+        }
 
+    def samples(self, _: WorkerRequest) -> list[str]:
+        return list(self._tasks)
 
-def play(domain: Domain, request: WorkerRequest) -> dict[str, Any]:
-    """Play a simulation to its end and check it, until the request is cancelled.
+    def criteria(self, sample: str) -> Any:
+        return self._tasks[sample].evaluation_criteria
 
-    Its arguments are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user` and
-    `max_steps`. Returns status and score, the checker's verdict, the agent's history and steps,
-    and the user's tokens.
-    """
-    args = request.args
-    task = domain.tasks[args["sample"]]
-    where, session, timeout_s = args["endpoint"], args["session"], args["timeout_s"]
-    body = {**args["sampling"], "session_id": session}
-    line = AgentLine(where, session, body, args["key"], timeout_s, request)
-    agent = EndpointAgent(domain.policy, domain.tools, line)
-    user: ScriptedUser | SimulatedUser
-    scenario = str(task.user_scenario)
-    if args["user"]["kind"] == "scripted":
-        user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
-    else:
-        wait_s = min(_USER_WAIT_S, timeout_s)
-        user = SimulatedUser(scenario, domain.user_tools, args["user"], wait_s)
-    orchestrator = Orchestrator(
-        domain=domain.name,
-        agent=agent,
-        user=user,
-        environment=domain.environment(),
-        task=task,
-        max_steps=args["max_steps"],
-        max_errors=_MAX_ERRORS,
-        seed=args["sampling"]["seed"],
-    )
-    ended = _run(domain, task, orchestrator)
-    kept = {"role", "content", "tool_calls", "requestor", "error"}
-    plain = {"mode": "json", "include": kept, "exclude_none": True}
-    said = [message.model_dump(**plain) for message in orchestrator.trajectory]
-    return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
-            "trajectory": said}  # fmt: skip
+    def run(self, request: WorkerRequest) -> dict[str, Any]:
+        """Play a simulation to its end and check it, until the request is cancelled.
 
+        Its arguments are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user`,
+        `max_steps` and `judge`. Returns status and score, the checker's verdict, the agent's
+        history and steps, and the user's tokens.
+        """
+        user, judge = request.args["user"], request.args["judge"]
+        for url in (request.args["endpoint"], user["url"], judge and judge["url"]):
+            if url:
+                request.guard.allow(*address_of(url))
+        if judge:  # only v1.x has what it replaces
+            appoint(judge)
+        plain: dict[str, Any] = json.loads(json.dumps(self._play(request), default=str))
+        return plain
 
-def _run(domain: Domain, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
-    try:
-        simulation = orchestrator.run()
-    except tuple(_UNSCORED) as error:
-        return _unscored(_UNSCORED[type(error)], str(error))
-    reason = TerminationReason(simulation.termination_reason)
-    if reason is TerminationReason.MAX_STEPS:
-        return _unscored("turn_limit", f"not done after {orchestrator.max_steps} steps")
-    checked = evaluate_simulation(
-        simulation=simulation,
-        task=task,
-        evaluation_type=EvaluationType.ALL,
-        solo_mode=False,
-        domain=domain.name,
-    )
-    verdict = {"ended_by": reason.value, **checked.model_dump(mode="json")}
-    return {"status": "scored", "score": checked.reward, "verdict": verdict, "error": None}
+    def _environment(self) -> Any:
+        return registry.get_env_constructor(self._name)()
+
+    def _play(self, request: WorkerRequest) -> dict[str, Any]:
+        args = request.args
+        task, session, timeout_s = self._tasks[args["sample"]], args["session"], args["timeout_s"]
+        body = {**args["sampling"], "session_id": session}
+        line = AgentLine(args["endpoint"], session, body, args["key"], timeout_s, request)
+        agent = EndpointAgent(self._policy, self._tools, line)
+        user: ScriptedUser | SimulatedUser
+        scenario = str(task.user_scenario)
+        if args["user"]["kind"] == "scripted":
+            user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
+        else:
+            wait_s = min(_USER_WAIT_S, timeout_s)
+            user = SimulatedUser(scenario, self._user_tools, args["user"], wait_s)
+        orchestrator = Orchestrator(
+            domain=self._name,
+            agent=agent,
+            user=user,
+            environment=self._environment(),
+            task=task,
+            max_steps=args["max_steps"],
+            max_errors=_MAX_ERRORS,
+            seed=args["sampling"]["seed"],
+        )
+        ended = self._run(task, orchestrator)
+        kept = {"role", "content", "tool_calls", "requestor", "error"}
+        plain = {"mode": "json", "include": kept, "exclude_none": True}
+        said = [message.model_dump(**plain) for message in orchestrator.trajectory]
+        return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
+                "trajectory": said}  # fmt: skip
+
+    def _run(self, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
+        try:
+            simulation = orchestrator.run()
+        except tuple(_UNSCORED) as error:
+            return _unscored(_UNSCORED[type(error)], str(error))
+        reason = TerminationReason(simulation.termination_reason)
+        if reason is TerminationReason.MAX_STEPS:
+            return _unscored("turn_limit", f"not done after {orchestrator.max_steps} steps")
+        checked = evaluate_simulation(
+            simulation=simulation,
+            task=task,
+            evaluation_type=EvaluationType.ALL,
+            solo_mode=False,
+            domain=self._name,
+        )
+        verdict = {"ended_by": reason.value, **checked.model_dump(mode="json")}
+        return {"status": "scored", "score": checked.reward, "verdict": verdict, "error": None}
 
 
 def _unscored(status: str, error: str) -> dict[str, Any]:

@@ -1,24 +1,16 @@
-"""What the tau2 worker answers, and who judges assertions about a conversation (v1.x)."""
+"""What is replaced in tau2-bench: how databases are loaded, and who judges assertions (v1.x)."""
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import json
 import pickle
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tau2.data_model.simulation import NLAssertionCheck
 from tau2.environment.db import DB
 from tau2.evaluator import evaluator_nl_assertions as assertions
-
-from ...agent import address_of
-from .simulation import Domain, play
-
-if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import WorkerRequest
 
 _RETRIES = 3
 _WAIT_S = 120.0
@@ -89,34 +81,3 @@ def _judged(trajectory: Sequence[Any], wanted: Sequence[str]) -> list[NLAssertio
     if len(found) != len(wanted):
         raise JudgeFailedError(f"the judge gave {len(found)} verdicts on {len(wanted)} assertions")
     return found
-
-
-class Tau2Commands:
-    """One domain, and what the worker answers about it."""
-
-    def __init__(self, domain: str) -> None:
-        self._domain = Domain(domain)
-
-    def about(self, _: WorkerRequest) -> dict[str, Any]:
-        return {
-            "tau2": importlib.metadata.version("tau2"),
-            "domain": self._domain.name,
-            "policy_characters": len(self._domain.policy),
-            "tools": len(self._domain.tools),
-        }
-
-    def samples(self, _: WorkerRequest) -> list[str]:
-        return list(self._domain.tasks)
-
-    def criteria(self, sample: str) -> Any:
-        return self._domain.tasks[sample].evaluation_criteria
-
-    def run(self, request: WorkerRequest) -> dict[str, Any]:
-        user, judge = request.args["user"], request.args["judge"]
-        for url in (request.args["endpoint"], user["url"], judge and judge["url"]):
-            if url:
-                request.guard.allow(*address_of(url))
-        if judge:  # only v1.x has what it replaces
-            appoint(judge)
-        plain: dict[str, Any] = json.loads(json.dumps(play(self._domain, request), default=str))
-        return plain
