@@ -25,14 +25,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
-from agentbench_kv.adapters.locomo.data import (
-    SHA256,
-    Dataset,
-    Dialogue,
-    Question,
-    Utterance,
-    load,
-)
+from agentbench_kv.adapters.locomo.data import SHA256, Dataset, Dialogue, Question, Utterance, load
 from agentbench_kv.adapters.locomo.scoring import (
     NOT_AVAILABLE,
     Answered,
