@@ -1,1 +1,1 @@
-"""adapters."""
+"""Benchmarks as tasks: a folder each, on the contract in `base`."""

@@ -20,31 +20,16 @@ SCRIPTED_AGENTS: tuple[ScriptedAgent, ...] = ("gold", "corrupt", "null")
 
 @dataclass(frozen=True)
 class Reply:
-    """One assistant message.
+    """One assistant message."""
 
-    Attributes
-    ----------
-    content, reasoning : str
-        Visible text and think block, markers removed.
-    tool_calls : list of dict
-        OpenAI form: `{"id", "type": "function", "function": {"name", "arguments": <JSON text>}}`.
-    finish_reason : str
-        `stop`, `tool_calls`, `length` or `context_limit`.
-    unparsable : bool
-        The text held a tool-call marker whose payload is not a JSON call.
-    raw : str
-        The text as generated, markers included.
-    message : dict
-        The message to append to the history for the next request.
-    """
-
-    content: str
-    reasoning: str
+    content: str  # visible text, markers removed
+    reasoning: str  # think block, markers removed
+    # OpenAI form: {"id", "type": "function", "function": {"name", "arguments": <JSON text>}}
     tool_calls: list[dict[str, Any]]
-    finish_reason: str
-    unparsable: bool
-    raw: str
-    message: Message
+    finish_reason: str  # `stop`, `tool_calls`, `length` or `context_limit`
+    unparsable: bool  # the text held a tool-call marker whose payload is not a JSON call
+    raw: str  # as generated, markers included
+    message: Message  # to append to the history for the next request
 
 
 class AgentClient(Protocol):
@@ -93,32 +78,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrialContext:
-    """Everything a trial gets in addition to its sample.
+    """Everything a trial gets in addition to its sample."""
 
-    Attributes
-    ----------
-    trial, seed : int
-        Index of the attempt and its own seed (the same for every method).
-    client : AgentClient
-        In-process line to the agent.
-    endpoint : str or None
-        Base URL of the OpenAI-compatible server, for benchmarks that run in a worker process.
-    session : str
-        Session id to send to `endpoint`.
-    temperature, max_tokens : float, int
-        Sampling of every assistant message, for workers that send it themselves.
-    timeout_s : float
-        Seconds the trial may take at most; a task past it raises TimeoutError.
-    """
-
-    trial: int
-    seed: int
-    client: AgentClient
+    trial: int  # index of the attempt
+    seed: int  # the same for every method
+    client: AgentClient  # in-process line to the agent
+    # Base URL of the OpenAI-compatible server, for benchmarks that run in a worker process, and
+    # the session id to send to it; such workers also send the sampling themselves.
     endpoint: str | None
     session: str
     temperature: float = 0.0
-    max_tokens: int = 1024
-    timeout_s: float = 3600.0
+    max_tokens: int = 1024  # of every assistant message
+    timeout_s: float = 3600.0  # for the whole trial; a task past it raises TimeoutError
 
 
 class Task(ABC):
@@ -126,19 +97,14 @@ class Task(ABC):
 
     A task with settings is a keyword-only dataclass whose fields are declared with
     `agentbench_kv.params.param`; `--set` takes them along with the method's.
-
-    Attributes
-    ----------
-    needs_endpoint : bool
-        Trials talk to an HTTP server, because the benchmark runs in a worker process.
-    corrupt_score : float or None
-        Score of the corrupt agent in every sample; None if that depends on the sample: then its
-        mean must be below gold's.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    # Trials talk to an HTTP server, because the benchmark runs in a worker process.
     needs_endpoint: ClassVar[bool] = False
+    # Score of the corrupt agent in every sample; None if it depends on the sample: then its mean
+    # must be below gold's.
     corrupt_score: ClassVar[float | None] = 0.0
 
     @classmethod
@@ -148,13 +114,7 @@ class Task(ABC):
 
     @classmethod
     def create(cls, settings: Mapping[str, Any]) -> Self:
-        """Build the task from settings, typed or as text.
-
-        Raises
-        ------
-        UsageError
-            For an unknown setting or a value that is not allowed.
-        """
+        """Build the task from settings, typed or as text; UsageError if one is not allowed."""
         return cls(**parse_settings(cls.name, cls, settings))
 
     @classmethod

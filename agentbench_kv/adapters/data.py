@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from agentbench_kv.environments import home
-from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.errors import PrerequisiteError, UsageError
 
 VARIABLE = "KVBENCH_DATA"
 
@@ -39,3 +43,19 @@ def data_file(name: str, sha256: str | None, hint: str) -> Path:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the numbers and objects of a JSON lines file (.gz too); UsageError for other lines."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise UsageError(f"{path} line {number} is not a JSON object")
+            yield number, row

@@ -1,11 +1,9 @@
 """Benchmarks in another interpreter: JSON lines over stdin and stdout, many requests in flight.
 
 Request: `{"v": 1, "id": str, "cmd": str, "args": {...}}`. Event: `{"v": 1, "id": str or null,
-"event": "result" | "error" | "heartbeat" | "log", "data": ...}`. The command `cancel` asks a
+"event": "result" | "error" | "heartbeat", "data": ...}`. The command `cancel` asks a
 request to stop. A worker that dies, stalls or breaks the protocol costs the requests it held;
 the pool starts another one.
-
-One worker process as its parent sees it: requests out, events in, a verdict when it ends.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass, field
@@ -28,27 +26,24 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.results.records import TrialStatus
 
 PROTOCOL = 1
-
-
 LONGEST_LINE = 256 << 20
-
-
 _CHUNK = 1 << 16
-
-
 _POLL_S = 0.25
-
-
 _STDERR_TAIL = 2000
-
-
-_EVENTS = frozenset({"result", "error", "heartbeat", "log"})
+_EVENTS = frozenset({"result", "error", "heartbeat"})
+_CHILD = Path(__file__).with_name("worker_child.py")
+_FAILED_STARTS_ALLOWED = 3
+# What a Python needs from the caller's environment to start at all; nothing else is passed on.
+_INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
 
 
 class WorkerError(Exception):
     """A request was not answered, through no fault of the agent under test."""
+
+    status = TrialStatus.INFRA_ERROR  # of the trial that needed the answer
 
 
 class WorkerDiedError(WorkerError):
@@ -58,9 +53,7 @@ class WorkerDiedError(WorkerError):
 class WorkerTimeoutError(WorkerError):
     """The request took longer than its caller allows."""
 
-
-class WorkerCancelledError(WorkerError):
-    """The caller cancelled the request."""
+    status = TrialStatus.TIMEOUT
 
 
 class RemoteError(WorkerError):
@@ -69,15 +62,35 @@ class RemoteError(WorkerError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
-        self.message = message
+        if kind == "ServerError":
+            self.status = TrialStatus.ENGINE_ERROR
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resource limits of one worker process; None leaves a resource alone."""
+
+    cpu_s: int | None = 4 * 3600  # processor seconds over the worker's life
+    address_space: int | None = 4 << 30  # bytes
+    file_size: int | None = 64 << 20  # bytes
+    open_files: int | None = 256
+
+
+@dataclass(frozen=True)
+class WorkerTiming:
+    """How long to wait for a worker, in seconds."""
+
+    heartbeat: float = 1.0  # between the worker's heartbeats
+    start: float = 120.0  # until a new worker is ready
+    stall: float = 30.0  # without any event, before a worker counts as hung
+    grace: float = 10.0  # for a cancelled request, or a closed worker, to end by itself
 
 
 class WorkerProcess:
     """A started worker, and the thread that reads its events.
 
     `command` gets `config` as its last argument and `environment` as its whole environment;
-    `stderr.log` in its working folder `scratch` collects standard error over restarts. `start_s`
-    and `stall_s` are the seconds allowed until it is ready, and between two events after that.
+    `stderr.log` in its working folder `scratch` collects standard error over restarts.
     """
 
     def __init__(
@@ -86,13 +99,11 @@ class WorkerProcess:
         config: Mapping[str, Any],
         scratch: Path,
         environment: Mapping[str, str],
-        *,
-        start_s: float,
-        stall_s: float,
+        timing: WorkerTiming,
     ) -> None:
-        self._start_s, self._stall_s = start_s, stall_s
+        self._timing = timing
         self._stderr = scratch / "stderr.log"
-        self._pending: dict[str, tuple[Future[Any], Callable[[str], None] | None]] = {}
+        self._pending: dict[str, Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._state = threading.Lock()
         self._writing = threading.Lock()
@@ -118,28 +129,23 @@ class WorkerProcess:
         self._reader.start()
 
     def load(self) -> int:
-        """Return the number of requests in flight."""
         return len(self._pending)
 
-    def submit(
-        self, command: str, args: Mapping[str, Any], on_log: Callable[[str], None] | None = None
-    ) -> tuple[str, Future[Any]]:
+    def submit(self, command: str, args: Mapping[str, Any]) -> tuple[str, Future[Any]]:
         """Send a request; the future fails if the worker ends before it answers."""
         number = f"r{next(self._numbers)}"
         future: Future[Any] = Future()
         with self._state:
             if not self.alive:
                 raise WorkerDiedError(self.end_reason())
-            self._pending[number] = future, on_log
+            self._pending[number] = future
         self._write({"v": PROTOCOL, "id": number, "cmd": command, "args": args})
         return number, future
 
     def cancel(self, number: str) -> None:
-        """Ask the worker to stop a request."""
         self._write({"v": PROTOCOL, "id": None, "cmd": "cancel", "args": {"target": number}})
 
     def close_input(self) -> None:
-        """Tell the worker that no more requests will come."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 
@@ -151,7 +157,6 @@ class WorkerProcess:
         self._process.kill()
 
     def join(self, grace_s: float) -> None:
-        """Wait for the end, and force it after `grace_s`."""
         self._reader.join(grace_s)
         if self._reader.is_alive():
             self.kill("closed")
@@ -198,10 +203,10 @@ class WorkerProcess:
 
     def _stalled(self, last_event: float) -> bool:
         now = time.monotonic()
-        if now - last_event > max(self._stall_s, 0 if self.was_ready else self._start_s):
+        if now - last_event > max(self._timing.stall, 0 if self.was_ready else self._timing.start):
             self.kill(f"no sign of life for {now - last_event:.1f} s")
-        elif not self.was_ready and now - self._started > self._start_s:
-            self.kill(f"not ready after {self._start_s:g} s")
+        elif not self.was_ready and now - self._started > self._timing.start:
+            self.kill(f"not ready after {self._timing.start:g} s")
         else:
             return False
         return True
@@ -235,12 +240,8 @@ class WorkerProcess:
                 self.was_ready = self.was_ready or bool(data["ready"])
             elif event == "error":
                 self._reason = f"{data['kind']}: {data['message']}"
-        elif event == "log":
-            _, on_log = self._pending.get(number, (None, None))
-            if on_log:
-                on_log(str(data))
         elif event != "heartbeat" and number in self._pending:
-            future, _ = self._pending.pop(number)
+            future = self._pending.pop(number)
             if event == "result":
                 future.set_result(data)
             else:
@@ -252,39 +253,9 @@ class WorkerProcess:
         with self._state:
             self.alive = False
             lost, self._pending = self._pending, {}
-        for future, _ in lost.values():
+        for future in lost.values():
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(WorkerDiedError(self.end_reason()))
-
-
-_CHILD = Path(__file__).with_name("worker_child.py")
-
-
-_FAILED_STARTS_ALLOWED = 3
-
-
-# What a Python needs from the caller's environment to start at all; nothing else is passed on.
-_INHERITED = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Resource limits of one worker process; None leaves a resource alone."""
-
-    cpu_s: int | None = 4 * 3600  # processor seconds over the worker's life
-    address_space: int | None = 4 << 30  # bytes
-    file_size: int | None = 64 << 20  # bytes
-    open_files: int | None = 256
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How long to wait for a worker, in seconds."""
-
-    heartbeat: float = 1.0  # between the worker's heartbeats
-    start: float = 120.0  # until a new worker is ready
-    stall: float = 30.0  # without any event, before a worker counts as hung
-    grace: float = 10.0  # for a cancelled request, or a closed worker, to end by itself
 
 
 @dataclass
@@ -310,50 +281,36 @@ class WorkerPool:
         *,
         environment: Mapping[str, str] | None = None,
         limits: Limits | None = None,
-        timing: Timing | None = None,
+        timing: WorkerTiming | None = None,
     ) -> None:
         self._python = python
         self._module = module_file
         self._environment = dict(environment or {})
         self._limits = limits or Limits()
-        self._timing = timing or Timing()
+        self._timing = timing or WorkerTiming()
         self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-worker-"))
         self._slots = [_Slot(index) for index in range(n)]
         self._closed = False
 
     def call(
-        self,
-        command: str,
-        args: Mapping[str, Any] | None = None,
-        *,
-        timeout: float | None = None,
-        cancel: threading.Event | None = None,
-        on_log: Callable[[str], None] | None = None,
+        self, command: str, args: Mapping[str, Any] | None = None, *, timeout: float | None = None
     ) -> Any:
         """Run one command in the least busy worker and return its JSON result.
 
-        After `timeout` seconds, or when `cancel` is set, the request is cancelled; `on_log` gets
-        the lines that the handler logs.
-
-        Raises
-        ------
-        RemoteError
-            The handler raised; `kind` is the exception's class name.
-        WorkerDiedError, WorkerTimeoutError, WorkerCancelledError
-            The worker ended or stalled, time ran out, or `cancel` was set.
-        PrerequisiteError
-            Workers do not start at all.
+        After `timeout` seconds the request is cancelled. WorkerError says why there is no result
+        (RemoteError: the handler raised), PrerequisiteError that workers do not start at all.
         """
         worker = self._worker()
-        number, future = worker.submit(command, dict(args or {}), on_log)
+        number, future = worker.submit(command, dict(args or {}))
         try:
-            return _wait(future, timeout, cancel)
+            return future.result(timeout)
         except FutureTimeoutError:
-            self._stop_request(worker, number, future)
+            worker.cancel(number)
+            with contextlib.suppress(WorkerError, FutureTimeoutError):
+                future.result(self._timing.grace)
+            if not future.done():
+                worker.kill(f"request {number} did not stop when cancelled")
             raise WorkerTimeoutError(f"{command} took more than {timeout:g} s") from None
-        except WorkerCancelledError:
-            self._stop_request(worker, number, future)
-            raise
 
     def close(self) -> None:
         """End the workers, by force if they do not end by themselves, and delete their scratch."""
@@ -377,18 +334,15 @@ class WorkerPool:
         slot = min(self._slots, key=lambda s: s.process.load() if s.process else 0)
         with slot.lock:
             if slot.process is None or not slot.process.alive:
-                if slot.process is not None:
-                    self._check_starts(slot, slot.process)
+                if ended := slot.process:
+                    slot.failed_starts = 0 if ended.was_ready else slot.failed_starts + 1
+                    if slot.failed_starts >= _FAILED_STARTS_ALLOWED:
+                        raise PrerequisiteError(
+                            f"the worker {self._module.name} does not start under {self._python}: "
+                            f"{ended.end_reason()}; rebuild its environment (kvbench env list)"
+                        )
                 slot.process = self._start(slot)
             return slot.process
-
-    def _check_starts(self, slot: _Slot, ended: WorkerProcess) -> None:
-        slot.failed_starts = 0 if ended.was_ready else slot.failed_starts + 1
-        if slot.failed_starts >= _FAILED_STARTS_ALLOWED:
-            raise PrerequisiteError(
-                f"the worker {self._module.name} does not start under {self._python}: "
-                f"{ended.end_reason()}; rebuild its environment (kvbench env list)"
-            )
 
     def _start(self, slot: _Slot) -> WorkerProcess:
         scratch = self._scratch / f"worker-{slot.index}"
@@ -398,46 +352,16 @@ class WorkerPool:
             "heartbeat_s": self._timing.heartbeat,
             "limits": asdict(self._limits),
         }
-        return WorkerProcess(
-            (str(self._python), str(_CHILD)),
-            config,
-            scratch,
-            self._process_environment(scratch),
-            start_s=self._timing.start,
-            stall_s=self._timing.stall,
-        )
+        command, environment = (str(self._python), str(_CHILD)), self._process_environment(scratch)
+        return WorkerProcess(command, config, scratch, environment, self._timing)
 
     def _process_environment(self, scratch: Path) -> dict[str, str]:
-        fixed = {
-            "PATH": os.defpath,
-            "HOME": str(scratch),
-            "TMPDIR": str(scratch),
-            "LC_ALL": "C.UTF-8",
-            "PYTHONUTF8": "1",
-            "PYTHONSAFEPATH": "1",
-            "PYTHONNOUSERSITE": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        switches = (
+            "PYTHONUTF8", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
+            "HF_HUB_OFFLINE",
+        )  # fmt: skip
+        fixed = {"PATH": os.defpath, "HOME": str(scratch), "TMPDIR": str(scratch)}
+        fixed |= {"LC_ALL": "C.UTF-8", **dict.fromkeys(switches, "1")}
         inherited = {k: os.environ[k] for k in _INHERITED if k in os.environ}
         own = {k: v.replace("{scratch}", str(scratch)) for k, v in self._environment.items()}
         return fixed | inherited | own
-
-    def _stop_request(self, worker: WorkerProcess, number: str, future: Future[Any]) -> None:
-        worker.cancel(number)
-        with contextlib.suppress(WorkerError, FutureTimeoutError):
-            future.result(self._timing.grace)
-        if not future.done():
-            worker.kill(f"request {number} did not stop when cancelled")
-
-
-def _wait(future: Future[Any], timeout: float | None, cancel: threading.Event | None) -> Any:
-    if cancel is None:
-        return future.result(timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while not cancel.is_set():
-        with contextlib.suppress(FutureTimeoutError):
-            return future.result(0.05)
-        if deadline is not None and time.monotonic() > deadline:
-            raise FutureTimeoutError
-    raise WorkerCancelledError("cancelled by the caller")

@@ -94,20 +94,15 @@ class Guard:
             raise RefusedError(f"refused in this worker: {event} of {args[0]!r}")
 
 
-class Request:
+class WorkerRequest:
     """One request in progress."""
 
-    def __init__(self, number: str, args: dict[str, Any], guard: Guard, port: Port) -> None:
+    def __init__(self, number: str, args: dict[str, Any], guard: Guard) -> None:
         self.id = number
         self.args = args
         self.cancelled = threading.Event()  # set when the caller no longer wants the answer
         self.guard = guard  # to allow the endpoint that the request names
-        self._port = port
         self._on_cancel: Callable[[], None] | None = None
-
-    def log(self, text: str) -> None:
-        """Send a line to the caller while the work goes on."""
-        self._port.send(self.id, "log", text)
 
     def on_cancel(self, action: Callable[[], None] | None) -> None:
         """Call `action` at cancellation, to break off a blocking read."""
@@ -143,13 +138,11 @@ class Server:
     def __init__(self, port: Port, guard: Guard) -> None:
         self._port = port
         self._guard = guard
-        self._handlers: dict[str, Callable[[Request], Any]] = {}
-        self._running: dict[str, Request] = {}
+        self._handlers: dict[str, Callable[[WorkerRequest], Any]] = {}
+        self._running: dict[str, WorkerRequest] = {}
         self._ready = False
 
     def beat(self, every_s: float) -> None:
-        """Send heartbeats from a thread of their own."""
-
         def loop() -> None:
             while True:
                 self._port.send(None, "heartbeat", {"ready": self._ready})
@@ -158,13 +151,7 @@ class Server:
         threading.Thread(target=loop, daemon=True).start()
 
     def load(self, module_file: Path) -> None:
-        # A package that represents the module's folder: its parts may import one another
-        # relatively, without the folder being on the search path or its __init__ being run.
-        package = types.ModuleType("kvbench_worker")
-        package.__path__ = [str(module_file.parent)]
-        sys.modules[package.__name__] = package
-        module = importlib.import_module(f"{package.__name__}.{module_file.stem}")
-        self._handlers = module.setup(self._guard)
+        self._handlers = import_worker(module_file).setup(self._guard)
         self._ready = True
         self._port.send(None, "heartbeat", {"ready": True})
 
@@ -175,12 +162,12 @@ class Server:
                 if target := self._running.get(message["args"]["target"]):
                     target.cancel()
                 continue
-            request = Request(message["id"], message["args"], self._guard, self._port)
+            request = WorkerRequest(message["id"], message["args"], self._guard)
             self._running[request.id] = request
             work = (request, message["cmd"])
             threading.Thread(target=self._answer, args=work, daemon=True).start()
 
-    def _answer(self, request: Request, command: str) -> None:
+    def _answer(self, request: WorkerRequest, command: str) -> None:
         try:
             event, data = "result", self._handlers[command](request)
         except Exception as error:  # noqa: BLE001  the parent decides what a failure means
@@ -189,6 +176,20 @@ class Server:
             event, data = "error", {"kind": type(error).__name__, "message": str(error)}
         self._running.pop(request.id, None)
         self._port.send(request.id, event, data)
+
+
+def import_worker(module_file: Path) -> Any:
+    """Import a worker's module as part of a package that represents a folder.
+
+    So the files of that folder may import one another relatively without being on the search path:
+    the module's own folder, or for our workers this file's, as they share `agent.py`.
+    """
+    package, here = types.ModuleType("kvbench_worker"), Path(__file__).absolute().parent
+    root = here if module_file.is_relative_to(here) else module_file.parent
+    package.__path__ = [str(root)]
+    sys.modules[package.__name__] = package
+    parts = module_file.relative_to(root).with_suffix("").parts
+    return importlib.import_module(".".join((package.__name__, *parts)))
 
 
 def limit_resources(limits: dict[str, int | None]) -> None:
@@ -205,7 +206,6 @@ def limit_resources(limits: dict[str, int | None]) -> None:
 
 
 def main() -> None:
-    """Serve until the parent closes standard input."""
     config = json.loads(sys.argv[1])
     # Whatever prints, in Python or below it, must not end up between protocol lines.
     port = Port(os.fdopen(os.dup(1), "w", encoding="utf-8"))

@@ -36,8 +36,7 @@ def judge(
     Nothing is run again and no score changes: the verdicts go to a file in the run directory, one
     per judge. The same command asks only for what is missing. Exit code 1 if verdicts are missing.
     """
-    from agentbench_kv.adapters.browser.judge import Judge
-    from agentbench_kv.adapters.browser.rejudge import judge_run
+    from agentbench_kv.adapters.browser.judge import Judge, judge_run
 
     found = judge_run(run, Judge.parse(f"{endpoint}|{model}"), concurrency=concurrency)
     if as_json:
@@ -76,11 +75,10 @@ def serve(
     curl -d '{"query": "Jane Eyre"}' http://127.0.0.1:8010/sessions/a/search
     """  # noqa: D301  \b is click's mark for "do not wrap"
     from agentbench_kv.adapters.browser.corpus import Corpus, corpus_folder
-    from agentbench_kv.adapters.browser.server import BrowserServer, run_browser_server
-    from agentbench_kv.gateway.http import check_exposure
+    from agentbench_kv.adapters.browser.server import BrowserServer
+    from agentbench_kv.gateway.http import check_exposure, run_app
 
     check_exposure(host, api_key)
     loaded = Corpus.load(corpus_folder(corpus), encoder)
     click.echo(f"kvbench: {loaded.info.label} on http://{host}:{port}", err=True)
-    server = BrowserServer(loaded, view_tokens=view_tokens, api_key=api_key)
-    run_browser_server(server, host, port)
+    run_app(BrowserServer(loaded, view_tokens=view_tokens, api_key=api_key).app, host, port)

@@ -434,11 +434,16 @@ def run_server(
     """Serve a gateway until interrupted; PrerequisiteError if the port is taken."""
     settings = settings or ServerSettings()
     check_exposure(host, settings.api_key)
+    run_app(HttpApi(gateway, settings).app(), host, port)
+
+
+def run_app(app: Starlette, host: str, port: int) -> None:
+    """Serve an application until interrupted; PrerequisiteError if the port is taken."""
     # uvicorn has shut down in good order when it passes a signal on; backends must end too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _listen(host, port) as listener, suppress(KeyboardInterrupt):
-        config = _config(HttpApi(gateway, settings).app(), host, port, log_level="info")
+        config = _config(app, host, port, log_level="info")
         uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.adapters.micro.episode import Environment, Episode, Judged
-from agentbench_kv.adapters.micro.generate import Profile, generate
+from agentbench_kv.adapters.micro.generate import EpisodeProfile, generate
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.spans import BlockEngine
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
@@ -23,7 +23,7 @@ from agentbench_kv.run.replay import find_text
 
 TURNS = 14
 SEED = 85  # an episode that the model answers without a mistake with the whole cache
-PROFILE = Profile("demo", (1, 1), (1, 1), (11, 11), (2, 3), (1, 2), (1, 4), (0, 2), (22, 32))
+PROFILE = EpisodeProfile("demo", (1, 1), (1, 1), (11, 11), (2, 3), (1, 2), (1, 4), (0, 2), (22, 32))
 SESSION = "demo"
 
 

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from agentbench_kv.adapters.micro.episode import Environment
-from agentbench_kv.adapters.micro.generate import Profile, generate
+from agentbench_kv.adapters.micro.generate import EpisodeProfile, generate
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
@@ -27,7 +27,7 @@ from agentbench_kv.registry import make_method
 from agentbench_kv.run.runner import start_engine
 
 BUDGET = 512
-LONG = Profile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2), (8, 12))
+LONG = EpisodeProfile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2), (8, 12))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """BFCL v4 memory: questions about conversations that only a memory tool has kept.
 
-Memory's prerequisite conversations: played once per scenario and trial, in order.
+Those prerequisite conversations are played once per scenario and trial index, in order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
-from agentbench_kv.adapters.bfcl.task import BfclTask, Played
-from agentbench_kv.adapters.bfcl.worker.entries import backend_of
-from agentbench_kv.adapters.bfcl.worker.memory import HASH_ENCODER
+from agentbench_kv.adapters.bfcl.task import BfclTask
+from agentbench_kv.adapters.bfcl.worker.memory import HASH_ENCODER, backend_of
 from agentbench_kv.adapters.data import file_sha256
 from agentbench_kv.adapters.worker import Limits, WorkerError
+from agentbench_kv.adapters.worker_task import PlayedTrial
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
 # Plays the conversation of an id in the context's session, from a snapshot of the memory.
-Talk = Callable[[str, TrialContext, Any], Played]
+Talk = Callable[[str, TrialContext, Any], PlayedTrial]
+_PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('sentence_transformers') is None)"
+_MODEL_ADDRESS_SPACE = 32 << 30
 
 
 @dataclass
@@ -59,7 +61,6 @@ class Chain:
             self._lock.release()
 
     def metrics(self, played: int) -> dict[str, Metric]:
-        """Return what a question's record says about its snapshot."""
         content = json.dumps(self.snapshot, sort_keys=True).encode()
         return {
             "snapshot_sha": hashlib.sha256(content).hexdigest()[:12],
@@ -102,12 +103,6 @@ def seed_of(conversation: str, trial: int) -> int:
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-_PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('sentence_transformers') is None)"
-
-
-_MODEL_ADDRESS_SPACE = 32 << 30
-
-
 @dataclass(kw_only=True)
 class MemoryTask(BfclTask):
     """A question's trial loads what its scenario's prerequisite conversations left in memory.
@@ -126,10 +121,10 @@ class MemoryTask(BfclTask):
         default_factory=lambda: defaultdict(threading.Lock), init=False, repr=False
     )
 
-    def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
+    def samples(self, limit: int | None, seed: int) -> list[Sample]:
         """Return the questions, backends in turn, so that every prefix weighs them alike."""
         self._check_encoder()
-        rows = self._all_samples()
+        rows = super().samples(None, seed)
         columns = [[r for r in rows if r.id.startswith(name)] for name in self.categories]
         mixed = [row for row in joined.from_iterable(zip_longest(*columns)) if row is not None]
         return mixed[:limit]
@@ -148,10 +143,10 @@ class MemoryTask(BfclTask):
         finally:
             lock.release()
 
-    def _play(self, sample: Sample, context: TrialContext) -> Played:
+    def _play(self, sample: Sample, context: TrialContext) -> PlayedTrial:
         chain = self._chain(sample, context.trial)
 
-        def talk(conversation: str, asked: TrialContext, snapshot: Any) -> Played:
+        def talk(conversation: str, asked: TrialContext, snapshot: Any) -> PlayedTrial:
             self._speaking[sample.id] = conversation
             try:
                 told = self._run(conversation, asked, snapshot=snapshot)
@@ -164,7 +159,7 @@ class MemoryTask(BfclTask):
         played = self._run(sample.id, context, snapshot=chain.snapshot)
         return {**played, "chain": chain, "conversations": played_here}
 
-    def _outcome(self, played: Played) -> Outcome:
+    def _outcome(self, played: PlayedTrial) -> Outcome:
         outcome = super()._outcome(played)
         chain: Chain = played["chain"]
         outcome.metrics.update(chain.metrics(len(played["conversations"])))
@@ -190,7 +185,6 @@ class MemoryTask(BfclTask):
         return self._chains[key]
 
     def _has_model(self) -> bool:
-        """Tell whether a vector store is used, and its encoder is a model."""
         return "memory_vector" in self.categories and self.encoder != HASH_ENCODER
 
     def _encoder_name(self) -> str | None:
@@ -211,7 +205,6 @@ class MemoryTask(BfclTask):
         return Limits(address_space=_MODEL_ADDRESS_SPACE) if self._has_model() else Limits()
 
     def _check_encoder(self) -> None:
-        """Refuse a vector store whose encoder is not chosen, not there or cannot be loaded."""
         if not self._has_model():
             return
         if not self.encoder:
@@ -255,7 +248,7 @@ class MemoryRecSum(MemoryTask):
     categories = ("memory_rec_sum",)
 
 
-class Memory(MemoryTask):
+class MemoryAllBackends(MemoryTask):
     """The three backends; as each has 155 questions, the mean of all is the unweighted mean."""
 
     name = "bfcl/memory"

@@ -3,97 +3,51 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
-from agentbench_kv.adapters.worker import (
-    Limits,
-    RemoteError,
-    WorkerError,
-    WorkerPool,
-    WorkerTimeoutError,
-)
+from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
+from agentbench_kv.adapters.worker import Limits, WorkerPool
+from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
 from agentbench_kv.environments import python_of
-from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
 _WORKER = Path(__file__).parent / "worker" / "main.py"
-_LOCAL_COMMAND_S = 120.0
-Played = dict[str, Any]
 
 
 @dataclass(kw_only=True)
-class BfclTask(Task):
+class BfclTask(WorkerTask):
     """A slice of BFCL v4, played in worker processes and scored by the official checker."""
 
+    environment = "bfcl"
     categories: ClassVar[tuple[str, ...]]
-    needs_endpoint: ClassVar[bool] = True
 
     # `raw`: one append-only text over the completions route, so sessions are exact to the token.
     # `chat`: messages and tools over the chat route.
     route: str = param("raw", "how sessions are sent", choices=("raw", "chat"))
     workers: int = param(1, "worker processes", low=1, high=64)  # many conversations each
 
-    _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
-    _started: WorkerPool | None = field(default=None, init=False, repr=False)
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        return self._all_samples()[:limit]
-
-    def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        try:
-            played = self._play(sample, context)
-        except WorkerError as error:
-            return Outcome(status_of(error), error=str(error))
-        return self._outcome(played)
+        return [Sample(each["id"], each["scenario"]) for each in self._ask("samples")][:limit]
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return self._script(sample.id, agent)
 
     def provenance(self) -> dict[str, Any]:
-        return {**self._call("about"), "route": self.route}
-
-    def close(self) -> None:
-        with self._lock:
-            pool, self._started = self._started, None
-        if pool is not None:
-            pool.close()
-
-    def _all_samples(self) -> list[Sample]:
-        """Ask the worker; the first question of a run also shows whether it starts."""
-        try:
-            found: list[dict[str, Any]] = self._call("samples")
-        except WorkerError as error:
-            raise PrerequisiteError(
-                f"the BFCL worker does not start: {error}; if its environment is broken: "
-                "kvbench env check bfcl"
-            ) from error
-        return [Sample(each["id"], each["scenario"]) for each in found]
-
-    def _play(self, sample: Sample, context: TrialContext) -> Played:
-        return self._run(sample.id, context)
-
-    def _run(self, name: str, context: TrialContext, **more: Any) -> Played:
-        wanted = {**self._line(context), "sample": name, **more}
-        played: Played = self._pool().call("run", wanted, timeout=context.timeout_s)
-        return played
+        return {**self._ask("about"), "route": self.route}
 
     def _script(self, name: str, agent: ScriptedAgent) -> list[str]:
         key = (name, agent)
         if key not in self._scripts:
-            self._scripts[key] = self._call("script", {"sample": name, "agent": agent})
+            self._scripts[key] = self._ask("script", {"sample": name, "agent": agent})
         return self._scripts[key]
 
-    def _outcome(self, played: Played) -> Outcome:
-        verdict = played["verdict"]
-        error = verdict.get("error_message")
+    def _outcome(self, played: PlayedTrial) -> Outcome:
+        error = played["verdict"].get("error_message")
         return Outcome(
             status=TrialStatus(played["status"]),
             score=played["score"],
@@ -107,33 +61,7 @@ class BfclTask(Task):
         return {"route": self.route}
 
     def _line(self, context: TrialContext) -> dict[str, Any]:
-        if context.endpoint is None:
-            raise UsageError(
-                f"{self.name} talks to an endpoint and was given none; "
-                "run it through kvbench run, or name a server with --endpoint"
-            )
-        return {
-            "route": self.route,
-            "endpoint": context.endpoint,
-            "session": context.session,
-            "sampling": {
-                "max_tokens": context.max_tokens,
-                "temperature": context.temperature,
-                "seed": context.seed,
-            },
-            # The worker's own environment holds no secrets.
-            "key": os.environ.get("KVBENCH_API_KEY"),
-            "timeout_s": context.timeout_s,
-        }
-
-    def _call(self, command: str, args: Mapping[str, Any] | None = None) -> Any:
-        return self._pool().call(command, args, timeout=_LOCAL_COMMAND_S)
-
-    def _pool(self) -> WorkerPool:
-        with self._lock:
-            if self._started is None:
-                self._started = self._start()
-            return self._started
+        return {**super()._line(context), "route": self.route}
 
     def _start(self) -> WorkerPool:
         environment = {
@@ -184,15 +112,7 @@ class MultiTurnLongContext(BfclTask):
     categories = ("multi_turn_long_context",)
 
 
-def status_of(error: WorkerError) -> TrialStatus:
-    if isinstance(error, WorkerTimeoutError):
-        return TrialStatus.TIMEOUT
-    if isinstance(error, RemoteError) and error.kind == "EndpointError":
-        return TrialStatus.ENGINE_ERROR
-    return TrialStatus.INFRA_ERROR
-
-
-def _metrics(played: Played) -> dict[str, Metric]:
+def _metrics(played: PlayedTrial) -> dict[str, Metric]:
     steps = played["steps"]
     return {
         "turns": 1 + max((step["turn"] for step in steps), default=-1),

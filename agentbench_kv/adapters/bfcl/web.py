@@ -1,9 +1,8 @@
 """BFCL v4 web search, over the live web, a recording of it, or a local corpus.
 
-The live web, in the harness's own process: it holds the user's key, the worker does not.
-
-Workers ask over loopback with a token. A `Recorder` keeps every answer, so that other methods can
-see the same web and a run can be replayed.
+The live web is asked in the harness's own process, which holds the user's key: workers ask it over
+loopback with a token. A `Recorder` keeps every answer, so that other methods can see the same web
+and a run can be replayed.
 """
 
 from __future__ import annotations
@@ -40,23 +39,12 @@ from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric
 
 KEY_VARIABLE = "SERPAPI_API_KEY"
-
-
 _SEARCH_URL = "https://serpapi.com/search.json"
-
-
 _SEARCH_RESULTS = 100
-
-
 _PAGE_S = 20.0
-
-
 _PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
-
-
 _LONGEST_QUESTION = 1 << 20
-
-
+_NOT_OFFICIAL = "not BFCL web_search"
 _AGENT = "Mozilla/5.0 (X11; Linux x86_64) agentbench-kv"
 
 
@@ -228,9 +216,6 @@ def _refuse_private(request: httpx.Request) -> None:
     for *_, address in found:
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global:
             raise ValueError(f"{request.url.host} is not on the public net")
-
-
-_NOT_OFFICIAL = "not BFCL web_search"
 
 
 @dataclass(kw_only=True)

@@ -3,14 +3,9 @@
 It is not the metric of the FRAMES or BrowseComp-Plus papers, which ask an LLM judge: an answer in
 other words counts as wrong here. It needs no model, and is never put in the judge's column.
 
-Dates in the ways English writes them, brought to one form for comparing answers.
-
-Numbers in words and in digits, brought to one form for comparing answers.
-
-Transcripts that must not be in plain text where a crawler or a report could pick them up.
-
-This hides, it does not protect: whoever has this file can open them. It is what the authors of
-BrowseComp ask for, so that their questions do not end up in training data.
+`seal` hides transcripts from crawlers and reports, it does not protect: whoever has this file can
+open them. It is what the authors of BrowseComp ask for, so that their questions do not end up in
+training data.
 """
 
 from __future__ import annotations
@@ -27,8 +22,6 @@ _MONTHS = [
     "january", "february", "march", "april", "may", "june", "july", "august", "september",
     "october", "november", "december",
 ]  # fmt: skip
-
-
 _NUMBERS = {name: number for number, name in enumerate(_MONTHS, start=1)}
 
 
@@ -36,14 +29,8 @@ _NUMBERS |= {name[:3]: number for name, number in _NUMBERS.items()} | {"sept": 9
 
 
 _MONTH = rf"(?P<month>{'|'.join(sorted(_NUMBERS, key=len, reverse=True))})\.?"
-
-
 _DAY = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?"
-
-
 _YEAR = r"(?P<year>\d{4})"
-
-
 _FORMS = tuple(
     re.compile(rf"(?<![\w-]){form}(?![\w-])")
     for form in (
@@ -84,11 +71,7 @@ _UNITS = [
     "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
     "nineteen",
 ]  # fmt: skip
-
-
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-
-
 _VALUES = {word: value for value, word in enumerate(_UNITS)}
 
 
@@ -96,13 +79,9 @@ _VALUES |= {word: 10 * value for value, word in enumerate(_TENS, start=2)}
 
 
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-
-
 _IRREGULAR = {
     "first": 1, "second": 2, "third": 3, "fifth": 5, "eighth": 8, "ninth": 9, "twelfth": 12,
 }  # fmt: skip
-
-
 _ORDINALS = {f"{word}th": value for word, value in _VALUES.items()} | _IRREGULAR
 
 
@@ -191,17 +170,9 @@ def ordinal(value: int) -> str:
 
 
 _MARKER = re.compile(r"\b(?:final|exact)\s+answer\W*:\W*", re.IGNORECASE)
-
-
 _ARTICLES = frozenset({"a", "an", "the"})
-
-
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-
-
 _WORD = re.compile(r"-?\d+(?:\.\d+)?(?:st|nd|rd|th)?(?!\w)|\w+")
-
-
 _MINUS = re.compile(r"(?<![\w)])-(?=\d)")
 
 
@@ -255,8 +226,6 @@ def _plain(text: str) -> str:
 
 
 SEALED = "sealed"
-
-
 _PHRASE = b"kvbench: benchmark data, not to be published in plain text"
 
 

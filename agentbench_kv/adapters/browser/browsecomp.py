@@ -1,36 +1,26 @@
-"""BrowseComp-Plus over its imported corpus, and a synthetic variant that proves the plumbing.
-
-Reading `browsecomp_plus_decrypted.jsonl`, the file the authors' own script writes.
-"""
+"""BrowseComp-Plus over its imported corpus, and a synthetic variant that proves the plumbing."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.browser.answers import seal
 from agentbench_kv.adapters.browser.corpus import Document
-from agentbench_kv.adapters.browser.task import BrowsingTask, Question
-from agentbench_kv.adapters.data import data_file, file_sha256
+from agentbench_kv.adapters.browser.task import BrowsingQuestion, BrowsingTask
+from agentbench_kv.adapters.data import data_file, file_sha256, json_rows
 from agentbench_kv.errors import UsageError
 
-FILE = "browsecomp_plus_decrypted.jsonl"
-
-
+FILE = "browsecomp_plus_decrypted.jsonl"  # what the authors' own script writes
 HINT = "make it with scripts_build_index/decrypt_dataset.py of texttron/BrowseComp-Plus"
-
-
 _NEEDED = ("query_id", "query", "answer")
-
-
 _PAGES = ("gold_docs", "evidence_docs")
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[BrowsingQuestion]:
     """Return the questions in the order of the file; UsageError if it holds none, or others."""
     questions = [_question(row) for row in _rows(path)]
     if not questions:
@@ -51,25 +41,17 @@ def read_evidence(path: Path) -> list[Document]:
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise UsageError(f"{path} line {number} is not JSON") from None
-            missing = [key for key in _NEEDED if not isinstance(row, dict) or key not in row]
-            if missing:
-                raise UsageError(f"{path} line {number} has no {missing[0]!r}")
-            yield row
+    for number, row in json_rows(path):
+        if missing := [key for key in _NEEDED if key not in row]:
+            raise UsageError(f"{path} line {number} has no {missing[0]!r}")
+        yield row
 
 
-def _question(row: Mapping[str, Any]) -> Question:
+def _question(row: Mapping[str, Any]) -> BrowsingQuestion:
     listed = (str(each["docid"]) for each in _documents(row, _PAGES) if "docid" in each)
     name, text, answer = (str(row[field]) for field in _NEEDED)
     pages = tuple(dict.fromkeys(listed))
-    return Question(f"browsecomp-plus-{name}", text.strip(), answer.strip(), pages)
+    return BrowsingQuestion(f"browsecomp-plus-{name}", text.strip(), answer.strip(), pages)
 
 
 def _documents(row: Mapping[str, Any], fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
@@ -85,15 +67,14 @@ class BrowseCompPlusTest(BrowsingTask):
     this task are not those of their leaderboard.
     """
 
-    name: ClassVar[str] = "browsecomp-plus/test"
-    summary: ClassVar[str] = "BrowseComp-Plus: hard questions over its corpus; data from you"
+    name = "browsecomp-plus/test"
+    summary = "BrowseComp-Plus: hard questions over its corpus; data from you"
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[BrowsingQuestion]:
         return read_questions(self._file())
 
-    def made_documents(self, questions: Sequence[Question]) -> list[Document]:
-        """Take the documents that come with the questions; make pages if there are none."""
-        return read_evidence(self._file()) or super().made_documents(questions)
+    def made_documents(self) -> list[Document]:
+        return read_evidence(self._file()) or super().made_documents()
 
     def data_provenance(self) -> dict[str, Any]:
         return {"data_sha256": file_sha256(self._file()), "split": "all"}
@@ -110,6 +91,6 @@ class BrowseCompPlusTest(BrowsingTask):
 class BrowseCompPlusSynthetic(BrowseCompPlusTest):
     """The same loop over a made corpus: never a BrowseComp-Plus result."""
 
-    name: ClassVar[str] = "browsecomp-plus/synthetic"
-    summary: ClassVar[str] = "plumbing of browsecomp-plus/test over a made corpus; not its result"
-    synthetic: ClassVar[bool] = True
+    name = "browsecomp-plus/synthetic"
+    summary = "plumbing of browsecomp-plus/test over a made corpus; not its result"
+    synthetic = True

@@ -2,15 +2,8 @@
 
 The semantics follow what SideQuest's agents used (gpt-oss' simple browser): `search`, `open` by
 link or URL, `find` in a page; a view shows numbered lines up to a token cap, and each call pushes
-one page, so that a cursor names one tool result.
-
-How long a text is in tokens, without a tokenizer.
-
-An adapter never sees tokens, and views must be the same for every model, so their cap is counted in
-estimated tokens: word pieces of at most four letters, every digit and every mark on its own. On
-English prose that is more than a byte-level BPE tokenizer of 100k entries or more makes of it.
-
-The browser as tools: OpenAI function schemas, and calls with arguments that a model wrote.
+one page, so that a cursor names one tool result. `TOOLS` are its OpenAI function schemas, and
+`call_tool` answers calls with arguments that a model wrote.
 """
 
 from __future__ import annotations
@@ -23,26 +16,25 @@ from typing import Any, Literal, NamedTuple
 
 from agentbench_kv.adapters.browser.corpus import Corpus, lines_of
 
-TokenCount = Callable[[str], int]
-
-
-"""Counts the tokens of a text; a real tokenizer's `len(encode(text))` is one too."""
-
-
+TokenCount = Callable[[str], int]  # of a text; a tokenizer's `len(encode(text))` is one too
+VIEW_TOKENS = 1024
+RESULTS = 10
+_MOST_MATCHES = 50
+_MATCH_LINES = 3
+_TITLE = 200
+_SNIPPET = 120
 _LETTERS_A_TOKEN = 4
-
-
 _WORD = re.compile(r"[A-Za-z]+")
-
-
 _WIDE = re.compile(r"[\u0800-\U0010ffff]")
-
-
 _SINGLE = re.compile(r"[^A-Za-z \t]")
 
 
 def estimate_tokens(text: str) -> int:
     """Return the estimated number of tokens of a text.
+
+    An adapter never sees tokens, and views must be the same for every model. What is counted is
+    word pieces of at most four letters, every digit and every mark on its own: on English prose
+    more than a byte-level BPE tokenizer of 100k entries or more makes of it.
 
     >>> estimate_tokens("L12: The capital is Paris.")
     11
@@ -52,30 +44,12 @@ def estimate_tokens(text: str) -> int:
     return words + len(_SINGLE.findall(text)) + len(_WIDE.findall(text))
 
 
-VIEW_TOKENS = 1024
-
-
-RESULTS = 10
-
-
-_MOST_MATCHES = 50
-
-
-_MATCH_LINES = 3
-
-
-_TITLE = 200
-
-
-_SNIPPET = 120
-
-
 class BrowserError(Exception):
     """A call the browser cannot answer; the message is for the agent, and no page is pushed."""
 
 
 @dataclass(frozen=True)
-class View:
+class BrowserView:
     """What a call shows, and the cursor of its page; None if it could not be answered."""
 
     text: str
@@ -92,7 +66,7 @@ class _Link(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Page:
+class _OpenPage:
     kind: Literal["document", "search", "find"]
     title: str
     url: str
@@ -104,16 +78,9 @@ class _Page:
 class Browser:
     """Search, open and find over a corpus; nothing outside the corpus can be reached.
 
-    Parameters
-    ----------
-    corpus : Corpus
-        May be shared by many browsers.
-    view_tokens : int
-        Most tokens of a view, as `count` counts them.
-    results : int
-        Results of a search at most.
-    count : callable
-        Counts tokens; an estimate by default, because views must not depend on the model.
+    Many browsers may share a `corpus`. `view_tokens` are the most tokens of a view, as `count`
+    counts them (an estimate by default, because views must not depend on the model); `results` are
+    the most results of a search.
     """
 
     def __init__(
@@ -129,16 +96,20 @@ class Browser:
         self._view_tokens = view_tokens
         self._results = results
         self._count = count
-        self._pages: list[_Page] = []
+        self._pages: list[_OpenPage] = []
 
-    def search(self, query: str, topn: int = -1) -> View:
+    def search(self, query: str, topn: int = -1) -> BrowserView:
         """Show the best documents for a query, as numbered links."""
         if not query.strip():
             raise BrowserError("the query is empty")
         count = min(topn, self._results) if topn > 0 else self._results
         found = self.corpus.index.search(query, count)
-        lines = [line for link, number in enumerate(found) for line in self._result(link, number)]
-        page = _Page(
+        lines: list[str] = []
+        for link, document in enumerate(map(self.corpus.document, found)):
+            beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
+            head = f"[{link}] {_one_line(document.title)} ({document.url})"
+            lines += lines_of(f"{head}\n{beginning}")
+        page = _OpenPage(
             "search",
             f"Search results for: {_one_line(query)}",
             "search",
@@ -149,24 +120,13 @@ class Browser:
 
     def open(
         self, id: int | str = -1, cursor: int = -1, loc: int = -1, num_lines: int = -1
-    ) -> View:
-        """Show a document, or another part of a page.
+    ) -> BrowserView:
+        """Show a document, or another part of a page, `num_lines` from line `loc` on.
 
-        Parameters
-        ----------
-        id : int or str
-            A link of the page at `cursor`, a URL of the corpus, or -1: that page itself.
-        cursor : int
-            A page; -1 is the current one.
-        loc : int
-            First line to show; -1 is the beginning, or the match that the link points to.
-        num_lines : int
-            Most lines to show; -1 is as many as a view holds.
-
-        Raises
-        ------
-        BrowserError
-            If there is no such page, link, URL or line.
+        `id` is a link of the page at `cursor` (-1: the current page), a URL of the corpus, or -1:
+        that page itself. Without `loc` a view begins at the beginning, or at the match that the
+        link points to; without `num_lines` it shows as many as it holds. BrowserError if there is
+        no such page, link, URL or line.
         """
         if isinstance(id, str):
             number = self.corpus.number(id)
@@ -182,7 +142,7 @@ class Browser:
             raise BrowserError(f"no link {id} on that page: {there}")
         return self._open(page.links[id], loc, num_lines)
 
-    def find(self, pattern: str, cursor: int = -1) -> View:
+    def find(self, pattern: str, cursor: int = -1) -> BrowserView:
         """Show where a text occurs in the document at `cursor`, case and line breaks aside."""
         page = self._page(cursor)
         wanted = " ".join(pattern.casefold().split())
@@ -194,7 +154,7 @@ class Browser:
         lines: list[str] = []
         for link, line in enumerate(places):
             lines += [f"[{link}] match at L{line}", *page.lines[line : line + _MATCH_LINES]]
-        found = _Page(
+        found = _OpenPage(
             "find",
             f"Find results for: {_one_line(pattern)} in {page.title}",
             page.url,
@@ -203,20 +163,15 @@ class Browser:
         )
         return self._push(found, 0, -1)
 
-    def _result(self, link: int, number: int) -> tuple[str, ...]:
-        document = self.corpus.document(number)
-        beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
-        return lines_of(f"[{link}] {_one_line(document.title)} ({document.url})\n{beginning}")
-
-    def _open(self, link: _Link, loc: int, num_lines: int) -> View:
+    def _open(self, link: _Link, loc: int, num_lines: int) -> BrowserView:
         document = self.corpus.document(link.document)
         lines = lines_of(document.text)
-        page = _Page("document", document.title, document.url, lines, document=link.document)
+        page = _OpenPage("document", document.title, document.url, lines, document=link.document)
         view = self._push(page, link.line if loc < 0 else loc, num_lines)
         self.opened.append(document.url)
         return view
 
-    def _page(self, cursor: int) -> _Page:
+    def _page(self, cursor: int) -> _OpenPage:
         if not self._pages:
             raise BrowserError("no page is open yet; search first")
         if not -1 <= cursor < len(self._pages):
@@ -225,15 +180,15 @@ class Browser:
             )
         return self._pages[cursor]
 
-    def _push(self, page: _Page, loc: int, num_lines: int) -> View:
+    def _push(self, page: _OpenPage, loc: int, num_lines: int) -> BrowserView:
         if loc >= len(page.lines):
             raise BrowserError(f"no line {loc}: the page ends at line {len(page.lines) - 1}")
         cursor = len(self._pages)
         text = self._render(page, cursor, loc, num_lines)
         self._pages.append(page)
-        return View(text, cursor)
+        return BrowserView(text, cursor)
 
-    def _render(self, page: _Page, cursor: int, loc: int, num_lines: int) -> str:
+    def _render(self, page: _OpenPage, cursor: int, loc: int, num_lines: int) -> str:
         last = len(page.lines) - 1
         title = _one_line(page.title)[:_TITLE]
         most = last if num_lines < 1 else min(last, loc + num_lines - 1)
@@ -274,8 +229,6 @@ def _one_line(text: str) -> str:
 
 
 _INTEGER = {"type": "integer"}
-
-
 _CURSOR = {**_INTEGER, "description": "Cursor of a page; -1, the default, is the current page."}
 
 
@@ -311,12 +264,10 @@ TOOLS: list[dict[str, Any]] = [
         {"pattern": {"type": "string"}, "cursor": _CURSOR},
     ),
 ]
-
-
 _PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
-def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> View:
+def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -> BrowserView:
     """Answer a tool call; whatever is wrong with it comes back as text.
 
     `arguments` are an object or, as models write them, its JSON text.
@@ -324,9 +275,9 @@ def call_tool(browser: Browser, name: str, arguments: str | Mapping[str, Any]) -
     try:
         if name not in _PARAMETERS:
             raise BrowserError(f"no tool {name!r}; there are {', '.join(_PARAMETERS)}")
-        view: View = getattr(browser, name)(**_checked(name, arguments))
+        view: BrowserView = getattr(browser, name)(**_checked(name, arguments))
     except BrowserError as error:
-        return View(f"Error: {error}")
+        return BrowserView(f"Error: {error}")
     return view
 
 

@@ -1,7 +1,4 @@
-"""A corpus: documents that stay on disk, their titles and URLs, a search index, and a name.
-
-What a corpus holds, and how a page is laid out in numbered lines.
-"""
+"""A corpus: documents that stay on disk, their titles and URLs, a search index, and a name."""
 
 from __future__ import annotations
 
@@ -21,6 +18,10 @@ from agentbench_kv.adapters.data import VARIABLE, data_folder, file_sha256
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 LINE_WIDTH = 80
+ABOUT, DOCUMENTS, CATALOG = "corpus.json", "documents.jsonl", "catalog.jsonl"
+BM25, DENSE = "bm25", "dense"
+_PIN = re.compile(r"@([0-9a-f]{12})\Z")
+_MEND = "kvbench data import-corpus SOURCE --name NAME"
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,6 @@ class Document:
 def lines_of(text: str, width: int = LINE_WIDTH) -> tuple[str, ...]:
     """Break a text into lines of at most `width` characters; empty lines stay."""
     return tuple(line for part in text.splitlines() for line in textwrap.wrap(part, width) or [""])
-
-
-ABOUT, DOCUMENTS, CATALOG = "corpus.json", "documents.jsonl", "catalog.jsonl"
-
-
-BM25, DENSE = "bm25", "dense"
-
-
-_PIN = re.compile(r"@([0-9a-f]{12})\Z")
-
-
-_MEND = "kvbench data import-corpus SOURCE --name NAME"
 
 
 @dataclass(frozen=True)
@@ -172,7 +161,6 @@ def pinned(name: str) -> str:
 
 
 def document_line(document: Document) -> bytes:
-    """Return the document's line of `documents.jsonl`."""
     text = json.dumps(asdict(document), ensure_ascii=False, sort_keys=True) + "\n"
     return text.encode("utf-8", "replace")
 

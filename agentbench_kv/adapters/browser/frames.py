@@ -1,7 +1,4 @@
-"""FRAMES over an imported corpus, and a synthetic variant that proves the plumbing.
-
-Reading `frames_test_set.csv`, and choosing a part of it.
-"""
+"""FRAMES over an imported corpus, and a synthetic variant that proves the plumbing."""
 
 from __future__ import annotations
 
@@ -13,30 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.browser.task import BrowsingTask, Question
+from agentbench_kv.adapters.browser.task import BrowsingQuestion, BrowsingTask
 from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
 
 FILE = "frames_test_set.csv"
-
-
 SHA256 = "88f24731424bf8b9dd93174e4cc30a3c220fe0c8910701b77036b80b88e60ada"
-
-
 HINT = "take the test set of google/frames-benchmark as CSV"
-
-
 SPLITS = ("all", "kvbench-424")
-
-
 _PART = 424
-
-
 _NEEDED = ("Prompt", "Answer", "wiki_links")
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[BrowsingQuestion]:
     """Return the questions in the order of the file; UsageError if it lacks columns or rows."""
     with path.open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
@@ -49,7 +36,7 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def choose(questions: Sequence[Question], split: str) -> list[Question]:
+def choose(questions: Sequence[BrowsingQuestion], split: str) -> list[BrowsingQuestion]:
     """Return a split, in the order of the file.
 
     `kvbench-424` is ours: as many questions as SideQuest tests on, but its ids are not published.
@@ -61,27 +48,27 @@ def choose(questions: Sequence[Question], split: str) -> list[Question]:
     return [each for each in questions if each.id in kept]
 
 
-def _question(row: dict[str, str], number: int) -> Question:
+def _question(row: dict[str, str], number: int) -> BrowsingQuestion:
     try:
         links = ast.literal_eval(row["wiki_links"])
     except (ValueError, SyntaxError):
         links = ()
     pages = tuple(dict.fromkeys(str(link).strip() for link in links))
     name = f"frames-{row.get('id') or number}"
-    return Question(name, row["Prompt"].strip(), row["Answer"].strip(), pages)
+    return BrowsingQuestion(name, row["Prompt"].strip(), row["Answer"].strip(), pages)
 
 
 @dataclass(kw_only=True, eq=False)
 class FramesTest(BrowsingTask):
     """The 824 questions of google/frames-benchmark. The corpus is the user's: none is published."""
 
-    name: ClassVar[str] = "frames/test"
-    summary: ClassVar[str] = "FRAMES: 824 multi-hop questions, browsing a corpus of yours"
+    name = "frames/test"
+    summary = "FRAMES: 824 multi-hop questions, browsing a corpus of yours"
     published_sha256: ClassVar[str | None] = SHA256
 
     split: str = param("all", "all 824, or kvbench-424: a choice of ours", choices=SPLITS)
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[BrowsingQuestion]:
         return choose(read_questions(self._file()), self.split)
 
     def data_provenance(self) -> dict[str, Any]:
@@ -102,7 +89,7 @@ class FramesTest(BrowsingTask):
 class FramesSynthetic(FramesTest):
     """The same loop over made pages that hold the answers: never a FRAMES result."""
 
-    name: ClassVar[str] = "frames/synthetic"
-    summary: ClassVar[str] = "plumbing of frames/test over made pages; not a FRAMES result"
-    synthetic: ClassVar[bool] = True
-    published_sha256: ClassVar[str | None] = None
+    name = "frames/synthetic"
+    summary = "plumbing of frames/test over made pages; not a FRAMES result"
+    synthetic = True
+    published_sha256 = None

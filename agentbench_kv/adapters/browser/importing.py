@@ -1,13 +1,11 @@
 """Importing a corpus: its documents in one file, a catalogue, a search index and a hash.
 
-The readable text of an HTML page: enough for encyclopedia articles, nothing is executed.
-
-Reading the documents of a corpus from where users have them: folders, JSON lines, parquet.
+Users have documents in folders, JSON lines or parquet. Of HTML the readable text is taken, enough
+for encyclopedia articles; nothing is executed.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -38,20 +36,23 @@ from agentbench_kv.adapters.browser.search import (
     load_encoder,
     need_bm25s,
 )
+from agentbench_kv.adapters.data import json_rows
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.files import writing
 
 _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "math", "nav", "footer"})
-
-
 _BLOCKS = frozenset({
     "address", "article", "aside", "blockquote", "br", "caption", "dd", "div", "dl", "dt",
     "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main",
     "ol", "p", "pre", "section", "table", "tbody", "thead", "tr", "ul",
 })  # fmt: skip
-
-
 _BLANK_LINES = re.compile(r"\n\s*\n+")
+_IDS = ("docid", "_id", "id", "doc_id")
+_URLS = ("url", "link", "source")
+_TITLES = ("title", "name")
+_TEXTS = ("text", "contents", "content", "body")
+_FRONT_MATTER_TITLE = re.compile(r"\A---\s*\n(?:.*\n)*?title:\s*(.+)\n")
+_BATCH = 256
 
 
 class Article(HTMLParser):
@@ -98,30 +99,11 @@ class Article(HTMLParser):
 
 
 def article(html: str) -> Article:
-    """Read a whole HTML page."""
     parsed = Article()
     parsed.feed(html)
     parsed.close()
     parsed.title = " ".join(parsed.title.split())
     return parsed
-
-
-_IDS = ("docid", "_id", "id", "doc_id")
-
-
-_URLS = ("url", "link", "source")
-
-
-_TITLES = ("title", "name")
-
-
-_TEXTS = ("text", "contents", "content", "body")
-
-
-_FRONT_MATTER_TITLE = re.compile(r"\A---\s*\n(?:.*\n)*?title:\s*(.+)\n")
-
-
-_BATCH = 256
 
 
 def read_documents(source: Path) -> Iterator[Document]:
@@ -136,7 +118,12 @@ def read_documents(source: Path) -> Iterator[Document]:
         raise UsageError(f"no {source}: name a folder, .jsonl, .jsonl.gz or .parquet file")
     root = source if source.is_dir() else source.parent
     files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
-    known = [(path, reader) for path in files if (reader := _reader(path))]
+    known = [
+        (path, reader)
+        for path in files
+        for end, reader in _READERS.items()
+        if path.name.lower().endswith(end)
+    ]
     if not known:
         raise UsageError(f"{source} holds no {', '.join(_READERS)} file")
     for path, reader in known:
@@ -146,23 +133,9 @@ def read_documents(source: Path) -> Iterator[Document]:
             raise UsageError(f"{path} cannot be read: {error}") from error
 
 
-def _reader(path: Path) -> Callable[[Path, Path], Iterator[Document]] | None:
-    return next((read for end, read in _READERS.items() if path.name.lower().endswith(end)), None)
-
-
 def _json_lines(path: Path, root: Path) -> Iterator[Document]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", errors="replace") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{path} line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UsageError(f"{path} line {number} is not a JSON object")
-            yield _from_row(row, f"{_name(path, root)}:{number}")
+    for number, row in json_rows(path):
+        yield _from_row(row, f"{_name(path, root)}:{number}")
 
 
 def _parquet(path: Path, root: Path) -> Iterator[Document]:
@@ -217,13 +190,9 @@ def _name(path: Path, root: Path) -> str:
 
 
 _READERS: dict[str, Callable[[Path, Path], Iterator[Document]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
+    **dict.fromkeys((".jsonl", ".jsonl.gz"), _json_lines),
     ".parquet": _parquet,
-    ".txt": _whole_file,
-    ".md": _whole_file,
-    ".html": _whole_file,
-    ".htm": _whole_file,
+    **dict.fromkeys((".txt", ".md", ".html", ".htm"), _whole_file),
 }
 
 

@@ -1,6 +1,6 @@
-"""Lexical search: BM25 (bm25s) with ties broken by document number, so results never move.
+"""Search of a corpus, ties broken by document number, so that results never move.
 
-Dense search with an encoder from a local folder; a corpus is embedded when it is imported.
+BM25 (bm25s), or dense with an encoder from a local folder: then a corpus is embedded at import.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 _WORD = re.compile(r"\w+")
+_WHOLE = 1 << 20
+_EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
 
 
 def words(text: str) -> list[str]:
-    """Return the search words of a text: case folded, accents removed."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return _WORD.findall("".join(c for c in plain if not unicodedata.combining(c)))
 
@@ -98,13 +99,7 @@ class Bm25Index:
         return [int(i) for i in best_first(scores, count) if scores[i] > 0]
 
 
-_WHOLE = 1 << 20
-
-
-_EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
-
-
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """What turns texts into vectors; a `sentence_transformers.SentenceTransformer` is one."""
 
     def encode(self, sentences: Sequence[str], /) -> Any:
@@ -112,7 +107,7 @@ class Encoder(Protocol):
         ...
 
 
-def load_encoder(folder: Path) -> Encoder:
+def load_encoder(folder: Path) -> TextEncoder:
     """Load a sentence-transformers model from a folder; nothing is downloaded."""
     if not folder.is_dir():
         raise PrerequisiteError(f"no encoder in {folder}: name a sentence-transformers folder")
@@ -122,7 +117,7 @@ def load_encoder(folder: Path) -> Encoder:
         )
     from sentence_transformers import SentenceTransformer
 
-    encoder: Encoder = SentenceTransformer(str(folder), local_files_only=True)
+    encoder: TextEncoder = SentenceTransformer(str(folder), local_files_only=True)
     return encoder
 
 
@@ -145,18 +140,18 @@ class DenseIndex:
 
     name = "dense"
 
-    def __init__(self, embeddings: NDArray[np.float32], encoder: Encoder, sha: str) -> None:
+    def __init__(self, embeddings: NDArray[np.float32], encoder: TextEncoder, sha: str) -> None:
         self._embeddings = embeddings
         self._encoder = encoder
         self._sha = sha
 
     @classmethod
-    def build(cls, texts: Sequence[str], encoder: Encoder, sha: str) -> Self:
+    def build(cls, texts: Sequence[str], encoder: TextEncoder, sha: str) -> Self:
         """Embed texts; the n-th text is document n."""
         return cls(_unit(_call(encoder, "encode_document", list(texts))), encoder, sha)
 
     @classmethod
-    def load(cls, folder: Path, encoder: Encoder, sha: str) -> Self:
+    def load(cls, folder: Path, encoder: TextEncoder, sha: str) -> Self:
         """Map embeddings into memory; PrerequisiteError if missing or by another encoder."""
         about = folder / _ABOUT
         if not about.is_file():
@@ -182,7 +177,7 @@ class DenseIndex:
         return [int(i) for i in best_first(self._embeddings @ vector, count)]
 
 
-def _call(encoder: Encoder, name: str, texts: list[str]) -> Any:
+def _call(encoder: TextEncoder, name: str, texts: list[str]) -> Any:
     """Encode with the prompt an encoder has for queries or documents, if it knows any."""
     return getattr(encoder, name, encoder.encode)(texts)
 

@@ -5,43 +5,23 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import socket
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import asdict
+from typing import cast
 
-import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentbench_kv.adapters.browser.browser import TOOLS, Browser, View, call_tool
+from agentbench_kv.adapters.browser.browser import TOOLS, Browser, BrowserView, call_tool
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.errors import PrerequisiteError
 
 _MOST_BODY = 1 << 16
 _MOST_SESSIONS = 4096
 _Handler = Callable[[Request], Awaitable[Response]]
-
-
-class _RefusedError(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Session:
-    """A browser, used by one request at a time."""
-
-    def __init__(self, browser: Browser) -> None:
-        self._browser = browser
-        self._lock = threading.Lock()
-
-    def call(self, tool: str, arguments: dict[str, object]) -> View:
-        with self._lock:
-            return call_tool(self._browser, tool, arguments)
 
 
 class BrowserServer:
@@ -54,7 +34,7 @@ class BrowserServer:
         self._corpus = corpus
         self._view_tokens = view_tokens
         self._key = api_key
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, tuple[Browser, threading.Lock]] = {}
         self._lock = threading.Lock()
         self.app = Starlette(
             routes=[
@@ -62,18 +42,16 @@ class BrowserServer:
                 Route("/tools", self._guarded(self._tools)),
                 Route("/sessions/{session}/{tool}", self._guarded(self._call), methods=["POST"]),
                 Route("/sessions/{session}", self._guarded(self._end), methods=["DELETE"]),
-            ]
+            ],
+            exception_handlers={HTTPException: _refused},
         )
 
     def _guarded(self, handler: _Handler) -> _Handler:
         async def answer(request: Request) -> Response:
             sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-            try:
-                if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
-                    raise _RefusedError(401, "send the key as Authorization: Bearer KEY")
-                return await handler(request)
-            except _RefusedError as error:
-                return JSONResponse({"error": str(error)}, error.status)
+            if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
+                raise HTTPException(401, "send the key as Authorization: Bearer KEY")
+            return await handler(request)
 
         return answer
 
@@ -85,25 +63,35 @@ class BrowserServer:
 
     async def _call(self, request: Request) -> Response:
         arguments = await _arguments(request)
-        session = self._session(request.path_params["session"])
-        seen = await asyncio.to_thread(session.call, request.path_params["tool"], arguments)
+        browser, lock = self._session(request.path_params["session"])
+
+        def call() -> BrowserView:
+            with lock:  # one request at a time
+                return call_tool(browser, request.path_params["tool"], arguments)
+
+        seen = await asyncio.to_thread(call)
         return JSONResponse({**asdict(seen), "failed": seen.failed})
 
     async def _end(self, request: Request) -> Response:
         with self._lock:
             ended = self._sessions.pop(request.path_params["session"], None)
         if ended is None:
-            raise _RefusedError(404, "no such session")
+            raise HTTPException(404, "no such session")
         return JSONResponse({"ended": True})
 
-    def _session(self, name: str) -> _Session:
+    def _session(self, name: str) -> tuple[Browser, threading.Lock]:
         with self._lock:
             if name not in self._sessions:
                 if len(self._sessions) >= _MOST_SESSIONS:
-                    raise _RefusedError(429, f"all {_MOST_SESSIONS} sessions are in use; end one")
+                    raise HTTPException(429, f"all {_MOST_SESSIONS} sessions are in use; end one")
                 browser = Browser(self._corpus, view_tokens=self._view_tokens)
-                self._sessions[name] = _Session(browser)
+                self._sessions[name] = browser, threading.Lock()
             return self._sessions[name]
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    refused = cast("HTTPException", error)
+    return JSONResponse({"error": refused.detail}, refused.status_code)
 
 
 async def _arguments(request: Request) -> dict[str, object]:
@@ -111,25 +99,11 @@ async def _arguments(request: Request) -> dict[str, object]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MOST_BODY:
-            raise _RefusedError(413, f"the arguments are larger than {_MOST_BODY} bytes")
+            raise HTTPException(413, f"the arguments are larger than {_MOST_BODY} bytes")
     try:
         arguments = json.loads(body or b"{}")
     except (ValueError, RecursionError):
-        raise _RefusedError(400, "the body is not JSON") from None
+        raise HTTPException(400, "the body is not JSON") from None
     if not isinstance(arguments, dict):
-        raise _RefusedError(400, "the body is not a JSON object")
+        raise HTTPException(400, "the body is not a JSON object")
     return arguments
-
-
-def run_browser_server(server: BrowserServer, host: str, port: int) -> None:
-    """Serve until interrupted; PrerequisiteError if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise PrerequisiteError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from error
-    config = uvicorn.Config(server.app, access_log=False, ws="none", server_header=False)
-    with listener, suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])

@@ -1,117 +1,65 @@
 """Questions answered by browsing a corpus: what FRAMES and BrowseComp-Plus have in common.
 
-Agents whose score is known in advance, as raw assistant texts for the browsing loop.
-
-Documents made from questions, for testing the plumbing: they hold the answers in plain words.
+The agent calls browser tools in a ReAct loop (`play`) until it answers or runs into a limit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from agentbench_kv.adapters.base import Message, Outcome, Sample, ScriptedAgent, Task, TrialContext
-from agentbench_kv.adapters.browser.answers import final_answer, matches
-from agentbench_kv.adapters.browser.browser import RESULTS, VIEW_TOKENS, Browser
-from agentbench_kv.adapters.browser.corpus import (
-    Corpus,
-    CorpusInfo,
-    Document,
-    corpus_folder,
-    pinned,
+from agentbench_kv.adapters.agent import NULL_SENTENCE, call_text, think_block
+from agentbench_kv.adapters.base import (
+    AgentClient,
+    Message,
+    Outcome,
+    Sample,
+    ScriptedAgent,
+    Task,
+    TrialContext,
 )
-from agentbench_kv.adapters.browser.episode import Episode, play
-from agentbench_kv.adapters.browser.judge import Judge
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.adapters.browser.answers import final_answer, matches
+from agentbench_kv.adapters.browser.browser import (
+    RESULTS,
+    TOOLS,
+    VIEW_TOKENS,
+    Browser,
+    call_tool,
+    estimate_tokens,
+)
+from agentbench_kv.adapters.browser.corpus import Corpus, Document, corpus_folder, pinned
+from agentbench_kv.adapters.browser.judge import EVALUATION, Judge
+from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
-NULL_ANSWER = "I would rather not."
-
-
-_MOST = 200
-
-
-def script(
-    agent: ScriptedAgent, question: str, answer: str, pages: Sequence[str], turns: int
-) -> list[str]:
-    """Write what an agent says, one text a turn, with only the calls that fit into `turns`.
-
-    `gold` searches, opens each of `pages` (URLs), looks the answer up and gives it; `corrupt` does
-    the same and gives another answer; `null` answers nothing.
-    """
-    if agent == "null":
-        return [NULL_ANSWER]
-    calls = [_call("search", {"query": question[:_MOST]})]
-    for page in pages:
-        calls += [_call("open", {"id": page}), _call("find", {"pattern": answer[:_MOST]})]
-    said = " ".join(answer.split())
-    given = said if agent == "gold" else f"certainly not {said}"
-    last = f"<think>\nThat is enough.\n</think>\n\nFinal answer: {given}"
-    return [*calls[: turns - 1], last]
-
-
-def _call(name: str, arguments: dict[str, str]) -> str:
-    payload = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<think>\nI use {name}.\n</think>\n\n<tool_call>\n{payload}\n</tool_call>"
-
-
+_MOST = 200  # characters of a scripted query or pattern
 _PADDING_LINES = 120
-
-
 _NOTICE = "This page was made by kvbench to test its browser. It is not an article."
-
-
-@dataclass(frozen=True)
-class Question:
-    """One item of a benchmark."""
-
-    id: str
-    question: str
-    answer: str
-    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
-
-
-def made_documents(questions: Iterable[Question]) -> list[Document]:
-    """Return a document per page: some filler, and the answer of each question that needs it."""
-    found: dict[str, list[str]] = {}
-    for question in questions:
-        note = f"The answer to {question.id} is: {' '.join(question.answer.split())}"
-        for page in question.pages:
-            found.setdefault(page, []).append(note)
-    documents = []
-    for page, notes in found.items():
-        title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
-        filler = (f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES))
-        text = "\n".join([title, "", _NOTICE, *filler, *notes])
-        documents.append(Document(page, page, title, text))
-    return documents
-
-
-EVALUATION = "evaluation"
-
-
-"""Role of the transcript's last entry: question, gold answer, what was judged."""
-
-
 _SYSTEM = """\
 You answer questions with the help of a browser over a fixed collection of documents.
 Use search to find documents, open to read them and find to look for a text in an open document.
 Every result is a page with a cursor, shown as [cursor]; refer to earlier pages by their cursors.
 Base the answer on what you read. When you know it, write no further call but one line:
 Final answer: <the answer, as short as possible>"""
+_End = tuple[TrialStatus, str | None]
 
 
-class _Loaded(NamedTuple):
-    questions: dict[str, Question]
-    corpus: Corpus
+@dataclass(frozen=True)
+class BrowsingQuestion:
+    """One item of a benchmark."""
+
+    id: str
+    question: str
+    answer: str
+    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
 
 
 @dataclass(kw_only=True, eq=False)
@@ -129,8 +77,6 @@ class BrowsingTask(Task):
     results: int = param(RESULTS, "search results a query", low=1, high=100)
     encoder: str = param("", "folder of a local encoder: dense search instead of BM25")
     judge: str = param("", "URL|MODEL of an LLM judge, for a column beside the score")
-    _held: _Loaded | None = field(default=None, init=False, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse a judge that cannot be one, and an encoder of no corpus."""
@@ -151,12 +97,23 @@ class BrowsingTask(Task):
         return super().settings() | {"corpus": pinned(self.corpus)}
 
     @abstractmethod
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[BrowsingQuestion]:
         """Read the benchmark's questions from the data folder, in their order."""
 
-    def made_documents(self, questions: Sequence[Question]) -> list[Document]:
-        """Make documents for the synthetic variant when no corpus is named."""
-        return made_documents(questions)
+    def made_documents(self) -> list[Document]:
+        """Make the synthetic variant's pages: filler, and the answers that need them."""
+        found: dict[str, list[str]] = {}
+        for question in self._questions.values():
+            note = f"The answer to {question.id} is: {' '.join(question.answer.split())}"
+            for page in question.pages:
+                found.setdefault(page, []).append(note)
+        documents = []
+        for page, notes in found.items():
+            title = unquote(page.rstrip("/").rpartition("/")[2]).replace("_", " ") or page
+            filler = (f"Line {number} of {title} says nothing." for number in range(_PADDING_LINES))
+            text = "\n".join([title, "", _NOTICE, *filler, *notes])
+            documents.append(Document(page, page, title, text))
+        return documents
 
     def data_provenance(self) -> dict[str, Any]:
         """Return hashes of the data and which split of it was taken."""
@@ -167,12 +124,13 @@ class BrowsingTask(Task):
         return entries
 
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
-        return [Sample(id=name) for name in self._loaded().questions][:limit]
+        found = [Sample(id=name) for name in self._questions][:limit]
+        _ = self._corpus  # refuses one that cannot be used
+        return found
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        questions, corpus = self._loaded()
-        question = questions[sample.id]
-        browser = Browser(corpus, view_tokens=self.view_tokens, results=self.results)
+        question = self._questions[sample.id]
+        browser = Browser(self._corpus, view_tokens=self.view_tokens, results=self.results)
         opening: list[Message] = [
             {"role": "system", "content": _SYSTEM},
             {"role": "user", "content": question.question},
@@ -181,55 +139,60 @@ class BrowsingTask(Task):
         return self._outcome(question, browser, episode)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        questions, corpus = self._loaded()
-        question = questions[sample.id]
-        pages = [page for page in question.pages if corpus.number(page) is not None]
-        return script(agent, question.question, question.answer, pages, self.turns)
+        """Return an agent's texts, with only the calls that fit into `turns`.
+
+        `gold` searches, opens each page, looks the answer up and gives it; `corrupt` does the same
+        and gives another answer; `null` answers nothing.
+        """
+        if agent == "null":
+            return [NULL_SENTENCE]
+        question = self._questions[sample.id]
+        calls = [_use("search", query=question.question[:_MOST])]
+        for page in question.pages:
+            if self._corpus.number(page) is not None:
+                calls += [_use("open", id=page), _use("find", pattern=question.answer[:_MOST])]
+        said = " ".join(question.answer.split())
+        given = said if agent == "gold" else f"certainly not {said}"
+        return [*calls[: self.turns - 1], think_block("That is enough.") + f"Final answer: {given}"]
 
     def provenance(self) -> dict[str, Any]:
-        """Return the corpus by name, hash and kind, the data's hashes, the metric, the judge."""
         return {
-            "corpus": self._loaded().corpus.provenance(),
+            "corpus": self._corpus.provenance(),
             **self.data_provenance(),
             "metric": "em_norm",
             "system_prompt_sha256": hashlib.sha256(_SYSTEM.encode()).hexdigest(),
             "judge": Judge.parse(self.judge).provenance() if self.judge else None,
         }
 
-    def _loaded(self) -> _Loaded:
-        with self._lock:
-            if self._held is None:
-                questions = self.questions()
-                corpus = self._open_corpus(questions)
-                self._held = _Loaded({each.id: each for each in questions}, corpus)
-            return self._held
+    @cached_property
+    def _questions(self) -> dict[str, BrowsingQuestion]:
+        return {each.id: each for each in self.questions()}
 
-    def _open_corpus(self, questions: Sequence[Question]) -> Corpus:
+    @cached_property
+    def _corpus(self) -> Corpus:
         if self.corpus:
             encoder = Path(self.encoder).expanduser() if self.encoder else None
             corpus = Corpus.load(corpus_folder(self.corpus), encoder)
-            self._check_kind(corpus.info)
+            family, name = self.name.partition("/")[0], corpus.info.name
+            if self.synthetic and not corpus.info.synthetic:
+                raise UsageError(f"corpus {name!r} is not synthetic; use --task {family}/test")
+            if corpus.info.synthetic and not self.synthetic:
+                raise UsageError(
+                    f"corpus {name!r} is synthetic, and what is measured on it must not be "
+                    f"called {self.name}; use --task {family}/synthetic"
+                )
             return corpus
         if not self.synthetic:
             raise PrerequisiteError(
                 f"{self.name} needs a corpus: kvbench data import-corpus SOURCE --name NAME, then "
                 "--set corpus=NAME"
             )
-        made = self.made_documents(questions)
-        return Corpus.from_documents(made, f"made-for-{self.name}", synthetic=True)
+        name = f"made-for-{self.name}"
+        return Corpus.from_documents(self.made_documents(), name, synthetic=True)
 
-    def _check_kind(self, info: CorpusInfo) -> None:
-        """Keep made corpora and the benchmark's name apart."""
-        family = self.name.partition("/")[0]
-        if self.synthetic and not info.synthetic:
-            raise UsageError(f"corpus {info.name!r} is not synthetic; use --task {family}/test")
-        if info.synthetic and not self.synthetic:
-            raise UsageError(
-                f"corpus {info.name!r} is synthetic, and what is measured on it must not be "
-                f"called {self.name}; use --task {family}/synthetic"
-            )
-
-    def _outcome(self, question: Question, browser: Browser, episode: Episode) -> Outcome:
+    def _outcome(
+        self, question: BrowsingQuestion, browser: Browser, episode: BrowsingEpisode
+    ) -> Outcome:
         scored = episode.status is TrialStatus.SCORED
         answer, marked = final_answer(episode.answer)
         right = float(scored and matches(answer, question.answer))
@@ -258,7 +221,9 @@ class BrowsingTask(Task):
         )
 
 
-def _metrics(question: Question, browser: Browser, episode: Episode) -> dict[str, Metric]:
+def _metrics(
+    question: BrowsingQuestion, browser: Browser, episode: BrowsingEpisode
+) -> dict[str, Metric]:
     corpus = browser.corpus
     needed = {number for page in question.pages if (number := corpus.number(page)) is not None}
     seen = {corpus.number(url) for url in browser.opened}
@@ -273,3 +238,77 @@ def _metrics(question: Question, browser: Browser, episode: Episode) -> dict[str
         "pages_right": len(needed & seen),
         "pages_asked": len(needed),
     }
+
+
+@dataclass
+class BrowsingEpisode:
+    """What was said and how it ended."""
+
+    messages: list[Message]
+    status: TrialStatus = TrialStatus.TURN_LIMIT  # `scored` if there is an answer to check
+    reason: str | None = None  # why there is none
+    answer: str = ""  # the agent's last message
+    turns: int = 0
+    calls: Counter[str] = field(default_factory=Counter)  # by tool; `errors`: calls not answered
+
+
+def play(
+    client: AgentClient, browser: Browser, messages: list[Message], *, turns: int, context: int = 0
+) -> BrowsingEpisode:
+    """Let the agent browse until it answers, cannot be read, or reaches a limit.
+
+    An assistant message without a call is the answer. A call that the browser cannot answer gets
+    an error as its result, and the episode goes on. `context` limits the conversation's estimated
+    tokens; 0 leaves the model's own limit.
+    """
+    episode = BrowsingEpisode(messages, reason=f"no answer in {turns} turns")
+    end: _End | None
+    while episode.turns < turns:
+        if context and sum(map(_tokens, messages)) > context:
+            end = TrialStatus.CONTEXT_LIMIT, f"more than {context} estimated tokens"
+        else:
+            end = _step(client, browser, episode)
+        if end:
+            episode.status, episode.reason = end
+            break
+    return episode
+
+
+def _step(client: AgentClient, browser: Browser, episode: BrowsingEpisode) -> _End | None:
+    """Take one assistant message and run its calls; how the episode ended, if it did."""
+    try:
+        reply = client.chat(episode.messages, TOOLS)
+    except ContextLimitError as error:
+        return TrialStatus.CONTEXT_LIMIT, str(error)
+    episode.turns += 1
+    episode.messages.append(reply.message)
+    if reply.finish_reason == "context_limit":
+        return TrialStatus.CONTEXT_LIMIT, "the model's own limit"
+    if reply.finish_reason == "length":
+        return TrialStatus.UNPARSABLE, "the message was cut off at max_tokens"
+    if reply.unparsable:
+        return TrialStatus.UNPARSABLE, "a tool call that is not JSON"
+    for call in reply.tool_calls:
+        function = call["function"]
+        seen = call_tool(browser, function["name"], function["arguments"])
+        episode.calls[str(function["name"])] += 1
+        episode.calls["errors"] += seen.failed
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": seen.text}
+        episode.messages.append(answer)
+    if reply.tool_calls:
+        return None
+    if not reply.content.strip():
+        return TrialStatus.UNPARSABLE, "neither a call nor an answer"
+    episode.answer = reply.content
+    return TrialStatus.SCORED, None
+
+
+def _tokens(message: Message) -> int:
+    calls = message.get("tool_calls") or ()
+    parts = [message.get("content"), message.get("reasoning_content")]
+    parts += [f"{call['function']['name']} {call['function']['arguments']}" for call in calls]
+    return estimate_tokens("\n".join(str(part) for part in parts if part))
+
+
+def _use(tool: str, **arguments: str) -> str:
+    return think_block(f"I use {tool}.") + call_text(tool, arguments)

@@ -18,9 +18,8 @@ HINT = (
     "get data/locomo10.json from https://github.com/snap-research/locomo (CC BY-NC 4.0) "
     "and put it there"
 )
+# The categories that are asked. The fifth, adversarial, has no answers.
 CATEGORIES = {1: "multi_hop", 2: "temporal", 3: "open_domain", 4: "single_hop"}
-"""Names of the categories that are asked. The fifth, adversarial, has no answers."""
-
 _SESSION = re.compile(r"session_(\d+)")
 # A few references of the published file are written `D:11:26`, `D30:05`, or several in one string.
 _REFERENCE = re.compile(r"D:?(\d+):0*(\d+)")
@@ -37,7 +36,7 @@ class Utterance:
 
 
 @dataclass(frozen=True)
-class Session:
+class DialogueSession:
     """What was said on one occasion."""
 
     date: str  # as the file writes it
@@ -56,12 +55,12 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Dialogue:
     """Two people's sessions in order, and the questions about them."""
 
     id: str
     speakers: tuple[str, str]
-    sessions: tuple[Session, ...]
+    sessions: tuple[DialogueSession, ...]
     questions: tuple[Question, ...]
 
     @property
@@ -73,13 +72,8 @@ class Conversation:
 class Dataset:
     """The conversations by id, in the file's order, and the hash of the file."""
 
-    conversations: dict[str, Conversation]
+    conversations: dict[str, Dialogue]
     sha256: str
-
-    @property
-    def questions(self) -> int:
-        """How many questions there are."""
-        return sum(len(each.questions) for each in self.conversations.values())
 
 
 def load(*, check: bool = True) -> Dataset:
@@ -91,7 +85,7 @@ def load(*, check: bool = True) -> Dataset:
     return Dataset(_read(path), file_sha256(path))
 
 
-def _read(path: Path) -> dict[str, Conversation]:
+def _read(path: Path) -> dict[str, Dialogue]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         conversations = {each["sample_id"]: _conversation(each) for each in document}
@@ -105,12 +99,12 @@ def _read(path: Path) -> dict[str, Conversation]:
     return conversations
 
 
-def _conversation(entry: Mapping[str, Any]) -> Conversation:
+def _conversation(entry: Mapping[str, Any]) -> Dialogue:
     talk = entry["conversation"]
     # By number, not by date: some dates of the file have no session.
     numbers = sorted(int(found[1]) for found in map(_SESSION.fullmatch, talk) if found)
     sessions = tuple(
-        Session(
+        DialogueSession(
             str(talk[f"session_{number}_date_time"]),
             tuple(
                 Utterance(each["dia_id"], each["speaker"], each["text"], each.get("blip_caption"))
@@ -126,7 +120,7 @@ def _conversation(entry: Mapping[str, Any]) -> Conversation:
         if each["category"] in CATEGORIES
     )
     speakers = (str(talk["speaker_a"]), str(talk["speaker_b"]))
-    return Conversation(str(entry["sample_id"]), speakers, sessions, questions)
+    return Dialogue(str(entry["sample_id"]), speakers, sessions, questions)
 
 
 def _question(index: int, entry: Mapping[str, Any], known: set[str]) -> Question:

@@ -1,19 +1,14 @@
-"""From answers to the figures of a trial.
+"""LoCoMo's metrics, and the figures of a trial.
 
-The metrics by words: F1 and BLEU-1 as Mem0's evaluation has them, F1 as LoCoMo's authors do.
+By words: F1 and BLEU-1 as Mem0's evaluation has them, F1 as LoCoMo's authors do. The two F1s are
+different figures: Mem0 compares sets of words; the authors compare multisets of stems, take the
+parts of a multi-hop answer one by one, and cut the explanation off an open-domain one. BLEU-1 is
+nltk's over the tokens of its Penn Treebank word tokenizer. Mem0 first splits the text into
+sentences with a model that has to be downloaded; without it only full stops inside an answer of
+several sentences are cut differently.
 
-The two F1s are different figures. Mem0 compares sets of words; the authors compare multisets of
-stems, take the parts of a multi-hop answer one by one, and cut the explanation off an open-domain
-one. Both were written anew from the definitions.
-
-BLEU-1 is nltk's over the tokens of its Penn Treebank word tokenizer. Mem0 calls
-`nltk.word_tokenize`, which first splits the text into sentences with a model that has to be
-downloaded; without it only full stops inside an answer of several sentences are cut differently.
-
-The metrics by a model: cosine similarity and BERTScore, from folders the user names.
-
-They are computed with the named model or not at all: another model gives figures that look alike
-and mean something else.
+By a model: cosine similarity and BERTScore, from folders the user names or not at all: another
+model gives figures that look alike and mean something else.
 """
 
 from __future__ import annotations
@@ -24,30 +19,25 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from agentbench_kv.adapters.locomo.data import CATEGORIES, Question
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import Metric
 
 MULTI_HOP = 1
-
-
 OPEN_DOMAIN = 3
-
-
 _MEM0_SPACES = str.maketrans(dict.fromkeys(".,!?", " "))
-
-
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
 _LITTLE_WORDS = re.compile(r"\b(?:a|an|the|and)\b")
+COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
+NOT_AVAILABLE = "n/a"
+Compare = Callable[[str, str], float]  # from answer and gold answer to a figure
 
 
 def require_nltk() -> None:
@@ -123,42 +113,41 @@ def _nltk() -> SimpleNamespace:
     )
 
 
-Compare = Callable[[str, str], float]
-
-
-"""From answer and gold answer to a figure."""
-
-
-class _Encoder:
+class _Metric:
     """A model that is loaded at the first comparison and used by one thread at a time."""
 
+    setting: ClassVar[str]
+    package: ClassVar[str]
+
     def __init__(self, folder: Path) -> None:
+        if find_spec(self.package.replace("-", "_")) is None:
+            raise PrerequisiteError(
+                f"{self.setting} needs {self.package}: pip install {self.package}"
+            )
+        if not folder.is_dir():
+            raise PrerequisiteError(
+                f"{self.setting}={folder}: no such folder; name a local copy of a model"
+            )
         self._folder = folder
-        self._model: Any = None
         self._lock = threading.Lock()
 
     def __call__(self, answer: str, gold: str) -> float:
         if not answer.strip():
             return 0.0  # an empty answer
         with self._lock:
-            self._model = self._model or self._load()
             return self._compare(answer, gold)
-
-    def _load(self) -> Any:
-        raise NotImplementedError
 
     def _compare(self, answer: str, gold: str) -> float:
         raise NotImplementedError
 
 
-class Similarity(_Encoder):
+class Similarity(_Metric):
     """Cosine of two sentence-transformers embeddings, in [-1, 1]; Mem0 uses all-MiniLM-L6-v2."""
 
-    def __init__(self, folder: Path) -> None:
-        _require("similarity_model", folder, "sentence_transformers", "sentence-transformers")
-        super().__init__(folder)
+    setting, package = "similarity_model", "sentence-transformers"
 
-    def _load(self) -> Any:
+    @cached_property
+    def _model(self) -> Any:
         from sentence_transformers import SentenceTransformer
 
         return SentenceTransformer(str(self._folder), device="cpu", local_files_only=True)
@@ -170,18 +159,26 @@ class Similarity(_Encoder):
         return min(1.0, float(pair[0] @ pair[1]))
 
 
-class BertScore(_Encoder):
+class BertScore(_Metric):
     """BERTScore F1 as LoCoMo's authors use it: rescaled with the English baseline, at least 0.
 
     The folder's name (`roberta-large`) says which layer and which baseline count.
     """
 
-    def __init__(self, folder: Path) -> None:
-        _require("bertscore_model", folder, "bert_score", "bert-score")
-        super().__init__(folder)
-        self._baseline = _baseline(folder.name)
+    setting, package = "bertscore_model", "bert-score"
 
-    def _load(self) -> Any:
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        (package,) = find_spec("bert_score").submodule_search_locations  # type: ignore[union-attr,misc]
+        self._baseline = Path(package) / "rescale_baseline" / "en" / f"{folder.name}.tsv"
+        if not self._baseline.is_file():
+            raise UsageError(
+                "bertscore_model: bert-score has no English baseline for a model named "
+                f"{folder.name!r}; name a folder such as roberta-large"
+            )
+
+    @cached_property
+    def _model(self) -> Any:
         from bert_score import BERTScorer
         from bert_score.utils import model2layers
 
@@ -202,31 +199,6 @@ class BertScore(_Encoder):
         return min(1.0, max(0.0, float(found[0])))
 
 
-def _require(setting: str, folder: Path, module: str, package: str) -> None:
-    if find_spec(module) is None:
-        raise PrerequisiteError(f"{setting} needs {package}: pip install {package}")
-    if not folder.is_dir():
-        raise PrerequisiteError(f"{setting}={folder}: no such folder; name a local copy of a model")
-
-
-def _baseline(model: str) -> Path:
-    (package,) = find_spec("bert_score").submodule_search_locations  # type: ignore[union-attr,misc]
-    folder = Path(package) / "rescale_baseline" / "en"
-    path = folder / f"{model}.tsv"
-    if not path.is_file():
-        raise UsageError(
-            f"bertscore_model: bert-score has no English baseline for a model named {model!r}; "
-            "name a folder such as roberta-large"
-        )
-    return path
-
-
-COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
-
-
-NOT_AVAILABLE = "n/a"
-
-
 @dataclass(frozen=True)
 class Answered:
     """A question and what came back."""
@@ -238,7 +210,6 @@ class Answered:
     marks: dict[str, float | None]  # see `marks`
 
     def document(self) -> dict[str, Metric]:
-        """Return it as JSON data."""
         return {
             "question": self.question.text,
             "index": self.question.index,
@@ -256,18 +227,17 @@ def marks(
 ) -> dict[str, float | None]:
     """Mark an answer in every column, in [0, 1] (similarity in [-1, 1]); None without its model."""
     gold = question.answer
+    by_model = {
+        name: encoders[name](answer, gold) if name in encoders else None
+        for name in ("similarity", "bertscore")
+    }
+    by_authors = f1_authors(answer, gold, question.category)
     return {
         "f1": f1(answer, gold),
         "bleu1": bleu1(answer, gold),
-        "f1_authors": f1_authors(answer, gold, question.category),
-        "similarity": encoders["similarity"](answer, gold) if "similarity" in encoders else None,
-        "bertscore": encoders["bertscore"](answer, gold) if "bertscore" in encoders else None,
+        "f1_authors": by_authors,
+        **by_model,
     }
-
-
-def mean_f1(answered: Sequence[Answered]) -> float:
-    """Return the score of a trial whose questions were all answered."""
-    return fmean(each.marks["f1"] or 0.0 for each in answered)
 
 
 def trial_metrics(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:

@@ -1,6 +1,6 @@
 """The task `locomo/qa`: long conversations, then questions, one session for a conversation.
 
-What the agent reads: the dialogue turn by turn, then a question.
+The agent reads the dialogue turn by turn, then a question.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import fmean
+from typing import Any
 
+from agentbench_kv.adapters.agent import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     Fact,
     Message,
@@ -23,15 +25,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
-from agentbench_kv.adapters.locomo.data import (
-    SHA256,
-    Conversation,
-    Dataset,
-    Question,
-    Session,
-    Utterance,
-    load,
-)
+from agentbench_kv.adapters.locomo.data import SHA256, Dataset, Dialogue, Question, Utterance, load
 from agentbench_kv.adapters.locomo.scoring import (
     NOT_AVAILABLE,
     Answered,
@@ -39,7 +33,6 @@ from agentbench_kv.adapters.locomo.scoring import (
     Compare,
     Similarity,
     marks,
-    mean_f1,
     require_nltk,
     trial_metrics,
 )
@@ -51,29 +44,24 @@ SYSTEM = (
     "and then be asked about it. Give each answer as a short phrase and nothing else, in the "
     "words of the conversation where you can. Say when things happened by the sessions' dates."
 )
-
-
 QUESTION = "Question: {}\nAnswer with a short phrase."
-
-
-RIGHT_FROM = 0.5
-
-
-"""F1 from which an answer counts as known in an audit of its evidence."""
-
-
+CORRUPT = "qqwx"  # answer of the corrupt agent: a word in no gold answer
+RIGHT_FROM = 0.5  # F1 from which an answer counts as known in an audit of its evidence
 _PLAIN = re.compile(r"[\x20-\x7e]+")
 
 
-def history(conversation: Conversation) -> list[Message]:
-    """Return a system message and one user message per turn of the dialogue."""
-    system = {"role": "system", "content": SYSTEM.format(*conversation.speakers)}
-    lines = (text for session in conversation.sessions for text in _lines(session))
-    return [system, *(_user(text) for text in lines)]
+def history(conversation: Dialogue) -> list[Message]:
+    """Return a system message and one user message per turn; a session's first has its date."""
+    messages: list[Message] = [{"role": "system", "content": SYSTEM.format(*conversation.speakers)}]
+    for session in conversation.sessions:
+        for at, utterance in enumerate(session.utterances):
+            date = f"[{session.date}]\n" if at == 0 else ""
+            messages.append({"role": "user", "content": date + _line(utterance)})
+    return messages
 
 
 def ask(question: Question) -> Message:
-    return _user(QUESTION.format(question.text))
+    return {"role": "user", "content": QUESTION.format(question.text)}
 
 
 def _line(utterance: Utterance) -> str:
@@ -81,7 +69,7 @@ def _line(utterance: Utterance) -> str:
     return f"{utterance.speaker}: {utterance.text}{shown}"
 
 
-def facts(conversation: Conversation, question: Question, f1: float) -> list[Fact]:
+def facts(conversation: Dialogue, question: Question, f1: float) -> list[Fact]:
     """Return the turns a question's answer comes from, for an audit of what was evicted.
 
     Each is represented by its longest stretch of ASCII: a token may hold part of another character,
@@ -90,25 +78,6 @@ def facts(conversation: Conversation, question: Question, f1: float) -> list[Fac
     utterances = conversation.utterances
     texts = (max(_PLAIN.findall(_line(utterances[id])), key=len) for id in question.evidence)
     return [Fact(text, "others", "one_shot", f1 >= RIGHT_FROM) for text in texts]
-
-
-def _lines(session: Session) -> list[str]:
-    """Write a session; its first turn carries the date."""
-    lines = [_line(each) for each in session.utterances]
-    return [f"[{session.date}]\n{text}" if at == 0 else text for at, text in enumerate(lines)]
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-CORRUPT = "qqwx"
-
-
-"""Answer of the corrupt agent: a word in no gold answer."""
-
-
-NULL = "I would rather not."
 
 
 @dataclass(kw_only=True)
@@ -120,8 +89,8 @@ class LocomoQA(Task):
     conversation is read anew for each.
     """
 
-    name: ClassVar[str] = "locomo/qa"
-    summary: ClassVar[str] = "LoCoMo: questions about ten long conversations (data from the user)"
+    name = "locomo/qa"
+    summary = "LoCoMo: questions about ten long conversations (data from the user)"
 
     ingest: str = param(
         "conversation",
@@ -145,7 +114,6 @@ class LocomoQA(Task):
         ][:limit]
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        """Let the agent read the conversation, ask, and mark the answers."""
         conversation, questions = self._asked(sample)
         answered: list[Answered] = []
         status, error = TrialStatus.SCORED, None
@@ -161,9 +129,11 @@ class LocomoQA(Task):
                 else f"the model's context was full after {len(answered)} of {len(questions)} "
                 "questions; use a model with a longer one, or --set ingest=question"
             )
+        f1s = [each.marks["f1"] or 0.0 for each in answered]
+        known = zip(answered, f1s, strict=True)
         return Outcome(
             status,
-            score=mean_f1(answered) if status is TrialStatus.SCORED else None,
+            score=fmean(f1s) if status is TrialStatus.SCORED else None,
             metrics=trial_metrics(questions, answered),
             transcript={
                 "conversation": conversation.id,
@@ -171,30 +141,25 @@ class LocomoQA(Task):
             },
             error=error,
             facts=tuple(
-                fact
-                for each in answered
-                for fact in facts(conversation, each.question, each.marks["f1"] or 0.0)
+                fact for each, f1 in known for fact in facts(conversation, each.question, f1)
             ),
         )
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
-        """Count every question as not answered."""
         return trial_metrics(self._asked(sample)[1], [])
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        """Return the gold answers, or an answer that is wrong (corrupt) or none (null)."""
         _, questions = self._asked(sample)
         if agent == "gold":
             return [question.answer for question in questions]
-        return [CORRUPT if agent == "corrupt" else NULL] * len(questions)
+        return [CORRUPT if agent == "corrupt" else NULL_SENTENCE] * len(questions)
 
     def provenance(self) -> dict[str, Any]:
-        """Return the data's hash and size, and what computed the metrics."""
         return {
             "data_sha256": self._data.sha256,
             "published_data": self._data.sha256 == SHA256,
             "conversations": len(self._data.conversations),
-            "questions": self._data.questions,
+            "questions": sum(len(each.questions) for each in self._data.conversations.values()),
             "nltk": version("nltk"),
             "similarity_model": Path(self.similarity_model).name or NOT_AVAILABLE,
             "bertscore_model": Path(self.bertscore_model).name or NOT_AVAILABLE,
@@ -213,12 +178,12 @@ class LocomoQA(Task):
             found["bertscore"] = BertScore(Path(self.bertscore_model))
         return found
 
-    def _sample_ids(self, conversation: Conversation) -> list[str]:
+    def _sample_ids(self, conversation: Dialogue) -> list[str]:
         if self.ingest == "conversation":
             return [conversation.id] if conversation.questions else []
         return [f"{conversation.id}/q-{question.index}" for question in conversation.questions]
 
-    def _asked(self, sample: Sample) -> tuple[Conversation, Sequence[Question]]:
+    def _asked(self, sample: Sample) -> tuple[Dialogue, Sequence[Question]]:
         name, one, index = sample.id.partition("/q-")
         conversation = self._data.conversations[name]
         if not one:
@@ -227,12 +192,11 @@ class LocomoQA(Task):
 
     def _play(
         self,
-        conversation: Conversation,
+        conversation: Dialogue,
         questions: Sequence[Question],
         context: TrialContext,
         answered: list[Answered],
     ) -> None:
-        """Ask one question after the other; stop where the context is full."""
         messages = history(conversation)
         for question in questions:
             messages.append(ask(question))

@@ -1,4 +1,1 @@
-"""The micro tasks: procedurally generated tool-use episodes for the embedded micro model.
-
-Everything here is text: episodes, the simulated tools and the score know neither tokens nor torch.
-"""
+"""The micro tasks: generated tool-use episodes; nothing here knows tokens or torch."""

@@ -1,8 +1,7 @@
-"""What an episode is: user turns, the calls and replies that answer them, the facts they need.
+"""An episode: user turns, the calls and replies that answer them, the facts they need.
 
-The simulated depot: executes calls, hands out requests, keeps what was right.
-
-The world is lenient and the judge strict: a tool that is called with a wrong handle answers as if
+`Environment` is the simulated depot: it executes calls, hands out requests, keeps what was right.
+Its world is lenient and the judge strict: a tool that is called with a wrong handle answers as if
 it were right, so that one slip does not change what all later requests ask for, but the handle
 counts as wrong. A call of another tool than expected gets an error and ends the user turn.
 """
@@ -10,21 +9,17 @@ counts as wrong. A call of another tool than expected gets an error and ends the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentbench_kv.adapters.agent import call_text, think_block
+
+TRIGGER = "** Memory management mode **"  # the user message that asks for SideQuest's turn
 Source = Literal["think", "act", "tool", "others"]
-
-
-"""Phase of the text in which a fact was first stated."""
-
-
+# Whether a fact is needed again and again, once long after, made here from what was said before,
+# made here from nothing (in training only), or stood just above.
 Kind = Literal["recurring", "one_shot", "derived", "invented", "local"]
-
-
-"""Whether a fact is needed again and again, once long after, made here from what was said before,
-made here from nothing (in training only), or stood just above."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +28,13 @@ class Slot:
 
     where: str  # name of the argument, or "think" or "reply"
     handle: str  # as it must be written
-    source: Source
+    source: Source  # phase of the text in which the fact was first stated
     kind: Kind
     copied: bool = False  # the same message already said it: writing it again recalls nothing
 
 
 @dataclass(frozen=True)
-class Call:
+class ExpectedCall:
     """A tool call that the agent is expected to make, and what the tool answers."""
 
     think: str  # content of the think block before the call
@@ -51,25 +46,29 @@ class Call:
     @property
     def raw(self) -> str:
         """Text of the assistant message, as the model should emit it."""
-        call = {"name": self.name, "arguments": self.arguments}
-        return f"{_think_block(self.think)}<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        return think_block(self.think) + call_text(self.name, self.arguments)
 
     def result_json(self, cursor: int) -> str:
         return json.dumps({"cursor": cursor, **self.result})
 
+    @property
+    def subject(self) -> str:
+        """Name in the first field of the result, such as the item scanned."""
+        handle = next(iter(self.result.values()))
+        return handle.split("/")[0].split("+")[0]
+
 
 @dataclass(frozen=True)
-class Reply:
+class ExpectedReply:
     """The message that ends a user turn."""
 
     think: str | None
     text: str
-    slots: tuple[Slot, ...]  # every handle of the message, in the order of its text
+    slots: tuple[Slot, ...]
 
     @property
     def raw(self) -> str:
-        """Text of the assistant message, as the model should emit it."""
-        return (_think_block(self.think) if self.think is not None else "") + self.text
+        return (think_block(self.think) if self.think is not None else "") + self.text
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ class UserTurn:
     """One request, the expected calls in order and the expected last message."""
 
     text: str
-    calls: tuple[Call, ...]
-    reply: Reply
+    calls: tuple[ExpectedCall, ...]
+    reply: ExpectedReply
     subject: str = ""  # the item it is about
 
 
@@ -93,13 +92,9 @@ class Episode:
     turns: tuple[UserTurn, ...]
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[ExpectedCall, ...]:
         """All expected calls; the index of a call is the cursor of its result."""
         return tuple(call for turn in self.turns for call in turn.calls)
-
-
-def _think_block(text: str) -> str:
-    return f"<think>\n{text}\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,9 @@ class Environment:
         return self.episode.turns[self._turn]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """Execute a tool call."""
         expected = self._expected()
         cursor, self._cursor = self._cursor, self._cursor + 1
-        if not isinstance(expected, Call) or expected.name != name:
+        if not isinstance(expected, ExpectedCall) or expected.name != name:
             self._fail_turn()
             error = json.dumps({"cursor": cursor, "error": f"{name} cannot be called now"})
             return Observation(error, exact=False, turn_over=True)
@@ -161,7 +155,7 @@ class Environment:
     def reply(self, text: str) -> Observation:
         """Take the last message of a user turn, thoughts removed, and hand out the next request."""
         expected = self._expected()
-        if not isinstance(expected, Reply):
+        if not isinstance(expected, ExpectedReply):
             return self.abandon()
         exact = text.strip() == expected.text
         self.judged.extend(Judged(slot, slot.handle in text) for slot in _spoken(expected))
@@ -174,7 +168,7 @@ class Environment:
         self._fail_turn()
         return Observation(self.request or "", exact=False, turn_over=True)
 
-    def _expected(self) -> Call | Reply:
+    def _expected(self) -> ExpectedCall | ExpectedReply:
         if self.done:
             raise RuntimeError("the session is over")
         calls = self._current.calls
@@ -182,7 +176,7 @@ class Environment:
 
     def _fail_turn(self) -> None:
         """Count everything that the turn still asked for as wrong."""
-        messages: list[Call | Reply] = [*self._current.calls, self._current.reply]
+        messages: list[ExpectedCall | ExpectedReply] = [*self._current.calls, self._current.reply]
         for message in messages[self._step :]:
             self.judged.extend(Judged(slot, right=False) for slot in _spoken(message))
             self.exact.append(False)
@@ -192,6 +186,38 @@ class Environment:
         self._turn, self._step = self._turn + 1, 0
 
 
-def _spoken(message: Call | Reply) -> list[Slot]:
+def _spoken(message: ExpectedCall | ExpectedReply) -> list[Slot]:
     """Return the slots outside of the think block, whose text no environment sees."""
     return [slot for slot in message.slots if slot.where != "think"]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """One tool result of a session, for SideQuest's auxiliary turn.
+
+    At the end of a user turn that turn asks the agent to go over the results that are still open
+    and to name those that can go. Only the login's result and the scans of items that have not
+    been shipped are worth keeping.
+    """
+
+    number: int
+    subject: str
+    stale: bool  # nothing that follows can need it
+
+
+def cursors(episode: Episode, turns: int) -> list[Cursor]:
+    """List the results of an episode's first `turns` user turns."""
+    calls = [call for turn in episode.turns[:turns] for call in turn.calls]
+    shipped = {call.subject for call in calls if call.name == "ship"}
+
+    def stale(call: ExpectedCall) -> bool:
+        return call.name != "login" and (call.name != "scan" or call.subject in shipped)
+
+    return [Cursor(number, call.subject, stale(call)) for number, call in enumerate(calls)]
+
+
+def auxiliary_reply(listed: Collection[Cursor]) -> str:
+    """Write the answer to the trigger over the results still in the cache, as the model should."""
+    lines = [f"{c.number},{c.subject},{'done' if c.stale else 'keep'}\n" for c in listed]
+    stale = [cursor.number for cursor in listed if cursor.stale]
+    return f'<think>\n{"".join(lines)}</think>\n\n{{"del_cursors": {stale}}}'

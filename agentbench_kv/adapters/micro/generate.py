@@ -1,20 +1,14 @@
 """Generate episodes: a depot agent stores items, reads pages and ships items, long after.
 
+A fact is a *handle*, `<name><separator><code>`, as in `bag/timu`: the separator says where it was
+first stated, the code is two of 64 syllables, so that it cannot be guessed.
+
 Four sorts of facts have to be found again, each stated in one phase of the conversation:
 rules and memos (`=`, `@`: others), results (`/`: tool), tags (`#`: act) and plans (`:`: think).
 Tags and plans are made of two passing facts, the job code of the user's turn and the reading of the
 last result. Those are named alike in every turn, so later text cannot say which ones they were:
 a tag or a plan can only be read where it was written. In training some are random instead: whoever
 makes them anew, instead of reading them, is then wrong.
-
-The closed vocabulary of the depot world: names, separators and the codes that must be recalled.
-
-A fact of an episode is a *handle*, `<name><separator><code>`, as in `bag/timu`. The separator says
-where the fact was first stated, the code is two of 64 syllables, so it cannot be guessed.
-
-Sizes of episodes: the two tasks and the stages of the training curriculum.
-
-The depot's tools as OpenAI function schemas.
 """
 
 from __future__ import annotations
@@ -25,15 +19,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentbench_kv.adapters.micro.episode import Call, Episode, Kind, Reply, Slot, UserTurn
+from agentbench_kv.adapters.micro.episode import (
+    Episode,
+    ExpectedCall,
+    ExpectedReply,
+    Kind,
+    Slot,
+    UserTurn,
+)
 
 # Left out: syllables that would merge with the words of the chat template when tokenised.
 CLASHING = {"ge", "gi", "me", "ne", "ra", "te"}
-
-
 SYLLABLES = tuple(c + v for c in "bdfghklmnprstv" for v in "aeiou" if c + v not in CLASHING)
-
-
 _WORDS = """
 bag ban bar bat bay bed bet bib bin bog bow box bud bug bun bus dab dam day den dew
 dig dip dog dot dug fan fat fax fig fin fir fog fox fun fur gag gap gas god gum gun
@@ -42,33 +39,16 @@ lot mat map mop mud mug nap nib nod nun nut pad pan paw peg pen pet pig pin pit 
 pot pub pup rib rim rod rot rug rum run sap saw sax set sip sob sod son sum sun tab
 tan tap tar tax tin tip top tub tug van vat vet vow
 """
-
-
 NAMES = tuple(_WORDS.split())
-
-
+# Separators by source: tool results, call arguments, conclusions, system rules, the user.
 TOOL, ACT, THINK, RULE, MEMO = "/", "#", ":", "=", "@"
-
-
-"""Separators by source: tool results, call arguments, conclusions, system rules, the user."""
-
-
+# Separators of passing facts: the user's job code of a turn, the readings of a tool result.
 HINT, READING = "~", "+"
-
-
-"""Separators of passing facts: the user's job code of a turn, the readings of a tool result."""
-
-
+# One handle in any text: groups name, separator, code.
 HANDLE = re.compile(rf"([a-z]+)([/#:=@~+])((?:{'|'.join(SYLLABLES)}){{2}})(?![a-z])")
-
-
-"""Matches one handle in any text: groups name, separator, code."""
-
-
-Code = tuple[str, str]
-
-
-"""Two syllables."""
+TEST_SEEDS = 1 << 32  # test seeds are below this number, training seeds from it on
+Code = tuple[str, str]  # two syllables
+Range = tuple[int, int]  # inclusive, that a count is drawn from
 
 
 @dataclass(frozen=True)
@@ -87,18 +67,6 @@ def draw_code(rng: random.Random) -> Code:
     return rng.choice(SYLLABLES), rng.choice(SYLLABLES)
 
 
-Span = tuple[int, int]
-
-
-"""Inclusive range that a count is drawn from."""
-
-
-TEST_SEEDS = 1 << 32
-
-
-"""Test seeds are below this number, training seeds from it on."""
-
-
 def held_out_seed(index: int) -> int:
     return index % TEST_SEEDS
 
@@ -108,46 +76,41 @@ def train_seed(index: int) -> int:
 
 
 @dataclass(frozen=True)
-class Profile:
+class EpisodeProfile:
     """How long an episode is and how far apart its facts lie."""
 
     name: str  # part of the random state: equal seeds of two profiles are unrelated episodes
-    stores: Span  # user turns of each sort
-    ships: Span  # never more than stores
-    reads: Span
-    rules: Span  # handles in the system prompt's table
-    memos: Span  # handles in the first user message
-    scan_log: Span  # handles of noise in the results of the tools
-    ship_log: Span
-    read_log: Span
+    stores: Range  # user turns of each sort
+    ships: Range  # never more than stores
+    reads: Range
+    rules: Range  # handles in the system prompt's table
+    memos: Range  # handles in the first user message
+    scan_log: Range  # handles of noise in the results of the tools
+    ship_log: Range
+    read_log: Range
     tools: bool = True  # schemas in the system prompt; the shortest training rows have none
 
 
+# Behind the tasks `micro/recall-1k` and `micro/recall-5k`.
 PROFILES = {
-    "recall-1k": Profile(
+    "recall-1k": EpisodeProfile(
         "recall-1k", (2, 3), (2, 2), (0, 0), (2, 4), (2, 3), (1, 4), (0, 2), (4, 8)
     ),
-    "recall-5k": Profile(
+    "recall-5k": EpisodeProfile(
         "recall-5k", (5, 6), (5, 5), (7, 8), (64, 76), (30, 38), (4, 14), (4, 12), (22, 32)
     ),
 }
-
-
-"""The profiles behind the tasks `micro/recall-1k` and `micro/recall-5k`."""
-
-
+# Of the training stages, shortest first; the last asks for more than any task does.
 CURRICULUM = (
-    Profile("s0", (1, 2), (1, 1), (0, 1), (1, 3), (1, 3), (0, 1), (0, 1), (2, 3), tools=False),
-    Profile("s1", (2, 4), (2, 3), (0, 1), (3, 8), (2, 6), (0, 4), (0, 3), (3, 8)),
-    Profile("s2", (3, 4), (2, 4), (0, 2), (4, 30), (2, 16), (2, 10), (0, 8), (4, 20)),
-    Profile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),
-    Profile("s4", (6, 7), (6, 6), (4, 5), (78, 92), (36, 46), (4, 14), (4, 12), (18, 28)),
+    EpisodeProfile(
+        "s0", (1, 2), (1, 1), (0, 1), (1, 3), (1, 3), (0, 1), (0, 1), (2, 3), tools=False
+    ),
+    EpisodeProfile("s1", (2, 4), (2, 3), (0, 1), (3, 8), (2, 6), (0, 4), (0, 3), (3, 8)),
+    EpisodeProfile("s2", (3, 4), (2, 4), (0, 2), (4, 30), (2, 16), (2, 10), (0, 8), (4, 20)),
+    EpisodeProfile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),
+    EpisodeProfile("s4", (6, 7), (6, 6), (4, 5), (78, 92), (36, 46), (4, 14), (4, 12), (18, 28)),
 )
-
-
-"""Profiles of the training stages, shortest first; the last asks for more than any task does."""
-
-
+# Argument names of every tool, in the order they are written.
 PARAMETERS = {
     "login": ("crew",),
     "scan": ("tag",),
@@ -155,21 +118,6 @@ PARAMETERS = {
     "ship": ("plan", "gate", "port", "tag"),
     "read": ("page",),
 }
-
-
-"""Argument names of every tool, in the order they are written."""
-
-
-def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the function schemas of the tools named."""
-    found = []
-    for name in names:
-        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
-        parameters = {"type": "object", "properties": properties}
-        found.append({"type": "function", "function": {"name": name, "parameters": parameters}})
-    return found
-
-
 PREAMBLE = (
     "You are a depot agent. Think, call one tool, then reply.\n"
     "To ship, open with route, pass, crew and session.\n"
@@ -177,8 +125,17 @@ PREAMBLE = (
 )
 
 
-def generate(seed: int, profile: Profile, invented: float = 0.0) -> Episode:
-    """Generate the episode of a seed (see `profiles.held_out_seed` and `train_seed`).
+def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
+    properties = {name: {a: {"type": "string"} for a in PARAMETERS[name]} for name in names}
+    parameters = {n: {"type": "object", "properties": each} for n, each in properties.items()}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": parameters[name]}}
+        for name in names
+    ]
+
+
+def generate(seed: int, profile: EpisodeProfile, invented: float = 0.0) -> Episode:
+    """Generate the episode of a seed (see `held_out_seed` and `train_seed`).
 
     `invented` is the share of tags and plans drawn at random, for training only.
     """
@@ -186,7 +143,7 @@ def generate(seed: int, profile: Profile, invented: float = 0.0) -> Episode:
 
 
 class _Depot:
-    def __init__(self, seed: int, profile: Profile, invented: float) -> None:
+    def __init__(self, seed: int, profile: EpisodeProfile, invented: float) -> None:
         self.rng = random.Random(f"{profile.name}/{seed}")
         self.whims = random.Random(f"whims/{seed}")
         self.invented = invented
@@ -200,7 +157,6 @@ class _Depot:
         self._cast()
 
     def _cast(self) -> None:
-        """Draw who plays: items, pages, the table of rules, the user's memos."""
         count = self._draw(self.profile.stores)
         reads = self._draw(self.profile.reads)
         names = self.rng.sample(NAMES, len(NAMES))
@@ -243,10 +199,10 @@ class _Depot:
         crew = Slot("crew", self.crew, "act", kind)
         self.session = self._handle("sess", TOOL)
         result = self._result({"session": self.session}, self.profile.ship_log)
-        call = Call("login", "login", {"crew": self.crew}, result, (crew,))
+        call = ExpectedCall("login", "login", {"crew": self.crew}, result, (crew,))
         self.route, kind = self._plan("route", job)
         slots = (Slot("think", self.route, "think", kind), self._pass("reply"))
-        reply = Reply(self.route, f'Ready with "{self.rules["pass"]}".', slots)
+        reply = ExpectedReply(self.route, f'Ready with "{self.rules["pass"]}".', slots)
         return UserTurn(text, (call,), reply)
 
     def _store(self, item: str) -> UserTurn:
@@ -255,9 +211,9 @@ class _Depot:
         slot = Slot("tag", tag, "act", kind)
         port = self._handle(item, TOOL)
         result = self._result({"port": port}, self.profile.scan_log)
-        call = Call(f'scan "{item}"', "scan", {"tag": tag}, result, (slot,))
+        call = ExpectedCall(f'scan "{item}"', "scan", {"tag": tag}, result, (slot,))
         plan, kind = self._plan(item, job)
-        reply = Reply(plan, "Stored.", (Slot("think", plan, "think", kind),))
+        reply = ExpectedReply(plan, "Stored.", (Slot("think", plan, "think", kind),))
         self.tags[item], self.ports[item], self.plans[item] = tag, port, plan
         return UserTurn(f'Please store "{item}" for "{job}".', (call,), reply, item)
 
@@ -269,10 +225,10 @@ class _Depot:
         calls = (self._open(), self._send(item, gate))
         # The slip of the last result, just above the reply.
         slip = calls[1].result["slip"]
-        reply = Reply(None, f'Shipped "{slip}".', (Slot("reply", slip, "tool", "local"),))
+        reply = ExpectedReply(None, f'Shipped "{slip}".', (Slot("reply", slip, "tool", "local"),))
         return UserTurn(f'Please ship "{item}" {way}.', calls, reply, item)
 
-    def _open(self) -> Call:
+    def _open(self) -> ExpectedCall:
         route, rule, crew, session = self.route, self.rules["pass"], self.crew, self.session
         slots = (
             Slot("think", route, "think", "recurring"),
@@ -284,9 +240,9 @@ class _Depot:
         )
         arguments = {"route": route, "pass": rule, "crew": crew, "session": session}
         result = self._result({"door": self._handle("door", READING)}, self.profile.ship_log)
-        return Call(f"{route}\n{rule}", "open", arguments, result, slots)
+        return ExpectedCall(f"{route}\n{rule}", "open", arguments, result, slots)
 
-    def _send(self, item: str, gate: str) -> Call:
+    def _send(self, item: str, gate: str) -> ExpectedCall:
         plan, port, tag = self.plans[item], self.ports[item], self.tags[item]
         slots = (
             Slot("think", plan, "think", "one_shot"),
@@ -297,22 +253,22 @@ class _Depot:
         )
         arguments = {"plan": plan, "gate": gate, "port": port, "tag": tag}
         result = self._result({"slip": self._handle(item, READING)}, self.profile.ship_log)
-        return Call(plan, "ship", arguments, result, slots)
+        return ExpectedCall(plan, "ship", arguments, result, slots)
 
     def _read(self, page: str) -> UserTurn:
         entry = self._handle(page, READING)
         mark = {"page": self._handle("page", READING)}
         result = self._result(mark, self.profile.read_log, entry)
-        call = Call(f'read "{page}"', "read", {"page": page}, result, ())
+        call = ExpectedCall(f'read "{page}"', "read", {"page": page}, result, ())
         slots = (
             Slot("think", entry, "tool", "local"),
             Slot("reply", entry, "tool", "local", copied=True),
         )
-        reply = Reply(entry, f'Read "{entry}".', slots)
+        reply = ExpectedReply(entry, f'Read "{entry}".', slots)
         return UserTurn(f'Please read "{page}".', (call,), reply)
 
     def _result(
-        self, fields: dict[str, str], log: Span, entry: str | None = None
+        self, fields: dict[str, str], log: Range, entry: str | None = None
     ) -> dict[str, str]:
         """Fill a tool's answer: its subject, a log of noise (with `entry` in it), a new reading."""
         names = self.rng.sample(self.extras, max(1, self._draw(log)))
@@ -342,7 +298,7 @@ class _Depot:
     def _handle(self, name: str, separator: str) -> str:
         return str(self._fact(name, separator))
 
-    def _draw(self, span: Span) -> int:
+    def _draw(self, span: Range) -> int:
         return self.rng.randint(*span)
 
     def _shuffled(self, things: Iterable[str]) -> list[str]:

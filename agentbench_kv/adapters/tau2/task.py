@@ -1,39 +1,40 @@
-"""tau2-bench: customer-service simulations, and the three domains of v0.2.0.
+"""tau2-bench: customer-service simulations in the domains of v0.2.0 and of v1.0.1.
 
-The releases of tau2-bench that there are tasks for; their figures are never in one table.
-
-The published data of tau2-bench, by the hashes that its repository knows.
-
-tau2-bench v1.0.1: the domains of v0.2.0 with other task texts, and a judge in one of them.
+The releases have other task texts, and v1.0.1 a judge in one domain: their figures are never in
+one table. Their data is the user's, known by the hashes in tau2-bench's own repository.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
+from agentbench_kv.adapters.agent import base_url
+from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
 from agentbench_kv.adapters.browser.judge import KEY_VARIABLE, Judge
 from agentbench_kv.adapters.data import data_file
-from agentbench_kv.adapters.worker import (
-    Limits,
-    RemoteError,
-    WorkerError,
-    WorkerPool,
-    WorkerTimeoutError,
-)
+from agentbench_kv.adapters.worker import Limits, RemoteError, WorkerPool
+from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
+
+USER_KEY = "KVBENCH_USER_API_KEY"
+SCRIPTED = "scripted"
+_WORKER = Path(__file__).parent / "worker" / "main.py"
+_PROBE_S = 10.0
+# A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
+_LIMITS = Limits(address_space=32 << 30)
+_USER_FILES = ("simulation_guidelines.md", "simulation_guidelines_tools.md")
 
 
 @dataclass(frozen=True)
@@ -41,61 +42,23 @@ class Release:
     """One release: what is installed, and the data that goes with it."""
 
     tag: str  # in its repository
-    environment: str  # profile it is installed by (`kvbench env create`)
     installed: str  # version of the distribution `tau2`
     data: str  # folder, among the user's data sets
     # Domain -> file -> git's blob id at the tag: what `git hash-object FILE` prints.
     published: Mapping[str, Mapping[str, str]]
 
-
-_V0: dict[str, dict[str, str]] = {
-    "airline": {
-        "tasks.json": "ca8b69141e816ad140a042f16b94fc646f0acdc9",
-        "policy.md": "8098be7db3f47de943fad39d1e057ede6cc6cd04",
-        "db.json": "c6a1e817aa9102c5822e83affb3595acbc312701",
-    },
-    "retail": {
-        "tasks.json": "866c95e5e89186b185c2b10e06273099e143ec69",
-        "policy.md": "d127e6b074654926f337d0d98b0e669ebe90d19e",
-        "db.json": "4d67b03b2d39ade5a7ab6facb2edd7ab3e013d48",
-    },
-    "telecom": {
-        "tasks.json": "87b904294c773f6f937777e375179d0343b4f541",
-        "main_policy.md": "c55f5bd10c49a3d0b48f6e83a3168e6242fb2be7",
-        "tech_support_manual.md": "b64a9f1433bfb62bdaf9e5c1d90c10e833b26c17",
-        "db.toml": "6c8a639d85896a049a5daf87332107a840a55aac",
-        "user_db.toml": "1def9a98eabf1d4a5fc95a67387ec294f56196d8",
-    },
-}
+    @classmethod
+    def of(cls, tag: str, installed: str) -> Release:
+        published: dict[str, dict[str, str]] = {}
+        with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as table:
+            for row in csv.DictReader(table):
+                if row["release"] == tag:
+                    published.setdefault(row["domain"], {})[row["file"]] = row["git_blob"]
+        return cls(tag, installed, f"tau2_{tag}", published)
 
 
-# Databases, policies and manuals are those of v0.2.0.
-_V1: dict[str, dict[str, str]] = {
-    "airline": {
-        **_V0["airline"],
-        "tasks.json": "ea4ff5e3f5e3d97ca391846a6e8dd9eb3437dc80",
-        "split_tasks.json": "c83cce155671e66a6bf07450fd2845fe0eb1f229",
-    },
-    "retail": {
-        **_V0["retail"],
-        "tasks.json": "e95a9f898b2d1f6568ea8faec78edc3767ce747d",
-        "split_tasks.json": "8b20704a17aa1940b1e58668f89dcef2ddaeeea3",
-    },
-    "telecom": {
-        **_V0["telecom"],
-        "tasks.json": "6f41a5e3489e187fa247d729706509d8250a31c1",
-        "split_tasks.json": "a5b01687eaaa5c669f792bff33c0d6ec13be36fd",
-    },
-}
-
-
-V0 = Release("v0.2.0", "tau2", "0.2.1.dev0", "tau2_v0.2.0", _V0)
-
-
-V1 = Release("v1.0.1", "tau2-v1", "1.0.1", "tau2_v1.0.1", _V1)
-
-
-_USER_FILES = ("simulation_guidelines.md", "simulation_guidelines_tools.md")
+V0 = Release.of("v0.2.0", "0.2.1.dev0")
+V1 = Release.of("v1.0.1", "1.0.1")
 
 
 def require_data(release: Release, domain: str) -> Path:
@@ -133,36 +96,19 @@ def data_state(release: Release, domain: str, root: Path) -> dict[str, Any]:
 
 
 def git_blob(path: Path) -> str:
-    """Return the id that git gives to a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-USER_KEY = "KVBENCH_USER_API_KEY"
-
-
-_WORKER = Path(__file__).parent / "worker" / "main.py"
-
-
-_LOCAL_COMMAND_S = 120.0
-
-
-_PROBE_S = 10.0
-
-
-# A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
-_LIMITS = Limits(address_space=32 << 30)
-
-
 @dataclass(kw_only=True)
-class Simulations(Task):
+class Simulations(WorkerTask):
     """One domain over the chat route, scored by the benchmark's own checker.
 
     A trial is one simulation: the agent, a user simulator and the domain's environment. One
     session serves the agent's side; the user is never the model under test unless it is named so.
     """
 
-    needs_endpoint: ClassVar[bool] = True
+    environment = "tau2"
     # Where the dropped action only reads, the database is right all the same.
     corrupt_score: ClassVar[float | None] = None
     release: ClassVar[Release] = V0  # tasks of different ones have different names
@@ -176,29 +122,30 @@ class Simulations(Task):
     user_model: str = param("", "model that plays the user; fixed for all methods of a comparison")
     max_steps: int = param(200, "messages after which a simulation is given up", low=1)
 
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _started: WorkerPool | None = field(default=None, init=False, repr=False)
-
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
         self._require_partners()
         return [Sample(id=each) for each in self._ask("samples")[:limit]]
 
-    def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
-        arguments = self._arguments(sample, context)
+    def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
+        return list(self._ask("script", {"sample": sample.id, "agent": agent}))
+
+    def provenance(self) -> dict[str, Any]:
+        state = data_state(self.release, self.domain, require_data(self.release, self.domain))
+        return {**self._ask("about"), **state, "user": self.user, "user_model": self.user_model}
+
+    def _play(self, sample: Sample, context: TrialContext) -> PlayedTrial:
         try:
-            played = self._pool().call("run", arguments, timeout=context.timeout_s)
-        except WorkerTimeoutError as error:
-            return Outcome(TrialStatus.TIMEOUT, error=str(error))
-        except WorkerError as error:
-            kind = error.kind if isinstance(error, RemoteError) else None
-            if kind == "JudgeFailedError":
+            played = super()._play(sample, context)
+        except RemoteError as error:
+            if error.kind == "JudgeFailedError":
                 self._require_partners()
-            engine = kind == "EndpointError"
-            status = TrialStatus.ENGINE_ERROR if engine else TrialStatus.INFRA_ERROR
-            return Outcome(status, error=str(error))
+            raise
         if played["status"] == TrialStatus.USER_ERROR:
             # A user that is gone for good would fail every trial to come.
             self._require_partners()
+        return played
+
+    def _outcome(self, played: PlayedTrial) -> Outcome:
         return Outcome(
             status=TrialStatus(played["status"]),
             score=played["score"],
@@ -207,52 +154,20 @@ class Simulations(Task):
             error=played["error"],
         )
 
-    def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        texts: list[str] = self._ask("script", {"sample": sample.id, "agent": agent})
-        return texts
-
-    def provenance(self) -> dict[str, Any]:
-        about: dict[str, Any] = self._ask("about")
+    def _start(self) -> WorkerPool:
         data = require_data(self.release, self.domain)
-        state = data_state(self.release, self.domain, data)
-        return {**about, **state, "user": self.user, "user_model": self.user_model}
-
-    def close(self) -> None:
-        with self._lock:
-            pool, self._started = self._started, None
-        if pool is not None:
-            pool.close()
-
-    def _ask(self, command: str, args: dict[str, Any] | None = None) -> Any:
-        try:
-            return self._pool().call(command, args, timeout=_LOCAL_COMMAND_S)
-        except WorkerError as error:
-            raise PrerequisiteError(
-                f"the tau2 worker did not answer: {error}; look with: "
-                f"kvbench env check {self.release.environment}"
-            ) from error
-
-    def _pool(self) -> WorkerPool:
-        with self._lock:
-            if self._started is None:
-                data = require_data(self.release, self.domain)
-                self._started = WorkerPool(
-                    python_of(self.release.environment),
-                    _WORKER,
-                    limits=_LIMITS,
-                    environment={
-                        "TAU2_DATA_DIR": str(data),
-                        "KVBENCH_TAU2_DOMAIN": self.domain,
-                        "KVBENCH_TAU2_VERSION": self.release.installed,
-                        "KVBENCH_TAU2_NETWORK": "any" if self.user == "litellm" else "named",
-                        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-                    },
-                )
-            return self._started
+        environment = {
+            "TAU2_DATA_DIR": str(data),
+            "KVBENCH_TAU2_DOMAIN": self.domain,
+            "KVBENCH_TAU2_VERSION": self.release.installed,
+            "KVBENCH_TAU2_NETWORK": "any" if self.user == "litellm" else "named",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }
+        python = python_of(self.environment)
+        return WorkerPool(python, _WORKER, limits=_LIMITS, environment=environment)
 
     def _require_partners(self) -> None:
-        """Refuse a user that is badly named or does not answer."""
-        if self.user == "scripted":
+        if self.user == SCRIPTED:
             return
         if not self.user_model:
             raise UsageError(f"user={self.user} needs a model: --set user_model=NAME")
@@ -264,34 +179,16 @@ class Simulations(Task):
             )
         require_server(self.user, "user simulator", "user=URL")
 
-    def _arguments(self, sample: Sample, context: TrialContext) -> dict[str, Any]:
-        if context.endpoint is None:
-            raise UsageError(
-                f"{self.name} talks to an endpoint and was given none; "
-                "run it through kvbench run, or name a server with --endpoint"
-            )
-        named = self.user not in ("scripted", "litellm")
-        return {
-            "sample": sample.id,
-            "endpoint": context.endpoint,
-            "session": context.session,
-            "sampling": {
-                "max_tokens": context.max_tokens,
-                "temperature": context.temperature,
-                "seed": context.seed,
-            },
-            # The worker's own environment holds no secrets.
-            "key": os.environ.get("KVBENCH_API_KEY"),
-            "timeout_s": context.timeout_s,
-            "max_steps": self.max_steps,
-            "user": {
-                "kind": "scripted" if self.user == "scripted" else "llm",
-                "url": base_url(self.user) if named else None,
-                "model": self.user_model,
-                "key": os.environ.get(USER_KEY),
-            },
-            "judge": self._judge_arguments(),
+    def _line(self, context: TrialContext) -> dict[str, Any]:
+        named = self.user not in (SCRIPTED, "litellm")
+        user = {
+            "kind": "scripted" if self.user == SCRIPTED else "llm",
+            "url": base_url(self.user) if named else None,
+            "model": self.user_model,
+            "key": os.environ.get(USER_KEY),
         }
+        more = {"max_steps": self.max_steps, "user": user, "judge": self._judge_arguments()}
+        return {**super()._line(context), **more}
 
     def _judge_arguments(self) -> dict[str, Any] | None:
         """Return who judges what the agent said; None where nobody does."""
@@ -323,12 +220,7 @@ class Telecom(Simulations):
     corrupt_score = 0.0
 
 
-def base_url(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1") + "/v1"
-
-
 def require_server(url: str, who: str, setting: str) -> None:
-    """Refuse a server that does not answer (PrerequisiteError)."""
     try:
         httpx.get(f"{base_url(url)}/models", timeout=_PROBE_S)
     except httpx.HTTPError as error:
@@ -338,7 +230,7 @@ def require_server(url: str, who: str, setting: str) -> None:
         ) from error
 
 
-def _metrics(played: dict[str, Any]) -> dict[str, Metric]:
+def _metrics(played: PlayedTrial) -> dict[str, Metric]:
     steps, verdict, user = played["steps"], played["verdict"], played["user"]
     parts = verdict.get("reward_breakdown") or {}
     return {
@@ -354,13 +246,11 @@ def _metrics(played: dict[str, Any]) -> dict[str, Metric]:
     }
 
 
-SCRIPTED = "scripted"
-
-
 @dataclass(kw_only=True)
 class SimulationsV1(Simulations):
     """A domain of v1.0.1."""
 
+    environment = "tau2-v1"
     release: ClassVar[Release] = V1
     # Whether some tasks demand that a model finds assertions about the conversation true.
     judged: ClassVar[bool] = False

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agentbench_kv.adapters.micro.episode import Call, Episode, Reply, Slot
+from agentbench_kv.adapters.micro.episode import (
+    TRIGGER,
+    Episode,
+    ExpectedCall,
+    ExpectedReply,
+    Slot,
+    auxiliary_reply,
+    cursors,
+)
 from agentbench_kv.adapters.micro.generate import (
     ACT,
     HANDLE,
@@ -32,7 +40,6 @@ from agentbench_kv.adapters.micro.generate import (
     Code,
     draw_code,
 )
-from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
 
 LABELS = (
     "prompt", "noise", "template", "name", "memory", "copied",
@@ -127,7 +134,7 @@ def _session(episode: Episode, turns: int) -> Iterator[_Part]:
         yield from _assistant(turn.reply, -1)
 
 
-def _assistant(message: Call | Reply, cursor: int) -> Iterator[_Part]:
+def _assistant(message: ExpectedCall | ExpectedReply, cursor: int) -> Iterator[_Part]:
     thought, opening, call = message.raw.partition("<tool_call>")
     before = len(HANDLE.findall(thought))
     yield _Part("<|im_start|>assistant\n", PROMPT)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from agentbench_kv.adapters.micro.episode import Episode
-from agentbench_kv.adapters.micro.generate import Profile, generate, train_seed
-from agentbench_kv.adapters.micro.memory import cursors
+from agentbench_kv.adapters.micro.episode import Episode, cursors
+from agentbench_kv.adapters.micro.generate import EpisodeProfile, generate, train_seed
 from agentbench_kv.training.micro.conversation import (
     COPIED,
     INVENTED,
@@ -54,7 +53,7 @@ class Mix:
 
     length: int  # tokens per row
     rows: int  # per batch
-    profiles: tuple[Profile, ...]  # drawn from uniformly
+    profiles: tuple[EpisodeProfile, ...]  # drawn from uniformly
     drills: float = 0.0  # share
     auxiliary: float = 0.0  # share of auxiliary turns
     gaps: float = 0.0  # share of rows whose positions leap ahead at some messages
@@ -98,7 +97,7 @@ class Encoder:
 
 
 def episode_row(
-    encoder: Encoder, seed: int, profile: Profile, invented: float = 0.0
+    encoder: Encoder, seed: int, profile: EpisodeProfile, invented: float = 0.0
 ) -> TrainingRow:
     """Return the row of a whole episode; `invented` is as `generate` takes it."""
     return encoder.row(main(generate(seed, profile, invented)))
@@ -153,7 +152,7 @@ def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) ->
     return _longest(encoder, mix, rng, seed)
 
 
-def auxiliary_row(encoder: Encoder, seed: int, profile: Profile) -> TrainingRow:
+def auxiliary_row(encoder: Encoder, seed: int, profile: EpisodeProfile) -> TrainingRow:
     """Return a row that asks which cursors of an episode are stale.
 
     The seed also decides when it is asked and what is gone by then.

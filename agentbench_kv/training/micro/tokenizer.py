@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from agentbench_kv.adapters.micro.episode import TRIGGER, auxiliary_reply, cursors
 from agentbench_kv.adapters.micro.generate import (
     CURRICULUM,
     NAMES,
@@ -24,7 +25,6 @@ from agentbench_kv.adapters.micro.generate import (
     generate,
     train_seed,
 )
-from agentbench_kv.adapters.micro.memory import TRIGGER, auxiliary_reply, cursors
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens that decoding may skip."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.adapters.bfcl.worker.session import Call, parse, to_python, visible
+from agentbench_kv.adapters.bfcl.worker.session import WrittenCall, parse, to_python, visible
 
 TOOLS = {"mv", "cat"}
 
@@ -42,7 +42,10 @@ def test_several_calls_in_order():
         + marked('{"name": "mv", "arguments": {"a": 1}}')
         + marked('{"name": "cat", "arguments": "{\\"b\\": [null, true]}"}')
     )
-    assert parse(text) == ([Call("mv", {"a": 1}), Call("cat", {"b": [None, True]})], 0)
+    assert parse(text) == (
+        [WrittenCall("mv", {"a": 1}), WrittenCall("cat", {"b": [None, True]})],
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_a_call_that_never_closes_is_unparsable():
 
 
 def test_known_call_becomes_a_call():
-    call = Call("mv", {"source": "a'b", "flag": True, "none": None, "s": "Zürich"})
+    call = WrittenCall("mv", {"source": "a'b", "flag": True, "none": None, "s": "Zürich"})
     assert evaluate(to_python(call, TOOLS)) == call.arguments
 
 
@@ -70,7 +73,7 @@ def test_known_call_becomes_a_call():
 )  # fmt: skip
 def test_names_that_are_not_tools_never_run(name):
     ran = []
-    call = Call(name, {"a": 1})
+    call = WrittenCall(name, {"a": 1})
     source = to_python(call, TOOLS)
     result = evaluate(source, print=ran.append, unknown=ran.append, method=ran.append)
     assert result == f"NameError: name {name!r} is not defined"
@@ -81,7 +84,7 @@ def test_names_that_are_not_tools_never_run(name):
     "key", ["x=__import__('os').getpid(),y", "a b", "", "lambda", "1", "*", "**{'a':1}, b", "ä"]
 )
 def test_argument_names_are_checked(key):
-    source = to_python(Call("mv", {key: 1}), TOOLS)
+    source = to_python(WrittenCall("mv", {key: 1}), TOOLS)
     assert evaluate(source) == "SyntaxError: invalid syntax"
 
 
@@ -109,6 +112,6 @@ def test_nothing_but_a_tool_ever_runs(name, arguments):
 
 @given(st.dictionaries(st.text(), json_values, min_size=1, max_size=3))
 def test_arguments_are_literals(arguments):
-    source = to_python(Call("mv", arguments), TOOLS)
+    source = to_python(WrittenCall("mv", arguments), TOOLS)
     tree = compile(source.encode("utf-8", "backslashreplace"), "call", "eval")
     assert set(tree.co_names) <= {"mv", "throw", "SyntaxError", "inf", "nan"}

@@ -12,8 +12,7 @@ from agentbench_kv.adapters.bfcl.task import (
     MultiTurnMissFunc,
     MultiTurnMissParam,
 )
-from agentbench_kv.adapters.bfcl.worker.entries import Category, kind_of
-from agentbench_kv.adapters.bfcl.worker.scripts import script
+from agentbench_kv.adapters.bfcl.worker.samples import Category, kind_of, script
 from agentbench_kv.adapters.bfcl.worker.session import as_text, parse, tool_names, unmarked
 
 engine = pytest.mark.engine

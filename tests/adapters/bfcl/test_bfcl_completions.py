@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.adapters.bfcl.worker.session import (
+from agentbench_kv.adapters.agent import (
+    AgentLine,
     CancelledError,
-    Completions,
-    ContextLimitError,
-    EndpointError,
+    ContextFullError,
+    ServerError,
     UnreachableError,
 )
 from agentbench_kv.engines.scripted import ScriptedEngine
@@ -36,7 +36,7 @@ class Canceller:
 
 
 def line(url, canceller=None, key=None, timeout_s=5.0):
-    return Completions(
+    return AgentLine(
         url,
         "s1",
         {"max_tokens": 5, "seed": 3},
@@ -71,19 +71,19 @@ def test_waits_for_a_busy_server(endpoint):
 
 def test_gives_up_on_a_server_that_stays_busy(endpoint):
     endpoint.busy_answers = 1000
-    with pytest.raises(EndpointError, match="HTTP 429"):
+    with pytest.raises(ServerError, match="HTTP 429"):
         line(endpoint.url, timeout_s=0.5).complete("p")
 
 
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [
-        ((500, {"error": "boom"}), EndpointError),
-        ((400, {"error": {"code": "bad_request"}}), EndpointError),
-        ((400, {"error": {"code": "context_length_exceeded"}}), ContextLimitError),
-        ((200, {"choices": []}), EndpointError),
-        ((200, {"choices": [{"text": None}]}), EndpointError),
-        ((200, []), EndpointError),
+        ((500, {"error": "boom"}), ServerError),
+        ((400, {"error": {"code": "bad_request"}}), ServerError),
+        ((400, {"error": {"code": "context_length_exceeded"}}), ContextFullError),
+        ((200, {"choices": []}), ServerError),
+        ((200, {"choices": [{"text": None}]}), ServerError),
+        ((200, []), ServerError),
     ],
 )
 def test_errors(endpoint, failure, kind):
@@ -101,7 +101,7 @@ def test_nobody_listens():
 
 @pytest.mark.parametrize("url", ["ftp://x", "localhost:80", "", "http://"])
 def test_not_a_url(url):
-    with pytest.raises(EndpointError, match="not an http"):
+    with pytest.raises(ServerError, match="not an http"):
         line(url)
 
 
@@ -132,12 +132,12 @@ def our_server(context_limit):
 
 
 def test_our_own_server_refuses_a_prompt_past_the_context():
-    with our_server(context_limit=40) as url, pytest.raises(ContextLimitError):
+    with our_server(context_limit=40) as url, pytest.raises(ContextFullError):
         line(url).complete("hello " * 60)
 
 
 def test_our_own_server_says_that_the_context_ended_an_answer():
     with our_server(context_limit=40) as url:
-        answer = Completions(url, "s1", {}, None, 30.0, Canceller()).complete("hello")
+        answer = AgentLine(url, "s1", {}, None, 30.0, Canceller()).complete("hello")
     assert answer.finish_reason == "context_limit"
     assert 0 < answer.usage["completion_tokens"] < 40

@@ -11,16 +11,14 @@ import pytest
 from agentbench_kv.adapters.base import Sample, TrialContext
 from agentbench_kv.adapters.bfcl.memory import (
     Chain,
-    Memory,
+    MemoryAllBackends,
     MemoryKv,
     MemoryVector,
     seed_of,
     session_of,
 )
-from agentbench_kv.adapters.bfcl.task import status_of
 from agentbench_kv.adapters.bfcl.worker import memory as memory_worker
-from agentbench_kv.adapters.bfcl.worker.entries import backend_of
-from agentbench_kv.adapters.bfcl.worker.memory import HashEncoder, contents
+from agentbench_kv.adapters.bfcl.worker.memory import HashEncoder, backend_of, contents
 from agentbench_kv.adapters.worker import (
     RemoteError,
     WorkerDiedError,
@@ -83,14 +81,14 @@ def test_a_chain_is_played_once():
     [
         (WorkerDiedError("gone"), "infra_error"),
         (WorkerTimeoutError("slow"), "timeout"),
-        (RemoteError("EndpointError", "HTTP 500"), "engine_error"),
+        (RemoteError("ServerError", "HTTP 500"), "engine_error"),
     ],
 )
 def test_a_failed_conversation_fails_the_trial_and_the_next_goes_on_there(error, status):
     talk, played = Talk({1: error}), chain()
     with pytest.raises(WorkerError) as caught:
         played.play(CONTEXT, talk)
-    assert status_of(caught.value) == status
+    assert caught.value.status == status
     assert str(caught.value).startswith("1: ")
     played.play(CONTEXT, talk)
     assert [number for number, *_ in talk.asked] == [0, 1, 1, 2]
@@ -170,7 +168,7 @@ def test_contents_in_the_form_of_the_official_file():
     assert contents(summary) == {"memory": "text"}
 
 
-@pytest.mark.parametrize("task", [MemoryVector, Memory])
+@pytest.mark.parametrize("task", [MemoryVector, MemoryAllBackends])
 def test_the_encoder_must_be_chosen(task):
     with pytest.raises(PrerequisiteError, match="--set encoder="):
         task().samples(1, 0)
@@ -225,7 +223,7 @@ def test_an_unknown_setting_is_a_usage_error():
 
 @pytest.fixture(scope="module")
 def memory(bfcl_python):  # noqa: ARG001
-    task = Memory(encoder="hash")
+    task = MemoryAllBackends(encoder="hash")
     yield task
     task.close()
 

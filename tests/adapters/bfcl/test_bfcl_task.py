@@ -204,9 +204,9 @@ SIMULATOR_STATE = """
     child = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(child)
     from pathlib import Path
-    main = child._import(Path(sys.argv[2]))
-    scoring = sys.modules["kvbench_worker.scoring"]
-    bench = main.Benchmark(["multi_turn_base"])
+    main = child.import_worker(Path(sys.argv[2]))
+    scoring = sys.modules["kvbench_worker.bfcl.worker.handler"]
+    bench = main.BfclCommands(["multi_turn_base"])
     def score(sample, name, answers=None):
         category, entry = bench._entries[sample]
         truth = category.truth[sample]["ground_truth"]
@@ -252,8 +252,8 @@ def test_simulators_are_forgotten_after_each_trial(bfcl_python, tmp_path):
 
 
 def test_worker_files_do_not_need_the_package():
-    worker = Path(task_module.__file__).parent / "worker"
-    files = [*worker.glob("*.py"), Path(worker_child.__file__)]
+    adapters = Path(worker_child.__file__).parent
+    files = [*adapters.glob("*/worker/*.py"), adapters / "agent.py", adapters / "worker_child.py"]
     assert len(files) > 5
     for file in files:
         lines = file.read_text().splitlines()

@@ -17,7 +17,7 @@ from agentbench_kv.adapters.bfcl.web import (
     WebSearchNoSnippet,
     WebService,
 )
-from agentbench_kv.adapters.bfcl.worker.scripts import search_script
+from agentbench_kv.adapters.bfcl.worker.samples import search_script
 from agentbench_kv.adapters.bfcl.worker.web import (
     RecordedWeb,
     ServiceWeb,
@@ -254,7 +254,7 @@ def test_a_corpus_of_another_form_is_a_users_error(bfcl_python, tmp_path):  # no
     (tmp_path / "a.jsonl").write_text('{"text": "no address"}\n')
     task = WebSearchBase(corpus=str(tmp_path))
     try:
-        with pytest.raises(PrerequisiteError, match=r"does not start.*url"):
+        with pytest.raises(PrerequisiteError, match=r"did not answer.*url"):
             task.samples(1, 0)
     finally:
         task.close()

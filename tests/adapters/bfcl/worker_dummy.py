@@ -1,5 +1,6 @@
 """Commands that misbehave in every way a worker can."""
 
+import gc
 import os
 import signal
 import socket
@@ -27,7 +28,6 @@ def environment(_):
 
 
 def wait(request):
-    request.log("waiting")
     if request.cancelled.wait(request.args["seconds"]):
         raise InterruptedError("cancelled")
     return "waited"
@@ -48,8 +48,9 @@ def freeze(_):
 
 
 def rubbish(request):
-    request._port._stream.write(request.args["text"] + "\n")
-    request._port._stream.flush()
+    port = next(each for each in gc.get_objects() if type(each).__name__ == "Port")
+    port._stream.write(request.args["text"] + "\n")
+    port._stream.flush()
     time.sleep(30)
 
 

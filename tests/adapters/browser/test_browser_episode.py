@@ -11,7 +11,7 @@ import pytest
 from agentbench_kv.adapters.base import Message, Reply
 from agentbench_kv.adapters.browser.browser import Browser
 from agentbench_kv.adapters.browser.corpus import Corpus
-from agentbench_kv.adapters.browser.episode import Episode, play
+from agentbench_kv.adapters.browser.task import BrowsingEpisode, play
 from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.results.records import TrialStatus
 
@@ -58,7 +58,7 @@ class Agent:
         return said
 
 
-def run(corpus: Corpus, agent: Agent, context: int = 0) -> Episode:
+def run(corpus: Corpus, agent: Agent, context: int = 0) -> BrowsingEpisode:
     messages: list[Message] = [{"role": "user", "content": "Which bird?"}]
     return play(agent, Browser(corpus), messages, turns=5, context=context)
 

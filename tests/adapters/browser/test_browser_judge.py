@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.browser.frames import FramesTest
-from agentbench_kv.adapters.browser.judge import Judge
-from agentbench_kv.adapters.browser.rejudge import judge_run
+from agentbench_kv.adapters.browser.judge import Judge, judge_run
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run import runner

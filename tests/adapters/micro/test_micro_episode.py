@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from agentbench_kv.adapters.micro.episode import auxiliary_reply, cursors
 from agentbench_kv.adapters.micro.generate import (
     CURRICULUM,
     HANDLE,
@@ -13,7 +14,6 @@ from agentbench_kv.adapters.micro.generate import (
     held_out_seed,
     train_seed,
 )
-from agentbench_kv.adapters.micro.memory import auxiliary_reply, cursors
 
 ALL = (*PROFILES.values(), *CURRICULUM)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-from agentbench_kv.adapters.tau2.worker.scripts import NULL_SENTENCE, script
+from agentbench_kv.adapters.agent import NULL_SENTENCE
+from agentbench_kv.adapters.tau2.worker.main import script
 
 CALL = SimpleNamespace(requestor="assistant", name="move", arguments={"to": "Zürich"})
 ASK = SimpleNamespace(requestor="user", name="toggle_data", arguments={})

@@ -93,7 +93,7 @@ def test_a_played_trial_becomes_an_outcome_with_the_users_tokens_apart() -> None
     ("failure", "status"),
     [
         (WorkerTimeoutError("late"), TrialStatus.TIMEOUT),
-        (RemoteError("EndpointError", "HTTP 500"), TrialStatus.ENGINE_ERROR),
+        (RemoteError("ServerError", "HTTP 500"), TrialStatus.ENGINE_ERROR),
         (RemoteError("ValueError", "x"), TrialStatus.INFRA_ERROR),
         (WorkerDiedError("gone"), TrialStatus.INFRA_ERROR),
         ({**PLAYED, "status": "user_error", "score": None}, TrialStatus.USER_ERROR),
@@ -199,7 +199,7 @@ def test_three_domains_of_each_release() -> None:
         assert {cls.domain for cls in classes} == set(release.published)
         assert all(cls.release is release for cls in classes)
         assert [load_task(cls.name) for cls in classes] == list(classes)
-        assert PROFILES[release.environment].source.tag == release.tag
+        assert PROFILES[classes[0].environment].source.tag == release.tag
 
 
 def test_v1_names_its_own_environment(made_data_v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:

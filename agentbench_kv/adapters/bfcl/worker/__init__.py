@@ -1,1 +1,1 @@
-"""What runs in the bfcl environment: nothing here imports the package above it."""
+"""What runs in the bfcl environment, which has nothing of ours but `adapters/agent.py`."""

@@ -1,10 +1,8 @@
-"""The official multi-turn loop over one session of a server; runs in the bfcl environment.
+"""The official multi-turn loop over one session of a server, and the official checker.
 
 Two routes. `RawSessionHandler` keeps one append-only text and sends it to the completions route.
 `ChatHandler` keeps messages and sends them to the chat route with tools in the OpenAI schema.
 The loop passes `data` from method to method; what we keep is in the handler instead.
-
-The official checker, and the simulators' state around it; runs in the bfcl environment.
 """
 
 # ruff: noqa: N802, ARG002  the official loop names the methods and chooses their arguments
@@ -25,26 +23,12 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn
 from bfcl_eval.model_handler.base_handler import BaseHandler
 from bfcl_eval.model_handler.utils import convert_to_tool
 
-from .session import (
-    Completion,
-    Completions,
-    Transcript,
-    as_text,
-    parse,
-    to_python,
-    tool_names,
-    unmarked,
-    visible,
-)
+from ...agent import AgentLine, Completion, ContextFullError
+from .session import PromptText, as_text, parse, to_python, tool_names, unmarked, visible
 
 _NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
-
-
+_OF_THE_CHECKER = ("_eval", "_ground_truth_eval")
 Fields = dict[str, Any]
-
-
-class TruncatedError(Exception):
-    """The engine ran into the model's last position in the middle of an answer."""
 
 
 class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no types
@@ -55,7 +39,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 
     function_calling = False
 
-    def __init__(self, name: str, entry: Fields, line: Completions) -> None:
+    def __init__(self, name: str, entry: Fields, line: AgentLine) -> None:
         super().__init__(name, 0.0, name, is_fc_model=self.function_calling)
         self.steps: list[Fields] = []  # one record per completion
         self._known = tool_names(entry)
@@ -86,7 +70,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
         })  # fmt: skip
         if answer.finish_reason == "context_limit":
             self._keep(answer.said)
-            raise TruncatedError("the session reached the model's last position")
+            raise ContextFullError("the session reached the model's last position")
         return {
             "model_responses": shown,
             "said": answer.said,
@@ -102,21 +86,21 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 class RawSessionHandler(SessionHandler):
     """The raw route: every prompt extends the one before to the letter."""
 
-    def __init__(self, name: str, entry: Fields, line: Completions) -> None:
+    def __init__(self, name: str, entry: Fields, line: AgentLine) -> None:
         super().__init__(name, entry, line)
-        self._transcript = Transcript(entry["function"])
+        self._text = PromptText(entry["function"])
 
     def said(self) -> str:
-        return self._transcript.text
+        return self._text.text
 
     def _keep(self, said: str) -> None:
-        self._transcript.add_generated(said)
+        self._text.add_generated(said)
 
     def _pre_query_processing_prompting(self, test_entry: Fields) -> Fields:
         return {"id": test_entry["id"]}
 
     def add_first_turn_message_prompting(self, data: Fields, messages: list[Fields]) -> Fields:
-        self._transcript.begin([m["content"] for m in messages if m["role"] == "system"])
+        self._text.begin([m["content"] for m in messages if m["role"] == "system"])
         self._add([m for m in messages if m["role"] != "system"])
         return data
 
@@ -127,10 +111,10 @@ class RawSessionHandler(SessionHandler):
 
     def _add(self, messages: list[Fields]) -> None:
         for message in messages:
-            self._transcript.add(message["role"], message["content"])
+            self._text.add(message["role"], message["content"])
 
     def _query_prompting(self, data: Fields) -> tuple[Completion, float]:
-        answer = self._line.complete(self._transcript.prompt())
+        answer = self._line.complete(self._text.prompt())
         return answer, answer.seconds
 
     def _parse_query_response_prompting(self, answer: Completion) -> Fields:
@@ -144,7 +128,7 @@ class RawSessionHandler(SessionHandler):
         self, data: Fields, results: list[str], response: Fields
     ) -> Fields:
         self.steps[-1]["results"] = list(results)
-        self._transcript.add_results(results)
+        self._text.add_results(results)
         return data
 
 
@@ -153,7 +137,7 @@ class ChatHandler(SessionHandler):
 
     function_calling = True
 
-    def __init__(self, name: str, entry: Fields, line: Completions) -> None:
+    def __init__(self, name: str, entry: Fields, line: AgentLine) -> None:
         super().__init__(name, entry, line)
         self._messages: list[Fields] = []
         self._tools: list[Fields] = []
@@ -207,9 +191,6 @@ class ChatHandler(SessionHandler):
         return data
 
 
-_OF_THE_CHECKER = ("_eval", "_ground_truth_eval")
-
-
 class SimulatorNames:
     """Names under which trials keep their simulators.
 
@@ -248,11 +229,8 @@ def simulators(name: str, sample: str, *infixes: str) -> dict[str, Any]:
 
 
 def verdict(
-    entry: dict[str, Any],
-    ground_truth: Sequence[Sequence[str]],
-    texts: Sequence[Sequence[str]],
-    name: str,
-) -> dict[str, Any]:
+    entry: Fields, ground_truth: Sequence[Sequence[str]], texts: Sequence[Sequence[str]], name: str
+) -> Fields:
     """Run the official checker on the visible texts, by turn and step, of the trial of a name."""
     tools = tool_names(entry)
     steps = [[parse(text)[0] for text in turn] for turn in texts]
@@ -261,7 +239,7 @@ def verdict(
     return dict(multi_turn_checker(lines, ground_truth, entry, category, name))
 
 
-def answer_verdict(possible: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+def answer_verdict(possible: Sequence[str], texts: Sequence[str]) -> Fields:
     """Run the official checker of web search and memory on the last text without calls."""
     answers = [text for text in texts if not parse(text)[0]]
     if not answers or not answers[-1]:

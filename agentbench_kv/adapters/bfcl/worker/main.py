@@ -21,31 +21,29 @@ from bfcl_eval.constants import eval_config
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
 from bfcl_eval.utils import is_memory_prereq, load_dataset_entry, load_ground_truth_entry
 
-from . import memory as memory_worker
-from . import web as web_worker
-from .entries import Category, backend_of
+from ...agent import AgentLine, ContextFullError, address_of
+from . import web
 from .handler import (
     ChatHandler,
     RawSessionHandler,
     SessionHandler,
     SimulatorNames,
-    TruncatedError,
     answer_verdict,
     simulators,
     verdict,
 )
-from .scripts import conversation_script, question_script, script, search_script
-from .session import END, INSTRUCTIONS, Completions, ContextLimitError, all_tools
+from .memory import backend_of, contents, prepare
+from .samples import Category, conversation_script, question_script, script, search_script
+from .session import END, INSTRUCTIONS, all_tools
 
 if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import Guard, Request
-
+    from agentbench_kv.adapters.worker_child import Guard, WorkerRequest
 
 ROUTES: dict[str, type[SessionHandler]] = {"raw": RawSessionHandler, "chat": ChatHandler}
 
 
-class Benchmark:
-    """The loaded categories, by official name, and their commands."""
+class BfclCommands:
+    """The loaded categories, by official name, and what the worker answers about them."""
 
     def __init__(self, categories: list[str]) -> None:
         self._categories = {
@@ -69,7 +67,7 @@ class Benchmark:
     def truths(self) -> list[dict[str, Any]]:
         return [truth for each in self._categories.values() for truth in each.truth.values()]
 
-    def about(self, _: Request) -> dict[str, Any]:
+    def about(self, _: WorkerRequest) -> dict[str, Any]:
         return {
             "bfcl_eval": importlib.metadata.version("bfcl-eval"),
             "category": ",".join(self._categories),
@@ -77,16 +75,15 @@ class Benchmark:
             "prompt_sha256": hashlib.sha256(INSTRUCTIONS.encode()).hexdigest(),
         }
 
-    def samples(self, _: Request) -> list[dict[str, Any]]:
+    def samples(self, _: WorkerRequest) -> list[dict[str, Any]]:
         """Return ids and scenarios in the official order, category after category."""
         names = [name for category in self._categories.values() for name in category.truth]
         return [self._described(name) for name in names]
 
-    def conversations(self, _: Request) -> list[dict[str, Any]]:
-        """Return the prerequisite conversations of memory, in the order in which they depend."""
+    def conversations(self, _: WorkerRequest) -> list[dict[str, Any]]:
         return [self._described(name) for name in self._entries if is_memory_prereq(name)]
 
-    def script(self, request: Request) -> list[str]:
+    def script(self, request: WorkerRequest) -> list[str]:
         sample, agent = request.args["sample"], request.args["agent"]
         category, entry = self._entries[sample]
         if is_memory_prereq(sample):
@@ -99,7 +96,7 @@ class Benchmark:
             return question_script(agent, backend_of(sample), question, truth["ground_truth"])
         return script(agent, truth["ground_truth"], all_tools(entry))
 
-    def run(self, request: Request) -> dict[str, Any]:
+    def run(self, request: WorkerRequest) -> dict[str, Any]:
         sample = request.args["sample"]
         category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
@@ -107,16 +104,16 @@ class Benchmark:
             handler = ROUTES[request.args["route"]](name, entry, _line(request))
             try:
                 texts, _ = handler.inference(entry, False, True)
-            except (TruncatedError, ContextLimitError) as error:
+            except ContextFullError as error:
                 return _report(handler, "context_limit", {"error_message": str(error)})
             if is_memory_prereq(sample):
                 (store,) = simulators(name, sample).values()
                 whole = len(texts) == len(entry["question"])
                 told = _report(handler, "scored" if whole else "turn_limit", {"valid": whole})
-                return {**told, "snapshot": memory_worker.contents(store)}
+                return {**told, "snapshot": contents(store)}
             return _checked(category, entry, texts, handler, name)
 
-    def close_session(self, request: Request) -> dict[str, Any]:
+    def close_session(self, request: WorkerRequest) -> dict[str, Any]:
         """Close a session that the harness does not close itself; return its KV account."""
         return _line(request).close_session()
 
@@ -143,13 +140,12 @@ def _checked(
     return _report(handler, "scored", answer_verdict(truth, texts[0]))
 
 
-def _line(request: Request) -> Completions:
+def _line(request: WorkerRequest) -> AgentLine:
     args = request.args
     stop = {"stop": [END]} if args["route"] == "raw" else {}
     body, timeout_s = {**stop, **args["sampling"]}, args["timeout_s"]
-    line = Completions(args["endpoint"], args["session"], body, args["key"], timeout_s, request)
-    request.guard.allow(line.host, line.port)
-    return line
+    request.guard.allow(*address_of(args["endpoint"]))
+    return AgentLine(args["endpoint"], args["session"], body, args["key"], timeout_s, request)
 
 
 def _report(handler: SessionHandler, status: str, checked: dict[str, Any]) -> dict[str, Any]:
@@ -172,33 +168,31 @@ def _data_sha256(categories: list[Category]) -> str:
     return digest.hexdigest()
 
 
-def _choose_web(wanted: dict[str, Any], benchmark: Benchmark, guard: Guard) -> None:
-    """Put our web in the place of the official one."""
-    web: web_worker.Web
+def _choose_web(wanted: dict[str, Any], commands: BfclCommands, guard: Guard) -> None:
+    source: web.Web
     if wanted["kind"] == "service":
         guard.allow("127.0.0.1", wanted["port"])
-        web = web_worker.ServiceWeb(wanted["port"], wanted["token"])
+        source = web.ServiceWeb(wanted["port"], wanted["token"])
     elif wanted["kind"] == "recording":
-        web = web_worker.RecordedWeb(Path(wanted["path"]))
-    elif wanted["path"] == web_worker.SYNTHETIC:
-        web = web_worker.CorpusWeb(web_worker.synthetic_corpus(benchmark.truths()))
+        source = web.RecordedWeb(Path(wanted["path"]))
+    elif wanted["path"] == web.SYNTHETIC:
+        source = web.CorpusWeb(web.synthetic_corpus(commands.truths()))
     else:
-        web = web_worker.CorpusWeb(web_worker.read_corpus(Path(wanted["path"])))
-    web_worker.WebSearchAPI.web = web
-    CLASS_FILE_PATH_MAPPING["WebSearchAPI"] = web_worker.__name__
+        source = web.CorpusWeb(web.read_corpus(Path(wanted["path"])))
+    web.WebSearchAPI.web = source
+    CLASS_FILE_PATH_MAPPING["WebSearchAPI"] = web.__name__
 
 
-def setup(guard: Guard) -> dict[str, Callable[[Request], Any]]:
-    """Load the data and the simulators, then close the doors."""
+def setup(guard: Guard) -> dict[str, Callable[[WorkerRequest], Any]]:
     config = json.loads(os.environ["KVBENCH_BFCL"])
     backends = [backend_of(name) for name in config["categories"] if name.startswith("memory_")]
-    memory_worker.prepare(backends, CLASS_FILE_PATH_MAPPING, config.get("encoder", ""))
-    benchmark = Benchmark(config["categories"])
+    prepare(backends, CLASS_FILE_PATH_MAPPING, config.get("encoder", ""))
+    commands = BfclCommands(config["categories"])
     if "web" in config:
-        _choose_web(config["web"], benchmark, guard)
-    benchmark.import_simulators()
+        _choose_web(config["web"], commands, guard)
+    commands.import_simulators()
     # The official loop prints a line per step.
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     guard.install()
     names = ("about", "samples", "conversations", "script", "run", "close_session")
-    return {name: getattr(benchmark, name) for name in names}
+    return {name: getattr(commands, name) for name in names}

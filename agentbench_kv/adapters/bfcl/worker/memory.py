@@ -15,9 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 HASH_ENCODER = "hash"
-
-
 _DIMENSION = 384
+
+
+def backend_of(name: str) -> str:
+    """Return the memory backend in the name of a category, a question or a conversation."""
+    rest = name.removeprefix("memory_")
+    return next(backend for backend in ("kv", "vector", "rec_sum") if rest.startswith(backend))
 
 
 def prepare(backends: Sequence[str], modules: dict[str, str], encoder: str) -> None:

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 SYNTHETIC = "synthetic"
-
-
 _SNIPPET = 200
-
-
 _SERVICE_S = 900.0
 
 

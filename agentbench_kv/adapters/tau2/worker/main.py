@@ -1,17 +1,18 @@
-"""The tau2 worker's entry; runs in the tau2 environment under `worker_child`."""
+"""The tau2 worker's entry, and its scripted agents; nothing of tau2 is imported before `setup`."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...agent import NULL_SENTENCE, call_text, think_block
+
 # Else litellm fetches a price list from the network when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-
 
 # What each release says of itself.
 SUMMARIES = {
@@ -43,11 +44,37 @@ def setup(guard: Any) -> dict[str, Callable[[Any], Any]]:
     from loguru import logger
 
     logger.remove()  # it writes several lines a step
-    from .commands import Benchmark, keep_parsed
+    from .patches import keep_parsed
+    from .simulation import Domain
 
     keep_parsed()
-    benchmark = Benchmark(os.environ["KVBENCH_TAU2_DOMAIN"])
+    domain = Domain(os.environ["KVBENCH_TAU2_DOMAIN"])
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if os.environ["KVBENCH_TAU2_NETWORK"] == "named":
         guard.install()
-    return {name: getattr(benchmark, name) for name in ("about", "samples", "script", "run")}
+
+    def scripted(request: Any) -> list[str]:
+        wanted = domain.criteria(request.args["sample"])
+        return script(request.args["agent"], wanted.actions or [], wanted.communicate_info or [])
+
+    answered = {name: getattr(domain, name) for name in ("about", "samples", "run")}
+    return {**answered, "script": scripted}
+
+
+def script(agent: str, actions: Sequence[Any], communicate: Sequence[str]) -> list[str]:
+    """Write the texts that `agent` says, one per answer.
+
+    `gold` plays the golden actions and says what the user has to be told (`communicate`),
+    `corrupt` leaves out the last action, `null` says one sentence and calls nothing.
+    """
+    if agent == "null":
+        return [NULL_SENTENCE]
+    kept = actions[:-1] if agent == "corrupt" else actions
+    return [*map(_say, kept), " ".join(["All done.", *communicate])]
+
+
+def _say(action: Any) -> str:
+    asked = f"Please perform {action.name}."
+    by_user = action.requestor == "user"
+    said = asked if by_user else call_text(action.name, action.arguments)
+    return think_block(f"The next step is {action.name}.") + said

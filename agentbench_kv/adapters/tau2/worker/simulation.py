@@ -1,18 +1,15 @@
 """One simulation: the benchmark's orchestrator and checker around our agent and user.
 
-What agents and users are derived from, by the names that each release of tau2-bench has.
-
-The agent of a simulation: answers come from one session of a chat server.
-
-The user's side: the benchmark's LLM simulator over any endpoint, or a fixed script for tests.
+The agent's answers come from one session of a chat server. The user is the benchmark's LLM
+simulator over any endpoint, or a fixed script for tests.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
 from tau2.data_model.message import (
@@ -28,8 +25,10 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from .chat import ChatLine, ContextLimitError
+from ...agent import AgentLine, ContextFullError, address_of
+from .patches import appoint
 
+# What agents and users are derived from, by the names that each release has.
 try:  # v1.x
     from tau2.agent.base_agent import HalfDuplexAgent as AgentBase
     from tau2.user.user_simulator_base import STOP, UserState
@@ -38,6 +37,13 @@ except ImportError:  # v0.2.0
     from tau2.agent.base import BaseAgent as AgentBase
     from tau2.user.base import STOP, UserState
     from tau2.user.base import BaseUser as UserBase
+
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import WorkerRequest
+
+_RETRIES = 3
+_USER_WAIT_S = 120.0
+_MAX_ERRORS = 10
 
 
 class InvalidAnswerError(Exception):
@@ -50,7 +56,7 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
     The history only grows, and an answer goes back as it came: the server's session goes on.
     """
 
-    def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: ChatLine) -> None:
+    def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: AgentLine) -> None:
         prompt = SYSTEM_PROMPT.format(domain_policy=policy, agent_instruction=AGENT_INSTRUCTION)
         # The whole history in OpenAI form, and one record per answer.
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}]
@@ -68,8 +74,8 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
 
     def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
         self._hear(message)
-        choice = self._line.ask(self.messages, self._tools)
-        answer, usage = choice["message"], choice["usage"]
+        completion = self._line.chat(self.messages, self._tools)
+        answer, usage = completion.said, completion.usage
         # The reasoning does not go back in the history: the server's session has it.
         said = {"role": "assistant", "content": answer.get("content")}
         if answer.get("tool_calls"):
@@ -78,12 +84,12 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         self.steps.append({
             "calls": len(answer.get("tool_calls") or ()),
             "unparsable": int("<tool_call>" in (answer.get("content") or "")),
-            "finish_reason": choice["finish_reason"],
+            "finish_reason": completion.finish_reason,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
         })  # fmt: skip
-        if choice["finish_reason"] == "context_limit":
-            raise ContextLimitError("the session reached the model's last position")
+        if completion.finish_reason == "context_limit":
+            raise ContextFullError("the session reached the model's last position")
         return _parsed(said, usage), state
 
     def _hear(self, message: Any) -> None:
@@ -120,9 +126,6 @@ def _call(call: dict[str, Any]) -> ToolCall:
     function = call["function"]
     arguments = json.loads(function.get("arguments") or "{}")
     return ToolCall(id=call.get("id") or "", name=function["name"], arguments=arguments)
-
-
-_RETRIES = 3
 
 
 class UserFailedError(Exception):
@@ -208,91 +211,105 @@ def _says(text: str) -> UserMessage:
     return UserMessage(role="user", content=text, cost=0.0)
 
 
-_MAX_ERRORS = 10
-
-
-_USER_WAIT_S = 120.0
-
-
 _UNSCORED: dict[type[Exception], str] = {
-    ContextLimitError: "context_limit",
+    ContextFullError: "context_limit",
     InvalidAnswerError: "unparsable",
     UserFailedError: "user_error",
 }
 
 
 class Domain:
-    """What the simulations of a domain share; tools are the agent's, in OpenAI form."""
+    """What the simulations of a domain share, and what the worker answers about it."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self._name = name
         # In the official order.
-        self.tasks = {task.id: task for task in registry.get_tasks_loader(name)()}
-        environment = self.environment()
-        self.policy: str = environment.get_policy()
-        self.tools = [tool.openai_schema for tool in environment.get_tools()]
-        self.user_tools = environment.get_user_tools() if environment.user_tools else None
+        self._tasks = {task.id: task for task in registry.get_tasks_loader(name)()}
+        environment = self._environment()
+        self._policy: str = environment.get_policy()
+        self._tools = [tool.openai_schema for tool in environment.get_tools()]  # the agent's
+        self._user_tools = environment.get_user_tools() if environment.user_tools else None
 
-    def environment(self) -> Any:
-        return registry.get_env_constructor(self.name)()
+    def about(self, _: WorkerRequest) -> dict[str, Any]:
+        return {
+            "tau2": importlib.metadata.version("tau2"),
+            "domain": self._name,
+            "policy_characters": len(self._policy),
+            "tools": len(self._tools),
+        }
 
+    def samples(self, _: WorkerRequest) -> list[str]:
+        return list(self._tasks)
 
-def play(domain: Domain, args: dict[str, Any], cancelled: threading.Event) -> dict[str, Any]:
-    """Play a simulation to its end and check it, until `cancelled` is set.
+    def criteria(self, sample: str) -> Any:
+        return self._tasks[sample].evaluation_criteria
 
-    `args` are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user` and
-    `max_steps`. Returns status and score, the checker's verdict, the agent's history and steps,
-    and the user's tokens.
-    """
-    task = domain.tasks[args["sample"]]
-    where, session = args["endpoint"], args["session"]
-    line = ChatLine(where, session, args["sampling"], args["key"], args["timeout_s"], cancelled)
-    agent = EndpointAgent(domain.policy, domain.tools, line)
-    user: ScriptedUser | SimulatedUser
-    scenario = str(task.user_scenario)
-    if args["user"]["kind"] == "scripted":
-        user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
-    else:
-        wait_s = min(_USER_WAIT_S, args["timeout_s"])
-        user = SimulatedUser(scenario, domain.user_tools, args["user"], wait_s)
-    orchestrator = Orchestrator(
-        domain=domain.name,
-        agent=agent,
-        user=user,
-        environment=domain.environment(),
-        task=task,
-        max_steps=args["max_steps"],
-        max_errors=_MAX_ERRORS,
-        seed=args["sampling"]["seed"],
-    )
-    try:
-        ended = _run(domain, task, orchestrator)
-    finally:
-        line.close()
-    kept = {"role", "content", "tool_calls", "requestor", "error"}
-    plain = {"mode": "json", "include": kept, "exclude_none": True}
-    said = [message.model_dump(**plain) for message in orchestrator.trajectory]
-    return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
-            "trajectory": said}  # fmt: skip
+    def run(self, request: WorkerRequest) -> dict[str, Any]:
+        """Play a simulation to its end and check it, until the request is cancelled.
 
+        Its arguments are `sample`, `endpoint`, `session`, `sampling`, `key`, `timeout_s`, `user`,
+        `max_steps` and `judge`. Returns status and score, the checker's verdict, the agent's
+        history and steps, and the user's tokens.
+        """
+        user, judge = request.args["user"], request.args["judge"]
+        for url in (request.args["endpoint"], user["url"], judge and judge["url"]):
+            if url:
+                request.guard.allow(*address_of(url))
+        if judge:  # only v1.x has what it replaces
+            appoint(judge)
+        plain: dict[str, Any] = json.loads(json.dumps(self._play(request), default=str))
+        return plain
 
-def _run(domain: Domain, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
-    try:
-        simulation = orchestrator.run()
-    except tuple(_UNSCORED) as error:
-        return _unscored(_UNSCORED[type(error)], str(error))
-    reason = TerminationReason(simulation.termination_reason)
-    if reason is TerminationReason.MAX_STEPS:
-        return _unscored("turn_limit", f"not done after {orchestrator.max_steps} steps")
-    checked = evaluate_simulation(
-        simulation=simulation,
-        task=task,
-        evaluation_type=EvaluationType.ALL,
-        solo_mode=False,
-        domain=domain.name,
-    )
-    verdict = {"ended_by": reason.value, **checked.model_dump(mode="json")}
-    return {"status": "scored", "score": checked.reward, "verdict": verdict, "error": None}
+    def _environment(self) -> Any:
+        return registry.get_env_constructor(self._name)()
+
+    def _play(self, request: WorkerRequest) -> dict[str, Any]:
+        args = request.args
+        task, session, timeout_s = self._tasks[args["sample"]], args["session"], args["timeout_s"]
+        body = {**args["sampling"], "session_id": session}
+        line = AgentLine(args["endpoint"], session, body, args["key"], timeout_s, request)
+        agent = EndpointAgent(self._policy, self._tools, line)
+        user: ScriptedUser | SimulatedUser
+        scenario = str(task.user_scenario)
+        if args["user"]["kind"] == "scripted":
+            user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
+        else:
+            wait_s = min(_USER_WAIT_S, timeout_s)
+            user = SimulatedUser(scenario, self._user_tools, args["user"], wait_s)
+        orchestrator = Orchestrator(
+            domain=self._name,
+            agent=agent,
+            user=user,
+            environment=self._environment(),
+            task=task,
+            max_steps=args["max_steps"],
+            max_errors=_MAX_ERRORS,
+            seed=args["sampling"]["seed"],
+        )
+        ended = self._run(task, orchestrator)
+        kept = {"role", "content", "tool_calls", "requestor", "error"}
+        plain = {"mode": "json", "include": kept, "exclude_none": True}
+        said = [message.model_dump(**plain) for message in orchestrator.trajectory]
+        return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
+                "trajectory": said}  # fmt: skip
+
+    def _run(self, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
+        try:
+            simulation = orchestrator.run()
+        except tuple(_UNSCORED) as error:
+            return _unscored(_UNSCORED[type(error)], str(error))
+        reason = TerminationReason(simulation.termination_reason)
+        if reason is TerminationReason.MAX_STEPS:
+            return _unscored("turn_limit", f"not done after {orchestrator.max_steps} steps")
+        checked = evaluate_simulation(
+            simulation=simulation,
+            task=task,
+            evaluation_type=EvaluationType.ALL,
+            solo_mode=False,
+            domain=self._name,
+        )
+        verdict = {"ended_by": reason.value, **checked.model_dump(mode="json")}
+        return {"status": "scored", "score": checked.reward, "verdict": verdict, "error": None}
 
 
 def _unscored(status: str, error: str) -> dict[str, Any]:

@@ -1,30 +1,20 @@
-"""What the tau2 worker answers.
-
-Databases parsed once: every simulation begins from a fresh copy, taken from memory.
-
-Who judges assertions about a conversation (v1.x); runs in the worker.
-"""
+"""What is replaced in tau2-bench: how databases are loaded, and who judges assertions (v1.x)."""
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import json
 import pickle
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from tau2.data_model.simulation import NLAssertionCheck
 from tau2.environment.db import DB
 from tau2.evaluator import evaluator_nl_assertions as assertions
 
-from .scripts import script
-from .simulation import Domain, play
-
-if TYPE_CHECKING:
-    from agentbench_kv.adapters.worker_child import Request
+_RETRIES = 3
+_WAIT_S = 120.0
+_ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
 
 
 def keep_parsed() -> None:
@@ -50,15 +40,6 @@ def keep_parsed() -> None:
                 gc.enable()
 
     DB.load = classmethod(load_copy)
-
-
-_RETRIES = 3
-
-
-_WAIT_S = 120.0
-
-
-_ask = assertions.NLAssertionsEvaluator.evaluate_nl_assertions
 
 
 class JudgeFailedError(Exception):
@@ -100,41 +81,3 @@ def _judged(trajectory: Sequence[Any], wanted: Sequence[str]) -> list[NLAssertio
     if len(found) != len(wanted):
         raise JudgeFailedError(f"the judge gave {len(found)} verdicts on {len(wanted)} assertions")
     return found
-
-
-class Benchmark:
-    """One domain and its commands."""
-
-    def __init__(self, domain: str) -> None:
-        self._domain = Domain(domain)
-
-    def about(self, _: Request) -> dict[str, Any]:
-        """Return versions and the size of what every prompt begins with."""
-        return {
-            "tau2": importlib.metadata.version("tau2"),
-            "domain": self._domain.name,
-            "policy_characters": len(self._domain.policy),
-            "tools": len(self._domain.tools),
-        }
-
-    def samples(self, _: Request) -> list[str]:
-        return list(self._domain.tasks)
-
-    def script(self, request: Request) -> list[str]:
-        wanted = self._domain.tasks[request.args["sample"]].evaluation_criteria
-        return script(request.args["agent"], wanted.actions or [], wanted.communicate_info or [])
-
-    def run(self, request: Request) -> dict[str, Any]:
-        judge = request.args["judge"]
-        for url in (request.args["endpoint"], request.args["user"]["url"], judge and judge["url"]):
-            if url:
-                parts = urlsplit(url)
-                port = parts.port or (443 if parts.scheme == "https" else 80)
-                request.guard.allow(str(parts.hostname), port)
-        if judge:
-            # Only v1.x has what it replaces.
-
-            appoint(judge)
-        played = play(self._domain, request.args, request.cancelled)
-        plain: dict[str, Any] = json.loads(json.dumps(played, default=str))
-        return plain

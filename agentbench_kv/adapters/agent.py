@@ -1,0 +1,213 @@
+"""The agent as worker processes see it: one session of an OpenAI-compatible server, and its texts.
+
+Standard library only: workers import it in interpreters that do not have this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.worker_child import WorkerRequest
+
+SESSION_HEADER = "X-KVBench-Session"
+NULL_SENTENCE = "I would rather not."  # all that the null agent says
+_BUSY = frozenset({409, 429, 503})
+_LONGEST_PAUSE_S = 30.0
+_CLOSING_S = 30.0
+_CONTEXT_LIMIT = ("context_length", "context_limit", "context length")
+
+
+def think_block(text: str) -> str:
+    return f"<think>\n{text}\n</think>\n\n"
+
+
+def call_text(name: Any, arguments: Any) -> str:
+    """Write a tool call as a model does, unescaped: the checkers compare text."""
+    return marked_call(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+
+
+def marked_call(payload: str) -> str:
+    return f"<tool_call>\n{payload}\n</tool_call>"
+
+
+class ServerError(Exception):
+    """The server answered with an error, or with what is not a completion."""
+
+
+class UnreachableError(Exception):
+    """The server could not be reached, or the connection broke."""
+
+
+class ContextFullError(Exception):
+    """The session passes the model's last position."""
+
+
+class CancelledError(Exception):
+    """The trial was cancelled."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of either route."""
+
+    said: Any  # completions: the text; chat: the message, to be sent back unchanged
+    finish_reason: str
+    usage: dict[str, Any]  # token counts; the server's KV account under `kvbench` if it keeps one
+    seconds: float  # from the request that was accepted to its answer
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Return the host and port of an http(s) URL; ServerError if it is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ServerError(f"not an http(s) URL: {url!r}")
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def base_url(url: str) -> str:
+    """Return a server's URL with `/v1` at its end, which is optional where users name servers."""
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+class AgentLine:
+    """A trial's line to the server of the agent: one session, named in every request.
+
+    `body` is sent with every request (max_tokens, temperature, seed, stop). `timeout_s` bounds one
+    completion, pauses on a busy server included. Cancelling the worker's `request` breaks off a
+    blocking read.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        session: str,
+        body: dict[str, Any],
+        key: str | None,
+        timeout_s: float,
+        request: WorkerRequest,
+    ) -> None:
+        self._address = address_of(url)
+        parts = urlsplit(base_url(url))
+        self._secure, self._path = parts.scheme == "https", parts.path
+        self._session = session
+        self._body = body
+        self._timeout_s = timeout_s
+        self._request = request
+        self._headers = {"Content-Type": "application/json", SESSION_HEADER: session}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def complete(self, prompt: str) -> Completion:
+        return self._ask("completions", {"prompt": prompt}, "text", str)
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> Completion:
+        fields: dict[str, Any] = {"messages": messages}
+        if tools:
+            fields["tools"] = tools
+        return self._ask("chat/completions", fields, "message", dict)
+
+    def close_session(self) -> dict[str, Any]:
+        """Close the session at the server; return its KV account, empty if it keeps none."""
+        path = f"sessions/{quote(self._session, safe='')}"
+        status, _, answer = self._send("DELETE", path, None, _CLOSING_S)
+        try:
+            account = json.loads(answer)["kvbench"] if status == 200 else {}
+        except (ValueError, LookupError, TypeError):
+            return {}
+        return account if isinstance(account, dict) else {}
+
+    def _ask(self, route: str, fields: dict[str, Any], key: str, kind: type) -> Completion:
+        """Ask until the server is not busy; what it said is a `kind` under `key`."""
+        deadline = time.monotonic() + self._timeout_s
+        if "model" not in self._body:
+            self._body["model"] = self._served_model()
+        body = json.dumps({**self._body, **fields}).encode()
+        while True:
+            started = time.monotonic()
+            status, pause, answer = self._send("POST", route, body, deadline - started)
+            if status == 200:
+                return _completion(answer, key, kind, time.monotonic() - started)
+            if status not in _BUSY or time.monotonic() + pause >= deadline:
+                raise _failure(status, answer)
+            if self._request.cancelled.wait(pause):
+                raise CancelledError("cancelled while the server was busy")
+
+    def _served_model(self) -> str:
+        status, _, answer = self._send("GET", "models", None, self._timeout_s)
+        if status != 200:
+            raise _failure(status, answer)
+        try:
+            return str(json.loads(answer)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"not a list of models: {answer[:200]!r}") from error
+
+    def _send(
+        self, method: str, route: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, float, bytes]:
+        """Return the status, the seconds to wait if the server is busy, and the body."""
+        if self._request.cancelled.is_set():
+            raise CancelledError("cancelled")
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(*self._address, timeout=max(timeout_s, 0.001))
+        try:
+            connection.connect()
+            self._request.on_cancel(lambda: _break_off(connection))
+            connection.request(method, f"{self._path}/{route}", body, self._headers)
+            response = connection.getresponse()
+            return response.status, _pause(response.headers.get("Retry-After")), response.read()
+        except (OSError, http.client.HTTPException) as error:
+            if self._request.cancelled.is_set():
+                raise CancelledError("cancelled during a request") from error
+            host, port = self._address
+            raise UnreachableError(f"{host}:{port}: {type(error).__name__}: {error}") from error
+        finally:
+            self._request.on_cancel(None)
+            connection.close()
+
+
+def _break_off(connection: http.client.HTTPConnection) -> None:
+    sock: socket.socket | None = connection.sock
+    if sock is not None:
+        with contextlib.suppress(OSError):  # already closed
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _pause(header: str | None) -> float:
+    try:
+        wanted = float(header or 1.0)
+    except ValueError:
+        wanted = 1.0
+    return min(max(wanted, 0.05), _LONGEST_PAUSE_S)
+
+
+def _completion(answer: bytes, key: str, kind: type, seconds: float) -> Completion:
+    try:
+        fields = json.loads(answer)
+        choice = fields["choices"][0]
+        said, usage = choice[key], fields.get("usage") or {}
+        # OpenAI clients know no `context_limit`; our server gives the exact reason in the usage.
+        reason = usage.get("kvbench", {}).get("finish_reason") or choice.get("finish_reason")
+        if not isinstance(said, kind):
+            raise TypeError(f"no {key}")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        name = "completion" if kind is str else "chat completion"
+        raise ServerError(f"not a {name}: {answer[:200]!r}") from error
+    return Completion(said, str(reason or "stop"), usage, seconds)
+
+
+def _failure(status: int, answer: bytes) -> Exception:
+    text = answer.decode("utf-8", "replace")[:500]
+    if status in (400, 413) and any(words in text.lower() for words in _CONTEXT_LIMIT):
+        return ContextFullError(text)
+    return ServerError(f"HTTP {status}: {text}")
