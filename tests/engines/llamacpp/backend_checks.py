@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.gguf import TINY, make_model
-from agentbench_kv.engines.llamacpp.server import watch as library
-from agentbench_kv.engines.llamacpp.server.context import Batch, Context
+from agentbench_kv.engines.llamacpp.server import library
+from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Blob, Cells, RowFormat, SequenceRows
-from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch, find_plugin
+from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError
 
 F32, F16, Q8 = 0, 1, 8
@@ -59,7 +59,7 @@ class Scene:
     def feed(self, tokens: list[int], rows: SequenceRows | None = None) -> torch.Tensor:
         rows = rows or self.rows
         first, count = rows.next, len(tokens)
-        batch = Batch(tokens, list(range(first, first + count)), [rows.sequence] * count,
+        batch = DecodeBatch(tokens, list(range(first, first + count)), [rows.sequence] * count,
                       list(range(count)))  # fmt: skip
         logits = self.context.decode(batch)
         rows.append(self.context.watch.cells(), first)
@@ -288,7 +288,7 @@ def check_plugin_turns_as_the_kernels() -> Any:
                 "turned": largest(ours._all_keys(), before),
                 "moved": ours.positions.tolist() == list(range(-1234, -1197)),
             }
-    return {"native": find_plugin() is not None, "forms": found}
+    return {"native": library.find_plugin() is not None, "forms": found}
 
 
 def check_plugin_loads_as_python() -> Any:
@@ -312,7 +312,7 @@ def check_trap_2_saving_before_a_shift_is_done() -> Any:
     context.remove(0, START, END)
     binding.llama_memory_seq_add(context.memory, 0, END, -1, START - END)
     pending = Blob(scene.cells.form, context.state(0)).keys(0).clone()
-    context.decode(Batch([1], [300], [0], []))
+    context.decode(DecodeBatch([1], [300], [0], []))
     done = Blob(scene.cells.form, context.state(0)).keys(0)[: len(pending)]
     scene.close()
     ours = Scene()
@@ -352,7 +352,7 @@ def check_trap_4_the_last_token_evicted() -> Any:
     scene.context.remove(0, 280, 300)
     refused = False
     try:
-        scene.context.decode(Batch([1], [300], [0], []))
+        scene.context.decode(DecodeBatch([1], [300], [0], []))
     except KVBenchError:
         refused = True
     scene.close()
