@@ -25,9 +25,11 @@ from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError
 
 F32, F16, Q8 = 0, 1, 8
+LAYERS, HEADS = TINY.num_hidden_layers, TINY.num_attention_heads
+KV_HEADS = TINY.num_key_value_heads
 DRAW = torch.Generator().manual_seed(5)
-TEXT = torch.randint(0, TINY.vocabulary, (400,), generator=DRAW).tolist()
-NEXT = torch.randint(0, TINY.vocabulary, (16,), generator=DRAW).tolist()
+TEXT = torch.randint(0, TINY.vocab_size, (400,), generator=DRAW).tolist()
+NEXT = torch.randint(0, TINY.vocab_size, (16,), generator=DRAW).tolist()
 START, END = 100, 200
 MODEL = Path()
 
@@ -86,7 +88,7 @@ def largest(left: torch.Tensor, right: torch.Tensor) -> float:
 def rotated(keys: torch.Tensor, by: int) -> torch.Tensor:
     """Rotate keys [tokens, heads, head_dim] in numpy and float64, halves paired."""
     half = keys.shape[-1] // 2
-    angles = by * TINY.rope_base ** (-2.0 * np.arange(half) / keys.shape[-1])
+    angles = by * TINY.rope_theta ** (-2.0 * np.arange(half) / keys.shape[-1])
     first, second = np.split(keys.double().numpy(), 2, -1)
     cosine, sine = np.cos(angles), np.sin(angles)
     turned = [first * cosine - second * sine, first * sine + second * cosine]
@@ -149,7 +151,7 @@ def check_restore_other_cells() -> Any:
 def check_rotated_keys() -> Any:
     scene = Scene()
     blob, _ = scene.evict()
-    saved = [blob.keys(layer).clone() for layer in range(TINY.layers)]
+    saved = [blob.keys(layer).clone() for layer in range(LAYERS)]
     blob.rotate(300)
     numpy = max(largest(blob.keys(i), rotated(keys, 300)) for i, keys in enumerate(saved))
     moved = blob.positions.tolist() == list(range(400, 500))
@@ -163,26 +165,26 @@ def check_rotated_keys() -> Any:
 
 
 def check_attention_rows() -> Any:
-    names = [f"kq_soft_max-{layer}" for layer in range(TINY.layers)]
-    watch = PythonWatch(TINY.layers, True, names)
+    names = [f"kq_soft_max-{layer}" for layer in range(LAYERS)]
+    watch = PythonWatch(LAYERS, True, names)
     scene = Scene(watch=watch, tokens=300)
     scene.feed(NEXT)
     worst, sums, beyond = 0.0, 0.0, 0.0
-    for layer in range(TINY.layers):
+    for layer in range(LAYERS):
         seen = torch.from_numpy(watch.kept[f"kq_soft_max-{layer}"][0][0])
         sums = max(sums, float((seen.sum(-1) - 1).abs().max()))
         beyond = max(beyond, float(seen[..., 316:].abs().sum()))
         keys = scene.cells.keys[layer][:, scene.rows.cells]
         values = scene.cells.values[layer][:, scene.rows.cells]
-        shares, _ = attention(watch.queries(layer, TINY.heads), keys, values, 315)
+        shares, _ = attention(watch.queries(layer, HEADS), keys, values, 315)
         worst = max(worst, float(np.abs(shares - seen[..., scene.rows.cells].numpy()).max()))
     scene.close()
     return {"sums": sums, "beyond": beyond, "numpy": worst}
 
 
 def check_per_head_sets() -> Any:
-    names = [f"kqv-{layer}" for layer in range(TINY.layers)]
-    watch = PythonWatch(TINY.layers, True, names)
+    names = [f"kqv-{layer}" for layer in range(LAYERS)]
+    watch = PythonWatch(LAYERS, True, names)
     scene = Scene(watch=watch, tokens=300)
     keys, values = scene.cells.read(scene.rows.cells)
     kept = random_sets(300, 96)
@@ -190,13 +192,13 @@ def check_per_head_sets() -> Any:
     scene.rows.keep_last(96)
     scene.feed(NEXT[:8])
     worst = 0.0
-    for layer in range(TINY.layers):
+    for layer in range(LAYERS):
         new = scene.cells.read(scene.rows.cells[-8:])
         own = [
             torch.cat([chosen(whole[layer], kept[layer]), fresh[layer]], 1)
             for whole, fresh in zip((keys, values), new, strict=True)
         ]
-        _, outputs = attention(watch.queries(layer, TINY.heads), *own, 103)
+        _, outputs = attention(watch.queries(layer, HEADS), *own, 103)
         seen = watch.kept[f"kqv-{layer}"][0][0]
         worst = max(worst, float(np.abs(outputs - seen).max()))
     scene.close()
@@ -206,9 +208,9 @@ def check_per_head_sets() -> Any:
 def random_sets(rows: int, budget: int) -> torch.Tensor:
     sets = [
         torch.randperm(rows, generator=DRAW)[:budget].sort().values
-        for _ in range(TINY.layers * TINY.kv_heads)
+        for _ in range(LAYERS * KV_HEADS)
     ]
-    return torch.stack(sets).reshape(TINY.layers, TINY.kv_heads, budget)
+    return torch.stack(sets).reshape(LAYERS, KV_HEADS, budget)
 
 
 def chosen(rows: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -221,7 +223,7 @@ def check_compaction_bytes() -> Any:
         scene = Scene(F16, flash, tokens=300)
         keys, values = scene.cells.read(scene.rows.cells)
         kept = random_sets(300, 96)
-        positions = torch.arange(300).expand(TINY.layers, TINY.kv_heads, -1).clone()
+        positions = torch.arange(300).expand(LAYERS, KV_HEADS, -1).clone()
         scene.cells.compact(scene.rows.cells, kept, [positions], sort=sort)
         scene.rows.keep_last(96)
         front = positions[..., :96]
@@ -247,7 +249,7 @@ def check_one_set_for_all_heads() -> Any:
     wanted = plain.feed(NEXT)
     plain.close()
     scene = Scene(tokens=300)
-    kept = (~gone).nonzero().flatten().expand(TINY.layers, TINY.kv_heads, -1).contiguous()
+    kept = (~gone).nonzero().flatten().expand(LAYERS, KV_HEADS, -1).contiguous()
     scene.cells.compact(scene.rows.cells, kept)
     scene.rows.keep_last(100)
     difference = largest(scene.feed(NEXT), wanted)
@@ -256,12 +258,12 @@ def check_one_set_for_all_heads() -> Any:
 
 
 def check_watches_agree() -> Any:
-    python, native = Scene(watch=PythonWatch(TINY.layers, True)), Scene()
+    python, native = Scene(watch=PythonWatch(LAYERS, True)), Scene()
     if not isinstance(native.context.watch, NativeWatch):
         return {"native": False}
     same = [torch.equal(python.context.watch.cells(), native.context.watch.cells())]
-    for layer in range(TINY.layers):
-        pair = (each.context.watch.queries(layer, TINY.heads) for each in (python, native))
+    for layer in range(LAYERS):
+        pair = (each.context.watch.queries(layer, HEADS) for each in (python, native))
         same.append(bool(torch.equal(*pair)))
     python.close()
     native.close()
