@@ -124,12 +124,8 @@ def pretokenizer_of(name: str) -> dict[str, Any]:
     if name not in PRETOKENIZERS:
         known = ", ".join(PRETOKENIZERS)
         raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": PRETOKENIZERS[name]},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    pattern = {"Regex": PRETOKENIZERS[name]}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
 
 
@@ -158,8 +154,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         "tokenizer.json": json.dumps(_tokenizer(metadata, tokens, types), ensure_ascii=False),
         "tokenizer_config.json": json.dumps(_config(metadata, tokens)),
     }
-    template = metadata.get("tokenizer.chat_template")
-    if template:
+    if template := metadata.get("tokenizer.chat_template"):
         files["chat_template.jinja"] = template
     return files
 
@@ -172,13 +167,10 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int])
         if kind in (CONTROL, USER_DEFINED)
     ]
     pre = str(metadata.get("tokenizer.ggml.pre", ""))
-    model = {
-        "type": "BPE",
-        "ignore_merges": pre == "llama-bpe",
-        # Added tokens too: one that the vocabulary lacks would get the next free id.
-        "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
-        "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
-    }
+    # Added tokens too: one that the vocabulary lacks would get the next free id.
+    words = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
+    bpe = {"type": "BPE", "ignore_merges": pre == "llama-bpe", "vocab": words, "merges": merges}
     return {
         "version": "1.0",
         "added_tokens": added,
@@ -186,7 +178,7 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int])
         "pre_tokenizer": pretokenizer_of(pre),
         "post_processor": None,
         "decoder": BYTE_LEVEL,
-        "model": model,
+        "model": bpe,
     }
 
 
@@ -300,8 +292,7 @@ def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
     merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
     writer.add_token_merges(merges)
     writer.add_add_bos_token(False)
-    template = _chat_template(folder)
-    if template:
+    if template := _chat_template(folder):
         writer.add_chat_template(template)
 
 

@@ -391,7 +391,7 @@ def _move(tensors: Sequence[PagedRows], table: Tensor, plan: Tensor, rows: int, 
 
 
 class SequenceRows:
-    """Rows of one session, by ascending label.
+    """Rows of one session, by ascending label: a `RowStore` of `engines.core.rows`.
 
     Three numbers belong to a row. Its *logical* position counts the tokens the session has ever
     seen; its *RoPE* position is what its key is rotated to; its *label* is the position llama.cpp
@@ -473,9 +473,31 @@ class SequenceRows:
             self._cells.context.remove(self.sequence)
         self._clear()
 
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Copy keys and values [layers, kv_heads, live, head_dim]; see `Cells.read`."""
+        return self._cells.read(self.cells)
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        """Move the kept rows to the session's last cells and let go of the others."""
+        moved = self._cells.compact(self.cells, kept, (positions, *extras), sort=sort)
+        self.keep_last(kept.shape[-1])
+        return moved
+
     def keep_last(self, budget: int) -> None:
         """Drop all rows but those with the largest labels, which a compaction filled."""
         self._select(torch.arange(self.live) >= self.live - budget)
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor | None = None) -> None:  # noqa: ARG002
+        """Turn the keys to the positions of their places, and number rows by them."""
+        self._cells.rotate(self.cells, shifts)
+        places = torch.arange(self.live)
+        if self.live:
+            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
+            blob.set_positions(places)
+            self._cells.context.remove(self.sequence)
+            self._table[0] = self._cells.load(self.sequence, blob)
+        self._table[1:3] = places
+        self.next = self.live
 
     def drop(self, gone: Tensor) -> None:
         """Drop rows [live], bool."""
@@ -505,19 +527,7 @@ class SequenceRows:
         places = torch.arange(self.live)
         shape = self._cells.form.shape
         shifts = (places - self.rope).expand(shape.layers, shape.kv_heads, -1)
-        self._cells.rotate(self.cells, shifts)
-        self.renumber()
-
-    def renumber(self) -> None:
-        """Give rows the positions of their places; their keys are turned to them already."""
-        places = torch.arange(self.live)
-        if self.live:
-            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
-            blob.set_positions(places)
-            self._cells.context.remove(self.sequence)
-            self._table[0] = self._cells.load(self.sequence, blob)
-        self._table[1:3] = places
-        self.next = self.live
+        self.rotate(shifts)
 
     def _select(self, kept: Tensor) -> None:
         for start, end in runs(self.labels[~kept].tolist()):

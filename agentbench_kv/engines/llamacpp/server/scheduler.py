@@ -20,7 +20,6 @@ from agentbench_kv.engines.llamacpp.server.rows import Cells
 from agentbench_kv.engines.llamacpp.server.session import (
     BackendGeneration,
     BackendSession,
-    EventStore,
     Stream,
 )
 from agentbench_kv.engines.serving.plugin import Policy
@@ -369,7 +368,7 @@ class BatchScheduler:
             return
         number = len(session.ledger.stats.events) - 1
         removal = Removal(session.name, number, cut=cut, blocks=[])
-        moved = self.worker.remove(removal, EventStore(self.cells, session.rows))
+        moved = self.worker.remove(removal, session.rows)
         session.ledger.moved(number, moved)
 
     def _finish(self, generation: BackendGeneration) -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import socketserver
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,28 +59,6 @@ class BackendSession:
         snapshot = self.ledger.snapshot()
         snapshot.logical = len(self.tokens)
         return snapshot
-
-
-class EventStore:
-    """The rows of one session during an event: a `RowStore` of `engines.core.rows`."""
-
-    def __init__(self, cells: Cells, rows: SequenceRows) -> None:
-        self._cells = cells
-        self._rows = rows
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self._cells.read(self._rows.cells)
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows to the session's last cells and let go of the others."""
-        moved = self._cells.compact(self._rows.cells, kept, (positions, *extras), sort=sort)
-        self._rows.keep_last(kept.shape[-1])
-        return moved
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:  # noqa: ARG002
-        """Turn the keys to the positions of their rows, and number rows by them."""
-        self._cells.rotate(self._rows.cells, shifts)
-        self._rows.renumber()
 
 
 class Stream:
