@@ -228,10 +228,11 @@ def _measured(
             times[name].append(_timed(run, case.device) * 1e6)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     moved = work.run(native) if case.operation == "compact" else 0
-    copy_us, native_us, torch_us = (medians[name] for name in ("copy", "native", "torch"))
-    library_us, share = medians.get("library"), copy_us / native_us
-    rows_moved = 0 if moved is None else int(moved)
-    return KernelTimes(case, native_us, torch_us, library_us, work.bytes_moved, share, rows_moved)
+    return KernelTimes(
+        *(case, medians["native"], medians["torch"], medians.get("library"), work.bytes_moved),
+        share_of_copy=medians["copy"] / medians["native"],
+        rows_moved=int(moved or 0),
+    )
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.gguf import TINY, make_model
-from agentbench_kv.engines.llamacpp.server import library
+from agentbench_kv.engines.llamacpp.server import library, rows
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Blob, Cells, RowFormat, SequenceRows
 from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch
@@ -270,6 +270,13 @@ def check_watches_agree() -> Any:
     return {"native": True, "same": all(same)}
 
 
+def empty_state(form: RowFormat, tokens: int) -> bytearray:
+    """A state whose rows, and the headers that `Blob` does not read, are zero."""
+    data = bytearray(rows._size(form, tokens))
+    rows._HEADER.pack_into(data, 0, rows.MAGIC, 0, 1, tokens)
+    return data
+
+
 def check_plugin_turns_as_the_kernels() -> Any:
     """Compare keys turned by the plug-in with the same keys turned by `kernels.rope_rotate`."""
     scene = Scene(tokens=1)
@@ -280,7 +287,8 @@ def check_plugin_turns_as_the_kernels() -> Any:
         for interleaved in (False, True):
             width = shape.kv_heads * shape.head_dim
             form = RowFormat(replace(shape, interleaved=interleaved), row_type, width * size, True)
-            ours = Blob.empty(form, torch.arange(37))
+            ours = Blob(form, empty_state(form, 37))
+            ours.set_positions(torch.arange(37))
             ours._all_keys().copy_(torch.randn(ours._all_keys().shape, generator=DRAW))
             theirs, before = Blob(form, bytearray(ours.data)), ours._all_keys().clone()
             ours.rotate(-1234)

@@ -90,27 +90,6 @@ class Blob:
         if (magic, streams) != (MAGIC, 1) or len(data) != _size(form, self.tokens):
             raise KVBenchError("llama.cpp's state format is not the pinned version's")
 
-    @classmethod
-    def empty(cls, form: RowFormat, positions: Tensor) -> Blob:
-        """Make a blob for tokens at some positions, rows all zero."""
-        count, shape = len(positions), form.shape
-        data = bytearray(_size(form, count))
-        _HEADER.pack_into(data, 0, MAGIC, 0, 1, count)
-        _KIND.pack_into(data, _cells_end(count), int(form.transposed), shape.layers)
-        for layer in range(shape.layers):
-            at = _keys_at(form, count, layer) - _ROWS.size
-            _ROWS.pack_into(data, at, form.row_type, form.row_bytes)
-            at = _values_at(form, count, layer)
-            if form.transposed:
-                element = form.row_bytes // form.width
-                _COLUMNS.pack_into(data, at - _COLUMNS.size, form.row_type, element, form.width)
-            else:
-                _ROWS.pack_into(data, at - _ROWS.size, form.row_type, form.row_bytes)
-        made = cls(form, data)
-        made._cells[:] = torch.tensor([0, 1, 0], dtype=torch.int32)
-        made.set_positions(positions)
-        return made
-
     @property
     def positions(self) -> Tensor:
         """Position of every token [tokens], int64; a copy."""
@@ -145,7 +124,8 @@ class Blob:
 
     def reordered(self, order: Tensor) -> Blob:
         """Return a blob with the tokens in another order [tokens], int64."""
-        made = Blob.empty(self.form, self.positions[order])
+        made = Blob(self.form, bytearray(self.data))
+        made.set_positions(self.positions[order])
         for layer in range(self.form.shape.layers):
             made.keys(layer).copy_(self.keys(layer)[order])
             made.values(layer).copy_(self.values(layer)[order])
