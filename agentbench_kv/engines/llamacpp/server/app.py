@@ -65,8 +65,7 @@ class Backend:
 
     def commands(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
         """Return what the control channel answers; `call` works on the scheduler's thread."""
-        scheduler, spans = self.scheduler, self._spans
-        call = scheduler.call
+        scheduler, spans, call = self.scheduler, self._spans, self.scheduler.call
         return {
             "ping": lambda _: True,
             "stats": lambda r: _plain(call(lambda: scheduler.stats(r["session"]))),

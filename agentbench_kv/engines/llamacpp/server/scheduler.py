@@ -283,15 +283,13 @@ class BatchScheduler:
 
     def _admit(self) -> None:
         while self._waiting:
-            generation = self._waiting[0]
             try:
-                if not self.admission.admit(generation, self.sessions.values()):
+                if not self.admission.admit(self._waiting[0], self.sessions.values()):
                     return
             except KVBenchError as error:
-                self._waiting.popleft()
-                self._fail(generation, error)
-                continue
-            self._running.append(self._waiting.popleft())
+                self._fail(self._waiting.popleft(), error)
+            else:
+                self._running.append(self._waiting.popleft())
 
     def _abandon(self, session: BackendSession) -> None:
         """End what is left of a session's last generation: its caller has gone on already."""
