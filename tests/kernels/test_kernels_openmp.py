@@ -7,11 +7,11 @@ import ctypes
 import pytest
 import torch
 
-from agentbench_kv.kernels import build as openmp
+from agentbench_kv.kernels import build
 
 
 def test_the_team_function_runs_work_on_as_many_threads_as_asked():
-    address = openmp.team_function()
+    address = build.team_function()
     if address is None:
         pytest.skip("this PyTorch runs on no OpenMP runtime with GOMP_parallel")
     work_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -22,7 +22,7 @@ def test_the_team_function_runs_work_on_as_many_threads_as_asked():
 
 
 def test_the_runtime_is_the_one_pytorch_loaded():
-    loaded = openmp._loaded_runtimes()
+    loaded = build._loaded_runtimes()
     if "OpenMP" not in torch.__config__.parallel_info():
         pytest.skip("this PyTorch was built without OpenMP")
     assert loaded
@@ -30,5 +30,5 @@ def test_the_runtime_is_the_one_pytorch_loaded():
 
 
 def test_without_a_runtime_there_is_no_team(monkeypatch):
-    monkeypatch.setattr(openmp, "_loaded_runtimes", lambda: ["/no/such/libgomp.so.1"])
-    assert openmp.team_function() is None
+    monkeypatch.setattr(build, "_loaded_runtimes", lambda: ["/no/such/libgomp.so.1"])
+    assert build.team_function() is None

@@ -400,13 +400,21 @@ def start_server(
     facts = read_model(path)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
-    wire = wire_class(ServerSetup(options, facts, python, path, folder, gpu, stock))
+    setup = ServerSetup(options, facts, python, path, folder, gpu, stock)
+    return run_server(engine, wire_class(setup), setup, name, folder_sha(path))
+
+
+def run_server(
+    engine: type[_Engine], wire: PluginWire, setup: ServerSetup, name: str, model_sha: str
+) -> _Engine:
+    """Return an engine over the server that `wire` starts."""
+    options, facts, folder = setup.options, setup.facts, setup.folder
     info = EngineInfo(
         name=name,
         model=options.model,
-        model_path=path,
-        model_sha=folder_sha(path),
-        device="cuda" if gpu else "cpu",
+        model_path=setup.model,
+        model_sha=model_sha,
+        device="cuda" if setup.gpu else "cpu",
         dtype=options.dtype,
         context_limit=wire.context_limit,
         eos_token_ids=facts.eos_token_ids,
