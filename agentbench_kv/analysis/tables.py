@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from agentbench_kv.analysis.angles import Angles
-from agentbench_kv.analysis.audit import Evidence, Timeline
+from agentbench_kv.analysis.audit import TokenAudit, PhaseTimeline
 from agentbench_kv.analysis.coverage import OVERALL, Coverage
 from agentbench_kv.analysis.tsne import Embedding
 from agentbench_kv.methods.base import PHASE_NAMES, Phase
@@ -52,7 +52,7 @@ def coverage_tables(coverage: Coverage) -> list[Table]:
     return [table]
 
 
-def timeline_tables(timeline: Timeline) -> list[Table]:
+def timeline_tables(timeline: PhaseTimeline) -> list[Table]:
     """Return one row per event: mean kept tokens of each phase, and how many were ever seen."""
     table = _table("event", "logical", "live", *(f"{name} kept/seen" for name in PHASE_NAMES))
     columns = (timeline.logical, timeline.live, timeline.mean_kept(), timeline.seen)
@@ -63,7 +63,7 @@ def timeline_tables(timeline: Timeline) -> list[Table]:
     return [table]
 
 
-def audit_tables(found: Sequence[Evidence]) -> list[Table]:
+def audit_tables(found: Sequence[TokenAudit]) -> list[Table]:
     """Return one row per position and event that evicted it, or one if none did."""
     table = _table(
         "position", "still held", "event", "logical", "evicted in", "median rank", "places",

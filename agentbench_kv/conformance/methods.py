@@ -1,36 +1,85 @@
-"""Properties every KV-cache method must have: the method conformance suite, without an engine.
+"""The method conformance suite: selections on random caches, then the engine with the method.
 
-`sessions` and `masked_cache` hold the part that needs one.
-
-What must hold of a selection, on random caches with holes; a check says what is wrong.
+What `kvbench selftest method` runs (`method_suite`); a plug-in's own tests call it the same way.
+A property of a selection is a function that says what is wrong, or nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.conformance import CheckResult
+from agentbench_kv.analysis.replay import MethodInput
+from agentbench_kv.conformance import CheckResult, guarded
+from agentbench_kv.conformance.driver import drive, short_turns
+from agentbench_kv.conformance.masked import check_masked_cache
+from agentbench_kv.conformance.reference import tiny_model
+from agentbench_kv.conformance.replay import check_replay, check_sessions
 from agentbench_kv.conformance.scenes import (
-    Scene,
-    Shape,
+    CacheShape,
     always_kept,
     made_up_calibration,
     make_scene,
 )
+from agentbench_kv.conformance.spans import check_spans
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase
+from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.registry import make_method
 
-SHAPE = Shape()
+ENGINE_BUDGET = 160
+"""Tokens kept where an engine runs: above the prompts of short sessions, below their lengths."""
+
+SHAPE = CacheShape()
 
 
-def calibrated(method: Method, shape: Shape = SHAPE, heads: Tensor | None = None) -> Method:
+def method_suite(
+    method: str | type[Method] | Method, budget: int | None = None
+) -> dict[str, list[CheckResult]]:
+    """Run every check there is on one method, on random caches and on tiny random models.
+
+    Parameters
+    ----------
+    method : str, class or Method
+        `name` or `name@preset` of a registered method, a class, or a method already built.
+    budget : int, optional
+        Tokens to keep; chosen for each part if not given.
+
+    Returns
+    -------
+    dict
+        Part -> its results. A part that raises is one failed result.
+    """
+    small = build_method(method, budget)
+    if isinstance(small, SpanMethod):
+        return {"spans": guarded(partial(check_spans, small))}
+    parts: dict[str, Callable[[], list[CheckResult]]] = {"selection": partial(check_method, small)}
+    if not small.offline:
+        large = small
+        if budget is None and small.compresses and small.budget is not None:
+            large = replace(small, budget=max(small.budget, ENGINE_BUDGET))
+        qwen3, llama = (
+            tiny_model(f, kv_heads=n, layers=2) for f, n in (("qwen3", 2), ("llama", 1))
+        )
+        parts["masked cache, qwen3"] = partial(check_masked_cache, large, qwen3)
+        parts["masked cache, llama"] = partial(check_masked_cache, large, llama)
+        parts["replay"] = partial(_replay, large, qwen3)
+        parts["sessions"] = partial(check_sessions, large)
+    return {part: guarded(check) for part, check in parts.items()}
+
+
+def _replay(method: Method, model: Any) -> list[CheckResult]:
+    often = replace(method, interval=16)
+    trace = drive(model, often, {"only": short_turns(int(model.config.vocab_size))})["only"]
+    return [check_replay("only", model, often, trace)]
+
+
+def calibrated(method: Method, shape: CacheShape = SHAPE, heads: Tensor | None = None) -> Method:
     """Return the method with made-up statistics of a model, if it needs any.
 
     `heads` [q_heads] is another order of the query heads.
@@ -52,7 +101,7 @@ def _tokens(method: Method) -> int:
     return _budget(method) + 40
 
 
-def _scene(method: Method, seed: int) -> Scene:
+def _scene(method: Method, seed: int) -> MethodInput:
     return make_scene(method, _tokens(method), seed=seed)
 
 
@@ -188,14 +237,21 @@ def _ignores_cache_order(method: Method, seed: int) -> str:
 def _has_no_memory(method: Method, seed: int) -> str:
     """Another session in between changes nothing; inputs are left as they were."""
     scene = _scene(method, seed)
-    copies = [tensor.clone() for tensor in scene.tensors()]
+    copies = [tensor.clone() for tensor in _tensors(scene)]
     first = scene.positions(scene.select(method))
     make_scene(method, _tokens(method) + 8, seed=seed + 1).select(method)
     problem = _difference(first, scene.positions(scene.select(method)))
     if problem:
         return f"the second call differs: {problem}"
-    same = all(torch.equal(a, b) for a, b in zip(copies, scene.tensors(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(copies, _tensors(scene), strict=True))
     return "" if same else "select changed the cache or the queries it was given"
+
+
+def _tensors(scene: MethodInput) -> list[Tensor]:
+    """Return every tensor a method sees."""
+    parts: list[Any] = [*scene.layers, *scene.queries, scene]
+    found = (getattr(part, field.name) for part in parts for field in fields(part))
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def _shares_kept_sets(method: Method, seed: int) -> str:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.adapters.base import Fact, Sample, Task
-from agentbench_kv.analysis.audit import Evidence, audit
+from agentbench_kv.analysis.audit import TokenAudit, audit
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.analysis.traces import EventTrace, Trace
+from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, model_path
 from agentbench_kv.engines.embedded.observer import EventLog, Observer, QkvRecorder
 from agentbench_kv.errors import UsageError, unknown_name
@@ -146,10 +146,10 @@ def trace_session(spec: RunSpec, sample: str) -> tuple[Trace, EventLog, Watched]
     sample : str
         As `watch` takes it.
     """
-    events: list[EventTrace] = []
+    events: list[ScoredEvent] = []
 
     def keep(logical: int, positions: Tensor, selection: Selection) -> None:
-        events.append(EventTrace.from_selection(logical, positions, selection))
+        events.append(ScoredEvent.from_selection(logical, positions, selection))
 
     log = EventLog(keep)
     watched = watch(spec, sample, log)
@@ -191,13 +191,13 @@ class AuditedFact:
     fact : Fact
     positions : tuple of int
         Logical positions of its tokens where it was first stated.
-    tokens : list of Evidence
+    tokens : list of TokenAudit
         One per position.
     """
 
     fact: Fact
     positions: tuple[int, ...]
-    tokens: list[Evidence]
+    tokens: list[TokenAudit]
 
     @property
     def held(self) -> float:
