@@ -57,17 +57,8 @@ class TokenAudit:
 def audit(events: Sequence[ScoredEvent], positions: Collection[int]) -> list[TokenAudit]:
     """Say for every position at which events it was evicted, in which heads, by how much.
 
-    Parameters
-    ----------
-    events : sequence of ScoredEvent
-        All events of a session, in order.
-    positions : collection of int
-        Logical positions of the tokens that hold an answer.
-
-    Returns
-    -------
-    list of TokenAudit
-        By position.
+    `events` are all events of a session, in order; `positions` the logical ones of the tokens that
+    hold an answer. Returns an audit per token, by position.
     """
     total = events[0].kept.shape[:2].numel() if events else 0
     found = []

@@ -234,17 +234,8 @@ def event_points(capture: Capture, method: Method) -> list[int]:
 def replay(capture: Capture, method: Method, events: Sequence[int]) -> list[ScoredEvent]:
     """Run events over a capture as an engine would, each on what the one before has left.
 
-    Parameters
-    ----------
-    capture : Capture
-    method : Method
-    events : sequence of int
-        Logical lengths, ascending. One that finds no more than the budget live is passed over.
-
-    Raises
-    ------
-    UsageError
-        If events are out of order or past the capture, or the method cannot be replayed.
+    `events` are logical lengths, ascending; one that finds no more than the budget live is passed
+    over. UsageError if they are out of order or past the capture, or the method cannot be replayed.
     """
     last = int(capture.positions[-1]) + 1
     for before, now in pairwise((0, *events)):

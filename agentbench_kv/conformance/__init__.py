@@ -18,6 +18,11 @@ class CheckResult:
     detail: str = ""
     skipped: bool = False  # it could not be checked, `detail` says why; `ok` is True then
 
+    @classmethod
+    def unless(cls, problem: str, name: str, detail: str = "") -> CheckResult:
+        """Return a result that fails with a problem, and holds if there is none."""
+        return cls(name, not problem, problem or detail)
+
 
 def guarded(
     check: Callable[[], list[CheckResult]], reraise: tuple[type[Exception], ...] = ()

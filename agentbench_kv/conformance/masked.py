@@ -72,7 +72,7 @@ def check_trace(
         "kept sets": _kept_problem(method, trace),
         "accounting": _accounting_problem(trace),
     }
-    results = [CheckResult(f"{name}: {key}", not text, text) for key, text in problems.items()]
+    results = [CheckResult.unless(text, f"{name}: {key}") for key, text in problems.items()]
     if problems["kept sets"]:
         ok, detail = False, "kept sets are not valid"
     else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from agentbench_kv.adapters.base import SCRIPTED_AGENTS, ScriptedAgent
+from agentbench_kv.adapters.base import SCRIPTED_AGENTS, ScriptedAgent, Task
 from agentbench_kv.conformance import CheckResult, guarded
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
@@ -47,17 +47,14 @@ class _Plan:
 
     def spec(self, agent: ScriptedAgent, trials: int = 1) -> RunSpec:
         base = RunSpec(
-            engine="scripted",
-            model=agent,
-            method="full",
-            budget=None,
-            task=self.task,
-            limit=self.limit,
-            trials=trials,
-            concurrency=self.concurrency,
+            engine="scripted", model=agent, method="full", budget=None, task=self.task,
+            limit=self.limit, trials=trials, concurrency=self.concurrency,
             max_tokens=self.max_tokens,
-        )
+        )  # fmt: skip
         return resolve(base, self.settings)
+
+    def create_task(self) -> Task:
+        return load_task(self.task).create(self.spec("gold").task_params)
 
     def run(self, agent: ScriptedAgent, folder: str, trials: int = 1) -> RunReader:
         spec = self.spec(agent, trials)
@@ -79,26 +76,9 @@ def task_suite(
 ) -> dict[str, list[CheckResult]]:
     """Run every check there is on one task.
 
-    Parameters
-    ----------
-    task : str
-        Name of a registered task.
-    limit : int, optional
-        First samples only; None takes all.
-    settings : mapping, optional
-        The task's settings, as text.
-    concurrency : int
-        Sessions driven at once.
-
-    Returns
-    -------
-    dict
-        Part -> its results. A part that raises is one failed result.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If there is no such task, or its environment or data are missing.
+    Of its first `limit` samples, all if None; `settings` are the task's, as text; `concurrency`
+    sessions are driven at once. A part that raises is one failed result. UsageError or
+    PrerequisiteError if there is no such task, or its environment or data are missing.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-selftest-") as folder:
         plan = _with_longest_answer(_Plan(task, settings or {}, limit, concurrency, Path(folder)))
@@ -115,7 +95,7 @@ def task_suite(
 
 def _with_longest_answer(plan: _Plan) -> _Plan:
     """Return the plan with answers long enough for everything that the known agents say."""
-    task = load_task(plan.task).create(plan.spec("gold").task_params)
+    task = plan.create_task()
     try:
         samples = task.samples(plan.limit, 0)
         texts = (
@@ -133,7 +113,7 @@ def _with_longest_answer(plan: _Plan) -> _Plan:
 
 
 def _check_samples(plan: _Plan) -> list[CheckResult]:
-    task = load_task(plan.task).create(plan.spec("gold").task_params)
+    task = plan.create_task()
     try:
         first, again = task.samples(plan.limit, 0), task.samples(plan.limit, 0)
         fewer = task.samples(max(len(first) - 1, 1), 0)
@@ -144,7 +124,7 @@ def _check_samples(plan: _Plan) -> list[CheckResult]:
     unsafe = [repr(name) for name in ids if not _safe(name)]
     right_count = bool(first) and (plan.limit is None or len(first) <= plan.limit)
     return [
-        CheckResult("there are samples, no more than asked for", right_count, f"{len(ids)}"),
+        CheckResult("there are samples, no more than asked for", right_count, str(len(ids))),
         CheckResult("two calls give the same samples", first == again),
         CheckResult("fewer are the first ones", fewer == first[: len(fewer)]),
         _none("ids are unique", twice),
@@ -153,12 +133,8 @@ def _check_samples(plan: _Plan) -> list[CheckResult]:
 
 
 def _safe(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and 0 < len(name) <= _LONGEST_ID
-        and name.isprintable()
-        and name == name.strip()
-    )
+    plain = isinstance(name, str) and name.isprintable() and name == name.strip()
+    return plain and 0 < len(str(name)) <= _LONGEST_ID
 
 
 def _check_gold(plan: _Plan) -> list[CheckResult]:
@@ -181,10 +157,8 @@ def _check_records(
 ) -> list[CheckResult]:
     turns = Counter(turn.key for turn in run.turns())
     counts = Counter(trial.sample_id for trial in trials)
-    resets = [trial.sample_id for trial in trials if trial.session_resets]
-    incomplete = [
-        trial.sample_id for trial in trials if not _complete(run, trial, turns[trial.key])
-    ]
+    resets = [t.sample_id for t in trials if t.session_resets]
+    incomplete = [t.sample_id for t in trials if not _complete(run, t, turns[t.key])]
     missing = [name for name, count in counts.items() if count != per_sample]
     return [
         _none("every trial has one record", missing, f"{len(trials)} records"),
@@ -278,7 +252,5 @@ def _describe(trial: TrialRecord) -> str:
 
 def _none(name: str, problems: Sequence[str], detail: str = "") -> CheckResult:
     """Make a check that holds if there are no problems; it names the first few."""
-    if not problems:
-        return CheckResult(name, True, detail)
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return CheckResult(name, False, "; ".join(problems[:_SHOWN]) + more)
+    return CheckResult.unless("; ".join(problems[:_SHOWN]) + more, name, detail)

@@ -85,7 +85,7 @@ def _check_stop(stop: _Stop, expected: SessionTrace, found: SessionTrace) -> Che
         problem = token_problem(expected, found) or reason_problem(expected, found)
         if not stop.turn.own_stop:
             problem = problem or accounting_problem(expected, found)
-    return CheckResult(name, not problem, problem or f"after {tokens} tokens")
+    return CheckResult.unless(problem, name, f"after {tokens} tokens")
 
 
 def _find_stops(reference: Driver, codec: TokenCodec) -> list[_Stop]:
@@ -142,7 +142,7 @@ def check_cancel(driver: Driver, reference: Driver, network: Any) -> list[CheckR
     problem = next(problems, "")
     exact = check_reference(network, found, driver.method.positions)
     return [
-        CheckResult("cancel ends a generation", not problem, problem or f"{len(found)} sessions"),
+        CheckResult.unless(problem, "cancel ends a generation", f"{len(found)} sessions"),
         replace(exact, name="goes on exactly after a cancel"),
     ]
 
@@ -171,8 +171,8 @@ def check_context_limit(driver: Driver, reference: Driver) -> list[CheckResult]:
     if not problem and len(found.tokens) != limit:
         problem = f"ended after {len(found.tokens)} tokens of {limit}"
     return [
-        CheckResult("too long a prompt is refused", not refusal, refusal),
-        CheckResult("ends at the last position", not problem, problem or f"{limit} tokens"),
+        CheckResult.unless(refusal, "too long a prompt is refused"),
+        CheckResult.unless(problem, "ends at the last position", f"{limit} tokens"),
     ]
 
 
@@ -219,7 +219,7 @@ def check_leaks(driver: Driver, examples: int) -> CheckResult:
     refused = sum(isinstance(trace.error, CapacityError) for trace in traces)
     events = sum(len(trace.stats.events) for trace in traces)
     detail = f"{len(traces)} sessions, {refused} refused, {events} events"
-    return CheckResult(name, not problem, problem or detail)
+    return CheckResult.unless(problem, name, detail)
 
 
 class _FoundError(Exception):
@@ -312,7 +312,7 @@ def check_restart(driver: Driver, network: Any) -> list[CheckResult]:
     recomputed = traces["killed"].stats.recomputed
     problem = error_problem(traces["killed"])
     problem = problem or ("" if recomputed else "nothing is counted as recomputed")
-    result = CheckResult(name, not problem, problem or f"{recomputed} tokens computed again")
+    result = CheckResult.unless(problem, name, f"{recomputed} tokens computed again")
     if problem:
         return [result]
     exact = check_reference(network, traces, driver.method.positions)

@@ -68,30 +68,12 @@ def engine_suite(
 ) -> Results:
     """Run every check there is on one engine, in float32 on the CPU.
 
-    Parameters
-    ----------
-    engine : str or engine class
-        A registered name, or a class with `create(options)`.
-    methods : sequence of str
-        `name` or `name@preset`; all if empty, a few if `quick`.
-    families : sequence of str
-        Of `fixture.FAMILIES`; all if empty, the first if `quick`.
-    quick : bool
-        Fewer random sessions, no restart.
-    engine_args : mapping, optional
-        Options of a serving engine's own command line.
-    report : callable
-        Told every part as soon as it is done.
-
-    Returns
-    -------
-    dict
-        Part -> its results. A part that raises is one failed result.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        For an engine, method or family that does not exist, or an engine that cannot start here.
+    `engine` is a registered name, or a class with `create(options)`; `methods` are `name` or
+    `name@preset`, `families` of `fixture.FAMILIES`: all if empty, a few if `quick`, which also
+    means fewer random sessions and no restart. `engine_args` are options of a serving engine's own
+    command line; `report` is told every part as soon as it is done. Returns part -> its results; a
+    part that raises is one failed result. UsageError or PrerequisiteError for an engine, method or
+    family that does not exist, or an engine that cannot start here.
     """
     cls = load_engine(engine) if isinstance(engine, str) else engine
     if Capability.TEXT in cls.capabilities or Capability.COMPRESS not in cls.capabilities:
