@@ -81,10 +81,13 @@ class Capture:
         the file holds, to name what was probably meant.
         """
         checks = _Checks(source, arrays, names or tuple(arrays))
+        q, k, v = map(checks.main, REQUIRED)
         positions, decoded = checks.positions(), checks.per_token("decoded", 1)
         return cls(
-            *map(checks.main, REQUIRED),
-            positions=positions,
+            q,
+            k,
+            v,
+            positions,
             now=checks.scalar("now", int(positions[-1]) + 1, int(positions[0]) + 1),
             prompt=checks.scalar("prompt", 0, 0),
             phases=checks.per_token("phase", 3),

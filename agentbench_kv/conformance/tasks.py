@@ -38,23 +38,15 @@ class _StoppedError(Exception):
 class _Plan:
     """What all runs of the suite have in common."""
 
-    task: str
+    base: RunSpec  # unresolved
     settings: Mapping[str, str]
-    limit: int | None
-    concurrency: int
     out: Path
-    max_tokens: int = RunSpec.max_tokens
 
     def spec(self, agent: ScriptedAgent, trials: int = 1) -> RunSpec:
-        base = RunSpec(
-            engine="scripted", model=agent, method="full", budget=None, task=self.task,
-            limit=self.limit, trials=trials, concurrency=self.concurrency,
-            max_tokens=self.max_tokens,
-        )  # fmt: skip
-        return resolve(base, self.settings)
+        return resolve(replace(self.base, model=agent, trials=trials), self.settings)
 
     def create_task(self) -> Task:
-        return load_task(self.task).create(self.spec("gold").task_params)
+        return load_task(self.base.task).create(self.spec("gold").task_params)
 
     def run(self, agent: ScriptedAgent, folder: str, trials: int = 1) -> RunReader:
         spec = self.spec(agent, trials)
@@ -81,7 +73,11 @@ def task_suite(
     PrerequisiteError if there is no such task, or its environment or data are missing.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-selftest-") as folder:
-        plan = _with_longest_answer(_Plan(task, settings or {}, limit, concurrency, Path(folder)))
+        base = RunSpec(
+            engine="scripted", model="gold", method="full", budget=None, task=task, limit=limit,
+            concurrency=concurrency,
+        )  # fmt: skip
+        plan = _with_longest_answer(_Plan(base, settings or {}, Path(folder)))
         parts = {
             "samples": _check_samples,
             "gold": _check_gold,
@@ -97,7 +93,7 @@ def _with_longest_answer(plan: _Plan) -> _Plan:
     """Return the plan with answers long enough for everything that the known agents say."""
     task = plan.create_task()
     try:
-        samples = task.samples(plan.limit, 0)
+        samples = task.samples(plan.base.limit, 0)
         texts = (
             t for agent in SCRIPTED_AGENTS for each in samples for t in task.script(each, agent)
         )
@@ -109,20 +105,20 @@ def _with_longest_answer(plan: _Plan) -> _Plan:
         return plan
     finally:
         task.close()
-    return replace(plan, max_tokens=max(longest, plan.max_tokens))
+    return replace(plan, base=replace(plan.base, max_tokens=max(longest, plan.base.max_tokens)))
 
 
 def _check_samples(plan: _Plan) -> list[CheckResult]:
     task = plan.create_task()
     try:
-        first, again = task.samples(plan.limit, 0), task.samples(plan.limit, 0)
+        first, again = task.samples(plan.base.limit, 0), task.samples(plan.base.limit, 0)
         fewer = task.samples(max(len(first) - 1, 1), 0)
     finally:
         task.close()
     ids = [sample.id for sample in first]
     twice = [name for name, count in Counter(map(sample_key, ids)).items() if count > 1]
     unsafe = [repr(name) for name in ids if not _safe(name)]
-    right_count = bool(first) and (plan.limit is None or len(first) <= plan.limit)
+    right_count = bool(first) and (plan.base.limit is None or len(first) <= plan.base.limit)
     return [
         CheckResult("there are samples, no more than asked for", right_count, str(len(ids))),
         CheckResult("two calls give the same samples", first == again),
@@ -174,10 +170,10 @@ def _complete(run: RunReader, trial: TrialRecord, turns: int) -> bool:
 
 
 def _check_corrupt(plan: _Plan) -> list[CheckResult]:
-    declared = load_task(plan.task).corrupt_score
+    declared = load_task(plan.base.task).corrupt_score
     trials = plan.run("corrupt", "runs").trials()
     if declared is None:
-        return _check_below_gold(trials, plan.limit is None)
+        return _check_below_gold(trials, plan.base.limit is None)
     wrong = _wrong(trials, declared)
     return [_none(f"corrupt scores {declared:g} as built", wrong, _mean(trials))]
 
@@ -202,7 +198,7 @@ def _check_null(plan: _Plan) -> list[CheckResult]:
 def _check_resume(plan: _Plan) -> list[CheckResult]:
     """Interrupt a run and go on with it; then ask for it again when it is complete."""
     # One session at a time, or a few samples would all be under way when the first has ended.
-    width = 1 if plan.limit is not None else plan.concurrency
+    width = 1 if plan.base.limit is not None else plan.base.concurrency
     spec, out = replace(plan.spec("gold"), concurrency=width), plan.out / "resumed"
     ended: list[str] = []
 
