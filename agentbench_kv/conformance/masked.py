@@ -66,8 +66,10 @@ def check_trace(
     tolerance: float = TOLERANCE,
 ) -> list[CheckResult]:
     """Check one session's trace: coverage, kept sets, accounting, and equality of the logits."""
+    wrong = sorted(set(trace.decoded_at) ^ set(trace.logits))[:8]
+    missing = f"logits are missing or unexpected at positions {wrong}" if wrong else ""
     problems = {
-        "logits recorded": _coverage_problem(trace),
+        "logits recorded": missing,
         "events": _event_problem(method, trace, min_events),
         "kept sets": _kept_problem(method, trace),
         "accounting": _accounting_problem(trace),
@@ -83,11 +85,6 @@ def check_trace(
             f"{len(trace.events)} events"
         )
     return [*results, CheckResult(f"{name}: masked-cache equality", ok, detail)]
-
-
-def _coverage_problem(trace: SessionTrace) -> str:
-    wrong = sorted(set(trace.decoded_at) ^ set(trace.logits))
-    return f"logits are missing or unexpected at positions {wrong[:8]}" if wrong else ""
 
 
 def _event_problem(method: Method, trace: SessionTrace, min_events: int) -> str:

@@ -120,7 +120,12 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
     ]
-    return parts if quick else [*parts, ("restart", partial(restart_part, fixture, main))]
+    if quick:
+        return parts
+    return [
+        *parts,
+        ("restart", lambda: check_restart(fixture.driver(main, SMALL_POOL), fixture.network)),
+    ]
 
 
 def method_part(
@@ -213,7 +218,3 @@ def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:
 
 def leak_part(fixture: Fixture, method: Method, examples: int) -> list[CheckResult]:
     return [check_leaks(fixture.driver(method, SMALL_POOL), examples)]
-
-
-def restart_part(fixture: Fixture, method: Method) -> list[CheckResult]:
-    return check_restart(fixture.driver(method, SMALL_POOL), fixture.network)
