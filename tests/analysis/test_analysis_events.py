@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.analysis import replay as replay_module
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.replay import event_points, replay, replay_trace, select_capture
 from agentbench_kv.analysis.traces import ScoredEvent
@@ -51,7 +50,7 @@ def test_small_events_are_the_replay_of_the_specification(
 
 @pytest.mark.parametrize("block_bytes", [600, 1 << 25])
 def test_evicted_tokens_forget_their_sums(capture, numeric, monkeypatch, block_bytes):
-    monkeypatch.setattr(replay_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("agentbench_kv.analysis.replay.BLOCK_BYTES", block_bytes)
     made = capture(70)
     events = replay(made, make_method("h2o", 16), [20, 33, 50, 69])
     q, k = made.q[0].numpy(), made.k[0].numpy()
