@@ -270,11 +270,11 @@ class _Checks:
     def _statistic(self, name: str) -> Tensor:
         """Return a statistic [layers, q_heads, head_dim / 2]; one layer may lack its axis."""
         array, shape = self._arrays[name], (self._layers, self._heads, self._head_dim // 2)
-        if array.shape == shape:
-            return array.float()
-        if self._layers == 1 and array.shape == shape[1:]:
-            return array[None].float()
-        raise self._shape(name, f"{list(shape)}, layers by q_heads by head_dim / 2")
+        if array.ndim == 2 and self._layers == 1:
+            array = array[None]
+        if array.shape != shape:
+            raise self._shape(name, f"{list(shape)}, layers by q_heads by head_dim / 2", array)
+        return array.float()
 
     def _check_shapes(self) -> bool:
         """Check how queries, keys and values fit; return whether they have a layer axis."""
@@ -309,8 +309,8 @@ class _Checks:
             raise self._error(f"array {name!r} differs between layers; expected one for all")
         return row
 
-    def _shape(self, name: str, expected: str) -> UsageError:
-        shape = list(self._arrays[name].shape)
+    def _shape(self, name: str, expected: str, array: Tensor | None = None) -> UsageError:
+        shape = list((self._arrays[name] if array is None else array).shape)
         return self._error(f"array {name!r} has shape {shape}, expected {expected}")
 
     def _dtype(self, name: str, expected: str) -> UsageError:
