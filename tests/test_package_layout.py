@@ -22,7 +22,8 @@ ALLOWED = {
     "analysis": {"budget", "kernels", "methods", "params", "results"},
     "budget": set(),
     "conformance": {
-        "adapters", "budget", "engines", "methods", "phases", "registry", "results", "run",
+        "adapters", "analysis", "budget", "engines", "methods", "phases", "registry", "results",
+        "run",
     },
     "engines": {"environments", "kernels", "methods", "phases"},
     "environments": set(),

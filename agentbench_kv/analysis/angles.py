@@ -2,19 +2,14 @@
 
 Per span, layer and head, the queries' rows are centred; the first k right singular vectors span
 their dominant directions. Two spans are compared by the mean of their k principal angles.
-
-Spans: maximal runs of tokens with one phase.
-
-Numbers for JSON.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,43 +19,8 @@ from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import PHASE_NAMES, Phase
 
-
-class PhaseSpan(NamedTuple):
-    """Tokens [start, end) of a capture, all of one phase."""
-
-    phase: int
-    start: int
-    end: int
-
-
-def phase_spans(phases: Tensor, shortest: int = 1) -> list[PhaseSpan]:
-    """Return the spans of at least `shortest` tokens, in order, of phases [tokens]."""
-    changes = (phases.diff() != 0).nonzero()[:, 0] + 1
-    bounds = pairwise([0, *changes.tolist(), len(phases)])
-    return [
-        PhaseSpan(int(phases[start]), start, end)
-        for start, end in bounds
-        if end - start >= max(shortest, 1)
-    ]
-
-
-def listed(values: Tensor) -> Any:
-    """Return nested lists, or a number, with None for NaN and infinities: JSON has neither."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return plain(values.tolist())
-
-
 DIMENSIONS = 5
-
-
 _RANK_TOLERANCE = 1e-10
-
-
 """Smallest variance of a direction, as a share of the largest; below it lies rounding noise."""
 
 
@@ -85,7 +45,7 @@ class Angles:
     def _means(self, average: Callable[[Tensor], Tensor]) -> Tensor:
         """Average the angles of each two phases' pairs of spans, [4, 4, ...]."""
         means = []
-        for phases in itertools.product(range(len(Phase)), repeat=2):
+        for phases in product(range(len(Phase)), repeat=2):
             chosen = (self.pairs == torch.tensor(sorted(phases))).all(-1)
             means.append(average(self.degrees[chosen]))
         return torch.stack(means).reshape(len(Phase), len(Phase), *means[0].shape)
@@ -161,8 +121,8 @@ def check_same_shape(captures: Sequence[Capture]) -> None:
 def _one_capture(capture: Capture, dimensions: int) -> Angles:
     spans = phase_spans(capture.labels("angles"), dimensions + 1)
     bases = [_basis(capture.q, span, dimensions) for span in spans]
-    pairs = [sorted((one.phase, other.phase)) for one, other in itertools.combinations(spans, 2)]
-    degrees = [_mean_angle(one, other) for one, other in itertools.combinations(bases, 2)]
+    pairs = [sorted((one.phase, other.phase)) for one, other in combinations(spans, 2)]
+    degrees = [_mean_angle(one, other) for one, other in combinations(bases, 2)]
     empty = torch.zeros((0, *capture.q.shape[:2]), dtype=torch.float64)
     return Angles(
         dimensions,
@@ -170,6 +130,25 @@ def _one_capture(capture: Capture, dimensions: int) -> Angles:
         torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
         torch.stack(degrees) if degrees else empty,
     )
+
+
+class PhaseSpan(NamedTuple):
+    """Tokens [start, end) of a capture, all of one phase."""
+
+    phase: int
+    start: int
+    end: int
+
+
+def phase_spans(phases: Tensor, shortest: int = 1) -> list[PhaseSpan]:
+    """Return the spans of at least `shortest` tokens, in order, of phases [tokens]."""
+    changes = (phases.diff() != 0).nonzero()[:, 0] + 1
+    bounds = pairwise([0, *changes.tolist(), len(phases)])
+    return [
+        PhaseSpan(int(phases[start]), start, end)
+        for start, end in bounds
+        if end - start >= max(shortest, 1)
+    ]
 
 
 def _basis(queries: Tensor, span: PhaseSpan, dimensions: int) -> Tensor:
@@ -192,3 +171,14 @@ def _mean_angle(first: Tensor, second: Tensor) -> Tensor:
     missing = overlap.isnan().any(-1).any(-1)
     cosines: Tensor = torch.linalg.svdvals(overlap.masked_fill(missing[..., None, None], 0.0))
     return cosines.clamp(max=1).arccos().mean(-1).rad2deg().masked_fill(missing, torch.nan)
+
+
+def listed(values: Tensor) -> Any:
+    """Return nested lists, or a number, with None for NaN and infinities: JSON has neither."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return plain(values.tolist())

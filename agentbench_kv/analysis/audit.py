@@ -1,7 +1,4 @@
-"""The evidence audit: when were the tokens that held an answer evicted, and how narrowly.
-
-The timeline: how many of the kept tokens belong to each phase, event by event.
-"""
+"""What events did to tokens: each one's evictions, and how many of each phase were kept."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.analysis.angles import listed
-from agentbench_kv.analysis.traces import EventTrace, Trace
+from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import PHASE_NAMES, Phase
 
@@ -44,7 +41,7 @@ class Eviction:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class TokenAudit:
     """What became of one token."""
 
     position: int
@@ -57,20 +54,11 @@ class Evidence:
         return vars(self) | {"evictions": [eviction.document() for eviction in self.evictions]}
 
 
-def audit(events: Sequence[EventTrace], positions: Collection[int]) -> list[Evidence]:
+def audit(events: Sequence[ScoredEvent], positions: Collection[int]) -> list[TokenAudit]:
     """Say for every position at which events it was evicted, in which heads, by how much.
 
-    Parameters
-    ----------
-    events : sequence of EventTrace
-        All events of a session, in order.
-    positions : collection of int
-        Logical positions of the tokens that hold an answer.
-
-    Returns
-    -------
-    list of Evidence
-        By position.
+    `events` are all events of a session, in order; `positions` the logical ones of the tokens that
+    hold an answer. Returns an audit per token, by position.
     """
     total = events[0].kept.shape[:2].numel() if events else 0
     found = []
@@ -78,15 +66,17 @@ def audit(events: Sequence[EventTrace], positions: Collection[int]) -> list[Evid
         every = (_eviction(position, number, event) for number, event in enumerate(events))
         evictions = [eviction for eviction in every if len(eviction.heads)]
         held = total - sum(len(eviction.heads) for eviction in evictions)
-        found.append(Evidence(position, total, held, evictions))
+        found.append(TokenAudit(position, total, held, evictions))
     return found
 
 
-def _eviction(position: int, number: int, event: EventTrace) -> Eviction:
-    layer, head, row = ((event.positions == position) & ~event.kept).nonzero(as_tuple=True)
-    competing = ~(event.scores.isnan() & event.kept)[layer, head]
-    chosen = competing & event.kept[layer, head]
-    scores = event.scores[layer, head].nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+def _eviction(position: int, number: int, event: ScoredEvent) -> Eviction:
+    layer, head, row = ((event.positions == position) & ~event.survived).nonzero(as_tuple=True)
+    kept = event.survived[layer, head]
+    scores = event.scores[layer, head]
+    competing = ~(scores.isnan() & kept)
+    chosen = competing & kept
+    scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     own = scores.gather(-1, row[:, None])
     earlier = torch.arange(event.live) < row[:, None]
     ahead = competing & ((scores > own) | ((scores == own) & earlier))
@@ -104,7 +94,7 @@ def _eviction(position: int, number: int, event: EventTrace) -> Eviction:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PhaseTimeline:
     """Counts of tokens per event, head and phase."""
 
     logical: list[int]  # tokens ever seen
@@ -133,7 +123,7 @@ class Timeline:
         return {"analysis": "timeline", "phases": list(PHASE_NAMES), "events": events}
 
 
-def trace_timeline(trace: Trace) -> Timeline:
+def trace_timeline(trace: Trace) -> PhaseTimeline:
     """Return the timeline of a trace; UsageError if it has no phases, or no event."""
     if trace.phases is None:
         raise UsageError("timeline needs the phase of every token: the trace has no array 'phase'")
@@ -142,16 +132,13 @@ def trace_timeline(trace: Trace) -> Timeline:
     return phase_timeline(trace.events, trace.phases)
 
 
-def phase_timeline(events: Sequence[EventTrace], phases: Tensor) -> Timeline:
+def phase_timeline(events: Sequence[ScoredEvent], phases: Tensor) -> PhaseTimeline:
     """Count the tokens of each phase before and after every event; phases are by position."""
     marks = torch.nn.functional.one_hot(phases, len(Phase))
-    before = [marks[event.positions] for event in events]
-    return Timeline(
+    return PhaseTimeline(
         logical=[event.logical for event in events],
         live=[event.live for event in events],
         seen=torch.stack([marks[: event.logical].sum(0) for event in events]),
-        before=torch.stack([rows.sum(2) for rows in before]),
-        kept=torch.stack(
-            [(rows * e.kept[..., None]).sum(2) for rows, e in zip(before, events, strict=True)]
-        ),
+        before=torch.stack([marks[event.positions].sum(2) for event in events]),
+        kept=torch.stack([marks[event.kept].sum(2) for event in events]),
     )

@@ -1,8 +1,7 @@
 """Captures: queries, keys and values of one session, as a model computed them.
 
-Named arrays with a JSON note in one file: `.npz` or `.safetensors`, never pickles.
-
-Whether arrays are a capture: every problem is one line that names array, finding and need.
+A capture is an archive: named arrays with a JSON note in one `.npz` or `.safetensors` file, never a
+pickle. What is wrong with a file is one line that names array, finding and need.
 """
 
 from __future__ import annotations
@@ -27,20 +26,299 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.results.files import writing
 
-SUFFIXES = (".npz", ".safetensors")
+REQUIRED = ("q", "k", "v")
+CALIBRATION = ("q_mean_real", "q_mean_imag", "q_abs_mean", "inv_freq")
+NAMES = (*REQUIRED, "phase", "positions", "tokens", "decoded", "prompt", "now", *CALIBRATION)
+LAST_POSITION = 10**8
+"""Far past any session; what comes later would only ask for absurd amounts of memory."""
 
-
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _UNREADABLE = (
-    OSError,
-    EOFError,
-    KeyError,
-    MemoryError,
-    NotImplementedError,
-    ValueError,
-    SafetensorError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+    OSError, EOFError, KeyError, MemoryError, NotImplementedError, ValueError, SafetensorError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a model computed for every token of one session, with nothing evicted.
+
+    Tensors per token are int64 unless said otherwise; q, k and v are float16 or float32.
+    """
+
+    # Post-RoPE [layers, q_heads, tokens, head_dim]; head h belongs to KV head
+    # h // (q_heads // kv_heads).
+    q: Tensor
+    k: Tensor  # post-RoPE [layers, kv_heads, tokens, head_dim]
+    v: Tensor  # [layers, kv_heads, tokens, head_dim]
+    positions: Tensor  # logical [tokens], ascending
+    now: int  # of the event: tokens at earlier positions are candidates, the others the future
+    prompt: int = 0  # tokens of the first prefill
+    phases: Tensor | None = None  # [tokens]: 0 think, 1 act, 2 tool, 3 others
+    tokens: Tensor | None = None  # ids [tokens]
+    decoded: Tensor | None = None  # bool [tokens], generated ones; if absent, all after the prompt
+    calibration: Calibration | None = None  # TriAttention's statistics of the model
+    layered: bool = True  # whether the file has a layer axis; without one there is a single layer
+    meta: dict[str, Any] = field(default_factory=dict)  # model, session, task
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a capture file; UsageError says what is wrong with which array."""
+        archive = read_archive(path, NAMES)
+        return cls.from_arrays(archive.arrays, archive.meta, str(path), archive.names)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Mapping[str, Tensor],
+        meta: Mapping[str, Any] | None = None,
+        source: str = "capture",
+        names: Sequence[str] = (),
+    ) -> Self:
+        """Check arrays as a capture file names them, and build the capture.
+
+        UsageError if an array is missing or wrong; its message starts with `source`. `names` is all
+        the file holds, to name what was probably meant.
+        """
+        checks = _Checks(source, arrays, names or tuple(arrays))
+        q, k, v = map(checks.main, REQUIRED)
+        positions, decoded = checks.positions(), checks.per_token("decoded", 1)
+        return cls(
+            q,
+            k,
+            v,
+            positions,
+            now=checks.scalar("now", int(positions[-1]) + 1, int(positions[0]) + 1),
+            prompt=checks.scalar("prompt", 0, 0),
+            phases=checks.per_token("phase", 3),
+            tokens=checks.per_token("tokens"),
+            decoded=None if decoded is None else decoded.bool(),
+            calibration=checks.calibration(),
+            layered=checks.layered,
+            meta=dict(meta or {}),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the capture as `.npz` or `.safetensors`, its queries, keys and values as they are.
+
+        UsageError if the suffix is another, PrerequisiteError if the place cannot be written.
+        """
+        write_archive(path, self.arrays(), self.meta)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return the arrays of the file by name."""
+        layers = slice(None) if self.layered else 0
+        arrays = {
+            "q": self.q[layers],
+            "k": self.k[layers],
+            "v": self.v[layers],
+            "positions": self.positions,
+            "now": torch.tensor(self.now),
+            "prompt": torch.tensor(self.prompt),
+        }
+        labels = {"phase": self.phases, "tokens": self.tokens, "decoded": self.decoded}
+        arrays |= {name: tensor for name, tensor in labels.items() if tensor is not None}
+        if self.calibration is not None:
+            mean, abs_mean = self.calibration.mean[layers], self.calibration.abs_mean[layers]
+            statistics = (mean.real, mean.imag, abs_mean, self.calibration.frequencies)
+            arrays |= zip(CALIBRATION, statistics, strict=True)
+        return arrays
+
+    @property
+    def layers(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def q_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def length(self) -> int:
+        """Tokens it holds."""
+        return self.q.shape[2]
+
+    @property
+    def candidates(self) -> int:
+        """Tokens before `now`."""
+        return self.before(self.now)
+
+    def before(self, now: int) -> int:
+        """Return how many of its tokens are at positions before `now`."""
+        return int((self.positions < now).sum())
+
+    def at(self, now: int) -> Capture:
+        """Move the event to another position; UsageError if no token comes before it."""
+        if self.before(now) < 1:
+            raise UsageError(f"now={now}: expected a position after the capture's first token")
+        return replace(self, now=now)
+
+    def only_layers(self, chosen: Sequence[int]) -> Capture:
+        """Return a capture of some layers, of all if none is chosen; UsageError if one is none."""
+        for layer in chosen:
+            if not 0 <= layer < self.layers:
+                raise UsageError(f"layer {layer}: the capture has layers 0 to {self.layers - 1}")
+        if not chosen:
+            return self
+        index = list(chosen)
+        statistics = self.calibration
+        if statistics is not None:
+            statistics = replace(
+                statistics, mean=statistics.mean[index], abs_mean=statistics.abs_mean[index]
+            )
+        return replace(
+            self, q=self.q[index], k=self.k[index], v=self.v[index], calibration=statistics
+        )
+
+    def labels(self, purpose: str) -> Tensor:
+        """Return the phases [tokens]; a UsageError without them names the `purpose`."""
+        if self.phases is None:
+            raise UsageError(
+                f"{purpose} needs the phase of every token: the capture has no array 'phase' "
+                "(0 think, 1 act, 2 tool, 3 others)"
+            )
+        return self.phases
+
+
+class _Checks:
+    """Checks the arrays of one capture; every problem is a UsageError that starts with `source`."""
+
+    def __init__(self, source: str, arrays: Mapping[str, Tensor], present: Sequence[str]) -> None:
+        """Check that nothing is missing, and no name of the file nearly one we read."""
+        self._source = source
+        self._arrays = arrays
+        for name in REQUIRED:
+            if name not in arrays:
+                found = ", ".join(sorted(present)) or "nothing"
+                raise self._error(f"missing array {name!r}; expected q, k and v, found {found}")
+        for name in set(present) - set(NAMES):
+            close = difflib.get_close_matches(name, set(NAMES) - set(present), 1, 0.8)
+            if close:
+                raise self._error(f"unknown array {name!r}; did you mean {close[0]!r}?")
+        for name in REQUIRED:
+            if arrays[name].dtype not in (torch.float16, torch.float32):
+                raise self._dtype(name, "float16 or float32")
+            if not arrays[name].numel():
+                raise self._shape(name, "at least one token")
+            self._check_finite(name)
+        self.layered = self._check_shapes()
+        self._layers, self._heads, self._length, self._head_dim = self.main("q").shape
+
+    def main(self, name: str) -> Tensor:
+        """Return queries, keys or values with a layer axis."""
+        return self._arrays[name] if self.layered else self._arrays[name][None]
+
+    def positions(self) -> Tensor:
+        """Return the positions [tokens], 0, 1, … if the file has none."""
+        positions = self.per_token("positions", LAST_POSITION)
+        if positions is None:
+            return torch.arange(self._length)
+        if self._length > 1 and int(positions.diff().min()) <= 0:
+            at = int((positions.diff() <= 0).nonzero()[0]) + 1
+            raise self._error(
+                f"positions are not ascending: {int(positions[at])} at token {at} follows "
+                f"{int(positions[at - 1])}"
+            )
+        return positions
+
+    def per_token(self, name: str, high: int | None = None) -> Tensor | None:
+        """Return an optional array of whole numbers [tokens] in [0, high], as int64."""
+        if name not in self._arrays:
+            return None
+        row = self._shared(name, self._length)
+        if row.dtype not in _INTEGERS:
+            raise self._dtype(name, "whole numbers")
+        wrong = (row < 0) if high is None else (row < 0) | (row > high)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            allowed = "at least 0" if high is None else f"0 to {high}"
+            raise self._error(f"{name} {int(row[at])} at token {at}; expected {allowed}")
+        return row.long()
+
+    def scalar(self, name: str, default: int, low: int) -> int:
+        """Return an optional position of at least `low`."""
+        if name not in self._arrays:
+            return default
+        values = self._arrays[name].reshape(-1)
+        if not len(values) or bool((values != values[0]).any()):
+            raise self._shape(name, "one number")
+        if values.dtype not in _INTEGERS:
+            raise self._dtype(name, "a whole number")
+        if not low <= int(values[0]) <= LAST_POSITION + 1:
+            limits = f"at least {low}, and no more than {LAST_POSITION + 1}"
+            raise self._error(f"{name} is {int(values[0])}; expected {limits}")
+        return int(values[0])
+
+    def calibration(self) -> Calibration | None:
+        """Return TriAttention's statistics if the file has them."""
+        found = [name for name in CALIBRATION if name in self._arrays]
+        if not found:
+            return None
+        for name in CALIBRATION:
+            if name not in found:
+                raise self._error(f"missing array {name!r}: it goes with {', '.join(found)}")
+            if not self._arrays[name].dtype.is_floating_point:
+                raise self._dtype(name, "floating-point numbers")
+            self._check_finite(name)
+        real, imaginary, size = map(self._statistic, CALIBRATION[:3])
+        frequencies = self._shared(CALIBRATION[3], self._head_dim // 2).float()
+        return Calibration(torch.complex(real, imaginary), size, frequencies)
+
+    def _statistic(self, name: str) -> Tensor:
+        """Return a statistic [layers, q_heads, head_dim / 2]; one layer may lack its axis."""
+        array, shape = self._arrays[name], (self._layers, self._heads, self._head_dim // 2)
+        if array.ndim == 2 and self._layers == 1:
+            array = array[None]
+        if array.shape != shape:
+            raise self._shape(name, f"{list(shape)}, layers by q_heads by head_dim / 2", array)
+        return array.float()
+
+    def _check_shapes(self) -> bool:
+        """Check how queries, keys and values fit; return whether they have a layer axis."""
+        q, k, v = (self._arrays[name] for name in REQUIRED)
+        if q.ndim not in (3, 4):
+            raise self._shape("q", "[q_heads, tokens, head_dim], with or without a layer axis")
+        heads = k.shape[-3] if k.ndim == q.ndim else 0
+        expected = (*q.shape[:-3], heads, *q.shape[-2:])
+        if not heads or k.shape != expected:
+            raise self._shape("k", f"kv_heads by tokens by head_dim of q {list(q.shape)}")
+        if v.shape != expected:
+            raise self._shape("v", f"the shape of k {list(expected)}")
+        if q.shape[-3] % heads:
+            raise self._error(f"{q.shape[-3]} query heads are not a multiple of {heads} KV heads")
+        return q.ndim == 4
+
+    def _check_finite(self, name: str) -> None:
+        array = self._arrays[name]
+        # Layer by layer: the marks of a whole memory-mapped file would not be small.
+        for part in array if array.ndim == 4 else (array,):
+            count = int((~part.isfinite()).sum())
+            if count:
+                raise self._error(f"array {name!r} has {count} NaN or infinite values")
+
+    def _shared(self, name: str, width: int) -> Tensor:
+        """Return [width] of an array that may repeat it for every layer."""
+        array = self._arrays[name]
+        row = array[0] if array.ndim == 2 and array.shape[0] == self._layers else array
+        if tuple(row.shape) != (width,):
+            raise self._shape(name, f"[{width}]")
+        if bool((array != row).any()):
+            raise self._error(f"array {name!r} differs between layers; expected one for all")
+        return row
+
+    def _shape(self, name: str, expected: str, array: Tensor | None = None) -> UsageError:
+        shape = list((self._arrays[name] if array is None else array).shape)
+        return self._error(f"array {name!r} has shape {shape}, expected {expected}")
+
+    def _dtype(self, name: str, expected: str) -> UsageError:
+        found = str(self._arrays[name].dtype).removeprefix("torch.")
+        return self._error(f"array {name!r} has dtype {found}, expected {expected}")
+
+    def _error(self, message: str) -> UsageError:
+        return UsageError(f"{self._source}: {message}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +332,7 @@ class Archive:
 
 def check_suffix(path: Path) -> str:
     """Return the suffix of a path; UsageError if it is none we read and write."""
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in (".npz", ".safetensors"):
         raise UsageError(f"{path}: expected a file name that ends in .npz or .safetensors")
     return path.suffix
 
@@ -154,323 +432,3 @@ def _write_safetensors(path: Path, arrays: dict[str, Tensor], note: str) -> None
     mode = path.stat().st_mode
     save_file(arrays, path, metadata={"meta": note})
     path.chmod(mode)
-
-
-FLOATS = (torch.float16, torch.float32)
-
-
-LAST_POSITION = 10**8
-
-
-"""Far past any session; what comes later would only ask for absurd amounts of memory."""
-
-
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-class CaptureChecks:
-    """Checks the arrays of one capture; every problem is a UsageError.
-
-    Messages start with `source`; `present` is all names of the file, also those that are not read.
-    """
-
-    def __init__(self, source: str, arrays: Mapping[str, Tensor], present: Sequence[str]) -> None:
-        self._source = source
-        self._arrays = arrays
-        self._present = present
-
-    def names(self, required: Sequence[str], known: Sequence[str]) -> None:
-        """Check that nothing is missing, and no name nearly one we read."""
-        for name in required:
-            if name not in self._arrays:
-                found = ", ".join(sorted(self._present)) or "nothing"
-                raise self._error(f"missing array {name!r}; expected q, k and v, found {found}")
-        for name in set(self._present) - set(known):
-            close = difflib.get_close_matches(name, set(known) - set(self._present), 1, 0.8)
-            if close:
-                raise self._error(f"unknown array {name!r}; did you mean {close[0]!r}?")
-
-    def main(self) -> bool:
-        """Check queries, keys and values; return whether they have a layer axis."""
-        q, k, v = (self._main_array(name) for name in ("q", "k", "v"))
-        if q.ndim not in (3, 4):
-            raise self._shape("q", q, "[q_heads, tokens, head_dim], with or without a layer axis")
-        heads = k.shape[-3] if k.ndim == q.ndim else 0
-        expected = (*q.shape[:-3], heads, *q.shape[-2:])
-        if not heads or k.shape != expected:
-            raise self._shape("k", k, f"kv_heads by tokens by head_dim of q {list(q.shape)}")
-        if v.shape != expected:
-            raise self._shape("v", v, f"the shape of k {list(expected)}")
-        if q.shape[-3] % heads:
-            raise self._error(f"{q.shape[-3]} query heads are not a multiple of {heads} KV heads")
-        return q.ndim == 4
-
-    def positions(self, layers: int, length: int) -> Tensor:
-        """Return the positions [tokens], 0, 1, … if the file has none."""
-        positions = self.per_token("positions", layers, length, LAST_POSITION)
-        if positions is None:
-            return torch.arange(length)
-        if length > 1 and int(positions.diff().min()) <= 0:
-            at = int((positions.diff() <= 0).nonzero()[0]) + 1
-            raise self._error(
-                f"positions are not ascending: {int(positions[at])} at token {at} follows "
-                f"{int(positions[at - 1])}"
-            )
-        return positions
-
-    def per_token(
-        self, name: str, layers: int, length: int, high: int | None = None
-    ) -> Tensor | None:
-        """Return an optional array of whole numbers [tokens] in [0, high], as int64."""
-        array = self._arrays.get(name)
-        if array is None:
-            return None
-        row = self._shared(name, array, layers, length)
-        if array.dtype not in _INTEGERS:
-            raise self._dtype(name, array, "whole numbers")
-        wrong = (row < 0) if high is None else (row < 0) | (row > high)
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            allowed = "at least 0" if high is None else f"0 to {high}"
-            raise self._error(f"{name} {int(row[at])} at token {at}; expected {allowed}")
-        return row.long()
-
-    def moment(self, name: str, default: int, low: int) -> int:
-        """Return an optional scalar position of at least `low`."""
-        array = self._arrays.get(name)
-        if array is None:
-            return default
-        values = array.reshape(-1)
-        if not len(values) or bool((values != values[0]).any()):
-            raise self._shape(name, array, "one number")
-        if array.dtype not in _INTEGERS:
-            raise self._dtype(name, array, "a whole number")
-        if not low <= int(values[0]) <= LAST_POSITION + 1:
-            limits = f"at least {low}, and no more than {LAST_POSITION + 1}"
-            raise self._error(f"{name} is {int(values[0])}; expected {limits}")
-        return int(values[0])
-
-    def calibration(
-        self, names: Sequence[str], layers: int, heads: int, head_dim: int
-    ) -> Calibration | None:
-        """Return TriAttention's statistics if the file has them."""
-        found = [name for name in names if name in self._arrays]
-        if not found:
-            return None
-        if missing := [name for name in names if name not in found]:
-            raise self._error(f"missing array {missing[0]!r}: it goes with {', '.join(found)}")
-        half = head_dim // 2
-        real, imaginary, size = (self._statistic(n, (layers, heads, half)) for n in names[:3])
-        frequencies = self._shared(names[3], self._numbers(names[3]), layers, half).float()
-        return Calibration(torch.complex(real, imaginary), size, frequencies)
-
-    def _statistic(self, name: str, shape: tuple[int, int, int]) -> Tensor:
-        """Return a statistic [layers, q_heads, head_dim / 2]; one layer may lack its axis."""
-        array = self._numbers(name)
-        if array.ndim == 2 and shape[0] == 1:
-            array = array[None]
-        if tuple(array.shape) != shape:
-            raise self._shape(name, array, f"{list(shape)}, layers by q_heads by head_dim / 2")
-        return array.float()
-
-    def _main_array(self, name: str) -> Tensor:
-        array = self._arrays[name]
-        if array.dtype not in FLOATS:
-            raise self._dtype(name, array, "float16 or float32")
-        if not array.numel():
-            raise self._shape(name, array, "at least one token")
-        return self._finite(name, array)
-
-    def _numbers(self, name: str) -> Tensor:
-        array = self._arrays[name]
-        if not array.dtype.is_floating_point:
-            raise self._dtype(name, array, "floating-point numbers")
-        return self._finite(name, array)
-
-    def _finite(self, name: str, array: Tensor) -> Tensor:
-        # Layer by layer: the marks of a whole memory-mapped file would not be small.
-        for part in array if array.ndim == 4 else (array,):
-            finite = part.isfinite()
-            if not bool(finite.all()):
-                count = int((~finite).sum())
-                raise self._error(f"array {name!r} has {count} NaN or infinite values")
-        return array
-
-    def _shared(self, name: str, array: Tensor, layers: int, width: int) -> Tensor:
-        """Return [width] of an array that may repeat it for every layer."""
-        row = array[0] if array.ndim == 2 and array.shape[0] == layers else array
-        if tuple(row.shape) != (width,):
-            raise self._shape(name, array, f"[{width}]")
-        if bool((array != row).any()):
-            raise self._error(f"array {name!r} differs between layers; expected one for all")
-        return row
-
-    def _shape(self, name: str, array: Tensor, expected: str) -> UsageError:
-        return self._error(f"array {name!r} has shape {list(array.shape)}, expected {expected}")
-
-    def _dtype(self, name: str, array: Tensor, expected: str) -> UsageError:
-        found = str(array.dtype).removeprefix("torch.")
-        return self._error(f"array {name!r} has dtype {found}, expected {expected}")
-
-    def _error(self, message: str) -> UsageError:
-        return UsageError(f"{self._source}: {message}")
-
-
-REQUIRED = ("q", "k", "v")
-
-
-OPTIONAL = ("phase", "positions", "tokens", "decoded", "prompt", "now")
-
-
-CALIBRATION = ("q_mean_real", "q_mean_imag", "q_abs_mean", "inv_freq")
-
-
-NAMES = (*REQUIRED, *OPTIONAL, *CALIBRATION)
-
-
-@dataclass(frozen=True)
-class Capture:
-    """What a model computed for every token of one session, with nothing evicted.
-
-    Tensors per token are int64 unless said otherwise; q, k and v are float16 or float32.
-    """
-
-    # Post-RoPE [layers, q_heads, tokens, head_dim]; head h belongs to KV head
-    # h // (q_heads // kv_heads).
-    q: Tensor
-    k: Tensor  # post-RoPE [layers, kv_heads, tokens, head_dim]
-    v: Tensor  # [layers, kv_heads, tokens, head_dim]
-    positions: Tensor  # logical [tokens], ascending
-    now: int  # of the event: tokens at earlier positions are candidates, the others the future
-    prompt: int = 0  # tokens of the first prefill
-    phases: Tensor | None = None  # [tokens]: 0 think, 1 act, 2 tool, 3 others
-    tokens: Tensor | None = None  # ids [tokens]
-    decoded: Tensor | None = None  # bool [tokens], generated ones; if absent, all after the prompt
-    calibration: Calibration | None = None  # TriAttention's statistics of the model
-    layered: bool = True  # whether the file has a layer axis; without one there is a single layer
-    meta: dict[str, Any] = field(default_factory=dict)  # model, session, task
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a capture file; UsageError says what is wrong with which array."""
-        archive = read_archive(path, NAMES)
-        return cls.from_arrays(archive.arrays, archive.meta, str(path), archive.names)
-
-    @classmethod
-    def from_arrays(
-        cls,
-        arrays: Mapping[str, Tensor],
-        meta: Mapping[str, Any] | None = None,
-        source: str = "capture",
-        names: Sequence[str] = (),
-    ) -> Self:
-        """Check arrays as a capture file names them, and build the capture.
-
-        UsageError if an array is missing or wrong; its message starts with `source`. `names` is all
-        the file holds, to name what was probably meant.
-        """
-        checks = CaptureChecks(source, arrays, names or tuple(arrays))
-        checks.names(REQUIRED, NAMES)
-        layered = checks.main()
-        q, k, v = (arrays[name] if layered else arrays[name][None] for name in REQUIRED)
-        layers, heads, length, head_dim = q.shape
-        positions = checks.positions(layers, length)
-        decoded = checks.per_token("decoded", layers, length, 1)
-        return cls(
-            q,
-            k,
-            v,
-            positions,
-            now=checks.moment("now", int(positions[-1]) + 1, int(positions[0]) + 1),
-            prompt=checks.moment("prompt", 0, 0),
-            phases=checks.per_token("phase", layers, length, 3),
-            tokens=checks.per_token("tokens", layers, length),
-            decoded=None if decoded is None else decoded.bool(),
-            calibration=checks.calibration(CALIBRATION, layers, heads, head_dim),
-            layered=layered,
-            meta=dict(meta or {}),
-        )
-
-    def save(self, path: Path) -> None:
-        """Write the capture as `.npz` or `.safetensors`, its queries, keys and values as they are.
-
-        UsageError if the suffix is another, PrerequisiteError if the place cannot be written.
-        """
-        write_archive(path, self.arrays(), self.meta)
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Return the arrays of the file by name."""
-        layers = slice(None) if self.layered else 0
-        arrays = {
-            "q": self.q[layers],
-            "k": self.k[layers],
-            "v": self.v[layers],
-            "positions": self.positions,
-            "now": torch.tensor(self.now),
-            "prompt": torch.tensor(self.prompt),
-        }
-        labels = {"phase": self.phases, "tokens": self.tokens, "decoded": self.decoded}
-        arrays |= {name: tensor for name, tensor in labels.items() if tensor is not None}
-        if self.calibration is not None:
-            mean, abs_mean = self.calibration.mean[layers], self.calibration.abs_mean[layers]
-            statistics = (mean.real, mean.imag, abs_mean, self.calibration.frequencies)
-            arrays |= zip(CALIBRATION, statistics, strict=True)
-        return arrays
-
-    @property
-    def layers(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def q_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def length(self) -> int:
-        """Tokens it holds."""
-        return self.q.shape[2]
-
-    @property
-    def candidates(self) -> int:
-        """Tokens before `now`."""
-        return self.before(self.now)
-
-    def before(self, now: int) -> int:
-        """Return how many of its tokens are at positions before `now`."""
-        return int((self.positions < now).sum())
-
-    def at(self, now: int) -> Capture:
-        """Move the event to another position; UsageError if no token comes before it."""
-        if self.before(now) < 1:
-            raise UsageError(f"now={now}: expected a position after the capture's first token")
-        return replace(self, now=now)
-
-    def only_layers(self, chosen: Sequence[int]) -> Capture:
-        """Return a capture of some layers, of all if none is chosen; UsageError if one is none."""
-        for layer in chosen:
-            if not 0 <= layer < self.layers:
-                raise UsageError(f"layer {layer}: the capture has layers 0 to {self.layers - 1}")
-        if not chosen:
-            return self
-        index = list(chosen)
-        statistics = self.calibration
-        if statistics is not None:
-            statistics = replace(
-                statistics, mean=statistics.mean[index], abs_mean=statistics.abs_mean[index]
-            )
-        return replace(
-            self, q=self.q[index], k=self.k[index], v=self.v[index], calibration=statistics
-        )
-
-    def labels(self, purpose: str) -> Tensor:
-        """Return the phases [tokens]; a UsageError without them names the `purpose`."""
-        if self.phases is None:
-            raise UsageError(
-                f"{purpose} needs the phase of every token: the capture has no array 'phase' "
-                "(0 think, 1 act, 2 tool, 3 others)"
-            )
-        return self.phases

@@ -18,11 +18,11 @@ from torch import Tensor
 from agentbench_kv.analysis.angles import check_same_shape, listed
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.replay import (
-    Moment,
+    MethodInput,
     attention_sums,
     event_points,
+    input_at,
     kept_queries,
-    moment_at,
 )
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
@@ -176,9 +176,9 @@ def _capture_coverage(
         count = capture.before(now)
         members = torch.stack([labels[:count] == int(phase) for phase in Phase])
         members = torch.cat([members, members.any(0, keepdim=True)])
-        moment = moment_at(capture, any_method, now, sums=utility)
+        given = input_at(capture, any_method, now, sums=utility)
         yield torch.stack(
-            [_covered(capture, method, moment, members) for method in methods.values()]
+            [_covered(capture, method, given, members) for method in methods.values()]
         )
 
 
@@ -202,14 +202,14 @@ def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, T
         yield now, sums[..., :start].clone()
 
 
-def _covered(capture: Capture, method: Method, moment: Moment, members: Tensor) -> Tensor:
+def _covered(capture: Capture, method: Method, given: MethodInput, members: Tensor) -> Tensor:
     """Return a strategy's coverage [phases + 1] at an event, mean over layers and KV heads.
 
     The views' sums are the utility.
     """
     queries = kept_queries(capture, method.query_plan(), members.shape[1])
-    selection = replace(moment, queries=queries).select(method)
-    total = torch.stack([view.sums for view in moment.layers if view.sums is not None]).double()
+    selection = replace(given, queries=queries).select(method)
+    total = torch.stack([view.sums for view in given.layers if view.sums is not None]).double()
     retained = torch.zeros_like(total).scatter_(-1, selection.kept, 1.0) * total
     groups = members.double().T
     return torch.nanmean(((retained @ groups) / (total @ groups)).flatten(0, 1), 0)

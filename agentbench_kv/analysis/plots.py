@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.analysis.angles import Angles
-from agentbench_kv.analysis.audit import Timeline
+from agentbench_kv.analysis.audit import PhaseTimeline
 from agentbench_kv.analysis.coverage import ORACLE, Coverage, CoverageRow
 from agentbench_kv.analysis.tsne import Embedding, need
 from agentbench_kv.errors import UsageError
@@ -135,7 +135,7 @@ def plot_coverage(coverage: Coverage, path: Path) -> None:
     _save(figure, path)
 
 
-def plot_timeline(timeline: Timeline, path: Path) -> None:
+def plot_timeline(timeline: PhaseTimeline, path: Path) -> None:
     """Draw the tokens each event kept, stacked by phase, mean over layers and heads."""
     figure = _figure(7, 4)
     axes = figure.subplots()

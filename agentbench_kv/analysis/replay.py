@@ -1,16 +1,13 @@
-"""What an engine would hand a method at an event, taken from a capture.
+"""Events over a capture: what an engine would hand a method, and what the method keeps.
 
-Sums of attention over many queries, in blocks: no [heads, tokens, tokens] tensor ever exists.
-
-Replaying a session's events over a capture, one after the other, each on what the last left.
-
-Offline scoring of a capture: the code the engines run, on a file.
+`select_capture` runs one event; `replay` runs a session's events one after the other, each on what
+the last left, with the code the engines run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from agentbench_kv import __version__
 from agentbench_kv.analysis.captures import Capture, write_archive
-from agentbench_kv.analysis.traces import EventTrace, Trace
+from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
 from agentbench_kv.methods.base import (
@@ -35,9 +32,34 @@ from agentbench_kv.methods.base import (
 )
 
 BLOCK_BYTES = 32 << 20
-
-
 """Size of the attention probabilities that exist at a time."""
+
+
+@dataclass(frozen=True)
+class MethodInput:
+    """Everything `Method.select` takes, for one event; lists have one entry per layer."""
+
+    layers: list[LayerView]
+    queries: list[Queries]
+    now: int  # tokens ever seen
+    prompt: int = 0  # tokens of the first prefill
+    phases: Tensor | None = None  # by logical position, [now]
+
+    def select(self, method: Method) -> Selection:
+        return method.select(self.layers, self.queries, self.now, self.prompt, self.phases)
+
+    @property
+    def places(self) -> Tensor:
+        """Positions held [layers, kv_heads, tokens], ascending."""
+        return torch.stack([view.positions for view in self.layers]).sort(-1).values
+
+    def positions(self, selection: Selection) -> Tensor:
+        """Return the kept positions [layers, kv_heads, budget], ascending."""
+        places = torch.stack([view.positions for view in self.layers])
+        return places.gather(-1, selection.kept).sort(-1).values
+
+    def with_keys(self, change: Callable[[Tensor], Tensor]) -> MethodInput:
+        return replace(self, layers=[replace(v, keys=change(v.keys)) for v in self.layers])
 
 
 def attention_sums(
@@ -64,22 +86,6 @@ def attention_sums(
     return total
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Everything `Method.select` takes, for one event; lists have one entry per layer."""
-
-    layers: list[LayerView]
-    queries: list[Queries]
-    now: int  # logical length
-    prompt: int = 0  # tokens of the first prefill
-    phases: Tensor | None = None  # by logical position, [now]
-
-    def select(self, method: Method) -> Selection:
-        return method.select(
-            self.layers, self.queries, self.now, prompt=self.prompt, phases=self.phases
-        )
-
-
 def ready(method: Method, capture: Capture, now: int) -> Method:
     """Return the method with what the capture knows of the model; `now` is its last event.
 
@@ -95,7 +101,7 @@ def ready(method: Method, capture: Capture, now: int) -> Method:
             f"{method.label} needs tokens after the event: the capture ends at its event, position "
             f"{now}; give an earlier one with --now"
         )
-    if not getattr(method, "needs_calibration", False):
+    if not method.needs_calibration:
         return method
     if capture.calibration is None:
         raise UsageError(
@@ -110,40 +116,32 @@ def cache_heads(capture: Capture, method: Method) -> int:
     return capture.q_heads if method.per_query_head else capture.kv_heads
 
 
-def moment_at(
+def input_at(
     capture: Capture,
     method: Method,
     now: int,
     rows: Tensor | None = None,
     sums: Tensor | None = None,
-) -> Moment:
+) -> MethodInput:
     """Return what `method`, as `ready` returns it, is given at an event.
 
     Tokens of the capture at positions from `now` on are the future. `rows` [layers, heads, live]
     are those that are cached, ascending; all before the event if not given. `sums`, of the same
     shape, is the attention they got, if it is known already.
     """
-    count = capture.before(now)
-    kind = method.query_plan().kind
+    count, plan = capture.before(now), method.query_plan()
     heads = cache_heads(capture, method)
     if rows is None:
         rows = torch.arange(count).expand(capture.layers, heads, -1)
     layers = []
     for layer, held in enumerate(rows):
         known = None if sums is None else sums[layer]
-        if known is None and kind is QueryKind.SUMS:
-            known = _past_sums(capture, layer, count, heads).gather(-1, held)
-        if known is None and kind is QueryKind.FUTURE:
-            known = _future_sums(capture, layer, count, heads).gather(-1, held)
+        if known is None and plan.kind in (QueryKind.SUMS, QueryKind.FUTURE):
+            known = _all_sums(capture, layer, count, heads, plan.kind).gather(-1, held)
         keys, values = (gathered(source[layer], held) for source in (capture.k, capture.v))
         layers.append(LayerView(keys, values, capture.positions[held], known))
-    return Moment(
-        layers,
-        kept_queries(capture, method.query_plan(), count),
-        now,
-        capture.prompt,
-        phases_by_position(capture, now),
-    )
+    queries, phases = kept_queries(capture, plan, count), phases_by_position(capture, now)
+    return MethodInput(layers, queries, now, capture.prompt, phases)
 
 
 def gathered(source: Tensor, rows: Tensor) -> Tensor:
@@ -155,38 +153,40 @@ def gathered(source: Tensor, rows: Tensor) -> Tensor:
     return source[heads, rows].float()
 
 
-def _past_sums(capture: Capture, layer: int, count: int, heads: int) -> Tensor:
-    """Return the attention [heads, count] that the first tokens got from their own queries."""
-    places = capture.positions[:count]
-    keys = _per_head(capture.k[layer, :, :count], heads)
-    return attention_sums(capture.q[layer, :, :count], places, keys, places)
+def _all_sums(capture: Capture, layer: int, count: int, heads: int, kind: QueryKind) -> Tensor:
+    """Return the attention [heads, count] that the first tokens get.
+
+    It is that of their own queries, or for `FUTURE` of all later ones.
+    """
+    future = kind is QueryKind.FUTURE
+    asking = slice(count, None) if future else slice(count)
+    seen = capture.length if future else count
+    keys = capture.k[layer, :, :seen].float().repeat_interleave(heads // capture.kv_heads, 0)
+    queries, places = capture.q[layer, :, asking], capture.positions
+    return attention_sums(queries, places[asking], keys, places[:seen])[:, :count]
 
 
-def _future_sums(capture: Capture, layer: int, count: int, heads: int) -> Tensor:
-    """Return the attention [heads, count] that the first tokens get from all later queries."""
-    places = capture.positions
-    keys = _per_head(capture.k[layer], heads)
-    return attention_sums(capture.q[layer, :, count:], places[count:], keys, places)[:, :count]
-
-
-def _per_head(keys: Tensor, heads: int) -> Tensor:
-    return keys.float().repeat_interleave(heads // keys.shape[0], 0)
+def held_queries(plan: QueryPlan, phases: Tensor) -> Tensor:
+    """Return whose queries an engine holds for a plan, ascending, of tokens with these phases."""
+    tokens = torch.arange(len(phases))
+    if plan.kind is QueryKind.RECENT:
+        return tokens[max(0, len(tokens) - plan.size) :]
+    if plan.kind is QueryKind.PER_PHASE:
+        rings = [tokens[phases == int(phase)][-plan.size :] for phase in Phase]
+        return torch.cat(rings).sort().values
+    return tokens[:0]
 
 
 def kept_queries(capture: Capture, plan: QueryPlan, count: int) -> list[Queries]:
     """Return the queries that a plan has kept of the first `count` tokens, for every layer."""
-    chosen = torch.arange(0)
-    if plan.kind is QueryKind.RECENT:
-        chosen = torch.arange(max(0, count - plan.size), count)
-    elif plan.kind is QueryKind.PER_PHASE:
-        labels = capture.labels("this method")[:count]
-        rings = [(labels == int(phase)).nonzero()[:, 0][-plan.size :] for phase in Phase]
-        chosen = torch.cat(rings).sort().values
-    phases = torch.full((capture.length,), int(Phase.OTHERS))
-    if capture.phases is not None:
-        phases = capture.phases
+    if plan.kind is QueryKind.PER_PHASE:
+        capture.labels("this method")
+    phases = capture.phases
+    if phases is None:
+        phases = torch.full((capture.length,), int(Phase.OTHERS))
+    held = held_queries(plan, phases[:count])
     return [
-        Queries(layer[:, chosen].float(), capture.positions[chosen], phases[chosen])
+        Queries(layer[:, held].float(), capture.positions[held], phases[held])
         for layer in capture.q
     ]
 
@@ -231,20 +231,11 @@ def event_points(capture: Capture, method: Method) -> list[int]:
     return points
 
 
-def replay(capture: Capture, method: Method, events: Sequence[int]) -> list[EventTrace]:
+def replay(capture: Capture, method: Method, events: Sequence[int]) -> list[ScoredEvent]:
     """Run events over a capture as an engine would, each on what the one before has left.
 
-    Parameters
-    ----------
-    capture : Capture
-    method : Method
-    events : sequence of int
-        Logical lengths, ascending. One that finds no more than the budget live is passed over.
-
-    Raises
-    ------
-    UsageError
-        If events are out of order or past the capture, or the method cannot be replayed.
+    `events` are logical lengths, ascending; one that finds no more than the budget live is passed
+    over. UsageError if they are out of order or past the capture, or the method cannot be replayed.
     """
     last = int(capture.positions[-1]) + 1
     for before, now in pairwise((0, *events)):
@@ -292,15 +283,14 @@ class _Cache:
                     capture.positions[rows],
                 )
 
-    def run_event(self, now: int) -> EventTrace:
+    def run_event(self, now: int) -> ScoredEvent:
         sums = self._sums if self._with_sums else None
-        selection = moment_at(self._capture, self._method, now, self.rows, sums).select(
-            self._method
-        )
+        given = input_at(self._capture, self._method, now, self.rows, sums)
+        selection = given.select(self._method)
         positions = self._capture.positions[self.rows]
         self.rows = self.rows.gather(-1, selection.kept)
         self._sums = self._sums.gather(-1, selection.kept)
-        return EventTrace.from_selection(now, positions, selection)
+        return ScoredEvent.from_selection(now, positions, selection)
 
 
 def replay_trace(capture: Capture, method: Method) -> Trace:
@@ -351,7 +341,7 @@ def select_capture(capture: Capture, method: Method) -> CaptureSelection:
             f"position {capture.now}; lower --budget"
         )
     with torch.inference_mode():
-        selection = moment_at(capture, method, capture.now).select(method)
+        selection = input_at(capture, method, capture.now).select(method)
     after = capture.length - capture.candidates
     score = torch.nn.functional.pad(selection.scores, (0, after), value=-torch.inf)
     layers = slice(None) if capture.layered else 0

@@ -1,7 +1,4 @@
-"""t-SNE of query vectors, coloured by phase (AgentKV, figure 1).
-
-Packages that only plots and t-SNE need.
-"""
+"""t-SNE of query vectors, coloured by phase (AgentKV, figure 1)."""
 
 from __future__ import annotations
 
@@ -20,24 +17,8 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.base import PHASE_NAMES, Phase
 
 _PACKAGES = {"matplotlib": ("plots need", "matplotlib"), "sklearn": ("tsne needs", "scikit-learn")}
-
-
-def need(module: str) -> None:
-    """Raise a PrerequisiteError with the command to install a package that is absent."""
-    if find_spec(module) is None:
-        purpose, package = _PACKAGES[module]
-        raise PrerequisiteError(
-            f"{purpose} {package}, from the extra [analysis]: in the clone, pip install "
-            f'".[analysis]"; elsewhere, pip install {package}'
-        )
-
-
 PER_PHASE = 100
-
-
 PERPLEXITY = 30.0
-
-
 _FEWEST = 8
 
 
@@ -118,12 +99,15 @@ def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> 
     silhouette = None
     if 2 <= len(set(phases.tolist())) < len(phases):
         silhouette = float(silhouette_score(vectors, phases.numpy()))
-    return Embedding(
-        layer,
-        head,
-        points,
-        phases,
-        capture.positions[rows],
-        divergence=float(model.kl_divergence_),
-        silhouette=silhouette,
-    )
+    places, divergence = capture.positions[rows], float(model.kl_divergence_)
+    return Embedding(layer, head, points, phases, places, divergence, silhouette)
+
+
+def need(module: str) -> None:
+    """Raise a PrerequisiteError with the command to install a package that is absent."""
+    if find_spec(module) is None:
+        purpose, package = _PACKAGES[module]
+        raise PrerequisiteError(
+            f"{purpose} {package}, from the extra [analysis]: in the clone, pip install "
+            f'".[analysis]"; elsewhere, pip install {package}'
+        )

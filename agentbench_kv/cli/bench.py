@@ -136,7 +136,7 @@ def _grid(
             yield model, count, length, budget
 
 
-def _row(each: KernelTimes) -> str:
+def _kernel_row(each: KernelTimes) -> str:
     cell = each.case
     library = "" if each.library_us is None else f"{each.library_us:,.0f}"
     cells = (

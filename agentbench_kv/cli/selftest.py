@@ -45,7 +45,7 @@ def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool)
     NAME is a registered method (`agentkv`, `snapkv@kvpress`) or the path of a class that need not
     be installed (`my_package.my_module:MyMethod`, looked for in this folder too).
     """
-    from agentbench_kv.conformance.suite import method_suite
+    from agentbench_kv.conformance.methods import method_suite
 
     built = _build(name, budget, pairs)
     results = method_suite(built, None if budget is None else built.budget)
@@ -141,7 +141,7 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
 
 def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:
     """Print the outcome and leave with its exit code."""
-    from agentbench_kv.conformance.suite import passed
+    from agentbench_kv.conformance import passed
     from agentbench_kv.results.terminal import console, new_table
 
     every = [(part, each) for part, found in results.items() for each in found]

@@ -1,13 +1,11 @@
 """Conformance suites for plug-ins: what every method, engine and task must do.
 
-Plain functions without a test framework; each returns a list of `CheckResult`.
-
-The outcome of one check.
+Plain functions without a test framework; a suite returns part -> a list of `CheckResult`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +18,11 @@ class CheckResult:
     detail: str = ""
     skipped: bool = False  # it could not be checked, `detail` says why; `ok` is True then
 
+    @classmethod
+    def unless(cls, problem: str, name: str, detail: str = "") -> CheckResult:
+        """Return a result that fails with a problem, and holds if there is none."""
+        return cls(name, not problem, problem or detail)
+
 
 def guarded(
     check: Callable[[], list[CheckResult]], reraise: tuple[type[Exception], ...] = ()
@@ -31,3 +34,8 @@ def guarded(
         raise
     except Exception as error:  # noqa: BLE001  a plug-in may raise anything
         return [CheckResult("runs to the end", False, f"{type(error).__name__}: {error}")]
+
+
+def passed(results: Mapping[str, Sequence[CheckResult]]) -> bool:
+    """Return whether every result of a suite is good."""
+    return all(result.ok for part in results.values() for result in part)

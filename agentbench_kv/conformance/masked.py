@@ -1,9 +1,9 @@
 """Masked-cache equality: an engine that evicts must give the logits of a model that masks.
 
-The embedded engine is driven over several turns while a recorder keeps its logits and what every
-event kept (`tracing`). The plain Hugging Face model then reads the same ids in one pass, every
-query blind to the tokens that were evicted before it was computed (`masked_reference`). If rows,
-positions, masks or compaction were wrong anywhere, the logits differ.
+The embedded engine is driven over several turns while its logits and what every event kept are
+recorded (`driver`). The plain Hugging Face model then reads the same ids in one pass, every query
+blind to the tokens that were evicted before it was computed (`reference`). If rows, positions,
+masks or compaction were wrong anywhere, the logits differ.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from typing import Any
 from torch import Tensor
 
 from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.driver import SessionTrace, TurnPlan, default_turns, drive
 from agentbench_kv.conformance.reference import (
-    Trace,
-    Turn,
-    default_turns,
-    drive,
+    TOLERANCE,
     largest_difference,
     reference_error,
     tiny_model,
 )
 from agentbench_kv.methods.base import Method
 
-TOLERANCE = 1e-4
-
 
 def check_masked_cache(
     method: Method,
     model: Any = None,
     *,
-    turns: Sequence[Turn] | None = None,
+    turns: Sequence[TurnPlan] | None = None,
     interval: int = 32,
     min_events: int = 5,
     tolerance: float = TOLERANCE,
@@ -65,18 +61,20 @@ def check_trace(
     name: str,
     model: Any,
     method: Method,
-    trace: Trace,
+    trace: SessionTrace,
     min_events: int = 0,
     tolerance: float = TOLERANCE,
 ) -> list[CheckResult]:
     """Check one session's trace: coverage, kept sets, accounting, and equality of the logits."""
+    wrong = sorted(set(trace.decoded_at) ^ set(trace.logits))[:8]
+    missing = f"logits are missing or unexpected at positions {wrong}" if wrong else ""
     problems = {
-        "logits recorded": _coverage_problem(trace),
+        "logits recorded": missing,
         "events": _event_problem(method, trace, min_events),
         "kept sets": _kept_problem(method, trace),
         "accounting": _accounting_problem(trace),
     }
-    results = [CheckResult(f"{name}: {key}", not text, text) for key, text in problems.items()]
+    results = [CheckResult.unless(text, f"{name}: {key}") for key, text in problems.items()]
     if problems["kept sets"]:
         ok, detail = False, "kept sets are not valid"
     else:
@@ -89,12 +87,7 @@ def check_trace(
     return [*results, CheckResult(f"{name}: masked-cache equality", ok, detail)]
 
 
-def _coverage_problem(trace: Trace) -> str:
-    wrong = sorted(set(trace.decoded_at) ^ set(trace.logits))
-    return f"logits are missing or unexpected at positions {wrong[:8]}" if wrong else ""
-
-
-def _event_problem(method: Method, trace: Trace, min_events: int) -> str:
+def _event_problem(method: Method, trace: SessionTrace, min_events: int) -> str:
     if not method.compresses:
         return f"{len(trace.events)} events, expected none" if trace.events else ""
     got, due = [event.logical for event in trace.events], _due(method, trace)
@@ -104,7 +97,7 @@ def _event_problem(method: Method, trace: Trace, min_events: int) -> str:
     return f"{len(trace.events)} events, expected at least {min_events}" if few else ""
 
 
-def _due(method: Method, trace: Trace) -> list[int]:
+def _due(method: Method, trace: SessionTrace) -> list[int]:
     """Return the tokens seen at every event, from the meaning of the triggers alone."""
     generated, due, evicted = set(trace.decoded_at), [], 0
     for count, seen in enumerate(trace.decoded_at, 1):
@@ -122,7 +115,7 @@ def _due(method: Method, trace: Trace) -> list[int]:
     return due
 
 
-def _kept_problem(method: Method, trace: Trace) -> str:
+def _kept_problem(method: Method, trace: SessionTrace) -> str:
     """Kept positions must be `budget` distinct ones that were still cached."""
     cached: Tensor | None = None
     before = 0
@@ -144,7 +137,7 @@ def _kept_problem(method: Method, trace: Trace) -> str:
     return ""
 
 
-def _accounting_problem(trace: Trace) -> str:
+def _accounting_problem(trace: SessionTrace) -> str:
     stats = trace.stats
     fed = len(trace.tokens) - 1
     evicted = sum(event.live_before - event.live_after for event in stats.events)

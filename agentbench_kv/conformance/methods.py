@@ -1,36 +1,125 @@
-"""Properties every KV-cache method must have: the method conformance suite, without an engine.
+"""The method conformance suite: selections on random caches, then the engine with the method.
 
-`sessions` and `masked_cache` hold the part that needs one.
-
-What must hold of a selection, on random caches with holes; a check says what is wrong.
+What `kvbench selftest method` runs (`method_suite`); a plug-in's own tests call it the same way.
+A property of a selection is a function that says what is wrong, or nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.conformance import CheckResult
+from agentbench_kv.analysis.replay import MethodInput
+from agentbench_kv.conformance import CheckResult, guarded
+from agentbench_kv.conformance.driver import drive, short_turns
+from agentbench_kv.conformance.masked import check_masked_cache
+from agentbench_kv.conformance.reference import tiny_model
+from agentbench_kv.conformance.replay import check_replay, check_sessions
 from agentbench_kv.conformance.scenes import (
-    Scene,
-    Shape,
+    CacheShape,
     always_kept,
     made_up_calibration,
     make_scene,
 )
+from agentbench_kv.conformance.spans import check_spans
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase
+from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase, Selection
+from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.registry import make_method
 
-SHAPE = Shape()
+ENGINE_BUDGET = 160
+"""Tokens kept where an engine runs: above the prompts of short sessions, below their lengths."""
+
+SHAPE = CacheShape()
 
 
-def calibrated(method: Method, shape: Shape = SHAPE, heads: Tensor | None = None) -> Method:
+def method_suite(
+    method: str | type[Method] | Method, budget: int | None = None
+) -> dict[str, list[CheckResult]]:
+    """Run every check there is on one method, on random caches and on tiny random models.
+
+    The method is as `build_method` takes it; a budget is chosen for each part if none is given. A
+    part that raises is one failed result.
+    """
+    small = build_method(method, budget)
+    if isinstance(small, SpanMethod):
+        return {"spans": guarded(partial(check_spans, small))}
+    parts: dict[str, Callable[[], list[CheckResult]]] = {"selection": partial(check_method, small)}
+    if not small.offline:
+        large = small
+        if budget is None and small.compresses and small.budget is not None:
+            large = replace(small, budget=max(small.budget, ENGINE_BUDGET))
+        qwen3, llama = tiny_model("qwen3", layers=2), tiny_model("llama", kv_heads=1, layers=2)
+        parts["masked cache, qwen3"] = partial(check_masked_cache, large, qwen3)
+        parts["masked cache, llama"] = partial(check_masked_cache, large, llama)
+        parts["replay"] = partial(_replay, large, qwen3)
+        parts["sessions"] = partial(check_sessions, large)
+    return {part: guarded(check) for part, check in parts.items()}
+
+
+def _replay(method: Method, model: Any) -> list[CheckResult]:
+    often = replace(method, interval=16)
+    trace = drive(model, often, {"only": short_turns(int(model.config.vocab_size))})["only"]
+    return [check_replay("only", model, often, trace)]
+
+
+def check_method(
+    method: str | type[Method] | Method, budget: int | None = None, seeds: Sequence[int] = (0, 1, 2)
+) -> list[CheckResult]:
+    """Check the properties of one method as `build_method` takes it, on a random cache per seed."""
+    built = calibrated(build_method(method, budget))
+    if not built.compresses:
+        return [CheckResult("does not compress", True)]
+    checks = [(name, [partial(check, built)]) for name, check in SETTINGS_CHECKS.items()]
+    checks += [
+        (name, [partial(check, built, seed) for seed in seeds])
+        for name, check in SELECTION_CHECKS.items()
+    ]
+    return [CheckResult.unless(_first_problem(cases), name) for name, cases in checks]
+
+
+def _first_problem(cases: Sequence[Callable[[], str]]) -> str:
+    try:
+        return next(filter(None, (case() for case in cases)), "")
+    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+        return f"{type(error).__name__}: {error}"
+
+
+def build_method(
+    method: str | type[Method] | Method,
+    budget: int | None = None,
+    *,
+    preset: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> Method:
+    """Return a method with a budget: the given one, or a little above what it always keeps.
+
+    `method` is `name` or `name@preset` of a registered method, a class, or one already built, which
+    is returned as it is; `preset` is for a class; `settings` are parameters by name, as `--set`
+    takes them.
+    """
+    if isinstance(method, Method):
+        return method
+    make = (
+        partial(make_method, method) if isinstance(method, str) else partial(method.create, preset)
+    )
+    if budget is not None:
+        return make(budget, settings)
+    probe = make(1 << 20, settings)
+    if not probe.compresses:
+        return make(None, settings)
+    budget = 16
+    while budget < probe.sinks + probe.recent_kept(budget) + 16:
+        budget += 1
+    return replace(probe, budget=budget)
+
+
+def calibrated(method: Method, shape: CacheShape = SHAPE, heads: Tensor | None = None) -> Method:
     """Return the method with made-up statistics of a model, if it needs any.
 
     `heads` [q_heads] is another order of the query heads.
@@ -48,12 +137,18 @@ def _budget(method: Method) -> int:
     return method.budget or 0
 
 
-def _tokens(method: Method) -> int:
-    return _budget(method) + 40
+def _scene(method: Method, seed: int, more: int = 40, **options: Any) -> MethodInput:
+    """Make a cache of `more` tokens than the budget."""
+    return make_scene(method, _budget(method) + more, seed=seed, **options)
 
 
-def _scene(method: Method, seed: int) -> Scene:
-    return make_scene(method, _tokens(method), seed=seed)
+def _live(scene: MethodInput) -> int:
+    return scene.places.shape[-1]
+
+
+def _count_problem(method: Method, selection: Selection, where: str = "") -> str:
+    kept = selection.kept.shape[-1]
+    return "" if kept == _budget(method) else f"{kept} tokens kept{where}"
 
 
 def _difference(before: Tensor, after: Tensor) -> str:
@@ -69,21 +164,20 @@ def _difference(before: Tensor, after: Tensor) -> str:
 
 
 def _scores_fit(method: Method, seed: int) -> str:
-    scores = _scene(method, seed).select(method).scores
-    shape = SHAPE.of_cache(method)
-    expected = (shape.layers, shape.kv_heads, _tokens(method))
-    return "" if scores.shape == expected else f"scores {tuple(scores.shape)}, expected {expected}"
+    scene = _scene(method, seed)
+    found, expected = tuple(scene.select(method).scores.shape), tuple(scene.places.shape)
+    return "" if found == expected else f"scores {found}, expected {expected}"
 
 
 def _keeps_budget(method: Method, seed: int) -> str:
-    kept = _scene(method, seed).select(method).kept
-    shape = SHAPE.of_cache(method)
-    expected = (shape.layers, shape.kv_heads, _budget(method))
+    scene = _scene(method, seed)
+    kept = scene.select(method).kept
+    expected = (*scene.places.shape[:2], _budget(method))
     if kept.shape != expected:
         return f"kept {tuple(kept.shape)}, expected {expected}"
     if not bool((kept[..., 1:] > kept[..., :-1]).all()):
         return "kept rows are not ascending and distinct"
-    inside = (kept >= 0).all() and (kept < _tokens(method)).all()
+    inside = (kept >= 0).all() and (kept < _live(scene)).all()
     return "" if bool(inside) else "a kept row is outside the cache"
 
 
@@ -97,16 +191,16 @@ def _keeps_always(method: Method, seed: int) -> str:
 
 
 def _keeps_all_under_budget(method: Method, seed: int) -> str:
-    for tokens in (_budget(method), _budget(method) - 1):
-        kept = make_scene(method, tokens, seed=seed).select(method).kept
-        if kept.shape[-1] != tokens:
-            return f"{kept.shape[-1]} of {tokens} tokens kept under a budget of {method.budget}"
+    for more in (0, -1):
+        scene = _scene(method, seed, more)
+        kept = scene.select(method).kept.shape[-1]
+        if kept != _live(scene):
+            return f"{kept} of {_live(scene)} tokens kept under a budget of {method.budget}"
     return ""
 
 
 def _evicts_one_token(method: Method, seed: int) -> str:
-    kept = make_scene(method, _budget(method) + 1, seed=seed).select(method).kept
-    return "" if kept.shape[-1] == _budget(method) else f"{kept.shape[-1]} tokens kept"
+    return _count_problem(method, _scene(method, seed, more=1).select(method))
 
 
 def _follows_scores(method: Method, seed: int) -> str:
@@ -150,15 +244,18 @@ def _survives_extremes(method: Method, seed: int) -> str:
         selection = scene.with_keys(change).select(method)
         if bool(torch.isnan(selection.scores[~always]).any()):
             return f"NaN scores for {name} keys"
-        if selection.kept.shape[-1] != _budget(method):
-            return f"{selection.kept.shape[-1]} tokens kept for {name} keys"
+        if problem := _count_problem(method, selection, f" for {name} keys"):
+            return problem
     return ""
 
 
-def _rows(view: LayerView, index: Any) -> LayerView:
-    """Return a view with other KV heads or rows."""
-    sums = None if view.sums is None else view.sums[index]
-    return LayerView(view.keys[index], view.values[index], view.positions[index], sums)
+def _indexed(scene: MethodInput, index: Any) -> list[LayerView]:
+    """Return the layers with other KV heads or rows."""
+    views = []
+    for view in scene.layers:
+        sums = None if view.sums is None else view.sums[index]
+        views.append(LayerView(view.keys[index], view.values[index], view.positions[index], sums))
+    return views
 
 
 def _follows_heads(method: Method, seed: int) -> str:
@@ -168,9 +265,8 @@ def _follows_heads(method: Method, seed: int) -> str:
     scene, shape = _scene(method, seed), SHAPE.of_cache(method)
     order = torch.arange(shape.kv_heads).flip(0)
     rows = torch.arange(shape.q_heads).reshape(shape.kv_heads, shape.group)[order].flatten()
-    layers = [_rows(view, order) for view in scene.layers]
     queries = [replace(q, vectors=q.vectors[rows]) for q in scene.queries]
-    swapped = replace(scene, layers=layers, queries=queries)
+    swapped = replace(scene, layers=_indexed(scene, order), queries=queries)
     expected = scene.positions(scene.select(method))[:, order]
     found = swapped.select(calibrated(method, heads=rows))
     return _difference(expected, swapped.positions(found))
@@ -178,9 +274,8 @@ def _follows_heads(method: Method, seed: int) -> str:
 
 def _ignores_cache_order(method: Method, seed: int) -> str:
     scene = _scene(method, seed)
-    order = torch.randperm(_tokens(method), generator=torch.Generator().manual_seed(seed))
-    layers = [_rows(view, (slice(None), order)) for view in scene.layers]
-    shuffled = replace(scene, layers=layers)
+    order = torch.randperm(_live(scene), generator=torch.Generator().manual_seed(seed))
+    shuffled = replace(scene, layers=_indexed(scene, (slice(None), order)))
     expected = scene.positions(scene.select(method))
     return _difference(expected, shuffled.positions(shuffled.select(method)))
 
@@ -188,14 +283,21 @@ def _ignores_cache_order(method: Method, seed: int) -> str:
 def _has_no_memory(method: Method, seed: int) -> str:
     """Another session in between changes nothing; inputs are left as they were."""
     scene = _scene(method, seed)
-    copies = [tensor.clone() for tensor in scene.tensors()]
+    copies = [tensor.clone() for tensor in _tensors(scene)]
     first = scene.positions(scene.select(method))
-    make_scene(method, _tokens(method) + 8, seed=seed + 1).select(method)
+    _scene(method, seed + 1, more=48).select(method)
     problem = _difference(first, scene.positions(scene.select(method)))
     if problem:
         return f"the second call differs: {problem}"
-    same = all(torch.equal(a, b) for a, b in zip(copies, scene.tensors(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(copies, _tensors(scene), strict=True))
     return "" if same else "select changed the cache or the queries it was given"
+
+
+def _tensors(scene: MethodInput) -> list[Tensor]:
+    """Return every tensor a method sees."""
+    parts: list[Any] = [*scene.layers, *scene.queries, scene]
+    found = (getattr(part, field.name) for part in parts for field in fields(part))
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def _shares_kept_sets(method: Method, seed: int) -> str:
@@ -212,91 +314,19 @@ def _shares_kept_sets(method: Method, seed: int) -> str:
 
 def _works_with_young_rings(method: Method, seed: int) -> str:
     """Keep a full set in a session that has seen one phase only."""
-    scene = make_scene(method, _tokens(method), seed=seed, phases=(int(Phase.OTHERS),))
-    selection = scene.select(method)
-    if selection.kept.shape[-1] != _budget(method):
-        return f"{selection.kept.shape[-1]} tokens kept"
+    selection = _scene(method, seed, phases=(int(Phase.OTHERS),)).select(method)
+    if problem := _count_problem(method, selection):
+        return problem
     return "" if bool((~torch.isnan(selection.scores)).any()) else "all scores are NaN"
 
 
 def _survives_a_long_prompt(method: Method, seed: int) -> str:
     """Take a first prefill as long as the budget or longer."""
     for prompt in (_budget(method), _budget(method) + 8):
-        kept = make_scene(method, _tokens(method), seed=seed, prompt=prompt).select(method).kept
-        if kept.shape[-1] != _budget(method):
-            return f"{kept.shape[-1]} tokens kept after a first prefill of {prompt}"
+        selection = _scene(method, seed, prompt=prompt).select(method)
+        if problem := _count_problem(method, selection, f" after a first prefill of {prompt}"):
+            return problem
     return ""
-
-
-CHECKS: dict[str, Callable[[Method, int], str]] = {
-    "scores fit the cache": _scores_fit,
-    "keeps exactly the budget": _keeps_budget,
-    "keeps what is always kept": _keeps_always,
-    "keeps all under budget": _keeps_all_under_budget,
-    "evicts one token if one is too many": _evicts_one_token,
-    "kept set follows scores, ties to the lower position": _follows_scores,
-    "constant, zero and huge keys": _survives_extremes,
-    "follows a permutation of KV heads": _follows_heads,
-    "ignores the order of cache rows": _ignores_cache_order,
-    "has no memory and changes nothing": _has_no_memory,
-    "kept sets are shared as asked": _shares_kept_sets,
-    "works before all rings are full": _works_with_young_rings,
-    "works after a prompt over the budget": _survives_a_long_prompt,
-}
-
-
-def check_method(
-    method: str | type[Method] | Method, budget: int | None = None, seeds: Sequence[int] = (0, 1, 2)
-) -> list[CheckResult]:
-    """Check the properties of one method, on a random cache per seed.
-
-    The method is as `build_method` takes it, `name` or `name@preset` if it is registered.
-    """
-    built = calibrated(build_method(method, budget))
-    if not built.compresses:
-        return [CheckResult("does not compress", True)]
-    results = [_run(name, partial(check, built)) for name, check in _SETTINGS_CHECKS.items()]
-    for name, check in CHECKS.items():
-        found = (_run(name, partial(check, built, seed)) for seed in seeds)
-        results.append(next((r for r in found if not r.ok), CheckResult(name, True)))
-    return results
-
-
-def build_method(
-    method: str | type[Method] | Method,
-    budget: int | None = None,
-    *,
-    preset: str = "",
-    settings: Mapping[str, Any] | None = None,
-) -> Method:
-    """Return a method with a budget: the given one, or a little above what it always keeps.
-
-    A method already built is returned as it is; `preset` is for a class; `settings` are parameters
-    by name, as `--set` takes them.
-    """
-    if isinstance(method, Method):
-        return method
-    make = (
-        partial(make_method, method) if isinstance(method, str) else partial(method.create, preset)
-    )
-    if budget is not None:
-        return make(budget, settings)
-    probe = make(1 << 20, settings)
-    if not probe.compresses:
-        return make(None, settings)
-    budget = 16
-    while budget < probe.sinks + probe.recent_kept(budget) + 16:
-        budget += 1
-    return replace(probe, budget=budget)
-
-
-def _run(name: str, check: Callable[[], str]) -> CheckResult:
-    """Turn a check (empty text = holds) into a result; an exception is a failure."""
-    try:
-        problem = check()
-    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
-        problem = f"{type(error).__name__}: {error}"
-    return CheckResult(name, not problem, problem)
 
 
 def _refuses(method: Method, **changes: object) -> str:
@@ -334,9 +364,25 @@ def _takes_shares(method: Method) -> str:
     return ""
 
 
-_SETTINGS_CHECKS: dict[str, Callable[[Method], str]] = {
+SETTINGS_CHECKS: dict[str, Callable[[Method], str]] = {
     "refuses bad budgets": _refuses_bad_budgets,
     "refuses bad settings": _refuses_bad_settings,
     "its settings rebuild it": _repeats_from_settings,
     "takes a share of the length as a budget": _takes_shares,
+}
+
+SELECTION_CHECKS: dict[str, Callable[[Method, int], str]] = {
+    "scores fit the cache": _scores_fit,
+    "keeps exactly the budget": _keeps_budget,
+    "keeps what is always kept": _keeps_always,
+    "keeps all under budget": _keeps_all_under_budget,
+    "evicts one token if one is too many": _evicts_one_token,
+    "kept set follows scores, ties to the lower position": _follows_scores,
+    "constant, zero and huge keys": _survives_extremes,
+    "follows a permutation of KV heads": _follows_heads,
+    "ignores the order of cache rows": _ignores_cache_order,
+    "has no memory and changes nothing": _has_no_memory,
+    "kept sets are shared as asked": _shares_kept_sets,
+    "works before all rings are full": _works_with_young_rings,
+    "works after a prompt over the budget": _survives_a_long_prompt,
 }

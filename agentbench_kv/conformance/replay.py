@@ -1,10 +1,9 @@
-"""Kept sets replayed: at every event the method chooses again from the reference's own tensors.
+"""Kept sets replayed, and sessions compared with themselves in other company.
 
-The masked reference reads the whole session in one pass, so its queries and keys know nothing of
-prefill chunks, rings, running sums, slots or compaction. If the method keeps other tokens on them
-than it kept in the engine, the engine gave it something else than the specification says.
-
-Sessions are independent of those that run at the same time and of those before them.
+At every event the method chooses again from the reference's own tensors. The masked reference reads
+the whole session in one pass, so its queries and keys know nothing of prefill chunks, rings,
+running sums, slots or compaction. If the method keeps other tokens on them than it kept in the
+engine, the engine gave it something else than the specification says.
 """
 
 from __future__ import annotations
@@ -12,69 +11,62 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from agentbench_kv.analysis.replay import MethodInput, gathered, held_queries
+from agentbench_kv.analysis.traces import CacheEvent, ScoredEvent
 from agentbench_kv.conformance import CheckResult
-from agentbench_kv.conformance.reference import (
+from agentbench_kv.conformance.driver import (
     IDLE,
-    Event,
-    ReferenceTensors,
-    Rope,
-    Trace,
-    Turn,
-    cache_heads,
+    SessionTrace,
+    TurnPlan,
     calibrated_for,
     drive,
+    short_turns,
+)
+from agentbench_kv.conformance.reference import (
+    TOLERANCE,
+    ReferenceTensors,
+    Rope,
+    cache_heads,
     reference_logits,
     remove_rotary,
-    short_turns,
+    rotated,
     tiny_model,
-    turn,
     visible,
 )
-from agentbench_kv.conformance.scenes import Scene, held_queries
 from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind
 
 MARGIN = 1e-4
-
-
 """Scores that differ by less of a head's range are equal: float32 cannot tell them apart."""
 
 
-@dataclass(frozen=True)
-class ReplayedEvent(Scene):
-    """What a method is given at an event, made from the reference; rows by ascending position."""
-
-    event: Event
-
-
-def check_replay(name: str, model: Any, method: Method, trace: Trace) -> CheckResult:
+def check_replay(name: str, model: Any, method: Method, trace: SessionTrace) -> CheckResult:
     """Check that every event of a trace kept what the method keeps on the reference's tensors."""
-    method = calibrated_for(model, method)
-    for number, moment in enumerate(moments(model, method, trace)):
-        selection = moment.select(method)
-        problem = _difference(moment, moment.positions(selection), selection.scores)
+    method, name = calibrated_for(model, method), f"{name}: kept sets replayed"
+    inputs = reference_inputs(model, method, trace)
+    for number, (given, event) in enumerate(zip(inputs, trace.events, strict=True)):
+        problem = _difference(method, given, event)
         if problem:
-            return CheckResult(f"{name}: kept sets replayed", False, f"event {number}: {problem}")
-    return CheckResult(f"{name}: kept sets replayed", True, f"{len(trace.events)} events")
+            return CheckResult(name, False, f"event {number}: {problem}")
+    return CheckResult(name, True, f"{len(trace.events)} events")
 
 
-def _difference(moment: ReplayedEvent, expected: Tensor, scores: Tensor) -> str:
-    event = moment.event
+def _difference(method: Method, given: MethodInput, event: CacheEvent) -> str:
+    selection = given.select(method)
+    expected, scores, places = given.positions(selection), selection.scores, given.places
     if event.kept.shape != expected.shape:
         return f"kept {tuple(event.kept.shape)}, expected {tuple(expected.shape)}"
-    places = moment.places
-    for layer, head in itertools.product(*map(range, expected.shape[:2])):
-        at = (layer, head)
+    for at in itertools.product(*map(range, expected.shape[:2])):
         problem = _swapped(event.kept[at], expected[at], places[at], scores[at])
-        if not problem and event.scores is not None:
+        if not problem and isinstance(event, ScoredEvent):
             problem = _score_difference(event.scores[at], scores[at])
         if problem:
-            return f"{problem} in layer {layer} head {head} at {event.logical}"
+            return f"{problem} in layer {at[0]} head {at[1]} at {event.logical}"
     return ""
 
 
@@ -103,70 +95,57 @@ def _margin(scores: Tensor) -> float:
     return max(MARGIN * spread, 1e-6 * float(competing.abs().max()))
 
 
-def moments(model: Any, method: Method, trace: Trace) -> list[ReplayedEvent]:
-    """Rebuild what the method should have been given at every event of a trace."""
+def reference_inputs(model: Any, method: Method, trace: SessionTrace) -> list[MethodInput]:
+    """Rebuild what the method should have been given at every event; rows go by position."""
     layers, heads = int(model.config.num_hidden_layers), cache_heads(model, trace)
     capture = ReferenceTensors()
     allowed = visible(trace, layers, heads)
-    tokens = trace.tokens[:-1]
-    reference_logits(model, tokens, allowed, capture, positions=method.positions)
+    reference_logits(model, trace.tokens[:-1], allowed, capture, positions=method.positions)
     rope = remove_rotary(copy.deepcopy(model)) if method.positions == "cache" else None
-    found: list[ReplayedEvent] = []
+    found = []
     cached = torch.empty(layers, heads, 0, dtype=torch.int64)
     seen = 0
     for event in trace.events:
         new = torch.arange(seen, event.logical).expand(layers, heads, -1)
         cached = torch.cat([cached, new], -1)
-        found.append(_moment(method, capture, trace, event, cached, rope))
+        found.append(_input_at(method, capture, trace, event.logical, cached, rope))
         cached, seen = event.kept.sort(-1).values, event.logical
     return found
 
 
-def _moment(
+def _input_at(
     method: Method,
     capture: ReferenceTensors,
-    trace: Trace,
-    event: Event,
+    trace: SessionTrace,
+    now: int,
     cached: Tensor,
     rope: Rope | None,
-) -> ReplayedEvent:
-    plan, live = method.query_plan(), cached.shape[-1]
-    phases = torch.tensor(trace.phases[: event.logical])
-    held = torch.tensor(held_queries(plan, phases.tolist(), event.logical), dtype=torch.int64)
+) -> MethodInput:
+    plan, live, phases = method.query_plan(), cached.shape[-1], torch.tensor(trace.phases[:now])
+    held = held_queries(plan, phases)
     layers, queries = [], []
     for layer, places in enumerate(cached):
-        keys, values = (_rows(each[layer], places) for each in (capture.keys, capture.values))
+        keys, values = (gathered(each[layer], places) for each in (capture.keys, capture.values))
         vectors = capture.queries[layer][:, held]
         if rope is not None:
             # The end of the cache is where the next token goes, at every time.
-            keys = turn(keys, torch.arange(live), rope).float()
-            vectors = turn(vectors, live - (event.logical - held), rope).float()
+            keys = rotated(keys, torch.arange(live), rope).float()
+            vectors = rotated(vectors, live - (now - held), rope).float()
         sums = None
         if plan.kind is QueryKind.SUMS:
             # Probability from the queries so far, mean over the group's query heads.
-            weights = capture.weights[layer]
-            got = weights[:, : event.logical].sum(1)
-            got = got.reshape(len(places), -1, weights.shape[-1]).mean(1)
-            sums = got.gather(1, places)
+            got = capture.weights[layer][:, :now].sum(1)
+            sums = got.reshape(len(places), -1, got.shape[-1]).mean(1).gather(1, places)
         layers.append(LayerView(keys, values, places, sums))
         queries.append(Queries(vectors, held, phases[held]))
-    return ReplayedEvent(layers, queries, event.logical, trace.prompt, phases, event)
-
-
-def _rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Gather [kv_heads, n, d] at places [heads, live]; heads may share a KV head."""
-    repeated = rows.repeat_interleave(places.shape[0] // rows.shape[0], 0)
-    return repeated.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
-
-
-TOLERANCE = 1e-4
+    return MethodInput(layers, queries, now, trace.prompt, phases)
 
 
 def check_sessions(
     method: Method,
     model: Any = None,
     *,
-    sessions: Mapping[str, Sequence[Turn]] | None = None,
+    sessions: Mapping[str, Sequence[TurnPlan]] | None = None,
     interval: int = 16,
 ) -> list[CheckResult]:
     """Compare sessions that run alone with the same ones together and one after the other.
@@ -178,9 +157,7 @@ def check_sessions(
     vocab = int(model.config.vocab_size)
     turns = {key: list(value) for key, value in (sessions or _sessions(vocab)).items()}
     often = replace(method, interval=interval)
-    alone: dict[str, Trace] = {}
-    for name, own in turns.items():
-        alone |= drive(model, often, {name: own})
+    alone = {name: drive(model, often, {name: own})[name] for name, own in turns.items()}
     few = min(len(trace.events) for trace in alone.values()) if method.compresses else 1
     results = [CheckResult("every session has events", few > 0, "" if few else "one has none")]
     for label, together in (("beside others", True), ("after others", False)):
@@ -193,15 +170,15 @@ def check_sessions(
     return results
 
 
-def _sessions(vocab: int) -> dict[str, list[Turn]]:
+def _sessions(vocab: int) -> dict[str, list[TurnPlan]]:
     """Three of unequal lengths: the second comes later and ends early, the third asks more."""
     long = short_turns(vocab, 2)
-    long[0] = Turn(long[0].prompt + long[1].prompt, long[0].decode)
+    long[0] = replace(long[0], prompt=[*long[0].prompt, *long[1].prompt])
     late = [IDLE, *short_turns(vocab, 1)[:2]]
     return {"a": short_turns(vocab, 0), "b": late, "c": long}
 
 
-def compare_traces(expected: Trace, found: Trace) -> str:
+def compare_traces(expected: SessionTrace, found: SessionTrace) -> str:
     """Say where two traces of the same turns differ, or nothing."""
     if expected.tokens != found.tokens:
         pairs = enumerate(zip(expected.tokens, found.tokens, strict=False))

@@ -5,28 +5,20 @@ Heads hold different tokens, rows are not in the order of positions, rings are n
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.methods.base import (
-    LayerView,
-    Method,
-    Phase,
-    Queries,
-    QueryKind,
-    QueryPlan,
-    Selection,
-)
+from agentbench_kv.analysis.replay import MethodInput, held_queries
+from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind
 from agentbench_kv.methods.calibration import Calibration
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of the model whose cache a scene shows."""
+class CacheShape:
+    """Sizes of the model whose cache is made up."""
 
     layers: int = 2
     kv_heads: int = 2
@@ -37,46 +29,11 @@ class Shape:
     def q_heads(self) -> int:
         return self.kv_heads * self.group
 
-    def of_cache(self, method: Method) -> Shape:
+    def of_cache(self, method: Method) -> CacheShape:
         """Return the shape of the cache: with a KV head per query head if the method wants that."""
         if not method.per_query_head:
             return self
         return replace(self, kv_heads=self.q_heads, group=1)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What a method is given at one event."""
-
-    layers: list[LayerView]
-    queries: list[Queries]
-    now: int  # tokens ever seen
-    prompt: int
-    phases: Tensor  # of every token ever seen
-
-    def select(self, method: Method) -> Selection:
-        return method.select(self.layers, self.queries, self.now, self.prompt, self.phases)
-
-    @property
-    def places(self) -> Tensor:
-        """Positions held [layers, kv_heads, tokens], ascending."""
-        return torch.stack([view.positions for view in self.layers]).sort(-1).values
-
-    def positions(self, selection: Selection) -> Tensor:
-        """Return the kept positions [layers, kv_heads, budget], ascending."""
-        places = torch.stack([view.positions for view in self.layers])
-        return places.gather(-1, selection.kept).sort(-1).values
-
-    def with_keys(self, change: Callable[[Tensor], Tensor]) -> Scene:
-        return replace(self, layers=[replace(v, keys=change(v.keys)) for v in self.layers])
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor a method sees."""
-        parts: list[LayerView | Queries] = [*self.layers, *self.queries]
-        for part in parts:
-            found = (getattr(part, f.name) for f in dataclasses.fields(part))
-            yield from (tensor for tensor in found if tensor is not None)
-        yield self.phases
 
 
 def make_scene(
@@ -84,10 +41,10 @@ def make_scene(
     tokens: int,
     *,
     seed: int = 0,
-    shape: Shape | None = None,
+    shape: CacheShape | None = None,
     prompt: int | None = None,
     phases: Sequence[int] = (0, 1, 2, 3),
-) -> Scene:
+) -> MethodInput:
     """Build a random cache of `tokens` rows per head and the queries `method` asks for.
 
     Heads hold the same tokens only as far as the method's kept set is shared; what the method
@@ -95,18 +52,21 @@ def make_scene(
     given; `phases` are those that occur.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (Shape() if shape is None else shape).of_cache(method)
+    shape = (CacheShape() if shape is None else shape).of_cache(method)
     now = tokens + tokens // 2
     prompt = min(method.budget_at(now) // 3 if prompt is None else prompt, now)
-    held = _held_positions(method, tokens, now, prompt, shape, generator)
-    layers = [_make_layer(method, places, shape, generator) for places in held]
+    cached = _held_positions(method, tokens, now, prompt, shape, generator)
+    layers = [_make_layer(method, places, shape, generator) for places in cached]
     labels = torch.tensor(phases)[torch.randint(len(phases), (now,), generator=generator)]
-    queries = _make_queries(method, labels, shape, generator)
-    return Scene(layers, queries, now, prompt, labels)
+    held = held_queries(method.query_plan(), labels)
+    size = (shape.layers, shape.q_heads, len(held), shape.head_dim)
+    vectors = torch.randn(size, generator=generator) * 2
+    queries = [Queries(layer, held, labels[held]) for layer in vectors]
+    return MethodInput(layers, queries, now, prompt, labels)
 
 
 def _make_layer(
-    method: Method, places: Tensor, shape: Shape, generator: torch.Generator
+    method: Method, places: Tensor, shape: CacheShape, generator: torch.Generator
 ) -> LayerView:
     heads, tokens = places.shape
     order = torch.stack([torch.randperm(tokens, generator=generator) for _ in places])
@@ -121,7 +81,7 @@ def _held_positions(
     tokens: int,
     now: int,
     prompt: int,
-    shape: Shape,
+    shape: CacheShape,
     generator: torch.Generator,
 ) -> list[Tensor]:
     fixed = always_kept(method, now, prompt).nonzero()[:, 0][-tokens:]
@@ -146,26 +106,6 @@ def always_kept(method: Method, now: int, prompt: int) -> Tensor:
     declared = (positions < method.sinks) | (positions >= now - recent)
     own = method._always(positions[None, None], now, prompt)[0, 0]
     return declared | own
-
-
-def _make_queries(
-    method: Method, labels: Tensor, shape: Shape, generator: torch.Generator
-) -> list[Queries]:
-    held = held_queries(method.query_plan(), labels.tolist(), len(labels))
-    places = torch.tensor(held, dtype=torch.int64)
-    size = (shape.layers, shape.q_heads, len(held), shape.head_dim)
-    vectors = torch.randn(size, generator=generator)
-    return [Queries(layer * 2, places, labels[places]) for layer in vectors]
-
-
-def held_queries(plan: QueryPlan, phases: Sequence[int], logical: int) -> list[int]:
-    """Return the positions whose queries an engine holds after `logical` tokens, ascending."""
-    if plan.kind is QueryKind.RECENT:
-        return list(range(max(0, logical - plan.size), logical))
-    if plan.kind is QueryKind.PER_PHASE:
-        rings = [[p for p in range(logical) if phases[p] == phase] for phase in Phase]
-        return sorted(p for ring in rings for p in ring[-plan.size :])
-    return []
 
 
 def made_up_calibration(

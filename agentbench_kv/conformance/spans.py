@@ -1,7 +1,7 @@
 """Span-level methods: the budget holds, fixed blocks stay, logits equal those of a masked model.
 
-The method manages sessions of the embedded engine while everything that is visible is written
-down; the plain model then reads the same ids, blind to the blocks that were away (`masked_cache`).
+The method manages sessions of the embedded engine while everything that is visible is recorded; the
+plain model then reads the same ids, blind to the blocks that were away (`reference`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentbench_kv.conformance import CheckResult
-from agentbench_kv.conformance.reference import (
-    Trace,
+from agentbench_kv.conformance.driver import (
+    DrivenSession,
+    SessionTrace,
     TraceRecorder,
-    Turn,
+    TurnPlan,
     default_turns,
-    feed,
     in_memory_engine,
-    largest_difference,
-    tiny_model,
-    visible,
+    random_sampling,
 )
-from agentbench_kv.engines.base import Sampling
+from agentbench_kv.conformance.reference import TOLERANCE, largest_difference, tiny_model, visible
 from agentbench_kv.engines.core.spans import BlockEngine
 from agentbench_kv.methods.spans import Hints, Source, SpanMethod, TurnNotes
-from agentbench_kv.phases import TokenPhases
 
-TOLERANCE = 1e-4
 PINNED = 2
 """The turn, from 0, whose prompt must never leave; a short one, for which every budget has room."""
 
@@ -35,7 +31,7 @@ def check_spans(
     method: SpanMethod,
     model: Any = None,
     *,
-    turns: Sequence[Turn] | None = None,
+    turns: Sequence[TurnPlan] | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[CheckResult]:
     """Drive the embedded engine under a span-level method and check what it did.
@@ -63,36 +59,38 @@ def check_spans(
     ]
 
 
-def drive_spans(model: Any, method: SpanMethod, turns: Sequence[Turn]) -> tuple[Trace, list[int]]:
+def drive_spans(
+    model: Any, method: SpanMethod, turns: Sequence[TurnPlan]
+) -> tuple[SessionTrace, list[int]]:
     """Run one session; return its trace and the tokens in the cache after every turn.
 
     The prompt of every turn counts as said by the user, as read from a document, in turn; that of
     turn `PINNED` is pinned.
     """
-    recorder = TraceRecorder(["only"])
+    recorder = TraceRecorder()
     engine = BlockEngine(in_memory_engine(model, method.below(), recorder), method)
-    trace, resident = recorder.traces["only"], []
+    resident = []
     try:
-        engine.open("only", TokenPhases())
+        session = DrivenSession(engine, "only")
         for number, turn in enumerate(turns):
             source = (Source.USER, Source.DOCUMENT)[number % 2]
-            hints = Hints(pinned=number == PINNED)
-            engine.note("only", turn.prompt, TurnNotes([(len(turn.prompt), source)], hints))
-            feed(engine, "only", turn.prompt, trace)
-            sampling = Sampling(turn.decode, temperature=1.0, seed=number)
-            trace.add(list(engine.generate("only", sampling)), decoded=True)
+            notes = TurnNotes([(len(turn.prompt), source)], Hints(pinned=number == PINNED))
+            engine.note("only", turn.prompt, notes)
+            session.read(session.start(turn, random_sampling(turn, number)))
             resident.append(engine.stats("only").live)
-        trace.stats = engine.close("only")
+        session.close()
     finally:
         engine.shutdown()
+    trace = session.trace
+    trace.logits, trace.events = recorder.logits["only"], recorder.events["only"]
     return trace, resident
 
 
-def _pinned(model: Any, trace: Trace, turns: Sequence[Turn]) -> tuple[bool, str]:
+def _pinned(model: Any, trace: SessionTrace, turns: Sequence[TurnPlan]) -> tuple[bool, str]:
     """Check that the last query sees all that was pinned; return the outcome and its detail."""
     if len(turns) <= PINNED:
         return True, "no such turn"
-    first = sum(len(turn.prompt) + turn.decode for turn in turns[:PINNED])
+    first = sum(len(turn.prompt) + turn.max_tokens for turn in turns[:PINNED])
     pinned = range(first, first + len(turns[PINNED].prompt))
     config = model.config
     seen = visible(trace, config.num_hidden_layers, config.num_key_value_heads)[:, :, -1]
@@ -100,7 +98,7 @@ def _pinned(model: Any, trace: Trace, turns: Sequence[Turn]) -> tuple[bool, str]
     return not missing, f"gone: {missing}"
 
 
-def _recovery(method: SpanMethod, trace: Trace) -> CheckResult:
+def _recovery(method: SpanMethod, trace: SessionTrace) -> CheckResult:
     restores, restored = "restore_block" in method.needs, trace.stats.restored
     if restores and not restored:
         why = "none did in these turns; with a smaller budget and smaller blocks some do"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from agentbench_kv.adapters.base import SCRIPTED_AGENTS, ScriptedAgent
+from agentbench_kv.adapters.base import SCRIPTED_AGENTS, ScriptedAgent, Task
 from agentbench_kv.conformance import CheckResult, guarded
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
@@ -38,26 +38,15 @@ class _StoppedError(Exception):
 class _Plan:
     """What all runs of the suite have in common."""
 
-    task: str
+    base: RunSpec  # unresolved
     settings: Mapping[str, str]
-    limit: int | None
-    concurrency: int
     out: Path
-    max_tokens: int = RunSpec.max_tokens
 
     def spec(self, agent: ScriptedAgent, trials: int = 1) -> RunSpec:
-        base = RunSpec(
-            engine="scripted",
-            model=agent,
-            method="full",
-            budget=None,
-            task=self.task,
-            limit=self.limit,
-            trials=trials,
-            concurrency=self.concurrency,
-            max_tokens=self.max_tokens,
-        )
-        return resolve(base, self.settings)
+        return resolve(replace(self.base, model=agent, trials=trials), self.settings)
+
+    def create_task(self) -> Task:
+        return load_task(self.base.task).create(self.spec("gold").task_params)
 
     def run(self, agent: ScriptedAgent, folder: str, trials: int = 1) -> RunReader:
         spec = self.spec(agent, trials)
@@ -79,29 +68,16 @@ def task_suite(
 ) -> dict[str, list[CheckResult]]:
     """Run every check there is on one task.
 
-    Parameters
-    ----------
-    task : str
-        Name of a registered task.
-    limit : int, optional
-        First samples only; None takes all.
-    settings : mapping, optional
-        The task's settings, as text.
-    concurrency : int
-        Sessions driven at once.
-
-    Returns
-    -------
-    dict
-        Part -> its results. A part that raises is one failed result.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        If there is no such task, or its environment or data are missing.
+    Of its first `limit` samples, all if None; `settings` are the task's, as text; `concurrency`
+    sessions are driven at once. A part that raises is one failed result. UsageError or
+    PrerequisiteError if there is no such task, or its environment or data are missing.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-selftest-") as folder:
-        plan = _with_longest_answer(_Plan(task, settings or {}, limit, concurrency, Path(folder)))
+        base = RunSpec(
+            engine="scripted", model="gold", method="full", budget=None, task=task, limit=limit,
+            concurrency=concurrency,
+        )  # fmt: skip
+        plan = _with_longest_answer(_Plan(base, settings or {}, Path(folder)))
         parts = {
             "samples": _check_samples,
             "gold": _check_gold,
@@ -115,9 +91,9 @@ def task_suite(
 
 def _with_longest_answer(plan: _Plan) -> _Plan:
     """Return the plan with answers long enough for everything that the known agents say."""
-    task = load_task(plan.task).create(plan.spec("gold").task_params)
+    task = plan.create_task()
     try:
-        samples = task.samples(plan.limit, 0)
+        samples = task.samples(plan.base.limit, 0)
         texts = (
             t for agent in SCRIPTED_AGENTS for each in samples for t in task.script(each, agent)
         )
@@ -129,22 +105,22 @@ def _with_longest_answer(plan: _Plan) -> _Plan:
         return plan
     finally:
         task.close()
-    return replace(plan, max_tokens=max(longest, plan.max_tokens))
+    return replace(plan, base=replace(plan.base, max_tokens=max(longest, plan.base.max_tokens)))
 
 
 def _check_samples(plan: _Plan) -> list[CheckResult]:
-    task = load_task(plan.task).create(plan.spec("gold").task_params)
+    task = plan.create_task()
     try:
-        first, again = task.samples(plan.limit, 0), task.samples(plan.limit, 0)
+        first, again = task.samples(plan.base.limit, 0), task.samples(plan.base.limit, 0)
         fewer = task.samples(max(len(first) - 1, 1), 0)
     finally:
         task.close()
     ids = [sample.id for sample in first]
     twice = [name for name, count in Counter(map(sample_key, ids)).items() if count > 1]
     unsafe = [repr(name) for name in ids if not _safe(name)]
-    right_count = bool(first) and (plan.limit is None or len(first) <= plan.limit)
+    right_count = bool(first) and (plan.base.limit is None or len(first) <= plan.base.limit)
     return [
-        CheckResult("there are samples, no more than asked for", right_count, f"{len(ids)}"),
+        CheckResult("there are samples, no more than asked for", right_count, str(len(ids))),
         CheckResult("two calls give the same samples", first == again),
         CheckResult("fewer are the first ones", fewer == first[: len(fewer)]),
         _none("ids are unique", twice),
@@ -153,12 +129,8 @@ def _check_samples(plan: _Plan) -> list[CheckResult]:
 
 
 def _safe(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and 0 < len(name) <= _LONGEST_ID
-        and name.isprintable()
-        and name == name.strip()
-    )
+    plain = isinstance(name, str) and name.isprintable() and name == name.strip()
+    return plain and 0 < len(str(name)) <= _LONGEST_ID
 
 
 def _check_gold(plan: _Plan) -> list[CheckResult]:
@@ -181,10 +153,8 @@ def _check_records(
 ) -> list[CheckResult]:
     turns = Counter(turn.key for turn in run.turns())
     counts = Counter(trial.sample_id for trial in trials)
-    resets = [trial.sample_id for trial in trials if trial.session_resets]
-    incomplete = [
-        trial.sample_id for trial in trials if not _complete(run, trial, turns[trial.key])
-    ]
+    resets = [t.sample_id for t in trials if t.session_resets]
+    incomplete = [t.sample_id for t in trials if not _complete(run, t, turns[t.key])]
     missing = [name for name, count in counts.items() if count != per_sample]
     return [
         _none("every trial has one record", missing, f"{len(trials)} records"),
@@ -200,10 +170,10 @@ def _complete(run: RunReader, trial: TrialRecord, turns: int) -> bool:
 
 
 def _check_corrupt(plan: _Plan) -> list[CheckResult]:
-    declared = load_task(plan.task).corrupt_score
+    declared = load_task(plan.base.task).corrupt_score
     trials = plan.run("corrupt", "runs").trials()
     if declared is None:
-        return _check_below_gold(trials, plan.limit is None)
+        return _check_below_gold(trials, plan.base.limit is None)
     wrong = _wrong(trials, declared)
     return [_none(f"corrupt scores {declared:g} as built", wrong, _mean(trials))]
 
@@ -228,7 +198,7 @@ def _check_null(plan: _Plan) -> list[CheckResult]:
 def _check_resume(plan: _Plan) -> list[CheckResult]:
     """Interrupt a run and go on with it; then ask for it again when it is complete."""
     # One session at a time, or a few samples would all be under way when the first has ended.
-    width = 1 if plan.limit is not None else plan.concurrency
+    width = 1 if plan.base.limit is not None else plan.base.concurrency
     spec, out = replace(plan.spec("gold"), concurrency=width), plan.out / "resumed"
     ended: list[str] = []
 
@@ -278,7 +248,5 @@ def _describe(trial: TrialRecord) -> str:
 
 def _none(name: str, problems: Sequence[str], detail: str = "") -> CheckResult:
     """Make a check that holds if there are no problems; it names the first few."""
-    if not problems:
-        return CheckResult(name, True, detail)
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return CheckResult(name, False, "; ".join(problems[:_SHOWN]) + more)
+    return CheckResult.unless("; ".join(problems[:_SHOWN]) + more, name, detail)

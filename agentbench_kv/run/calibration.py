@@ -16,7 +16,7 @@ from agentbench_kv.environments.locations import home
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
-from agentbench_kv.training.micro.conversation import main as conversation
+from agentbench_kv.training.micro.conversation import whole_session
 
 logger = logging.getLogger(__name__)
 MICRO_SESSIONS = 8
@@ -65,4 +65,4 @@ def calibration_used(method: Method, model_sha: str) -> dict[str, Any]:
 def micro_texts() -> list[str]:
     """Return sessions of the micro task, from seeds no test uses."""
     profile = PROFILES["recall-5k"]
-    return [conversation(generate(train_seed(i), profile)).text for i in range(MICRO_SESSIONS)]
+    return [whole_session(generate(train_seed(i), profile)).text for i in range(MICRO_SESSIONS)]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.adapters.base import Fact, Sample, Task
-from agentbench_kv.analysis.audit import Evidence, audit
+from agentbench_kv.analysis.audit import TokenAudit, audit
 from agentbench_kv.analysis.captures import Capture
-from agentbench_kv.analysis.traces import EventTrace, Trace
+from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, model_path
 from agentbench_kv.engines.embedded.observer import EventLog, Observer, QkvRecorder
 from agentbench_kv.errors import UsageError, unknown_name
@@ -118,10 +118,10 @@ def capture_session(
 
 def trace_session(spec: RunSpec, sample: str) -> tuple[Trace, EventLog, Watched]:
     """Play a session again and record every event: what was there, was kept, and scored."""
-    events: list[EventTrace] = []
+    events: list[ScoredEvent] = []
 
     def keep(logical: int, positions: Tensor, selection: Selection) -> None:
-        events.append(EventTrace.from_selection(logical, positions, selection))
+        events.append(ScoredEvent.from_selection(logical, positions, selection))
 
     log = EventLog(keep)
     watched = watch(spec, sample, log)
@@ -160,7 +160,7 @@ class AuditedFact:
 
     fact: Fact
     positions: tuple[int, ...]  # logical, of its tokens where it was first stated
-    tokens: list[Evidence]  # one per position
+    tokens: list[TokenAudit]  # one per position
 
     @property
     def held(self) -> float:

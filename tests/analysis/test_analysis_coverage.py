@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from agentbench_kv.analysis import replay as attention
+from agentbench_kv.analysis import replay
 from agentbench_kv.analysis.coverage import utility_coverage
 from agentbench_kv.analysis.replay import select_capture
 from agentbench_kv.errors import UsageError
@@ -128,7 +128,7 @@ def test_nothing_keeps_more_of_the_whole_than_the_oracle(found):
 
 
 def test_blocks_do_not_matter(session, found, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(replay, "BLOCK_BYTES", 2000)
     again = utility_coverage([session], [10], representatives=8, recent=(4,), interval=16)
     for key, row in by_name(again).items():
         assert row.coverage == pytest.approx(found[key].coverage, rel=1e-4)

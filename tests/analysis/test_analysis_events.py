@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.analysis import replay as attention
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.replay import event_points, replay, replay_trace, select_capture
-from agentbench_kv.analysis.traces import EventTrace
-from agentbench_kv.conformance.reference import Turn, tiny_model
+from agentbench_kv.analysis.traces import ScoredEvent
+from agentbench_kv.conformance.driver import TurnPlan
+from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.observer import Observer
@@ -43,19 +43,19 @@ def test_small_events_are_the_replay_of_the_specification(
     for layer in range(layers or 1):
         q, k = made.q[layer].numpy(), made.k[layer].numpy()
         expected = numeric.replayed(score, q, k, POINTS, 24)
-        assert [event.kept_positions[layer].tolist() for event in events] == expected
+        assert [event.kept[layer].tolist() for event in events] == expected
     assert [event.logical for event in events] == POINTS
     assert [event.live for event in events] == [30, 35, 38, 39, 44]
 
 
 @pytest.mark.parametrize("block_bytes", [600, 1 << 25])
 def test_evicted_tokens_forget_their_sums(capture, numeric, monkeypatch, block_bytes):
-    monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("agentbench_kv.analysis.replay.BLOCK_BYTES", block_bytes)
     made = capture(70)
     events = replay(made, make_method("h2o", 16), [20, 33, 50, 69])
     q, k = made.q[0].numpy(), made.k[0].numpy()
     expected = numeric.replayed_h2o(q, k, [20, 33, 50, 69], 16)
-    assert [event.kept_positions[0].tolist() for event in events] == expected
+    assert [event.kept[0].tolist() for event in events] == expected
 
 
 @pytest.mark.parametrize("spec", ["agentkv", "h2o", "rkv@code", "oracle", "snapkv@original"])
@@ -65,7 +65,7 @@ def test_one_event_is_a_selection(capture, spec):
     method = make_method(spec, 40)
     (event,) = replay(made, method, [60])
     outcome = select_capture(made, method)
-    assert torch.equal(event.kept_positions, outcome.kept.long())
+    assert torch.equal(event.kept, outcome.kept.long())
     assert torch.equal(event.scores.nan_to_num(9), outcome.score[..., :60].nan_to_num(9))
 
 
@@ -74,9 +74,9 @@ def test_the_oracle_of_a_later_event_knows_the_same_future(capture, numeric):
     first, second = replay(made, make_method("oracle", 20), [40, 60])
     for head in range(2):
         utility = numeric.utility(made.q[0].numpy(), made.k[0].numpy(), np.arange(80), 60)[head]
-        live = np.array([*first.kept_positions[0, head].tolist(), *range(40, 60)])
+        live = np.array([*first.kept[0, head].tolist(), *range(40, 60)])
         expected = live[numeric.top(utility[live], 20)]
-        assert second.kept_positions[0, head].tolist() == expected.tolist()
+        assert second.kept[0, head].tolist() == expected.tolist()
 
 
 @settings(max_examples=25, deadline=None)
@@ -95,7 +95,7 @@ def test_what_is_kept_was_live_and_nothing_returns(capture, points, budget, spec
         for head in range(2):
             live = held[head] | set(range(start, event.logical))
             assert set(event.positions[0, head].tolist()) == live
-            held[head] = set(event.kept_positions[0, head].tolist())
+            held[head] = set(event.kept[0, head].tolist())
             assert held[head] <= live
             assert len(held[head]) == budget
         start = event.logical
@@ -164,7 +164,7 @@ class Watch(Observer):
         self.rows[layer].append([rows.clone() for rows in (query, key, value)])
 
     def on_selection(self, _session, logical, positions, selection):
-        self.events.append(EventTrace.from_selection(logical, positions, selection))
+        self.events.append(ScoredEvent.from_selection(logical, positions, selection))
 
     def capture(self, prompt, decoded):
         named = {
@@ -189,7 +189,7 @@ def watched(method, turns):
         for number, turn in enumerate(turns):
             engine.extend("s", turn.prompt, [label(token) for token in turn.prompt])
             decoded += [False] * len(turn.prompt)
-            sampling = Sampling(max_tokens=turn.decode, temperature=1.0, seed=number)
+            sampling = Sampling(max_tokens=turn.max_tokens, temperature=1.0, seed=number)
             decoded += [True for _ in engine.generate("s", sampling)]
     finally:
         engine.shutdown()
@@ -213,7 +213,7 @@ def test_a_replay_keeps_what_the_engine_kept(spec, options):
     method = make_method(spec, 40, {"interval": 16, **options})
     generator = torch.Generator().manual_seed(0)
     lengths = ((30, 50), (25, 37), (60, 20))
-    turns = [Turn(torch.randint(64, (n,), generator=generator).tolist(), d) for n, d in lengths]
+    turns = [TurnPlan(torch.randint(64, (n,), generator=generator).tolist(), d) for n, d in lengths]
     watch, decoded = watched(method, turns)
     made = watch.capture(30, decoded)
     assert len(watch.events) >= 2
@@ -223,6 +223,6 @@ def test_a_replay_keeps_what_the_engine_kept(spec, options):
     assert [event.logical for event in events] == points
     for got, expected in zip(events, watch.events, strict=True):
         assert torch.equal(got.positions, expected.positions)
-        assert torch.equal(got.kept, expected.kept)
+        assert torch.equal(got.survived, expected.survived)
         assert torch.equal(got.scores.isnan(), expected.scores.isnan())
         torch.testing.assert_close(got.scores.nan_to_num(0), expected.scores.nan_to_num(0))

@@ -7,8 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from agentbench_kv.analysis import plots
-from agentbench_kv.analysis import tsne as extras
+from agentbench_kv.analysis import plots, tsne
 from agentbench_kv.analysis.angles import phase_angles
 from agentbench_kv.analysis.audit import trace_timeline
 from agentbench_kv.analysis.coverage import utility_coverage
@@ -67,7 +66,7 @@ def test_what_cannot_be_drawn_is_said_first(tmp_path, monkeypatch):
     plots.check_plot(tmp_path / "x.svg")
     with pytest.raises(UsageError, match=r"x.pdf: expected a file name that ends in .png or .svg"):
         plots.check_plot(tmp_path / "x.pdf")
-    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    monkeypatch.setattr(tsne, "find_spec", lambda _: None)
     with pytest.raises(PrerequisiteError, match=r"plots need matplotlib, .*\[analysis\]"):
         plots.check_plot(tmp_path / "x.svg")
 

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.analysis import replay
-from agentbench_kv.analysis import replay as attention
-from agentbench_kv.analysis import replay as selection
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import QueryKind, QueryPlan
 from agentbench_kv.registry import make_method
@@ -31,10 +29,10 @@ def as_numpy(capture):
 
 @pytest.mark.parametrize("block_bytes", [1, 4000, 1 << 25])
 def test_sums_do_not_depend_on_blocks(capture, numeric, monkeypatch, block_bytes):
-    monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(replay, "BLOCK_BYTES", block_bytes)
     made = capture(40, kv_heads=2, q_heads=6)
     q, k, positions = (array[0] if array.ndim > 1 else array for array in as_numpy(made))
-    got = attention.attention_sums(made.q[0], made.positions, made.k[0], made.positions)
+    got = replay.attention_sums(made.q[0], made.positions, made.k[0], made.positions)
     expected = numeric.past_sums(q, k, positions, 40)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5)
     np.testing.assert_allclose(got.sum(-1).numpy(), 40, rtol=1e-5)
@@ -46,7 +44,7 @@ def test_sums_hide_later_keys_per_head(numeric):
     q, k = rng.standard_normal((4, 5, 8)), rng.standard_normal((2, 9, 8))
     places = np.stack([np.arange(9), np.arange(9) * 2])
     seen = np.arange(3, 8)
-    got = attention.attention_sums(*map(torch.as_tensor, (q, seen, k, places)))
+    got = replay.attention_sums(*map(torch.as_tensor, (q, seen, k, places)))
     probs = numeric.attention(q, k, seen, places).sum(1)
     np.testing.assert_allclose(got.numpy(), numeric.group_mean(probs, 2), rtol=1e-5)
 
@@ -78,8 +76,8 @@ def test_sums_of_the_past_and_of_the_future(capture, numeric, positions, now):
     q, k, _ = as_numpy(made)
     h2o, oracle = make_method("h2o", 16), make_method("oracle", 16)
     for method, expected in ((h2o, numeric.past_sums), (oracle, numeric.utility)):
-        moment = replay.moment_at(made, method, now)
-        for layer, view in enumerate(moment.layers):
+        given = replay.input_at(made, method, now)
+        for layer, view in enumerate(given.layers):
             want = expected(q[layer], k[layer], positions, now)
             np.testing.assert_allclose(view.sums.numpy(), want, rtol=1e-4, atol=1e-6)
 
@@ -88,7 +86,7 @@ def test_sums_of_the_past_and_of_the_future(capture, numeric, positions, now):
 @pytest.mark.parametrize("layers", [None, 3])
 def test_selection_is_what_the_specification_says(capture, numeric, spec, options, size, layers):
     made = capture(90, layers=layers)
-    outcome = selection.select_capture(made, make_method(spec, 40, options))
+    outcome = replay.select_capture(made, make_method(spec, 40, options))
     assert outcome.kept.shape == (*(() if layers is None else (3,)), 2, 40)
     assert outcome.score.shape == (*outcome.kept.shape[:-1], 90)
     assert (str(outcome.kept.dtype), str(outcome.score.dtype)) == ("torch.int32", "torch.float32")
@@ -109,7 +107,7 @@ def test_selection_is_what_the_specification_says(capture, numeric, spec, option
 @pytest.mark.parametrize("now", [30, 59])
 def test_the_oracle_keeps_what_the_future_attends_to(capture, numeric, now):
     made = capture(layers=2).at(now)
-    outcome = selection.select_capture(made, make_method("oracle", 10))
+    outcome = replay.select_capture(made, make_method("oracle", 10))
     q, k, positions = as_numpy(made)
     for layer in range(2):
         utility = numeric.utility(q[layer], k[layer], positions, now)
@@ -125,8 +123,8 @@ def test_what_comes_after_the_event_does_not_matter(arrays, capture, spec):
     cut = {name: a[..., :64, :] if name in "qkv" else a for name, a in named.items()}
     cut["phase"] = named["phase"][:64]
     method = make_method(spec, 40)
-    whole = selection.select_capture(capture(extra=named).at(64), method)
-    short = selection.select_capture(capture(extra=cut), method)
+    whole = replay.select_capture(capture(extra=named).at(64), method)
+    short = replay.select_capture(capture(extra=cut), method)
     assert torch.equal(whole.kept, short.kept)
     assert torch.equal(whole.score[..., :64].nan_to_num(9), short.score.nan_to_num(9))
     assert torch.isneginf(whole.score[..., 64:]).all()
@@ -137,7 +135,7 @@ def test_a_cache_per_query_head(capture):
     made = capture(60, q_heads=4, kv_heads=2)
     method = make_method("snapkv@original", 40)
     assert method.per_query_head
-    outcome = selection.select_capture(made, method)
+    outcome = replay.select_capture(made, method)
     assert outcome.kept.shape == (4, 40)
     assert outcome.meta["kept_per"] == "query_head"
     alone = [
@@ -154,7 +152,7 @@ def test_a_cache_per_query_head(capture):
         for head in range(4)
     ]
     for head, single in enumerate(alone):
-        assert torch.equal(outcome.kept[head], selection.select_capture(single, method).kept[0])
+        assert torch.equal(outcome.kept[head], replay.select_capture(single, method).kept[0])
 
 
 def test_triattention_uses_the_statistics_of_the_capture(capture):
@@ -171,7 +169,7 @@ def test_triattention_uses_the_statistics_of_the_capture(capture):
     }
     made = capture(60, extra=extra)
     method = make_method("triattention", 20, {"normalise": "none"})
-    got = selection.select_capture(made, method).score.numpy()
+    got = replay.select_capture(made, method).score.numpy()
     frequencies = extra["inv_freq"].astype(np.float64)
     for kv_head in range(2):
         rows = made.k[0, kv_head].double().numpy()
@@ -188,7 +186,7 @@ def test_triattention_uses_the_statistics_of_the_capture(capture):
 
 def test_meta_says_what_was_computed(capture):
     made = capture(60, layers=2, extra={"now": np.array(50)})
-    meta = selection.select_capture(made, make_method("rkv@paper", "50%")).meta
+    meta = replay.select_capture(made, make_method("rkv@paper", "50%")).meta
     assert (meta["method"], meta["preset"]) == ("rkv", "paper")
     assert (meta["budget"], meta["budget_share"]) == (25, 0.5)
     assert (meta["T"], meta["candidates"], meta["now"], meta["prompt"]) == (60, 50, 50, 12)
@@ -197,7 +195,7 @@ def test_meta_says_what_was_computed(capture):
 
 
 def test_budget_equal_to_the_tokens_keeps_everything(capture):
-    outcome = selection.select_capture(capture(60), make_method("agentkv", 60))
+    outcome = replay.select_capture(capture(60), make_method("agentkv", 60))
     assert outcome.kept.tolist() == [list(range(60))] * 2
     assert outcome.score.isnan().all()
 
@@ -213,7 +211,7 @@ def test_budget_equal_to_the_tokens_keeps_everything(capture):
 )
 def test_what_cannot_be_selected(capture, spec, budget, message):
     with pytest.raises(UsageError, match=message):
-        selection.select_capture(capture(60), make_method(spec, budget))
+        replay.select_capture(capture(60), make_method(spec, budget))
 
 
 def test_phases_are_needed_where_they_matter(arrays, capture):
@@ -221,18 +219,18 @@ def test_phases_are_needed_where_they_matter(arrays, capture):
     del named["phase"]
     bare = capture(60).from_arrays({name: torch.as_tensor(a) for name, a in named.items()})
     with pytest.raises(UsageError, match="agentkv needs the phase of every token"):
-        selection.select_capture(bare, make_method("agentkv", 20))
-    assert selection.select_capture(bare, make_method("snapkv", 40)).kept.shape == (2, 40)
+        replay.select_capture(bare, make_method("agentkv", 20))
+    assert replay.select_capture(bare, make_method("snapkv", 40)).kept.shape == (2, 40)
 
 
 def test_phases_go_by_position(capture):
     """What a capture has no token for counts as others; what comes after the event is not there."""
     extra = {"positions": np.array([1, 2, 5, 7]), "phase": np.array([0, 1, 2, 0])}
     made = capture(4, extra=extra)
-    moment = replay.moment_at(made, make_method("agentkv@paper", 2), 6)
-    assert moment.phases.tolist() == [3, 0, 1, 3, 3, 2]
-    assert moment.layers[0].positions.tolist() == [[1, 2, 5]] * 2
-    assert moment.queries[0].positions.tolist() == [1, 2, 5]
+    given = replay.input_at(made, make_method("agentkv@paper", 2), 6)
+    assert given.phases.tolist() == [3, 0, 1, 3, 3, 2]
+    assert given.layers[0].positions.tolist() == [[1, 2, 5]] * 2
+    assert given.queries[0].positions.tolist() == [1, 2, 5]
 
 
 def test_an_event_before_the_first_token(capture):

@@ -10,7 +10,7 @@ import torch
 
 from agentbench_kv.analysis.audit import audit, phase_timeline, trace_timeline
 from agentbench_kv.analysis.captures import write_archive
-from agentbench_kv.analysis.traces import EventTrace, Trace
+from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Selection
 
@@ -18,13 +18,13 @@ NAN, INF = float("nan"), float("inf")
 
 
 def event(logical, positions, kept, scores):
-    """One layer; an entry per head."""
-    return EventTrace(
-        logical,
-        torch.tensor([positions]),
-        torch.tensor([kept], dtype=torch.bool),
-        torch.tensor([scores]),
-    )
+    """One layer; an entry per head, where `kept` marks positions."""
+    return scored(logical, torch.tensor([positions]), torch.tensor([kept]), torch.tensor([scores]))
+
+
+def scored(logical, positions, kept, scores):
+    chosen = positions[kept.bool()].view(*positions.shape[:2], -1)
+    return ScoredEvent(logical, chosen, positions, scores)
 
 
 def two_events():
@@ -60,23 +60,23 @@ def test_what_is_saved_is_loaded(tmp_path, suffix):
 
 
 def test_an_observers_view_in_cache_order():
-    """Rows lie in the order of the cache, scores by position: both end up by position."""
+    """Rows lie in the order of the cache, scores by position: positions are sorted."""
     positions = torch.tensor([[[4, 0, 9, 2], [7, 1, 0, 3]]])
     selection = Selection(
         kept=torch.tensor([[[0, 3], [1, 2]]]),
         values=torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]]]),
     )
-    found = EventTrace.from_selection(10, positions, selection)
+    found = ScoredEvent.from_selection(10, positions, selection)
     assert found.positions.tolist() == [[[0, 2, 4, 9], [0, 1, 3, 7]]]
-    assert found.kept.tolist() == [[[False, True, True, False], [True, True, False, False]]]
+    assert found.survived.tolist() == [[[False, True, True, False], [True, True, False, False]]]
     assert found.scores.tolist() == selection.scores.tolist()
-    assert found.kept_positions.tolist() == [[[2, 4], [0, 1]]]
+    assert found.kept.tolist() == [[[4, 2], [1, 0]]]
     assert (found.live, found.budget) == (4, 2)
     # An engine's tensors change with the next step.
     positions.zero_()
     selection.kept.zero_()
     selection.scores.zero_()
-    assert found.kept_positions.tolist() == [[[2, 4], [0, 1]]]
+    assert found.kept.tolist() == [[[4, 2], [1, 0]]]
     assert found.scores[0, 1, 3] == pytest.approx(0.8)
 
 
@@ -86,7 +86,7 @@ def trace_arrays():
         "logical": torch.tensor([5, 7]),
         "live": torch.tensor([5, 5]),
         "positions": torch.cat([one.positions, two.positions], -1).int(),
-        "kept": torch.cat([one.kept, two.kept], -1),
+        "kept": torch.cat([one.survived, two.survived], -1),
         "score": torch.cat([one.scores, two.scores], -1),
         "phase": torch.tensor([3, 3, 0, 1, 2, 2, 0]),
     }
@@ -204,7 +204,7 @@ def test_audit_ranks_say_who_is_evicted(seed):
     order = np.lexsort((np.broadcast_to(np.arange(20), scores.shape), -scores, ~always))
     kept = np.zeros((2, 3, 20), bool)
     np.put_along_axis(kept, order[..., :12], True, -1)
-    traced = EventTrace(
+    traced = scored(
         20,
         torch.arange(20).expand(2, 3, -1),
         torch.as_tensor(kept),

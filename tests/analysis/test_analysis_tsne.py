@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.analysis import tsne as extras
+from agentbench_kv.analysis import tsne
 from agentbench_kv.analysis.tsne import embed_queries
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
@@ -83,6 +83,6 @@ def test_too_few_queries(capture):
 
 
 def test_without_scikit_learn(capture, monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    monkeypatch.setattr(tsne, "find_spec", lambda _: None)
     with pytest.raises(PrerequisiteError, match=r"tsne needs scikit-learn, .*\[analysis\]"):
         embed_queries(capture(20), [(0, 0)])

@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentbench_kv.conformance.engines.checks import check_leaks
-from agentbench_kv.conformance.engines.driver import (
+from agentbench_kv.analysis.traces import CacheEvent
+from agentbench_kv.conformance.driver import (
     Driver,
-    EngineTrace,
-    Step,
+    SessionTrace,
+    TurnPlan,
     epochs,
     read_kept,
     takes_recorder,
 )
+from agentbench_kv.conformance.engines.checks import check_leaks
 from agentbench_kv.conformance.engines.fixture import CONTEXT, VOCAB, load_network, write_model
-from agentbench_kv.conformance.reference import Event
 from agentbench_kv.engines.base import EngineOptions, KVStats
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import model_path
@@ -41,8 +41,8 @@ def test_engines_in_this_process_take_a_recorder() -> None:
 
 
 def test_a_session_without_losses_is_one_epoch() -> None:
-    trace = EngineTrace(tokens=list(range(10)), decoded_at=[6, 7, 8, 9])
-    trace.events = [Event(8, torch.zeros(1, 1, 1)), Event(9, torch.zeros(1, 1, 1))]
+    trace = SessionTrace(tokens=list(range(10)), decoded_at=[6, 7, 8, 9])
+    trace.events = [CacheEvent(8, torch.zeros(1, 1, 1)), CacheEvent(9, torch.zeros(1, 1, 1))]
     ((positions, part),) = epochs(trace)
     assert positions == [6, 7, 8, 9]
     assert part.tokens == list(range(10))
@@ -51,8 +51,8 @@ def test_a_session_without_losses_is_one_epoch() -> None:
 
 
 def test_a_loss_begins_without_the_events_before_it() -> None:
-    trace = EngineTrace(tokens=list(range(12)), decoded_at=[3, 4, 7, 8, 9, 10, 11])
-    trace.events = [Event(n, torch.zeros(1, 1, 1)) for n in (4, 8, 10)]
+    trace = SessionTrace(tokens=list(range(12)), decoded_at=[3, 4, 7, 8, 9, 10, 11])
+    trace.events = [CacheEvent(n, torch.zeros(1, 1, 1)) for n in (4, 8, 10)]
     trace.stats = KVStats(restarts=[(1, 7), (2, 9)])
     positions, parts = zip(*epochs(trace), strict=True)
     assert positions == ([3, 4], [7, 8], [9, 10, 11])
@@ -70,7 +70,7 @@ def test_restarts_out_of_order_are_no_account() -> None:
     options = EngineOptions("micro", make_method("full", None), max_live_tokens=4096)
     driver = Driver(Confused, options, TokenCodec(load_tokenizer(model_path("micro"))))
     try:
-        trace = driver.play({"one": [Step((5, 6, 7), 40)]})["one"]
+        trace = driver.play({"one": [TurnPlan((5, 6, 7), 40)]})["one"]
     finally:
         driver.close()
     assert "not in order" in trace.kept_missing

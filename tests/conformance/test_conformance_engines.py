@@ -8,10 +8,13 @@ from pathlib import Path
 import conformance_broken_engines as broken
 import pytest
 
-from agentbench_kv.conformance import CheckResult
-from agentbench_kv.conformance.engines import driver as pools
-from agentbench_kv.conformance.engines import fixture as plans
-from agentbench_kv.conformance.engines.fixture import Fixture, write_model
+from agentbench_kv.conformance import CheckResult, driver
+from agentbench_kv.conformance.engines.fixture import (
+    Fixture,
+    Sessions,
+    long_sessions,
+    write_model,
+)
 from agentbench_kv.conformance.engines.suite import (
     crowd_part,
     engine_suite,
@@ -47,9 +50,9 @@ def fixture_for(folder: Path) -> Iterator[Callable[[type], Fixture]]:
         each.close()
 
 
-def short() -> plans.Sessions:
+def short() -> Sessions:
     """Return the suite's sessions without the long one: two or three events each."""
-    return {name: steps for name, steps in plans.long_sessions().items() if name != "long"}
+    return {name: steps for name, steps in long_sessions().items() if name != "long"}
 
 
 def failed(results: list[CheckResult]) -> set[str]:
@@ -109,7 +112,7 @@ def test_a_wrong_ending_is_found(
 def test_a_leak_is_found(
     fixture_for: Callable[[type], Fixture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(driver, "PATIENCE_S", 0.5)
     one = fixture_for(broken.Leaky)
     (result,) = leak_part(one, one.method("agentkv"), examples=4)
     assert not result.ok

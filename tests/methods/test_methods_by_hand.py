@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from agentbench_kv.conformance.scenes import Scene, Shape, make_scene
+from agentbench_kv.analysis.replay import MethodInput
+from agentbench_kv.conformance.scenes import CacheShape, make_scene
 from agentbench_kv.kernels import torch_backend
 from agentbench_kv.methods.base import LayerView, Queries
 from agentbench_kv.methods.calibration import Calibration
@@ -25,7 +26,7 @@ def scene_of(keys, queries=None, *, now=None, prompt=0, sums=None, positions=Non
     count = vectors.shape[1]
     held = Queries(vectors, torch.arange(now - count, now), torch.zeros(count, dtype=torch.int64))
     view = LayerView(keys[None], keys[None], places[None], None if sums is None else sums[None])
-    return Scene([view], [held], now, prompt, torch.zeros(now, dtype=torch.int64))
+    return MethodInput([view], [held], now, prompt, torch.zeros(now, dtype=torch.int64))
 
 
 def column(*values):
@@ -329,7 +330,7 @@ def test_samplers_look_back_as_far_as_the_paper_says():
 def test_weighted_uses_keys_of_the_phase_alone():
     """With other phases' keys changed, the same queries are chosen, so the same tokens score."""
     method = make_method("agentkv@paper", 40, {"sampler": "weighted", "representatives": 8})
-    scene = make_scene(method, 300, seed=2, shape=Shape(layers=1, kv_heads=1, group=1))
+    scene = make_scene(method, 300, seed=2, shape=CacheShape(layers=1, kv_heads=1, group=1))
     view, held = scene.layers[0], scene.queries[0]
     for phase in range(4):
         own = scene.phases[view.positions[0]] == phase

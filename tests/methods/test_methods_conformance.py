@@ -10,8 +10,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance.methods import check_method
-from agentbench_kv.conformance.scenes import Scene, make_scene
+from agentbench_kv.conformance.scenes import make_scene
 from agentbench_kv.methods.base import LayerView, Method
 from agentbench_kv.params import param
 from agentbench_kv.registry import make_method
@@ -221,7 +222,7 @@ def test_conformance_finds_an_evicted_recent_token():
 def test_scene_holds_what_a_method_always_keeps():
     method = make_method("snapkv@rkv", 64, {"sinks": 2})
     scene = make_scene(method, 80, seed=3)
-    assert isinstance(scene, Scene)
+    assert isinstance(scene, MethodInput)
     for view in scene.layers:
         assert isinstance(view, LayerView)
         for head in view.positions.tolist():

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from agentbench_kv.cli import main
 from agentbench_kv.conformance.methods import check_method
-from agentbench_kv.conformance.scenes import Shape, make_scene
+from agentbench_kv.conformance.scenes import CacheShape, make_scene
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods import kvpress as kvpress_adapter
 from agentbench_kv.methods.base import QueryKind, QueryPlan, in_order
@@ -312,7 +312,7 @@ def window_scores(queries, keys, window):
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_stored_queries_are_the_queries_of_the_press(group):
     method = make_method("kvpress:SnapKVPress(window_size=5)", 24)
-    scene = make_scene(method, 40, shape=Shape(group=group))
+    scene = make_scene(method, 40, shape=CacheShape(group=group))
     found = scene.select(method).scores
     for layer, view in enumerate(scene.layers):
         rows = view.positions.argsort(-1)[..., None].expand_as(view.keys)
@@ -342,7 +342,7 @@ def test_what_the_press_ranks_highest_is_its_own_score():
 def test_every_layer_is_scored_with_its_number_and_no_attention():
     method = make_method("kvpress:KnormPress()", 24)
     calls.clear()
-    make_scene(method, 40, shape=Shape(layers=3)).select(method)
+    make_scene(method, 40, shape=CacheShape(layers=3)).select(method)
     assert [call["layer"] for call in calls] == [0, 1, 2]
     assert all(call["attentions"] is None for call in calls)
 

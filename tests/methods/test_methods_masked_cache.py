@@ -11,14 +11,9 @@ import math
 import pytest
 import torch
 
+from agentbench_kv.conformance.driver import default_turns, drive, short_turns
 from agentbench_kv.conformance.masked import check_masked_cache
-from agentbench_kv.conformance.reference import (
-    default_turns,
-    drive,
-    largest_difference,
-    short_turns,
-    tiny_model,
-)
+from agentbench_kv.conformance.reference import largest_difference, tiny_model
 from agentbench_kv.engines.embedded import cache as pool
 from agentbench_kv.registry import load_method, make_method, names
 

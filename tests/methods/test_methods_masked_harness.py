@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from agentbench_kv.conformance.driver import drive, short_turns
 from agentbench_kv.conformance.masked import check_trace
-from agentbench_kv.conformance.reference import drive, largest_difference, short_turns, tiny_model
+from agentbench_kv.conformance.reference import largest_difference, tiny_model
 from agentbench_kv.engines.embedded import scheduler
 from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.kernels import active_backend

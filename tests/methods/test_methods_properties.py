@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.conformance.methods import calibrated, check_method
-from agentbench_kv.conformance.scenes import Shape, always_kept, make_scene
+from agentbench_kv.conformance.scenes import CacheShape, always_kept, make_scene
 from agentbench_kv.methods.base import Queries
 from agentbench_kv.registry import load_method, make_method, names
 
@@ -91,7 +91,7 @@ def test_every_head_keeps_the_budget_and_the_always_kept(spec, extra, budget, se
     seed=SEEDS,
 )
 def test_every_head_keeps_the_budget_whatever_the_shape(spec, kv_heads, group, layers, seed):
-    shape = Shape(layers, kv_heads, group, 4)
+    shape = CacheShape(layers, kv_heads, group, 4)
     method = calibrated(small(spec, 12), shape)
     scene = make_scene(method, 31, seed=seed, shape=shape)
     heads = kv_heads * group if method.per_query_head else kv_heads

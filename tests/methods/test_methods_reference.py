@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentbench_kv.conformance.methods import calibrated
-from agentbench_kv.conformance.scenes import Shape, make_scene
+from agentbench_kv.conformance.scenes import CacheShape, make_scene
 from agentbench_kv.registry import load_method, make_method, names
 
 AGENTKV = [
@@ -87,10 +87,10 @@ OTHERS = [
 CASES = [*AGENTKV, *SAMPLERS, *WINDOW, *RKV, *TRIATTENTION, *OTHERS]
 BUDGET = 72
 SHAPES = [
-    Shape(layers=1, kv_heads=1, group=1, head_dim=4),
-    Shape(layers=2, kv_heads=3, group=1, head_dim=16),
-    Shape(layers=3, kv_heads=2, group=4, head_dim=6),
-    Shape(layers=2, kv_heads=1, group=8, head_dim=2),
+    CacheShape(layers=1, kv_heads=1, group=1, head_dim=4),
+    CacheShape(layers=2, kv_heads=3, group=1, head_dim=16),
+    CacheShape(layers=3, kv_heads=2, group=4, head_dim=6),
+    CacheShape(layers=2, kv_heads=1, group=8, head_dim=2),
 ]
 PRESETS = [
     f"{name}@{preset}" if preset else name

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.conformance.reference import (
-    Turn,
+from agentbench_kv.analysis.replay import held_queries
+from agentbench_kv.conformance.driver import (
+    TurnPlan,
     calibrated_for,
     default_turns,
     drive,
     short_turns,
-    tiny_model,
 )
-from agentbench_kv.conformance.replay import check_replay, moments
-from agentbench_kv.conformance.scenes import held_queries
+from agentbench_kv.conformance.reference import tiny_model
+from agentbench_kv.conformance.replay import check_replay, reference_inputs
 from agentbench_kv.engines.core import rings as queries
 from agentbench_kv.engines.embedded import cache, scheduler
 from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
@@ -83,14 +83,13 @@ def test_engine_keeps_what_the_specification_keeps(model, spec, settings):
     method = calibrated_for(model, build(spec, **settings))
     trace = traced(model, method)
     assert len(trace.events) >= 5
-    for moment in moments(model, method, trace):
-        event = event_of(method, moment, trace)
-        scores, kept = reference.select(method, event)
-        assert_same_sets(moment.event.kept.sort(-1).values.tolist(), kept, moment.places, scores)
+    inputs = reference_inputs(model, method, trace)
+    for given, event in zip(inputs, trace.events, strict=True):
+        scores, kept = reference.select(method, event_of(method, given, trace))
+        assert_same_sets(event.kept.sort(-1).values.tolist(), kept, given.places, scores)
 
 
-def event_of(method, moment, trace):
-    logical = moment.event.logical
+def event_of(method, given, trace):
     statistics = None
     if method.needs_calibration:
         made = method.calibration
@@ -100,16 +99,14 @@ def event_of(method, moment, trace):
     return reference.Event(
         layers=[
             (v.keys.numpy(), v.positions.numpy(), None if v.sums is None else v.sums.numpy())
-            for v in moment.layers
+            for v in given.layers
         ],
-        queries=[
-            (q.vectors.numpy(), q.positions.numpy(), q.phases.numpy()) for q in moment.queries
-        ],
-        now=logical,
+        queries=[(q.vectors.numpy(), q.positions.numpy(), q.phases.numpy()) for q in given.queries],
+        now=given.now,
         prompt=len(short_turns()[0].prompt),
-        phases=np.array(trace.phases[:logical]),
+        phases=np.array(trace.phases[: given.now]),
         statistics=statistics,
-        next_position=moment.places.shape[-1] if method.positions == "cache" else logical,
+        next_position=given.places.shape[-1] if method.positions == "cache" else given.now,
     )
 
 
@@ -215,9 +212,10 @@ def test_h2o_sums_equal_those_of_the_reference_attention(group):
     method = make_method("h2o", 64, {"interval": "16", "recent_share": "0"})
     trace = traced(model, method)
     assert len(trace.events) >= 5
-    for moment in moments(model, method, trace):
-        expected = torch.stack([view.sums for view in moment.layers])
-        torch.testing.assert_close(moment.event.scores, expected, rtol=1e-4, atol=1e-4)
+    inputs = reference_inputs(model, method, trace)
+    for given, event in zip(inputs, trace.events, strict=True):
+        expected = torch.stack([view.sums for view in given.layers])
+        torch.testing.assert_close(event.scores, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_h2o_sums_add_up_to_the_queries_seen(model):
@@ -247,7 +245,7 @@ def test_prefill_in_chunks_of_any_size_is_one_prefill(model, monkeypatch, spec, 
     """Rings, sums and positions do not see where a prompt was cut."""
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(64, (n,), generator=draw).tolist() for n in (130, 70)]
-    turns = [Turn(prompts[0], 40), Turn(prompts[1], 40)]
+    turns = [TurnPlan(prompts[0], 40), TurnPlan(prompts[1], 40)]
     monkeypatch.setattr(scheduler, "PREFILL_CHUNK", chunk)
     method = build(spec) if spec != "triattention" else make_method(spec, 140, {"interval": "16"})
     trace = traced(model, method, turns)
@@ -306,9 +304,10 @@ def test_replay_finds_stored_queries_that_were_not_shifted(model, monkeypatch):
 
 
 def test_held_queries_are_those_of_the_plan():
-    phases = [3, 3, 0, 1, 0, 2, 0, 3]
+    phases = torch.tensor([3, 3, 0, 1, 0, 2, 0, 3])
     per_phase = QueryPlan(QueryKind.PER_PHASE, 2)
-    assert held_queries(QueryPlan(QueryKind.RECENT, 3), phases, 7) == [4, 5, 6]
-    assert held_queries(per_phase, phases, 8) == [1, 3, 4, 5, 6, 7]
-    assert held_queries(per_phase, phases, 5) == [0, 1, 2, 3, 4]
-    assert held_queries(QueryPlan(), phases, 8) == []
+    assert held_queries(QueryPlan(QueryKind.RECENT, 3), phases[:7]).tolist() == [4, 5, 6]
+    assert held_queries(QueryPlan(QueryKind.RECENT, 9), phases[:3]).tolist() == [0, 1, 2]
+    assert held_queries(per_phase, phases).tolist() == [1, 3, 4, 5, 6, 7]
+    assert held_queries(per_phase, phases[:5]).tolist() == [0, 1, 2, 3, 4]
+    assert held_queries(QueryPlan(), phases).tolist() == []

@@ -8,17 +8,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from agentbench_kv.conformance import CheckResult
-from agentbench_kv.conformance.methods import build_method
-from agentbench_kv.conformance.reference import (
-    cache_rows,
-    default_turns,
-    reference_logits,
-    tiny_model,
-    visible,
-)
+from agentbench_kv.conformance import CheckResult, passed
+from agentbench_kv.conformance.driver import default_turns
+from agentbench_kv.conformance.methods import build_method, method_suite
+from agentbench_kv.conformance.reference import cache_rows, reference_logits, tiny_model, visible
 from agentbench_kv.conformance.spans import check_spans, drive_spans
-from agentbench_kv.conformance.suite import method_suite, passed
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance.methods import calibrated
-from agentbench_kv.conformance.scenes import Scene, Shape, make_scene
+from agentbench_kv.conformance.scenes import CacheShape, make_scene
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan
 from agentbench_kv.registry import make_method
 
 
 def agentkv_scene(method, *, phases=(0, 1, 2, 3), group=2):
-    shape = Shape(layers=2, kv_heads=2, group=group, head_dim=16)
+    shape = CacheShape(layers=2, kv_heads=2, group=group, head_dim=16)
     return make_scene(method, 90, shape=shape, phases=phases)
 
 
@@ -52,7 +53,7 @@ def test_agentkv_has_no_mask_between_old_queries_and_newer_keys():
     keys = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(0))
     query = Queries(keys[:, 8:9] * 4, torch.tensor([1]), torch.tensor([0]))
     view = LayerView(keys, keys, torch.arange(9)[None])
-    scene = Scene([view], [query], 9, 0, torch.zeros(9, dtype=torch.int64))
+    scene = MethodInput([view], [query], 9, 0, torch.zeros(9, dtype=torch.int64))
     selection = scene.select(method)
     assert 8 in scene.positions(selection)[0, 0].tolist()
     expected = (keys[0] @ keys[0, 8] * 4 / 8**0.5).softmax(0)
@@ -68,7 +69,7 @@ def test_agentkv_drop_phase_equals_not_having_those_queries(sampler):
     for q in scene.queries:
         rows = q.phases != 2
         without.append(Queries(q.vectors[:, rows], q.positions[rows], q.phases[rows]))
-    other = Scene(scene.layers, without, scene.now, scene.prompt, scene.phases)
+    other = MethodInput(scene.layers, without, scene.now, scene.prompt, scene.phases)
     assert torch.equal(scene.select(dropped).kept, other.select(plain).kept)
     assert not torch.equal(scene.select(dropped).scores, scene.select(plain).scores)
 
@@ -271,7 +272,7 @@ def test_random_draws_apart_for_layers_heads_and_events(plain_scene):
     kept = random_sets(plain_scene)
     sets = {tuple(head) for head in kept.flatten(0, 1).tolist()}
     assert len(sets) == 4
-    later = Scene(
+    later = MethodInput(
         plain_scene.layers, plain_scene.queries, plain_scene.now + 1, 0, plain_scene.phases
     )
     assert not torch.equal(kept, random_sets(later))

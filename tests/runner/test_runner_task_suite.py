@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, Task, TrialContext
-from agentbench_kv.conformance import tasks
-from agentbench_kv.conformance.suite import passed
+from agentbench_kv.conformance import passed, tasks
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.run import runner, spec

@@ -5,21 +5,29 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentbench_kv.adapters.micro.generate import CURRICULUM
-from agentbench_kv.training.micro.data import Encoder, Mix, episode_row
+from agentbench_kv.training.micro.data import Mix, RowEncoder, episode_row
 from agentbench_kv.training.micro.evaluate import evaluate
 from agentbench_kv.training.micro.model import MicroConfig, MicroModel, load_model
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
-from agentbench_kv.training.micro.train import RECIPE, Muon, Options, Stage, Trainer
+from agentbench_kv.training.micro.train import (
+    RECIPE,
+    CurriculumStage,
+    Muon,
+    Trainer,
+    TrainingOptions,
+)
 
 TINY = MicroConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
 STAGES = (
-    Stage("drills", (Mix(48, 2, CURRICULUM[:1], drills=1.0),), 300),
-    Stage("end", (Mix(64, 2, CURRICULUM[:1], auxiliary=0.2, gaps=0.5),), 600, rates=(1.0, 0.0)),
+    CurriculumStage("drills", (Mix(48, 2, CURRICULUM[:1], drills=1.0),), 300),
+    CurriculumStage(
+        "end", (Mix(64, 2, CURRICULUM[:1], auxiliary=0.2, gaps=0.5),), 600, rates=(1.0, 0.0)
+    ),
 )
 
 
 def trained(out, steps=None):
-    trainer = Trainer(Options(out, seed=3, log_every=2, save_every=4), STAGES, TINY)
+    trainer = Trainer(TrainingOptions(out, seed=3, log_every=2, save_every=4), STAGES, TINY)
     trainer.run(steps)
     return trainer
 
@@ -32,7 +40,9 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     whole = trained(tmp_path / "whole")
     assert whole.done
     trained(tmp_path / "cut", steps=6)
-    resumed = Trainer(Options(tmp_path / "cut", seed=3, log_every=2, save_every=4), STAGES, TINY)
+    resumed = Trainer(
+        TrainingOptions(tmp_path / "cut", seed=3, log_every=2, save_every=4), STAGES, TINY
+    )
     resumed.resume()
     assert resumed.progress.step == 4
     resumed.run()
@@ -42,8 +52,8 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
 
 
 def test_seeds_differ(tmp_path):
-    one = Trainer(Options(tmp_path, seed=0), STAGES, TINY)
-    two = Trainer(Options(tmp_path, seed=1), STAGES, TINY)
+    one = Trainer(TrainingOptions(tmp_path, seed=0), STAGES, TINY)
+    two = Trainer(TrainingOptions(tmp_path, seed=1), STAGES, TINY)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(weights(one)[name], weights(two)[name])
 
@@ -56,7 +66,7 @@ def test_the_curve_is_logged(tmp_path):
 
 
 def test_learning_rate_falls_with_tokens(tmp_path):
-    trainer = Trainer(Options(tmp_path), STAGES, TINY)
+    trainer = Trainer(TrainingOptions(tmp_path), STAGES, TINY)
     trainer.progress.step, trainer.progress.stage = 1000, 1
     trainer.progress.stage_tokens = 150
     assert trainer._factor() == pytest.approx(0.75)
@@ -108,7 +118,7 @@ def test_a_narrow_window_is_narrow():
 
 
 def test_an_untrained_model_fails_everything():
-    row = episode_row(Encoder(build_tokenizer()), 0, CURRICULUM[0])
+    row = episode_row(RowEncoder(build_tokenizer()), 0, CURRICULUM[0])
     report = evaluate(MicroModel(TINY), [row])
     assert (report.episodes, report.exact) == (1, 0)
     assert max(report.recall.values()) < 0.5

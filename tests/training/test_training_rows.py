@@ -16,7 +16,7 @@ SMALL, LARGE = PROFILES["recall-1k"], PROFILES["recall-5k"]
 
 @pytest.fixture(scope="module")
 def encoder():
-    return data.Encoder(build_tokenizer())
+    return data.RowEncoder(build_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from agentbench_kv.adapters.micro.generate import (
     generate,
     held_out_seed,
 )
-from agentbench_kv.training.micro.conversation import main
+from agentbench_kv.training.micro.conversation import whole_session
 from agentbench_kv.training.micro.tokenizer import MARKERS, SPECIALS, build_tokenizer
 
 
@@ -46,7 +46,7 @@ def test_template_gives_the_training_text(tokenizer, profile, arguments):
         messages = as_messages(episode, arguments)
         tools = episode.tools or None
         ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
-        text = main(episode).text
+        text = whole_session(episode).text
         assert tokenizer.decode(ids) == text
         assert ids == tokenizer(text)["input_ids"]
 

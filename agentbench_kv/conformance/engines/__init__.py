@@ -1,9 +1,8 @@
 """The engine conformance suite: what every engine must do, written once.
 
-Every engine is driven through its plain contract (`driver`) on tiny models (`models`). What it did
-(`traces`, `kept`) is compared with the embedded engine (`comparing`) and with a model that is blind
-to what was evicted (`exactness`); `endings`, `pressure`, `leaks` and `restart` check the edges.
-`suite` puts it together.
+Every engine is driven through its plain contract (`driver`) on tiny models (`fixture`). What it did
+is compared with the embedded engine and with a model that is blind to what was evicted
+(`comparison`); `checks` look at the edges: endings, cancels, small pools, leaks, restarts.
 """
 
 from agentbench_kv.conformance.engines.suite import METHODS, OPTIONAL, QUICK, engine_suite

@@ -1,11 +1,4 @@
-"""A generation ends where it should, and the session continues exactly from there.
-
-Whatever sessions do and however they end, the memory comes back.
-
-More sessions than the cache holds: they wait, or are computed again and counted.
-
-A backend that dies is started again, and its sessions continue from their tokens.
-"""
+"""The edges of an engine: where generations end, small pools, leaks, and a killed backend."""
 
 from __future__ import annotations
 
@@ -21,43 +14,43 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance.driver import (
+    DrivenSession,
+    Driver,
+    SessionTrace,
+    TurnPlan,
+    settled,
+    stop_matcher,
+)
 from agentbench_kv.conformance.engines.comparison import (
     accounting_problem,
     check_reference,
-    describe_choice,
     error_problem,
     kept_problem,
     reason_problem,
     token_problem,
     wrong_tokens,
 )
-from agentbench_kv.conformance.engines.driver import (
-    Driver,
-    EngineTrace,
-    Step,
-    settled,
-    stop_matcher,
-)
 from agentbench_kv.conformance.engines.fixture import prompt
-from agentbench_kv.conformance.reference import Trace, feed
 from agentbench_kv.engines.base import FinishReason
 from agentbench_kv.errors import CapacityError, ContextLimitError
-from agentbench_kv.phases import TokenCodec, TokenPhases
+from agentbench_kv.phases import TokenCodec
 
-_NEXT_STEP = Step(prompt(40, 7), 45)
-
-
+SESSIONS = 10
+"""Sessions of one example of `check_leaks`."""
+_THREADS = 6
 _EARLIEST = 3
-
-
 """Stops are looked for after this many tokens, so that ending at once is not right."""
+_NEXT_TURN = TurnPlan(prompt(40, 7), 45)
+
+Example = Sequence[list[TurnPlan]]
 
 
 class _Stop(NamedTuple):
     """A way to end a generation: what is asked, how many tokens it must give, and why it ends."""
 
     name: str
-    step: Step
+    turn: TurnPlan
     tokens: int
     reason: FinishReason
 
@@ -67,8 +60,8 @@ def check_stops(
 ) -> list[CheckResult]:
     """Check stop ids, stop texts, functions and lengths against the embedded engine."""
     stops = _find_stops(reference, codec)
-    steps = {stop.name: [stop.step, _NEXT_STEP] for stop in stops}
-    expected, found = reference.play(steps), driver.play(steps)
+    sessions = {stop.name: [stop.turn, _NEXT_TURN] for stop in stops}
+    expected, found = reference.play(sessions), driver.play(sessions)
     exact = check_reference(network, found, driver.method.positions)
     return [
         *(_check_stop(stop, expected[stop.name], found[stop.name]) for stop in stops),
@@ -76,29 +69,29 @@ def check_stops(
     ]
 
 
-def _check_stop(stop: _Stop, expected: EngineTrace, found: EngineTrace) -> CheckResult:
+def _check_stop(stop: _Stop, expected: SessionTrace, found: SessionTrace) -> CheckResult:
     name = f"{stop.name} ends at its token"
     if found.error is not None:
         return CheckResult(name, False, error_problem(found))
     tokens, reason = len(found.turns[0]), found.reasons[0]
     if (tokens, reason) != (stop.tokens, stop.reason):
         problem = f"{tokens} tokens and {reason}, expected {stop.tokens} and {stop.reason}"
-    elif stop.step.own_stop and found.stats.recomputed:
+    elif stop.turn.own_stop and found.stats.recomputed:
         # The engine had run ahead of the function, so it had to start over: the reference decides
         # what comes after.
         same = expected.turns[0] == found.turns[0]
         problem = "" if same else "other tokens before the stop"
     else:
         problem = token_problem(expected, found) or reason_problem(expected, found)
-        if not stop.step.own_stop:
+        if not stop.turn.own_stop:
             problem = problem or accounting_problem(expected, found)
-    return CheckResult(name, not problem, problem or f"after {tokens} tokens")
+    return CheckResult.unless(problem, name, f"after {tokens} tokens")
 
 
 def _find_stops(reference: Driver, codec: TokenCodec) -> list[_Stop]:
     """Find stops in what the model says freely."""
     for seed in range(50):
-        opening = Step(prompt(120, 500 + seed), 60)
+        opening = TurnPlan(prompt(120, 500 + seed), 60)
         free = reference.play({"free": [opening]})["free"].turns[0]
         text, at_text = _stop_text(codec, free)
         fresh = [i for i in range(_EARLIEST, len(free)) if free[i] not in free[:i]]
@@ -132,13 +125,13 @@ def _stop_text(codec: TokenCodec, tokens: Sequence[int]) -> tuple[str, int]:
 
 def check_cancel(driver: Driver, reference: Driver, network: Any) -> list[CheckResult]:
     """Check that a cancelled generation leaves a session whose log is exact."""
-    opening = Step(prompt(300, 8), 400)
+    opening = TurnPlan(prompt(300, 8), 400)
     free = reference.play({"free": [replace(opening, max_tokens=60)]})["free"].turns[0]
     steps = {
         f"after {n} tokens": [
             replace(opening, cancel_after=n),
-            replace(_NEXT_STEP, cancel_after=5),
-            _NEXT_STEP,
+            replace(_NEXT_TURN, cancel_after=5),
+            _NEXT_TURN,
         ]
         for n in (0, 1, 6, 40)
     }
@@ -149,12 +142,12 @@ def check_cancel(driver: Driver, reference: Driver, network: Any) -> list[CheckR
     problem = next(problems, "")
     exact = check_reference(network, found, driver.method.positions)
     return [
-        CheckResult("cancel ends a generation", not problem, problem or f"{len(found)} sessions"),
+        CheckResult.unless(problem, "cancel ends a generation", f"{len(found)} sessions"),
         replace(exact, name="goes on exactly after a cancel"),
     ]
 
 
-def _cancel_problem(free: list[int], trace: EngineTrace) -> str:
+def _cancel_problem(free: list[int], trace: SessionTrace) -> str:
     if trace.error is not None:
         return error_problem(trace)
     first = trace.turns[0]
@@ -171,42 +164,27 @@ def check_context_limit(driver: Driver, reference: Driver) -> list[CheckResult]:
     """Check that a session ends at the model's last position and is not let past it."""
     limit = driver.engine.info.context_limit
     refusal = _refusal_problem(driver, limit)
-    steps = {"full": [Step(prompt(limit - 30, 9), 10), Step(prompt(10, 10), 400)]}
+    steps = {"full": [TurnPlan(prompt(limit - 30, 9), 10), TurnPlan(prompt(10, 10), 400)]}
     expected, found = reference.play(steps)["full"], driver.play(steps)["full"]
     problem = error_problem(found) or token_problem(expected, found)
     problem = problem or reason_problem(expected, found)
     if not problem and len(found.tokens) != limit:
         problem = f"ended after {len(found.tokens)} tokens of {limit}"
     return [
-        CheckResult("too long a prompt is refused", not refusal, refusal),
-        CheckResult("ends at the last position", not problem, problem or f"{limit} tokens"),
+        CheckResult.unless(refusal, "too long a prompt is refused"),
+        CheckResult.unless(problem, "ends at the last position", f"{limit} tokens"),
     ]
 
 
 def _refusal_problem(driver: Driver, limit: int) -> str:
-    driver.engine.open("too-long", TokenPhases())
+    session = DrivenSession(driver.engine, "too-long")
     try:
-        feed(driver.engine, "too-long", prompt(limit, 11), Trace())
+        session.feed(prompt(limit, 11))
     except ContextLimitError:
         return ""
     finally:
-        driver.engine.close("too-long")
+        session.close()
     return f"{limit} tokens are taken, of which the model can read {limit - 1} and write none"
-
-
-SESSIONS = 10
-
-
-"""Sessions of one example."""
-
-
-_THREADS = 6
-
-
-_NAME = "memory comes back"
-
-
-Example = Sequence[list[Step]]
 
 
 def check_leaks(driver: Driver, examples: int) -> CheckResult:
@@ -214,12 +192,12 @@ def check_leaks(driver: Driver, examples: int) -> CheckResult:
 
     An example has `SESSIONS` sessions. Best with a small pool, so that sessions are dropped too.
     """
-    before = driver.pool_at_start
+    name, before = "memory comes back", driver.pool_at_start
     if before is None:
-        return CheckResult(_NAME, True, "the engine does not say what is free", skipped=True)
+        return CheckResult(name, True, "the engine does not say what is free", skipped=True)
     if find_spec("hypothesis") is None:
-        return CheckResult(_NAME, True, "needs pip install hypothesis", skipped=True)
-    traces: list[EngineTrace] = []
+        return CheckResult(name, True, "needs pip install hypothesis", skipped=True)
+    traces: list[SessionTrace] = []
     problem = ""
 
     def play(sessions: Example) -> None:
@@ -241,14 +219,14 @@ def check_leaks(driver: Driver, examples: int) -> CheckResult:
     refused = sum(isinstance(trace.error, CapacityError) for trace in traces)
     events = sum(len(trace.stats.events) for trace in traces)
     detail = f"{len(traces)} sessions, {refused} refused, {events} events"
-    return CheckResult(_NAME, not problem, problem or detail)
+    return CheckResult.unless(problem, name, detail)
 
 
 class _FoundError(Exception):
     """Ends the search for a problem."""
 
 
-def _unexpected_error(trace: EngineTrace) -> str:
+def _unexpected_error(trace: SessionTrace) -> str:
     return "" if isinstance(trace.error, CapacityError) else error_problem(trace)
 
 
@@ -256,12 +234,13 @@ def _run_examples(play: Callable[[Example], None], examples: int) -> None:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
-    def step(length: int, max_tokens: int, cancel_after: int | None) -> Step:
-        return Step(prompt(length, length), max_tokens, cancel_after=cancel_after)
-
-    cancels = st.none() | st.integers(0, 10)
-    steps = st.builds(step, st.integers(1, 250), st.integers(0, 60), cancels)
-    sessions = st.lists(st.lists(steps, max_size=4), min_size=SESSIONS, max_size=SESSIONS)
+    turns = st.builds(
+        TurnPlan,
+        st.integers(1, 250).map(lambda length: prompt(length, length)),
+        st.integers(0, 60),
+        cancel_after=st.none() | st.integers(0, 10),
+    )
+    sessions = st.lists(st.lists(turns, max_size=4), min_size=SESSIONS, max_size=SESSIONS)
     limits = settings(
         max_examples=examples,
         derandomize=True,
@@ -275,17 +254,15 @@ def _run_examples(play: Callable[[Example], None], examples: int) -> None:
 
 def _describe(sessions: Example) -> str:
     """Say an example in a few words: prompt and output lengths, turn by turn."""
-    words = [
-        "+".join(f"{len(s.prompt)}/{s.max_tokens}" for s in steps) or "0" for steps in sessions
-    ]
+    words = ["+".join(f"{len(t.prompt)}/{t.max_tokens}" for t in one) or "0" for one in sessions]
     return f"{len(sessions)} sessions of {', '.join(words)} tokens"
 
 
 def check_crowd(
     network: Any,
     positions: str,
-    expected: Mapping[str, EngineTrace],
-    found: Mapping[str, EngineTrace],
+    expected: Mapping[str, SessionTrace],
+    found: Mapping[str, SessionTrace],
 ) -> CheckResult:
     """Check sessions of a small pool against those of a large one (`expected`).
 
@@ -305,7 +282,7 @@ def check_crowd(
 
 
 def _judge(
-    network: Any, positions: str, expected: EngineTrace, found: EngineTrace
+    network: Any, positions: str, expected: SessionTrace, found: SessionTrace
 ) -> tuple[str, str]:
     """Return how a session ended, and what was wrong with it."""
     if isinstance(found.error, CapacityError):
@@ -322,25 +299,20 @@ def _judge(
     if found.kept_missing:
         return "", found.kept_missing
     wrong = wrong_tokens(network, found, positions)
-    return "again", f"{describe_choice(wrong[0])} after rows were computed again" if wrong else ""
-
-
-_NAME_restart = "a killed backend's sessions go on"
+    return "again", f"{wrong[0]} after rows were computed again" if wrong else ""
 
 
 def check_restart(driver: Driver, network: Any) -> list[CheckResult]:
     """Kill the engine's process between two turns; the session must continue, and say so."""
-    pid = getattr(driver.engine, "backend_pid", None)
+    name, pid = "a killed backend's sessions go on", getattr(driver.engine, "backend_pid", None)
     if pid is None:
-        return [CheckResult(_NAME_restart, True, "the engine runs in this process", skipped=True)]
-    steps = [Step(prompt(150, 12), 45), Step(prompt(40, 13), 45)]
-    traces = driver.play({"killed": steps}, between=lambda: os.kill(pid, signal.SIGKILL))
+        return [CheckResult(name, True, "the engine runs in this process", skipped=True)]
+    turns = [TurnPlan(prompt(150, 12), 45), TurnPlan(prompt(40, 13), 45)]
+    traces = driver.play({"killed": turns}, between=lambda: os.kill(pid, signal.SIGKILL))
     recomputed = traces["killed"].stats.recomputed
     problem = error_problem(traces["killed"])
     problem = problem or ("" if recomputed else "nothing is counted as recomputed")
-    result = CheckResult(
-        _NAME_restart, not problem, problem or f"{recomputed} tokens computed again"
-    )
+    result = CheckResult.unless(problem, name, f"{recomputed} tokens computed again")
     if problem:
         return [result]
     exact = check_reference(network, traces, driver.method.positions)

@@ -1,8 +1,7 @@
-"""Where an engine's session is not the embedded engine's: tokens, kept sets, accounting.
+"""Where an engine's session is not what it should be.
 
-Whether every token is the one a model blind to the evicted rows would have chosen.
-
-How close a decision was: a run's session played again, and its logits read off the reference.
+Compared with the embedded engine: tokens, kept sets, accounting. Compared with the reference:
+whether every token is the one a model blind to the evicted rows would have chosen.
 """
 
 from __future__ import annotations
@@ -10,34 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.conformance import CheckResult
-from agentbench_kv.conformance.engines.driver import EngineTrace, epochs
+from agentbench_kv.conformance.driver import SessionTrace, epochs
 from agentbench_kv.conformance.engines.fixture import load_network
-from agentbench_kv.conformance.reference import Event, Trace, cache_heads, reference_logits, visible
+from agentbench_kv.conformance.reference import cache_heads, reference_logits, visible
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.embedded.observer import EventLog
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import Selection
 from agentbench_kv.run.spec import RunSpec
 
 FIGURES = (
     "logical", "live", "peak_live", "evicted", "prefill_tokens", "longest_prefill",
     "decode_tokens", "decode_kv_sum", "bytes_read", "budget",
 )  # fmt: skip
+_MOST_ROTATED = 600
+"""Tokens of a session of which the reference rotates every pair within seconds."""
 
-
-Traces = Mapping[str, EngineTrace]
-
-
-Problem = Callable[[EngineTrace, EngineTrace], str]
-
-
+Traces = Mapping[str, SessionTrace]
+Problem = Callable[[SessionTrace, SessionTrace], str]
 """Says where the second session differs from the first; empty if it does not."""
 
 
@@ -50,12 +44,12 @@ def compare(name: str, expected: Traces, found: Traces, problem: Problem) -> Che
     return CheckResult(name, True, f"{len(found)} sessions")
 
 
-def error_problem(trace: EngineTrace) -> str:
+def error_problem(trace: SessionTrace) -> str:
     """Say what ended a session early; empty if nothing did."""
     return "" if trace.error is None else f"{type(trace.error).__name__}: {trace.error}"
 
 
-def token_problem(expected: EngineTrace, found: EngineTrace) -> str:
+def token_problem(expected: SessionTrace, found: SessionTrace) -> str:
     for turn, (want, got) in enumerate(zip(expected.turns, found.turns, strict=True)):
         if want != got:
             for index, (a, b) in enumerate(zip_longest(want, got, fillvalue="the end")):
@@ -64,14 +58,14 @@ def token_problem(expected: EngineTrace, found: EngineTrace) -> str:
     return ""
 
 
-def reason_problem(expected: EngineTrace, found: EngineTrace) -> str:
+def reason_problem(expected: SessionTrace, found: SessionTrace) -> str:
     if expected.reasons == found.reasons:
         return ""
     ended, wanted = (", ".join(map(str, each.reasons)) for each in (found, expected))
     return f"ended by {ended} instead of {wanted}"
 
 
-def kept_problem(expected: EngineTrace, found: EngineTrace) -> str:
+def kept_problem(expected: SessionTrace, found: SessionTrace) -> str:
     if found.kept_missing:
         return found.kept_missing
     for number, (want, got) in enumerate(zip(expected.events, found.events, strict=False)):
@@ -91,7 +85,7 @@ def kept_problem(expected: EngineTrace, found: EngineTrace) -> str:
     return ""
 
 
-def accounting_problem(expected: EngineTrace, found: EngineTrace) -> str:
+def accounting_problem(expected: SessionTrace, found: SessionTrace) -> str:
     for turn, (want, got) in enumerate(zip(expected.after, found.after, strict=True)):
         text = _figures_problem(want, got)
         if text:
@@ -116,46 +110,53 @@ def _events(stats: KVStats) -> list[tuple[int, int, int, int]]:
     return [(e.decoded, e.logical, e.live_before, e.live_after) for e in stats.events]
 
 
-_MOST_ROTATED = 600
+class WrongToken(NamedTuple):
+    """A token that is not the reference's first choice."""
+
+    position: int
+    token: int
+    best: int  # the reference's choice
+    gap: float  # between their logits
+
+    def __str__(self) -> str:
+        where = f"token {self.token} at {self.position}"
+        return f"{where}, reference {self.best}, logit gap {self.gap:.2e}"
 
 
-"""Tokens of a session of which the reference rotates every pair within seconds."""
-
-
-Choice = tuple[int, int, int, float]
-
-
-"""Position, the token generated there, the reference's, and the gap between their logits."""
-
-
-def wrong_tokens(network: Any, trace: EngineTrace, positions: str = "logical") -> list[Choice]:
+def wrong_tokens(network: Any, trace: SessionTrace, positions: str = "logical") -> list[WrongToken]:
     """Return the tokens of a greedy session that are not the reference's first choice.
 
     The reference is blind to what the engine says it evicted; `positions` is the method's.
     """
     wrong = []
     for decoded_at, part in epochs(trace):
-        allowed = visible(part, network.config.num_hidden_layers, cache_heads(network, part))
-        logits = reference_logits(network, part.tokens[:-1], allowed, positions=positions)
+        logits = _logits(network, part, positions)
         for position in decoded_at:
             row, got = logits[position - 1], part.tokens[position]
             best = int(row.argmax())
             if best != got:
-                wrong.append((position, got, best, float(row[best] - row[got])))
+                wrong.append(WrongToken(position, got, best, float(row[best] - row[got])))
     return wrong
 
 
+def _logits(network: Any, trace: SessionTrace, positions: str) -> Tensor:
+    """Return the reference's logits [tokens - 1, vocab] of a session."""
+    allowed = visible(trace, network.config.num_hidden_layers, cache_heads(network, trace))
+    return reference_logits(network, trace.tokens[:-1], allowed, positions=positions)
+
+
 def check_reference(
-    network: Any, traces: Mapping[str, EngineTrace], positions: str = "logical"
+    network: Any, traces: Mapping[str, SessionTrace], positions: str = "logical"
 ) -> CheckResult:
     """Check that every token of every session is the masked reference's first choice."""
-    name, wrong = "tokens are the masked reference's", []
+    name = "tokens are the masked reference's"
     # Where positions are the cache's, the reference is too slow for a long session.
     read = {
         session: trace
         for session, trace in traces.items()
         if positions == "logical" or len(trace.tokens) <= _MOST_ROTATED
     }
+    wrong: list[tuple[str, WrongToken]] = []
     for session, trace in read.items():
         if trace.kept_missing:
             return CheckResult(name, False, f"{session}: {trace.kept_missing}")
@@ -167,17 +168,9 @@ def check_reference(
         note = f"; not {skipped}: too long to rotate every pair" if skipped else ""
         return CheckResult(name, True, f"{tokens} tokens, {events} events{note}")
     session, first = wrong[0]
-    largest = max(gap for _, (*_, gap) in wrong)
+    largest = max(each.gap for _, each in wrong)
     more = f"{len(wrong)} of {tokens} differ, largest logit gap {largest:.2e}"
-    return CheckResult(name, False, f"{session}: {describe_choice(first)}; {more}")
-
-
-def describe_choice(choice: Choice) -> str:
-    position, got, best, gap = choice
-    return f"token {got} at {position}, reference {best}, logit gap {gap:.2e}"
-
-
-Outputs = tuple[tuple[int, ...], ...]
+    return CheckResult(name, False, f"{session}: {first}; {more}")
 
 
 def decision_gap(
@@ -198,30 +191,21 @@ def decision_gap(
     number = sum(map(len, outputs[:turn])) + index
     # The session's last token was never fed.
     position = [*trace.decoded_at, len(trace.tokens)][number]
-    prefix = Trace(
-        tokens=[*trace.tokens[:position], mine],
-        events=[event for event in trace.events if event.logical < position],
-    )
+    events = [event for event in trace.events if event.logical < position]
+    prefix = SessionTrace([*trace.tokens[:position], mine], events=events)
     network = load_network(model_path(spec.model))
-    allowed = visible(prefix, network.config.num_hidden_layers, cache_heads(network, prefix))
-    method = spec.built_method
-    row = reference_logits(network, prefix.tokens[:-1], allowed, positions=method.positions)[-1]
+    row = _logits(network, prefix, spec.built_method.positions)[-1]
     return float(row[mine] - row[theirs])
 
 
-def _play(spec: RunSpec, sample: str) -> tuple[Trace, Outputs]:
+def _play(spec: RunSpec, sample: str) -> tuple[SessionTrace, Sequence[Sequence[int]]]:
     """Play a sample's first trial; return ids with events, and the ids of every generation."""
-    from agentbench_kv.run.replay import watch
+    from agentbench_kv.run.replay import trace_session
 
-    events: list[Event] = []
-
-    def keep(logical: int, positions: Tensor, selection: Selection) -> None:
-        events.append(Event(logical, positions.gather(-1, selection.kept).cpu()))
-
-    log = EventLog(keep)
-    watched = watch(spec, sample, log)
+    trace, log, watched = trace_session(spec, sample)
     if watched.attempt.report.resets:
         raise UsageError("the session was started over on the way")
     decoded_at = torch.tensor(log.decoded).nonzero()[:, 0].tolist()
-    trace = Trace([int(token) for token in log.tokens], decoded_at=decoded_at, events=events)
-    return trace, watched.attempt.report.outputs
+    tokens = [int(token) for token in log.tokens]
+    played = SessionTrace(tokens, decoded_at=decoded_at, events=list(trace.events))
+    return played, watched.attempt.report.outputs

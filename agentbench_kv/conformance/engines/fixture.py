@@ -1,8 +1,6 @@
-"""The engine under test and the embedded engine on one tiny model.
+"""What the engine suite works on: tiny models in folders, sessions of random ids, two engines.
 
-Tiny random models in folders, as every engine can load them.
-
-The sessions that the suite plays: random ids from fixed seeds.
+Every engine can load the models; the sessions come from fixed seeds.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from typing import Any
 
 import torch
 
-from agentbench_kv.conformance.engines.driver import Driver, Step
-from agentbench_kv.conformance.reference import calibrated_for, random_model
+from agentbench_kv.conformance.driver import Driver, TurnPlan, calibrated_for
+from agentbench_kv.conformance.reference import random_model
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.methods.base import Method
@@ -24,29 +22,24 @@ from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.registry import make_method
 
 FAMILIES = ("qwen3", "llama")
-
-
 CONTEXT = 2048
-
-
 """Positions of the models: few, so that a small pool and the last position are reached soon."""
-
-
 VOCAB = 320
-
+BUDGET = 96
+INTERVAL = 32
+LARGE_POOL = 8 * CONTEXT  # cached tokens over all sessions
+SMALL_POOL = CONTEXT + 256  # serving engines want to hold one session of the full context
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
 _MARKERS = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 )  # fmt: skip
-
-
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+Sessions = dict[str, list[TurnPlan]]
 
 
 def write_model(folder: Path, family: str, seed: int = 0) -> Path:
@@ -115,21 +108,6 @@ def _tokenizer() -> Any:
     )
 
 
-BUDGET = 96
-
-
-INTERVAL = 32
-
-
-SMALL_POOL = CONTEXT + 256
-
-
-"""Cached tokens of a small pool: serving engines want to hold one session of the full context."""
-
-
-Sessions = dict[str, list[Step]]
-
-
 def prompt(length: int, seed: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(VOCAB, (length,), generator=generator).tolist())
@@ -144,7 +122,7 @@ def long_sessions() -> Sessions:
         "brief": ((80, 33), (65, 20), (40, 12)),
     }
     return {
-        name: [Step(prompt(n, 100 * i + j), out) for j, (n, out) in enumerate(turns)]
+        name: [TurnPlan(prompt(n, 100 * i + j), out) for j, (n, out) in enumerate(turns)]
         for i, (name, turns) in enumerate(sizes.items())
     }
 
@@ -153,12 +131,9 @@ def crowd(sessions: int = 10) -> Sessions:
     """Make sessions whose prompts together are twice what the models' context holds."""
     first = 2 * CONTEXT // sessions
     return {
-        f"s{i}": [Step(prompt(first, 1000 + i), 40), Step(prompt(50, 2000 + i), 40)]
+        f"s{i}": [TurnPlan(prompt(first, 1000 + i), 40), TurnPlan(prompt(50, 2000 + i), 40)]
         for i in range(sessions)
     }
-
-
-LARGE_POOL = 8 * CONTEXT  # cached tokens over all sessions
 
 
 class Fixture:

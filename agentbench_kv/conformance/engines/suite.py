@@ -1,6 +1,6 @@
-"""The whole engine suite: one engine, several methods, two model families.
+"""The engine suite: one engine, several methods, two model families.
 
-The parts of the suite, each on an engine that is running or is started for it.
+What `kvbench selftest engine` runs; each part is on an engine that runs or is started for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from agentbench_kv.conformance import CheckResult, guarded
-from agentbench_kv.conformance.engines import fixture as plans
+from agentbench_kv.conformance.driver import SessionTrace
 from agentbench_kv.conformance.engines.checks import (
     check_cancel,
     check_context_limit,
@@ -27,139 +27,33 @@ from agentbench_kv.conformance.engines.comparison import (
     reason_problem,
     token_problem,
 )
-from agentbench_kv.conformance.engines.driver import EngineTrace
-from agentbench_kv.conformance.engines.fixture import FAMILIES, Fixture, open_fixture
+from agentbench_kv.conformance.engines.fixture import (
+    FAMILIES,
+    SMALL_POOL,
+    Fixture,
+    Sessions,
+    crowd,
+    long_sessions,
+    open_fixture,
+)
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import load_engine
 
-_MIN_EVENTS = 5
-
-
-def method_part(
-    fixture: Fixture,
-    method: Method,
-    *,
-    optional: bool = False,
-    sessions: plans.Sessions | None = None,
-) -> list[CheckResult]:
-    """Check one method: tokens, kept sets and accounting of sessions together and alone.
-
-    An engine may refuse an `optional` method with a UsageError.
-    """
-    try:
-        driver = fixture.driver(method)
-    except UsageError as error:
-        if not optional:
-            raise
-        return [CheckResult("runs", True, str(error), skipped=True)]
-    sessions = sessions or plans.long_sessions()
-    with fixture.reference(method) as reference:
-        expected = reference.play(sessions)
-    found, alone = driver.play(sessions), driver.play(sessions, together=False)
-    return [
-        compare("tokens are the embedded engine's", expected, found, _output_problem),
-        check_reference(fixture.network, found, method.positions),
-        compare("kept sets are the embedded engine's", expected, found, kept_problem),
-        _check_accounting(method, expected, found),
-        _check_recomputed(method, found),
-        _check_events(method, found),
-        compare("sessions together are as alone", alone, found, _any_problem),
-    ]
-
-
-def _output_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    return token_problem(expected, found) or reason_problem(expected, found)
-
-
-def _any_problem(expected: EngineTrace, found: EngineTrace) -> str:
-    problems = (_output_problem, kept_problem, accounting_problem)
-    return next(filter(None, (problem(expected, found) for problem in problems)), "")
-
-
-def _check_accounting(
-    method: Method, expected: Mapping[str, EngineTrace], found: Mapping[str, EngineTrace]
-) -> CheckResult:
-    name = "accounting is the embedded engine's"
-    silent = not any(t.stats.prefill_tokens or t.stats.decode_tokens for t in found.values())
-    if method.name == "full" and silent:
-        why = "the engine as shipped keeps no accounts"
-        return CheckResult(name, True, why, skipped=True)
-    return compare(name, expected, found, accounting_problem)
-
-
-def _check_recomputed(method: Method, found: Mapping[str, EngineTrace]) -> CheckResult:
-    tokens = sum(trace.stats.recomputed for trace in found.values())
-    # As shipped, an engine's prefix cache may keep whole blocks only.
-    right = not tokens or method.name == "full"
-    return CheckResult("nothing is computed again", right, f"{tokens} tokens")
-
-
-def _check_events(method: Method, found: Mapping[str, EngineTrace]) -> CheckResult:
-    """Check that the comparison was about something."""
-    events = max(len(trace.stats.events) for trace in found.values())
-    if method.compresses:
-        detail = f"{events} in one session, at least {_MIN_EVENTS} expected"
-        return CheckResult("events happen", events >= _MIN_EVENTS, detail)
-    return CheckResult("no events happen", events == 0, f"{events} in one session")
-
-
-def stop_part(fixture: Fixture, method: Method) -> list[CheckResult]:
-    """Check stops, cancelling and the last position."""
-    driver = fixture.driver(method)
-    with fixture.reference(method) as reference:
-        return [
-            *check_stops(driver, reference, fixture.network, fixture.codec),
-            *check_cancel(driver, reference, fixture.network),
-            *check_context_limit(driver, reference),
-        ]
-
-
-def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:
-    """Check ten sessions at once in a cache that does not hold them."""
-    sessions = plans.crowd()
-    with fixture.reference(method) as reference:
-        expected = reference.play(sessions)
-    found = fixture.driver(method, plans.SMALL_POOL).play(sessions)
-    return [check_crowd(fixture.network, method.positions, expected, found)]
-
-
-def leak_part(fixture: Fixture, method: Method, examples: int) -> list[CheckResult]:
-    return [check_leaks(fixture.driver(method, plans.SMALL_POOL), examples)]
-
-
-def restart_part(fixture: Fixture, method: Method) -> list[CheckResult]:
-    return check_restart(fixture.driver(method, plans.SMALL_POOL), fixture.network)
-
-
 METHODS = ("full", "full-constrained", "streamingllm", "snapkv", "rkv", "agentkv")
-
-
 """Every engine that compresses runs these."""
-
-
 OPTIONAL = ("h2o", "triattention", "streamingllm@paper")
-
-
 """An engine may refuse these."""
-
-
 QUICK = ("full-constrained", "streamingllm", "agentkv")
-
-
 SMALL_CHUNKS: Mapping[str, Mapping[str, str]] = {
     "vllm": {"max-num-batched-tokens": "256"},
     "sglang": {"chunked-prefill-size": "256"},
 }
-
-
 """Options that make an engine prefill the suite's longest prompts in several chunks."""
-
+_MIN_EVENTS = 5
 
 Results = dict[str, list[CheckResult]]
-
-
 Part = tuple[str, Callable[[], list[CheckResult]]]
 
 
@@ -174,30 +68,12 @@ def engine_suite(
 ) -> Results:
     """Run every check there is on one engine, in float32 on the CPU.
 
-    Parameters
-    ----------
-    engine : str or engine class
-        A registered name, or a class with `create(options)`.
-    methods : sequence of str
-        `name` or `name@preset`; all if empty, a few if `quick`.
-    families : sequence of str
-        Of `models.FAMILIES`; all if empty, the first if `quick`.
-    quick : bool
-        Fewer random sessions, no restart.
-    engine_args : mapping, optional
-        Options of a serving engine's own command line.
-    report : callable
-        Told every part as soon as it is done.
-
-    Returns
-    -------
-    dict
-        Part -> its results. A part that raises is one failed result.
-
-    Raises
-    ------
-    UsageError, PrerequisiteError
-        For an engine, method or family that does not exist, or an engine that cannot start here.
+    `engine` is a registered name, or a class with `create(options)`; `methods` are `name` or
+    `name@preset`, `families` of `fixture.FAMILIES`: all if empty, a few if `quick`, which also
+    means fewer random sessions and no restart. `engine_args` are options of a serving engine's own
+    command line; `report` is told every part as soon as it is done. Returns part -> its results; a
+    part that raises is one failed result. UsageError or PrerequisiteError for an engine, method or
+    family that does not exist, or an engine that cannot start here.
     """
     cls = load_engine(engine) if isinstance(engine, str) else engine
     if Capability.TEXT in cls.capabilities or Capability.COMPRESS not in cls.capabilities:
@@ -244,4 +120,101 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
     ]
-    return parts if quick else [*parts, ("restart", partial(restart_part, fixture, main))]
+    if quick:
+        return parts
+    return [
+        *parts,
+        ("restart", lambda: check_restart(fixture.driver(main, SMALL_POOL), fixture.network)),
+    ]
+
+
+def method_part(
+    fixture: Fixture,
+    method: Method,
+    *,
+    optional: bool = False,
+    sessions: Sessions | None = None,
+) -> list[CheckResult]:
+    """Check one method: tokens, kept sets and accounting of sessions together and alone.
+
+    An engine may refuse an `optional` method with a UsageError.
+    """
+    try:
+        driver = fixture.driver(method)
+    except UsageError as error:
+        if not optional:
+            raise
+        return [CheckResult("runs", True, str(error), skipped=True)]
+    sessions = sessions or long_sessions()
+    with fixture.reference(method) as reference:
+        expected = reference.play(sessions)
+    found, alone = driver.play(sessions), driver.play(sessions, together=False)
+    return [
+        compare("tokens are the embedded engine's", expected, found, _output_problem),
+        check_reference(fixture.network, found, method.positions),
+        compare("kept sets are the embedded engine's", expected, found, kept_problem),
+        _check_accounting(method, expected, found),
+        _check_recomputed(method, found),
+        _check_events(method, found),
+        compare("sessions together are as alone", alone, found, _any_problem),
+    ]
+
+
+def _output_problem(expected: SessionTrace, found: SessionTrace) -> str:
+    return token_problem(expected, found) or reason_problem(expected, found)
+
+
+def _any_problem(expected: SessionTrace, found: SessionTrace) -> str:
+    problems = (_output_problem, kept_problem, accounting_problem)
+    return next(filter(None, (problem(expected, found) for problem in problems)), "")
+
+
+def _check_accounting(
+    method: Method, expected: Mapping[str, SessionTrace], found: Mapping[str, SessionTrace]
+) -> CheckResult:
+    name = "accounting is the embedded engine's"
+    silent = not any(t.stats.prefill_tokens or t.stats.decode_tokens for t in found.values())
+    if method.name == "full" and silent:
+        why = "the engine as shipped keeps no accounts"
+        return CheckResult(name, True, why, skipped=True)
+    return compare(name, expected, found, accounting_problem)
+
+
+def _check_recomputed(method: Method, found: Mapping[str, SessionTrace]) -> CheckResult:
+    tokens = sum(trace.stats.recomputed for trace in found.values())
+    # As shipped, an engine's prefix cache may keep whole blocks only.
+    right = not tokens or method.name == "full"
+    return CheckResult("nothing is computed again", right, f"{tokens} tokens")
+
+
+def _check_events(method: Method, found: Mapping[str, SessionTrace]) -> CheckResult:
+    """Check that the comparison was about something."""
+    events = max(len(trace.stats.events) for trace in found.values())
+    if method.compresses:
+        detail = f"{events} in one session, at least {_MIN_EVENTS} expected"
+        return CheckResult("events happen", events >= _MIN_EVENTS, detail)
+    return CheckResult("no events happen", events == 0, f"{events} in one session")
+
+
+def stop_part(fixture: Fixture, method: Method) -> list[CheckResult]:
+    """Check stops, cancelling and the last position."""
+    driver = fixture.driver(method)
+    with fixture.reference(method) as reference:
+        return [
+            *check_stops(driver, reference, fixture.network, fixture.codec),
+            *check_cancel(driver, reference, fixture.network),
+            *check_context_limit(driver, reference),
+        ]
+
+
+def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:
+    """Check ten sessions at once in a cache that does not hold them."""
+    sessions = crowd()
+    with fixture.reference(method) as reference:
+        expected = reference.play(sessions)
+    found = fixture.driver(method, SMALL_POOL).play(sessions)
+    return [check_crowd(fixture.network, method.positions, expected, found)]
+
+
+def leak_part(fixture: Fixture, method: Method, examples: int) -> list[CheckResult]:
+    return [check_leaks(fixture.driver(method, SMALL_POOL), examples)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.training.micro.train import RECIPE, Options, Trainer
+from agentbench_kv.training.micro.train import RECIPE, Trainer, TrainingOptions
 
 
 @click.command()
@@ -19,7 +19,7 @@ from agentbench_kv.training.micro.train import RECIPE, Options, Trainer
 def main(out: Path, seed: int, device: str, threads: int, resume: bool) -> None:
     """Train from scratch on generated episodes and write OUT/model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    trainer = Trainer(Options(out, seed, device, threads), RECIPE)
+    trainer = Trainer(TrainingOptions(out, seed, device, threads), RECIPE)
     if resume:
         trainer.resume()
     trainer.run()

@@ -1,8 +1,7 @@
 """Episodes as text with a label on every character: what a training row is cut from.
 
-Dense rows for the first stages: an episode's facts without its prose, asked again and again.
-
-An induction circuit that binds a code to its name *and* separator is slow to appear in full
+Drills are dense rows for the first stages: an episode's facts without its prose, asked again and
+again. An induction circuit that binds a code to its name *and* separator is slow to appear in full
 episodes, where few tokens recall anything. In a drill every fifth token does, under the same rules:
 codes of `#` and `:` are first made from the last hint and reading, or invented, all others random.
 """
@@ -47,26 +46,18 @@ LABELS = (
     "think/recurring", "act/recurring", "tool/recurring", "others/recurring",
     "think/one_shot", "act/one_shot", "tool/one_shot", "others/one_shot",
 )  # fmt: skip
-
-
 """What a token is: given, given and random, the agent's format, a name it picks, the auxiliary
 answer, a code it repeats, or a code it recalls, by source and kind."""
-
-
 PROMPT, NOISE, TEMPLATE, NAME, MEMORY, COPIED = range(6)
-
-
-PAD = len(LABELS)
-
-
 EVIDENCE = range(COPIED + 1, len(LABELS))
-
-
 """Labels of codes that have to be found in the context."""
-
-
+PAD = len(LABELS)
 NAMED = re.compile(rf"\b({'|'.join(NAMES)})[/#:=@~+\"]")
 
+FIELDS = {TOOL: "port", ACT: "tag", THINK: "plan", RULE: "gate", MEMO: "gate"}
+SOURCES = {TOOL: "tool", ACT: "act", THINK: "think", RULE: "others", MEMO: "others"}
+INVENTED = 0.35
+"""Share of plans and tags drawn at random, so that making them anew is no way to recall them."""
 
 Labels = npt.NDArray[np.uint8]
 
@@ -82,7 +73,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class LabelledText:
     """A whole session; arrays have one entry per character."""
 
     text: str  # as the chat template renders it
@@ -91,12 +82,12 @@ class Conversation:
     cursor: npt.NDArray[np.int16]
 
 
-def main(episode: Episode) -> Conversation:
+def whole_session(episode: Episode) -> LabelledText:
     """Render an episode with everything the agent should say."""
     return _join(_session(episode, len(episode.turns)))
 
 
-def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> Conversation:
+def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> LabelledText:
     """Render the first `turns` user turns and the auxiliary one, where alone tokens count.
 
     The answer does not name the cursors in `gone`, which were evicted before.
@@ -110,7 +101,7 @@ def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> Conversati
         _Part("\n", PROMPT),
     ]
     end = _join(tail, handles=False)
-    return Conversation(
+    return LabelledText(
         session.text + end.text,
         np.concatenate([session.labels, end.labels]),
         np.concatenate([session.cursor, end.cursor]),
@@ -144,12 +135,12 @@ def _assistant(message: ExpectedCall | ExpectedReply, cursor: int) -> Iterator[_
     yield _Part("\n", PROMPT)
 
 
-def _join(parts: Iterable[_Part], handles: bool = True) -> Conversation:
+def _join(parts: Iterable[_Part], handles: bool = True) -> LabelledText:
     listed = list(parts)
     labels = [_labels(part, handles) for part in listed]
     owners = [np.full(len(part.text), part.cursor, np.int16) for part in listed]
     text = "".join(part.text for part in listed)
-    return Conversation(text, np.concatenate(labels), np.concatenate(owners))
+    return LabelledText(text, np.concatenate(labels), np.concatenate(owners))
 
 
 def _labels(part: _Part, handles: bool) -> Labels:
@@ -170,19 +161,7 @@ def _slot_label(slot: Slot) -> int:
     return COPIED if slot.copied else LABELS.index(f"{slot.source}/{slot.kind}")
 
 
-FIELDS = {TOOL: "port", ACT: "tag", THINK: "plan", RULE: "gate", MEMO: "gate"}
-
-
-INVENTED = 0.35
-
-
-"""Share of plans and tags drawn at random, so that making them anew is no way to recall them."""
-
-
-SOURCES = {TOOL: "tool", ACT: "act", THINK: "think", RULE: "others", MEMO: "others"}
-
-
-def drill(seed: int, length: int) -> Conversation:
+def drill(seed: int, length: int) -> LabelledText:
     """Write the drill of a seed, of roughly `length` tokens."""
     return _Drill(random.Random(f"drill/{seed}")).write(length)
 
@@ -199,7 +178,7 @@ class _Drill:
         self.pieces: list[str] = []
         self.labels: list[Labels] = []
 
-    def write(self, length: int) -> Conversation:
+    def write(self, length: int) -> LabelledText:
         novelty = self.rng.uniform(0.1, 0.5)
         self._say("<|im_start|>user", PROMPT)
         self._pass(HINT)
@@ -209,7 +188,7 @@ class _Drill:
                 self._pass(self.rng.choice((HINT, READING)))
             self._fact(novelty)
         text = "".join(self.pieces)
-        return Conversation(text, np.concatenate(self.labels), np.full(len(text), -1, np.int16))
+        return LabelledText(text, np.concatenate(self.labels), np.full(len(text), -1, np.int16))
 
     def _pass(self, separator: str) -> None:
         """State a new hint or reading; the old one is over."""

@@ -23,10 +23,10 @@ from agentbench_kv.training.micro.conversation import (
     PAD,
     PROMPT,
     TEMPLATE,
-    Conversation,
+    LabelledText,
     auxiliary,
     drill,
-    main,
+    whole_session,
 )
 
 Ints = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows [rows, length + 1]; the model sees `ids[:, :-1]` and is asked for `ids[:, 1:]`."""
 
     ids: Tensor
@@ -76,7 +76,7 @@ class Batch:
         return self.ids.shape[0] * (self.ids.shape[1] - 1)
 
 
-class Encoder:
+class RowEncoder:
     """Turns conversations into rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -86,7 +86,7 @@ class Encoder:
         self.end = ids["<|im_end|>"]
         self.start = ids["<|im_start|>"]
 
-    def row(self, conversation: Conversation, gone: frozenset[int] = frozenset()) -> TrainingRow:
+    def row(self, conversation: LabelledText, gone: frozenset[int] = frozenset()) -> TrainingRow:
         """Tokenise; tokens of the evicted cursors `gone` leave, positions keep their gaps."""
         encoding = self._core.encode(conversation.text, add_special_tokens=False)
         starts = np.fromiter((start for start, _ in encoding.offsets), np.int64)
@@ -97,13 +97,13 @@ class Encoder:
 
 
 def episode_row(
-    encoder: Encoder, seed: int, profile: EpisodeProfile, invented: float = 0.0
+    encoder: RowEncoder, seed: int, profile: EpisodeProfile, invented: float = 0.0
 ) -> TrainingRow:
     """Return the row of a whole episode; `invented` is as `generate` takes it."""
-    return encoder.row(main(generate(seed, profile, invented)))
+    return encoder.row(whole_session(generate(seed, profile, invented)))
 
 
-def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
+def batch(encoder: RowEncoder, mix: Mix, seed: int, step: int) -> TrainingBatch:
     """Build the batch of a training step of the run with this seed.
 
     Steps of all stages are numbered through, so no episode is seen twice.
@@ -119,10 +119,10 @@ def batch(encoder: Encoder, mix: Mix, seed: int, step: int) -> Batch:
     weights = WEIGHTS[labels[:, 1:]]
     weights[labels[:, 1:] == NAME] = mix.names
     weights[labels[:, 1:] == MEMORY] = mix.memory
-    return Batch(*map(torch.from_numpy, (ids, positions, labels, weights)))
+    return TrainingBatch(*map(torch.from_numpy, (ids, positions, labels, weights)))
 
 
-def _row(encoder: Encoder, mix: Mix, number: int) -> TrainingRow:
+def _row(encoder: RowEncoder, mix: Mix, number: int) -> TrainingRow:
     rng = random.Random(f"row/{number}")
     kind = rng.random()
     seed = train_seed(number * 4)
@@ -135,14 +135,14 @@ def _row(encoder: Encoder, mix: Mix, number: int) -> TrainingRow:
     return _with_gaps(encoder, row, rng) if rng.random() < mix.gaps else row
 
 
-def _longest(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> TrainingRow:
+def _longest(encoder: RowEncoder, mix: Mix, rng: random.Random, seed: int) -> TrainingRow:
     """Of two episodes take the one that fills the row better; a longer one is cut at its end."""
     profile = rng.choice(mix.profiles)
     rows = [episode_row(encoder, seed + index, profile, INVENTED) for index in range(2)]
     return max(rows, key=lambda row: min(len(row.ids), mix.length + 1))
 
 
-def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) -> TrainingRow:
+def _auxiliary_row(encoder: RowEncoder, mix: Mix, rng: random.Random, seed: int) -> TrainingRow:
     """Ask which cursors are stale, some stale ones being gone already."""
     episode = generate(seed, rng.choice(mix.profiles))
     for turns in range(rng.randint(2, len(episode.turns)), 0, -1):
@@ -152,7 +152,7 @@ def _auxiliary_row(encoder: Encoder, mix: Mix, rng: random.Random, seed: int) ->
     return _longest(encoder, mix, rng, seed)
 
 
-def auxiliary_row(encoder: Encoder, seed: int, profile: EpisodeProfile) -> TrainingRow:
+def auxiliary_row(encoder: RowEncoder, seed: int, profile: EpisodeProfile) -> TrainingRow:
     """Return a row that asks which cursors of an episode are stale.
 
     The seed also decides when it is asked and what is gone by then.
@@ -162,14 +162,14 @@ def auxiliary_row(encoder: Encoder, seed: int, profile: EpisodeProfile) -> Train
 
 
 def _auxiliary_at(
-    encoder: Encoder, rng: random.Random, episode: Episode, turns: int
+    encoder: RowEncoder, rng: random.Random, episode: Episode, turns: int
 ) -> TrainingRow:
     stale = [cursor.number for cursor in cursors(episode, turns) if cursor.stale]
     gone = frozenset(rng.sample(stale, rng.choice((0, rng.randint(0, len(stale))))))
     return encoder.row(auxiliary(episode, turns, gone), gone)
 
 
-def _with_gaps(encoder: Encoder, row: TrainingRow, rng: random.Random) -> TrainingRow:
+def _with_gaps(encoder: RowEncoder, row: TrainingRow, rng: random.Random) -> TrainingRow:
     """Let positions leap ahead at a few messages, as if more had been said in between."""
     room = FARTHEST - int(row.positions[-1]) - 1
     heads = np.flatnonzero(row.ids == encoder.start)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agentbench_kv.adapters.micro.generate import PROFILES, held_out_seed
 from agentbench_kv.training.micro.conversation import LABELS, TEMPLATE
-from agentbench_kv.training.micro.data import Encoder, TrainingRow, auxiliary_row, episode_row
+from agentbench_kv.training.micro.data import RowEncoder, TrainingRow, auxiliary_row, episode_row
 from agentbench_kv.training.micro.model import MicroModel, load_model
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
 
@@ -120,7 +120,7 @@ def main(
 ) -> None:
     """Check a model on held-out episodes."""
     torch.set_num_threads(threads)
-    encoder = Encoder(build_tokenizer())
+    encoder = RowEncoder(build_tokenizer())
     make = auxiliary_row if memory else episode_row
     seeds = map(held_out_seed, range(first, first + episodes))
     rows = [make(encoder, seed, PROFILES[profile]) for seed in seeds]

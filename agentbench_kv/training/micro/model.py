@@ -159,7 +159,25 @@ def save_model(model: MicroModel, folder: Path, end: int, pad: int) -> None:
     save_file(state, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")
-    config = _hub_config(model.config, end, pad)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **asdict(model.config),
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": model.config.num_hidden_layers,
+        "rope_scaling": None,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "torch_dtype": "float32",
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     generation = {"eos_token_id": end, "pad_token_id": pad, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
@@ -172,25 +190,3 @@ def load_model(folder: Path) -> MicroModel:
     model = MicroModel(MicroConfig(**{name: found[name] for name in names}))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model
-
-
-def _hub_config(config: MicroConfig, end: int, pad: int) -> dict[str, object]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **asdict(config),
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": config.num_hidden_layers,
-        "rope_scaling": None,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": pad,
-        "torch_dtype": "float32",
-    }

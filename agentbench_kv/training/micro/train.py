@@ -1,9 +1,4 @@
-"""The training loop: deterministic for a seed, checkpointed, resumable at any step.
-
-Muon for the matrices, AdamW for the rest.
-
-The curriculum: what is trained on, in which order, and when to go on.
-"""
+"""The training loop and its curriculum: deterministic for a seed, resumable at any step."""
 
 from __future__ import annotations
 
@@ -23,9 +18,250 @@ from torch import Tensor, nn
 
 from agentbench_kv.adapters.micro.generate import CURRICULUM, PROFILES
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, PAD
-from agentbench_kv.training.micro.data import Batch, Encoder, Mix, batch
+from agentbench_kv.training.micro.data import Mix, RowEncoder, TrainingBatch, batch
 from agentbench_kv.training.micro.model import MicroConfig, MicroModel, save_model
 from agentbench_kv.training.micro.tokenizer import build_tokenizer, save_tokenizer
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 100
+"""Steps over which the learning rate rises."""
+
+SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
+TASK_1K = PROFILES["recall-1k"]
+
+
+@dataclass(frozen=True)
+class CurriculumStage:
+    """A stretch of training."""
+
+    name: str
+    mixes: tuple[Mix, ...]  # taken in turn, one per step
+    tokens: int  # after which the stage is over
+    recall: float = 2.0  # it is over earlier once every kind of code is recalled this well
+    rates: tuple[float, float] = (1.0, 1.0)  # learning-rate factors at its first and last token
+
+
+RECIPE = (
+    CurriculumStage("drills", (Mix(160, 14, (SHORT,), drills=1.0),), 4_000_000, recall=0.93),
+    CurriculumStage(
+        "turns",
+        (
+            Mix(512, 4, (SHORT,), drills=0.25, auxiliary=0.15),
+            Mix(512, 4, (SHORT, MEDIUM), drills=0.25, auxiliary=0.15),
+        ),
+        1_500_000,
+        recall=0.95,
+    ),
+    CurriculumStage(
+        "sessions",
+        (Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.1, auxiliary=0.2, gaps=0.4),),
+        1_000_000,
+        recall=0.96,
+    ),
+    CurriculumStage(
+        "long",
+        (
+            Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.05, auxiliary=0.2, gaps=0.5),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.2, gaps=0.3),
+        ),
+        500_000,
+        recall=0.97,
+    ),
+    CurriculumStage(
+        "final",
+        (
+            Mix(1152, 2, (MEDIUM, TASK_1K), 0.02, 0.2, gaps=0.5, names=5.0, memory=5.0),
+            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0, memory=5.0),
+            Mix(512, 4, (SHORT,), auxiliary=0.7, names=5.0, memory=5.0),
+            Mix(2560, 1, (LONG, LONGER), auxiliary=0.15, gaps=0.3, names=5.0, memory=5.0),
+            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0, memory=5.0),
+        ),
+        3_000_000,
+        rates=(1.0, 0.0),
+    ),
+    CurriculumStage(
+        "memory",
+        (
+            Mix(512, 6, (SHORT, MEDIUM), auxiliary=0.85, names=5.0, memory=5.0),
+            Mix(5632, 1, (LONGEST,), names=5.0),
+            Mix(512, 6, (SHORT, MEDIUM), auxiliary=0.85, names=5.0, memory=5.0),
+            Mix(1152, 2, (MEDIUM, TASK_1K), auxiliary=0.5, gaps=0.3, names=5.0, memory=5.0),
+        ),
+        2_000_000,
+        rates=(0.6, 0.0),
+    ),
+)
+"""From dense drills to whole sessions at a falling rate; then once more with more memory turns."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How to run."""
+
+    out: Path  # folder of the checkpoint, the log and the exported model
+    seed: int = 0  # of weights and data
+    device: str = "cpu"
+    threads: int = 1
+    log_every: int = 50  # steps
+    save_every: int = 200  # steps
+
+
+@dataclass
+class _Progress:
+    """Everything but weights and optimizer state that the next step depends on."""
+
+    stage: int = 0
+    step: int = 0
+    tokens: int = 0
+    stage_tokens: int = 0
+    stage_step: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    recall: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Trains one model on the stages of a recipe."""
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        recipe: Sequence[CurriculumStage],
+        config: MicroConfig | None = None,
+    ) -> None:
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(options.seed)
+        self.options = options
+        self.recipe = recipe
+        self.tokenizer = build_tokenizer()
+        self.encoder = RowEncoder(self.tokenizer)
+        self.model = MicroModel(config or MicroConfig()).to(options.device)
+        self.optimizers = Optimizers(self.model)
+        self.progress = _Progress()
+
+    @property
+    def done(self) -> bool:
+        return self.progress.stage >= len(self.recipe)
+
+    def run(self, steps: int | None = None) -> None:
+        """Train until the recipe is over, or for a number of steps."""
+        last = None if steps is None else self.progress.step + steps
+        # One batch ahead: rows are made by a thread while the model computes.
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self._batch, self.progress.step, *self._place())
+            while not self.done and self.progress.step != last:
+                began = time.perf_counter()
+                current, place = ahead.result(), self._place()
+                ahead = pool.submit(self._batch, self.progress.step + 1, place[0], place[1] + 1)
+                self._step(current)
+                self.progress.seconds += time.perf_counter() - began
+                self._after_step()
+                if not self.done and self._place()[0] != place[0]:
+                    ahead = pool.submit(self._batch, self.progress.step, *self._place())
+
+    def _place(self) -> tuple[int, int]:
+        return self.progress.stage, self.progress.stage_step
+
+    def _batch(self, step: int, stage: int, stage_step: int) -> TrainingBatch:
+        mixes = self.recipe[stage].mixes
+        return batch(self.encoder, mixes[stage_step % len(mixes)], self.options.seed, step)
+
+    def _step(self, current: TrainingBatch) -> None:
+        device = self.options.device
+        ids, positions = current.ids.to(device), current.positions.to(device)
+        logits = self.model(ids[:, :-1], positions[:, :-1])
+        targets, weights = ids[:, 1:].flatten(), current.weights.to(device).flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        loss = (losses * weights).sum() / weights.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizers.step(self._factor())
+        self._observe(current, logits.detach(), loss.item())
+
+    def _factor(self) -> float:
+        """Learning-rate factor: by tokens, since seconds depend on what else the machine does."""
+        stage = self.recipe[self.progress.stage]
+        rising = min(1.0, (self.progress.step + 1) / WARM_UP)
+        done = min(1.0, self.progress.stage_tokens / stage.tokens)
+        first, last = stage.rates
+        return rising * (first + (last - first) * done)
+
+    def _observe(self, current: TrainingBatch, logits: Tensor, loss: float) -> None:
+        """Update running means; no row comes twice, so training recall is held-out recall."""
+        progress = self.progress
+        labels, targets = current.labels[:, 1:].flatten(), current.ids[:, 1:].flatten()
+        asked = labels.ge(2) & labels.ne(PAD)
+        right = (logits.flatten(0, 1)[asked].argmax(-1).cpu() == targets[asked]).float()
+        for label in sorted(set(labels[asked].tolist())):
+            seen = right[labels[asked] == label]
+            keep = 0.998 ** len(seen)
+            old = progress.recall.get(LABELS[label], 0.0)
+            progress.recall[LABELS[label]] = keep * old + (1 - keep) * float(seen.mean())
+        progress.loss = loss if not progress.step else 0.98 * progress.loss + 0.02 * loss
+        progress.step += 1
+        progress.stage_step += 1
+        progress.tokens += current.tokens
+        progress.stage_tokens += current.tokens
+
+    def _after_step(self) -> None:
+        progress, stage = self.progress, self.recipe[self.progress.stage]
+        if stage.name == "drills":
+            # They do not have every kind of code.
+            worst = min((r for name, r in progress.recall.items() if "/" in name), default=0.0)
+        else:
+            worst = min(progress.recall.get(LABELS[label], 0.0) for label in EVIDENCE)
+        over = progress.stage_tokens >= stage.tokens
+        if over or (worst >= stage.recall and progress.stage_step >= 50):
+            self._log(event=f"{stage.name} done")
+            progress.stage += 1
+            progress.stage_step = progress.stage_tokens = 0
+            progress.recall.clear()
+            self.save()
+        elif progress.step % self.options.log_every == 0:
+            self._log()
+        if progress.step % self.options.save_every == 0:
+            self.save()
+
+    def _log(self, event: str = "") -> None:
+        progress = self.progress
+        recall = {name: round(value, 4) for name, value in sorted(progress.recall.items())}
+        entry = {
+            "stage": self.recipe[progress.stage].name,
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 1),
+            "loss": round(progress.loss, 4),
+            "recall": recall,
+            **({"event": event} if event else {}),
+        }
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        with (self.options.out / "curve.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        logger.info("%s", json.dumps(entry))
+
+    def save(self) -> None:
+        """Write the checkpoint and export the model as it is."""
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state(),
+            "progress": asdict(self.progress),
+        }
+        partial = self.options.out / "state.partial"
+        torch.save(state, partial)
+        partial.replace(self.options.out / "state.pt")
+        folder = self.options.out / "model"
+        save_model(self.model, folder, self.encoder.end, self.encoder.pad)
+        save_tokenizer(self.tokenizer, folder)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint in the output folder."""
+        path = self.options.out / "state.pt"
+        state = torch.load(path, map_location=self.options.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizers.restore(state["optimizers"])
+        self.progress = _Progress(**state["progress"])
 
 
 class Muon(torch.optim.Optimizer):
@@ -115,250 +351,3 @@ class Optimizers:
     def restore(self, state: list[dict[str, object]]) -> None:
         for part, saved in zip(self.parts, state, strict=True):
             part.load_state_dict(saved)
-
-
-SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
-
-
-TASK_1K = PROFILES["recall-1k"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stretch of training."""
-
-    name: str
-    mixes: tuple[Mix, ...]  # taken in turn, one per step
-    tokens: int  # after which the stage is over
-    recall: float = 2.0  # it is over earlier once every kind of code is recalled this well
-    rates: tuple[float, float] = (1.0, 1.0)  # learning-rate factors at its first and last token
-
-
-RECIPE = (
-    Stage("drills", (Mix(160, 14, (SHORT,), drills=1.0),), 4_000_000, recall=0.93),
-    Stage(
-        "turns",
-        (
-            Mix(512, 4, (SHORT,), drills=0.25, auxiliary=0.15),
-            Mix(512, 4, (SHORT, MEDIUM), drills=0.25, auxiliary=0.15),
-        ),
-        1_500_000,
-        recall=0.95,
-    ),
-    Stage(
-        "sessions",
-        (Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.1, auxiliary=0.2, gaps=0.4),),
-        1_000_000,
-        recall=0.96,
-    ),
-    Stage(
-        "long",
-        (
-            Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.05, auxiliary=0.2, gaps=0.5),
-            Mix(2560, 1, (LONG, LONGER), auxiliary=0.2, gaps=0.3),
-        ),
-        500_000,
-        recall=0.97,
-    ),
-    Stage(
-        "final",
-        (
-            Mix(1152, 2, (MEDIUM, TASK_1K), 0.02, 0.2, gaps=0.5, names=5.0, memory=5.0),
-            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0, memory=5.0),
-            Mix(512, 4, (SHORT,), auxiliary=0.7, names=5.0, memory=5.0),
-            Mix(2560, 1, (LONG, LONGER), auxiliary=0.15, gaps=0.3, names=5.0, memory=5.0),
-            Mix(5632, 1, (LONGEST,), auxiliary=0.1, names=5.0, memory=5.0),
-        ),
-        3_000_000,
-        rates=(1.0, 0.0),
-    ),
-    Stage(
-        "memory",
-        (
-            Mix(512, 6, (SHORT, MEDIUM), auxiliary=0.85, names=5.0, memory=5.0),
-            Mix(5632, 1, (LONGEST,), names=5.0),
-            Mix(512, 6, (SHORT, MEDIUM), auxiliary=0.85, names=5.0, memory=5.0),
-            Mix(1152, 2, (MEDIUM, TASK_1K), auxiliary=0.5, gaps=0.3, names=5.0, memory=5.0),
-        ),
-        2_000_000,
-        rates=(0.6, 0.0),
-    ),
-)
-
-
-"""From dense drills to whole sessions at a falling rate; then once more with more memory turns."""
-
-
-logger = logging.getLogger(__name__)
-
-
-WARM_UP = 100
-
-
-"""Steps over which the learning rate rises."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to run."""
-
-    out: Path  # folder of the checkpoint, the log and the exported model
-    seed: int = 0  # of weights and data
-    device: str = "cpu"
-    threads: int = 1
-    log_every: int = 50  # steps
-    save_every: int = 200  # steps
-
-
-@dataclass
-class _Progress:
-    """Everything but weights and optimizer state that the next step depends on."""
-
-    stage: int = 0
-    step: int = 0
-    tokens: int = 0
-    stage_tokens: int = 0
-    stage_step: int = 0
-    seconds: float = 0.0
-    loss: float = 0.0
-    recall: dict[str, float] = field(default_factory=dict)
-
-
-class Trainer:
-    """Trains one model on the stages of a recipe."""
-
-    def __init__(
-        self, options: Options, recipe: Sequence[Stage], config: MicroConfig | None = None
-    ) -> None:
-        torch.set_num_threads(options.threads)
-        torch.manual_seed(options.seed)
-        self.options = options
-        self.recipe = recipe
-        self.tokenizer = build_tokenizer()
-        self.encoder = Encoder(self.tokenizer)
-        self.model = MicroModel(config or MicroConfig()).to(options.device)
-        self.optimizers = Optimizers(self.model)
-        self.progress = _Progress()
-
-    @property
-    def done(self) -> bool:
-        return self.progress.stage >= len(self.recipe)
-
-    def run(self, steps: int | None = None) -> None:
-        """Train until the recipe is over, or for a number of steps."""
-        last = None if steps is None else self.progress.step + steps
-        # One batch ahead: rows are made by a thread while the model computes.
-        with ThreadPoolExecutor(1) as pool:
-            ahead = pool.submit(self._batch, self.progress.step, *self._place())
-            while not self.done and self.progress.step != last:
-                began = time.perf_counter()
-                current, place = ahead.result(), self._place()
-                ahead = pool.submit(self._batch, self.progress.step + 1, place[0], place[1] + 1)
-                self._step(current)
-                self.progress.seconds += time.perf_counter() - began
-                self._after_step()
-                if not self.done and self._place()[0] != place[0]:
-                    ahead = pool.submit(self._batch, self.progress.step, *self._place())
-
-    def _place(self) -> tuple[int, int]:
-        return self.progress.stage, self.progress.stage_step
-
-    def _batch(self, step: int, stage: int, stage_step: int) -> Batch:
-        mixes = self.recipe[stage].mixes
-        return batch(self.encoder, mixes[stage_step % len(mixes)], self.options.seed, step)
-
-    def _step(self, current: Batch) -> None:
-        device = self.options.device
-        ids, positions = current.ids.to(device), current.positions.to(device)
-        logits = self.model(ids[:, :-1], positions[:, :-1])
-        targets, weights = ids[:, 1:].flatten(), current.weights.to(device).flatten()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
-        loss = (losses * weights).sum() / weights.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizers.step(self._factor())
-        self._observe(current, logits.detach(), loss.item())
-
-    def _factor(self) -> float:
-        """Learning-rate factor: by tokens, since seconds depend on what else the machine does."""
-        stage = self.recipe[self.progress.stage]
-        rising = min(1.0, (self.progress.step + 1) / WARM_UP)
-        done = min(1.0, self.progress.stage_tokens / stage.tokens)
-        first, last = stage.rates
-        return rising * (first + (last - first) * done)
-
-    def _observe(self, current: Batch, logits: Tensor, loss: float) -> None:
-        """Update running means; no row comes twice, so training recall is held-out recall."""
-        progress = self.progress
-        labels, targets = current.labels[:, 1:].flatten(), current.ids[:, 1:].flatten()
-        asked = labels.ge(2) & labels.ne(PAD)
-        right = (logits.flatten(0, 1)[asked].argmax(-1).cpu() == targets[asked]).float()
-        for label in sorted(set(labels[asked].tolist())):
-            seen = right[labels[asked] == label]
-            keep = 0.998 ** len(seen)
-            old = progress.recall.get(LABELS[label], 0.0)
-            progress.recall[LABELS[label]] = keep * old + (1 - keep) * float(seen.mean())
-        progress.loss = loss if not progress.step else 0.98 * progress.loss + 0.02 * loss
-        progress.step += 1
-        progress.stage_step += 1
-        progress.tokens += current.tokens
-        progress.stage_tokens += current.tokens
-
-    def _after_step(self) -> None:
-        progress, stage = self.progress, self.recipe[self.progress.stage]
-        if stage.name == "drills":
-            # They do not have every kind of code.
-            worst = min((r for name, r in progress.recall.items() if "/" in name), default=0.0)
-        else:
-            worst = min(progress.recall.get(LABELS[label], 0.0) for label in EVIDENCE)
-        over = progress.stage_tokens >= stage.tokens
-        if over or (worst >= stage.recall and progress.stage_step >= 50):
-            self._log(event=f"{stage.name} done")
-            progress.stage += 1
-            progress.stage_step = progress.stage_tokens = 0
-            progress.recall.clear()
-            self.save()
-        elif progress.step % self.options.log_every == 0:
-            self._log()
-        if progress.step % self.options.save_every == 0:
-            self.save()
-
-    def _log(self, event: str = "") -> None:
-        progress = self.progress
-        recall = {name: round(value, 4) for name, value in sorted(progress.recall.items())}
-        entry = {
-            "stage": self.recipe[progress.stage].name,
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "seconds": round(progress.seconds, 1),
-            "loss": round(progress.loss, 4),
-            "recall": recall,
-            **({"event": event} if event else {}),
-        }
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        with (self.options.out / "curve.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        logger.info("%s", json.dumps(entry))
-
-    def save(self) -> None:
-        """Write the checkpoint and export the model as it is."""
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state(),
-            "progress": asdict(self.progress),
-        }
-        partial = self.options.out / "state.partial"
-        torch.save(state, partial)
-        partial.replace(self.options.out / "state.pt")
-        folder = self.options.out / "model"
-        save_model(self.model, folder, self.encoder.end, self.encoder.pad)
-        save_tokenizer(self.tokenizer, folder)
-
-    def resume(self) -> None:
-        """Go on from the checkpoint in the output folder."""
-        path = self.options.out / "state.pt"
-        state = torch.load(path, map_location=self.options.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizers.restore(state["optimizers"])
-        self.progress = _Progress(**state["progress"])

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentbench_kv.conformance.reference import Event, Trace, largest_difference, tiny_model
+from agentbench_kv.analysis.traces import CacheEvent
+from agentbench_kv.conformance.driver import SessionTrace
+from agentbench_kv.conformance.reference import largest_difference, tiny_model
 from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
 from agentbench_kv.engines.core.spans import BlockEngine
 from agentbench_kv.engines.embedded.model import model_path
@@ -66,9 +68,9 @@ def saved(network: Any, folder: Path) -> Path:
     return folder
 
 
-def play(engine: Engine) -> Trace:
+def play(engine: Engine) -> SessionTrace:
     """Hold one session; what users say and what tools return take turns."""
-    trace, label = Trace(), TokenPhases().label
+    trace, label = SessionTrace(), TokenPhases().label
     draw = torch.Generator().manual_seed(5)
     engine.open("only", TokenPhases())
     for number, (length, decode) in enumerate(TURNS):
@@ -83,7 +85,7 @@ def play(engine: Engine) -> Trace:
     return trace
 
 
-def read(trace: Trace, path: Path, restores: bool = True) -> Trace:
+def read(trace: SessionTrace, path: Path, restores: bool = True) -> SessionTrace:
     """Add what the backend wrote; as if nothing had come back, if restores are left out."""
     trace = replace(trace, logits={}, events=[])
     for line in path.read_text().splitlines():
@@ -92,7 +94,7 @@ def read(trace: Trace, path: Path, restores: bool = True) -> Trace:
             trace.logits[found["position"]] = torch.tensor(found["logits"])
         elif restores or not found["restored"]:
             kept = torch.tensor(found["rows"]).expand(2, 2, -1)
-            trace.events.append(Event(found["fed"], kept))
+            trace.events.append(CacheEvent(found["fed"], kept))
     return trace
 
 

@@ -18,8 +18,10 @@ import pytest
 import torch
 from sglang_logits import Row, rows, written_down
 
+from agentbench_kv.analysis.traces import CacheEvent
+from agentbench_kv.conformance.driver import SessionTrace
 from agentbench_kv.conformance.engines.fixture import load_network, prompt, write_model
-from agentbench_kv.conformance.reference import Event, Trace, largest_difference
+from agentbench_kv.conformance.reference import largest_difference
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.methods.spans import SpanRange
@@ -102,7 +104,9 @@ def subject(
         engine.shutdown()
 
 
-def trace_of(tokens: Sequence[Sequence[int]], evictions: Sequence[Spans], shape: Any) -> Trace:
+def trace_of(
+    tokens: Sequence[Sequence[int]], evictions: Sequence[Spans], shape: Any
+) -> SessionTrace:
     """Return what the reference needs to know of a session.
 
     Parameters
@@ -113,7 +117,7 @@ def trace_of(tokens: Sequence[Sequence[int]], evictions: Sequence[Spans], shape:
         Before every turn but the first.
     shape : transformers config
     """
-    trace, gone = Trace(), set[int]()
+    trace, gone = SessionTrace(), set[int]()
     for number, ids in enumerate(tokens):
         if number and number % 2 == 0:
             gone |= {at for span in evictions[number // 2 - 1] for at in range(*span)}
@@ -121,7 +125,7 @@ def trace_of(tokens: Sequence[Sequence[int]], evictions: Sequence[Spans], shape:
             fed = len(trace.tokens) - 1
             kept = torch.tensor([at for at in range(fed) if at not in gone])
             everywhere = kept.expand(shape.num_hidden_layers, shape.num_key_value_heads, -1)
-            trace.events.append(Event(fed, everywhere))
+            trace.events.append(CacheEvent(fed, everywhere))
         trace.add(ids, decoded=number % 2 == 1)
     return trace
 
@@ -157,7 +161,7 @@ def company(subject: Subject, name: str, ids: Sequence[int]) -> Iterator[None]:
         reading.result()
 
 
-def evicted(subject: Subject) -> tuple[list[Sequence[int]], Trace]:
+def evicted(subject: Subject) -> tuple[list[Sequence[int]], SessionTrace]:
     """Play a session with evictions between its turns; return its ids, and what it logged."""
     engine, tokens, removed = subject.engine, list[Sequence[int]](), []
     engine.open("spans", TokenPhases())
@@ -200,7 +204,7 @@ def test_spans_may_go_while_another_session_generates(subject: Subject) -> None:
     assert largest_difference(subject.network, trace) <= subject.tolerance
 
 
-def same_rows(one: Trace, other: Trace) -> bool:
+def same_rows(one: SessionTrace, other: SessionTrace) -> bool:
     """Return whether two traces evict the same tokens."""
     pairs = zip(one.events, other.events, strict=True)
     return all(torch.equal(first.kept, second.kept) for first, second in pairs)

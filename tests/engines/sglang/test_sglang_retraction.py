@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentbench_kv.conformance.driver import Driver, TurnPlan
 from agentbench_kv.conformance.engines.comparison import wrong_tokens
-from agentbench_kv.conformance.engines.driver import Driver, Step
 from agentbench_kv.conformance.engines.fixture import load_network, prompt, write_model
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.sglang.engine import SglangEngine
@@ -47,7 +47,8 @@ def test_what_is_put_back_is_computed_again(
     settings = {} if budget is None else {"interval": 32}
     assert driver.reconfigure(make_method(name, budget, settings))
     sessions = {
-        f"s{i}": [Step(prompt(150 + 40 * i, i), 60), Step(prompt(50, 10 + i), 60)] for i in range(3)
+        f"s{i}": [TurnPlan(prompt(150 + 40 * i, i), 60), TurnPlan(prompt(50, 10 + i), 60)]
+        for i in range(3)
     }
     traces = driver.play(sessions)
     network = load_network(folder)
