@@ -1,9 +1,4 @@
-"""One worker's view of its sessions: queries, original positions, phases; selecting and moving.
-
-Rows of a session in a paged cache whose rows are contiguous in memory, moved in place.
-
-Attention every cached row has got so far, for methods that rank by it (H2O).
-"""
+"""One worker's view of its sessions: queries, original positions, phases; selecting and moving."""
 
 from __future__ import annotations
 
@@ -17,117 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
 from agentbench_kv.engines.core.session import Removal
 from agentbench_kv.engines.serving.plugin import Policy
-from agentbench_kv.kernels import attention_mass, paged, rope_rotate
 from agentbench_kv.kernels import compact as compact_rows
+from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, QueryKind
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import Labeller, make_labeller
-
-
-class CopiedStore:
-    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        moved = compact_rows(
-            self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
-        )
-        self.keys = self.keys[:, :, : kept.shape[-1]]
-        self.values = self.values[:, :, : kept.shape[-1]]
-        return moved
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        rope_rotate(self.keys, shifts, frequencies)
-
-
-class PagedStore:
-    """Rows in blocks, found through a table [blocks], int32; kernels move them in place."""
-
-    def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
-        self._keys = keys
-        self._values = values
-        self._table = blocks[None]
-        self._live = live
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values."""
-        keys = gather_rows(self._keys, self._table, 0, self._live)
-        return keys, gather_rows(self._values, self._table, 0, self._live)
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        lengths = torch.tensor([self._live], device=kept.device)
-        # What goes along moves by the same plan, as one block per layer.
-        along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
-        one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
-        paged.compact(along, one_block, kept[None], lengths, sort=sort, check=False)
-        moved = paged.compact(
-            [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
-        )
-        self._live = kept.shape[-1]
-        return int(moved)
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
-        paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
-
-
-BLOCK = 64  # queries whose attention probabilities exist at the same time
-
-
-class AttentionSums:
-    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
-
-    Serving engines do not keep attention probabilities, so every forward's are computed again from
-    its queries and the cached keys: exact, and slow on long contexts.
-    """
-
-    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
-        self._shape = (layers, kv_heads)
-        self._device = device
-        self._sums: dict[str, Tensor] = {}
-
-    def of(self, session: str, live: int) -> Tensor:
-        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
-        sums = self._sums.get(session)
-        if sums is None or sums.shape[-1] < live:
-            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
-            if sums is not None:
-                grown[:, :, : sums.shape[-1]] = sums
-            sums = self._sums[session] = grown
-        return sums[:, :, :live]
-
-    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
-
-        Attention is causal; the last n rows are the queries' own.
-        """
-        n, live = queries.shape[1], keys.shape[1]
-        sums = self.of(session, live)[layer]
-        sums[:, live - n :] = 0.0
-        rows = torch.arange(live, device=keys.device)
-        for first in range(0, n, BLOCK):
-            block = queries[:, first : first + BLOCK]
-            size = block.shape[1]
-            mass = attention_mass(
-                block,
-                keys,
-                query_positions=rows[live - n + first :][:size],
-                key_positions=rows.expand(keys.shape[0], -1),
-            )
-            sums += mass * size
-
-    def drop(self, session: str) -> None:
-        self._sums.pop(session, None)
 
 
 @dataclass(frozen=True)
@@ -140,26 +33,6 @@ class RowShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-
-
-class RowStore(Protocol):
-    """The rows of one session in an engine's cache."""
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
-        ...
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
-
-        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
-        keeps the order of `kept` instead of filling holes.
-        """
-        ...
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -345,3 +218,76 @@ def _write_trace(folder: Path, removal: Removal, kept: Tensor) -> None:
     partial = folder / f"{name}.partial"
     save_file({"kept": kept.cpu().contiguous()}, partial)
     partial.replace(path)
+
+
+class RowStore(Protocol):
+    """The rows of one session in an engine's cache."""
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
+        ...
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
+
+        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
+        keeps the order of `kept` instead of filling holes.
+        """
+        ...
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
+        ...
+
+
+class CopiedStore:
+    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        moved = compact_rows(
+            self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
+        )
+        self.keys = self.keys[:, :, : kept.shape[-1]]
+        self.values = self.values[:, :, : kept.shape[-1]]
+        return moved
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        rope_rotate(self.keys, shifts, frequencies)
+
+
+class PagedStore:
+    """Rows in blocks, found through a table [blocks], int32; kernels move them in place."""
+
+    def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
+        self._keys = keys
+        self._values = values
+        self._table = blocks[None]
+        self._live = live
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return copies of keys and values."""
+        keys = gather_rows(self._keys, self._table, 0, self._live)
+        return keys, gather_rows(self._values, self._table, 0, self._live)
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        lengths = torch.tensor([self._live], device=kept.device)
+        # What goes along moves by the same plan, as one block per layer.
+        along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
+        one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
+        paged.compact(along, one_block, kept[None], lengths, sort=sort, check=False)
+        moved = paged.compact(
+            [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
+        )
+        self._live = kept.shape[-1]
+        return int(moved)
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
+        paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)

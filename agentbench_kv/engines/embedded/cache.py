@@ -1,10 +1,7 @@
-"""A session's KV rows: a slot of a pool, compacted in place.
+"""A session's KV rows, compacted in place: a slot of a pool of equal ones, so that decodes batch.
 
-Where KV rows live: pools of equal slots, one per capacity, so that decode attention batches.
-
-A session has one slot. It moves to a slot of twice the capacity when it outgrows its own, and to a
-smaller one when an event left it nearly empty, so allocated memory follows live memory within a
-small factor and pools shrink when their slots are given back.
+A session moves to a slot of twice the capacity when it outgrows its own, and to a smaller one when
+an event left it nearly empty: allocated memory follows live memory within a small factor.
 """
 
 from __future__ import annotations
@@ -14,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentbench_kv.kernels import attention_mass, compact, rope_rotate
+from agentbench_kv.kernels import compact, rope_rotate
 from agentbench_kv.methods.base import LayerView
 
-SMALLEST = 256
+SMALLEST = 256  # rows of a slot
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,6 @@ class CachePools:
         return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())
 
 
-MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
-
-
 class SessionCache:
     """Rows of one session; `length` is physical: rows held per (layer, KV head).
 
@@ -164,21 +158,6 @@ class SessionCache:
         if self.shape.with_sums:
             self.pool.sums[self.slot, layer, :, self.length : end] = 0.0
         return end
-
-    def add_mass(self, layer: int, queries: Tensor, end: int) -> None:
-        """Add what the newest rows' queries [q_heads, n, head_dim] attend to, causally."""
-        n = queries.shape[1]
-        rows = torch.arange(end, device=self.shape.device)
-        for first in range(0, n, MASS_BLOCK):
-            block = queries[:, first : first + MASS_BLOCK]
-            size = block.shape[1]
-            mass = attention_mass(
-                block,
-                self.keys[layer, :, :end],
-                query_positions=rows[end - n + first :][:size],
-                key_positions=rows.expand(self.shape.kv_heads, -1),
-            )
-            self.pool.sums[self.slot, layer, :, :end] += mass * size
 
     def advance(self, first_position: int, rows: int) -> None:
         end = self.length + rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from agentbench_kv.engines.base import PhaseLabeller, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import LoadedModel
-from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.calibration import Calibration, as_complex, rotate
@@ -32,7 +32,7 @@ def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibra
     if found < MIN_TOKENS:
         raise UsageError(f"the text has {found} tokens; calibration needs at least {MIN_TOKENS}")
     averages = _Averages(model)
-    engine = EmbeddedEngine(model, Full(), observer=averages)
+    engine = EmbeddedEngine(model, Full(), recorder=averages)
     try:
         for index, part in enumerate(parts):
             session = str(index)
@@ -72,17 +72,9 @@ class _Averages(Observer):
         self._seen = 0
         self._first = 0
 
-    def on_rows(
-        self,
-        session: str,
-        tokens: list[int],
-        phases: list[int],
-        generated: list[bool],
-        position: int,
-    ) -> None:
-        del session, phases, generated
-        self._first = position
-        self._seen += len(tokens)
+    def on_rows(self, rows: FedRows) -> None:
+        self._first = rows.position
+        self._seen += len(rows.tokens)
 
     def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:  # noqa: ARG002
         rows = torch.arange(query.shape[1], device=query.device)
