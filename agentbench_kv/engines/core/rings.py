@@ -16,6 +16,24 @@ _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
 
 
 @dataclass(frozen=True)
+class RowShape:
+    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    with_sums: bool = False  # whether every row carries the attention it has got
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class RingWrite:
     """Which rows of a packed forward go to which ring slots; equal for all layers."""
 
@@ -29,23 +47,15 @@ class QueryBuffer:
     One scatter per layer and forward serves every session.
     """
 
-    def __init__(
-        self,
-        plan: QueryPlan,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: QueryPlan, shape: RowShape) -> None:
         self.plan = plan
-        self.kv_heads = kv_heads
+        self.kv_heads = shape.kv_heads
+        self.device = shape.device
         self.rings = _RINGS.get(plan.kind, 0)
         self.per_session = self.rings * plan.size
-        self.device = device
         self._free: list[int] = []
-        self._vectors = torch.zeros(layers, 0, heads, head_dim, dtype=dtype, device=device)
+        size = (shape.layers, 0, shape.q_heads, shape.head_dim)
+        self._vectors = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def take(self) -> int:
         """Take a session's place, doubling the buffer if it is full."""

@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.core.rings import (
+    AttentionSums,
+    QueryBuffer,
+    QueryStore,
+    RingWrite,
+    RowShape,
+)
 from agentbench_kv.engines.core.session import Removal
 from agentbench_kv.engines.serving.plugin import Policy
 from agentbench_kv.kernels import compact as compact_rows
@@ -21,18 +27,6 @@ from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, QueryKind
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import Labeller, make_labeller
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
-
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -69,15 +63,7 @@ class WorkerRows:
         plan = policy.method.query_plan()
         self.sums = AttentionSums(shape.layers, shape.kv_heads, shape.device)
         self.wants_sums = plan.kind is QueryKind.SUMS
-        self.rings = QueryBuffer(
-            plan,
-            shape.layers,
-            shape.q_heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            shape.device,
-        )
+        self.rings = QueryBuffer(plan, shape)
         self._frequencies = frequencies if policy.method.positions == "cache" else None
         self._labellers: dict[str, Callable[[], Labeller]] = {}
         self._sessions: dict[str, SessionRows] = {}

@@ -6,38 +6,20 @@ an event left it nearly empty: allocated memory follows live memory within a sma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.kernels import compact, rope_rotate
 from agentbench_kv.methods.base import LayerView
 
 SMALLEST = 256  # rows of a slot
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """What a model's cache rows look like."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    with_sums: bool = False  # whether every row carries the attention it has got
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
 class CachePool:
     """Slots of one capacity."""
 
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
+    def __init__(self, shape: RowShape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
         self._used: set[int] = set()
@@ -86,7 +68,7 @@ class CachePool:
 class CachePools:
     """All pools of an engine, by capacity: powers of two from `SMALLEST`."""
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: RowShape) -> None:
         self.shape = shape
         self._pools: dict[int, CachePool] = {}
 

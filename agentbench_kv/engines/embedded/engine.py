@@ -26,7 +26,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.embedded.cache import CacheShape
+from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
     cache_shape,
@@ -203,7 +203,7 @@ class EmbeddedEngine(Engine):
         self._scheduler.stop()
 
 
-def _free_tokens(shape: CacheShape) -> int:
+def _free_tokens(shape: RowShape) -> int:
     """How many cached tokens fit in half of the memory that is free now."""
     if shape.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(shape.device)

@@ -73,8 +73,7 @@ class EmbeddedScheduler:
         self._method = method
         self._recorder = recorder
         self.pools = CachePools(shape)
-        heads = (shape.layers, model.query_heads, shape.kv_heads, shape.head_dim)
-        self._queries = QueryBuffer(method.query_plan(), *heads, shape.dtype, shape.device)
+        self._queries = QueryBuffer(method.query_plan(), shape)
         # Keys of a RoPE that changes with the length cannot be moved to other positions.
         self._frequencies = None if model.rope_type in MOVING_ROPE else model.frequencies
         self._leaving: list[EmbeddedSession] = []
