@@ -1,7 +1,4 @@
-"""EVOKE: blocks leave the cache under pressure and come back without a forward pass.
-
-EVOKE in one session: what is a block, which leave, which come back.
-"""
+"""EVOKE: blocks leave the cache under pressure and come back without a forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,13 +37,7 @@ from agentbench_kv.methods.spans import (
 )
 from agentbench_kv.params import param
 
-if TYPE_CHECKING:
-    pass
-
-
 RECOVERIES = ("discard", "breadcrumb", "kv_restore")
-
-
 MIB = 1 << 20
 
 
