@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,25 +13,10 @@ from agentbench_kv.kernels import attention_mass, ring_write
 from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.calibration import rotate
 
+if TYPE_CHECKING:
+    from agentbench_kv.engines.core.rows import RowShape
+
 _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
-
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    with_sums: bool = False  # whether every row carries the attention it has got
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

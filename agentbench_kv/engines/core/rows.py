@@ -12,13 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import (
-    AttentionSums,
-    QueryBuffer,
-    QueryStore,
-    RingWrite,
-    RowShape,
-)
+from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
 from agentbench_kv.engines.core.session import Removal
 from agentbench_kv.engines.serving.plugin import Policy
 from agentbench_kv.kernels import compact as compact_rows
@@ -27,6 +21,97 @@ from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, QueryKind
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import Labeller, make_labeller
+
+
+class CopiedStore:
+    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        moved = compact_rows(
+            self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
+        )
+        self.keys = self.keys[:, :, : kept.shape[-1]]
+        self.values = self.values[:, :, : kept.shape[-1]]
+        return moved
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        rope_rotate(self.keys, shifts, frequencies)
+
+
+class PagedStore:
+    """Rows in blocks, found through a table [blocks], int32; kernels move them in place."""
+
+    def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
+        self._keys = keys
+        self._values = values
+        self._table = blocks[None]
+        self._live = live
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return copies of keys and values."""
+        keys = gather_rows(self._keys, self._table, 0, self._live)
+        return keys, gather_rows(self._values, self._table, 0, self._live)
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        lengths = torch.tensor([self._live], device=kept.device)
+        # What goes along moves by the same plan, as one block per layer.
+        along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
+        one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
+        paged.compact(along, one_block, kept[None], lengths, sort=sort, check=False)
+        moved = paged.compact(
+            [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
+        )
+        self._live = kept.shape[-1]
+        return int(moved)
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
+        paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    with_sums: bool = False  # whether the cache keeps the attention every row has got
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class RowStore(Protocol):
+    """The rows of one session in an engine's cache."""
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
+        ...
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
+
+        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
+        keeps the order of `kept` instead of filling holes.
+        """
+        ...
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -204,76 +289,3 @@ def _write_trace(folder: Path, removal: Removal, kept: Tensor) -> None:
     partial = folder / f"{name}.partial"
     save_file({"kept": kept.cpu().contiguous()}, partial)
     partial.replace(path)
-
-
-class RowStore(Protocol):
-    """The rows of one session in an engine's cache."""
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
-        ...
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
-
-        `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
-        keeps the order of `kept` instead of filling holes.
-        """
-        ...
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
-        ...
-
-
-class CopiedStore:
-    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        moved = compact_rows(
-            self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
-        )
-        self.keys = self.keys[:, :, : kept.shape[-1]]
-        self.values = self.values[:, :, : kept.shape[-1]]
-        return moved
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        rope_rotate(self.keys, shifts, frequencies)
-
-
-class PagedStore:
-    """Rows in blocks, found through a table [blocks], int32; kernels move them in place."""
-
-    def __init__(self, keys: PagedRows, values: PagedRows, blocks: Tensor, live: int) -> None:
-        self._keys = keys
-        self._values = values
-        self._table = blocks[None]
-        self._live = live
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values."""
-        keys = gather_rows(self._keys, self._table, 0, self._live)
-        return keys, gather_rows(self._values, self._table, 0, self._live)
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        lengths = torch.tensor([self._live], device=kept.device)
-        # What goes along moves by the same plan, as one block per layer.
-        along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
-        one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
-        paged.compact(along, one_block, kept[None], lengths, sort=sort, check=False)
-        moved = paged.compact(
-            [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
-        )
-        self._live = kept.shape[-1]
-        return int(moved)
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
-        paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)

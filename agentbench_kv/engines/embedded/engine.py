@@ -26,7 +26,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.core.rings import RowShape
+from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
     cache_shape,

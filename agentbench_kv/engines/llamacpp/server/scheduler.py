@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from agentbench_kv.engines.base import KVStats, Sampling
-from agentbench_kv.engines.core.rings import RowShape
-from agentbench_kv.engines.core.rows import Fed, WorkerRows
+from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Cut, Removal
 from agentbench_kv.engines.llamacpp.server.context import Batch, Context
 from agentbench_kv.engines.llamacpp.server.rows import Cells

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agentbench_kv.engines.core.rings import RowShape
+from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.serving.plugin import ControlServer, Policy, rope_frequencies
 from agentbench_kv.engines.sglang.plugin.memory import Forks, Memory
 from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite, RowShape
-from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
+from agentbench_kv.engines.core.rows import Fed, RowShape, RowStore, WorkerRows
 from agentbench_kv.engines.core.session import Removal, RowsMoved, StepPlan
 from agentbench_kv.engines.serving.plugin import Policy, rope_frequencies
 from agentbench_kv.engines.vllm.plugin import launch as plugin
