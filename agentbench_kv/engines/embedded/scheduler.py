@@ -17,7 +17,7 @@ from torch import Tensor
 from agentbench_kv.engines.base import FinishReason, PhaseLabeller, Sampling
 from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.rings import QueryBuffer
-from agentbench_kv.engines.core.session import Cut
+from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.engines.embedded.attention import Packed, pack
 from agentbench_kv.engines.embedded.cache import CachePools
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape
@@ -296,11 +296,11 @@ class EmbeddedScheduler:
             self._running.remove(generation)
             generation.session.reserved = generation.session.cache.length
 
-    def _compress(self, session: EmbeddedSession, cut: Cut | None) -> None:
-        if cut is None:
+    def _compress(self, session: EmbeddedSession, eviction: Eviction | None) -> None:
+        if eviction is None:
             return
         started = time.perf_counter()
-        session.compress(cut)
+        session.compress(eviction)
         self.times.event_s += time.perf_counter() - started
         self.times.events += 1
 

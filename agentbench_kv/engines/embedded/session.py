@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, PhaseLabeller
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
-from agentbench_kv.engines.core.session import Cut, SessionLedger
+from agentbench_kv.engines.core.session import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.cache import CachePools, SessionCache
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError
@@ -81,31 +81,33 @@ class EmbeddedSession:
         self.rope += range(self._next, self._next + rows)
         self._next += rows
 
-    def accept(self, token: int) -> Cut | None:
+    def accept(self, token: int) -> Eviction | None:
         """Add a generated token: labelled now, fed by the next forward. Return the event due."""
         self.generated.add(self.logical)
         self.pending.append((token, self.labeller.label(token)))
         return self.ledger.sampled()
 
-    def compress(self, cut: Cut) -> None:
+    def compress(self, eviction: Eviction) -> None:
         """Carry out an event that the ledger has counted."""
         layers = self.cache.shape.layers
         phases = torch.tensor(self._phases, device=self.cache.shape.device)
         selection = self.method.select(
             self.cache.layer_views(),
             self.queries.layer_queries(layers),
-            cut.logical,
-            cut.prompt,
+            eviction.logical,
+            eviction.prompt,
             phases,
         )
         kept = selection.kept.shape[-1]
-        if kept != cut.keep:
-            raise KVBenchError(f"{self.method.label} kept {kept} rows, its budget is {cut.keep}")
+        if kept != eviction.keep:
+            raise KVBenchError(
+                f"{self.method.label} kept {kept} rows, its budget is {eviction.keep}"
+            )
         if self._recorder is not None:
-            live = self.cache.positions[:, :, : cut.live]
-            self._recorder.on_selection(self.name, cut.logical, live, selection)
+            live = self.cache.positions[:, :, : eviction.live]
+            self._recorder.on_selection(self.name, eviction.logical, live, selection)
         self.ledger.moved(-1, self.cache.keep(selection.kept, self.packed_frequencies))
-        self.rows_changed(cut.live)
+        self.rows_changed(eviction.live)
 
     def evict(self, kept: Tensor) -> None:
         """Keep rows [n] in all layers and heads, in their order; one event."""
