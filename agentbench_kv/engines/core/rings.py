@@ -166,7 +166,7 @@ class AttentionSums:
         self._sums.pop(session, None)
 
 
-_BLOCK = 64  # queries whose attention probabilities exist at the same time
+MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
 def add_attention(sums: Tensor, queries: Tensor, keys: Tensor) -> None:
@@ -177,7 +177,7 @@ def add_attention(sums: Tensor, queries: Tensor, keys: Tensor) -> None:
     live = keys.shape[1]
     positions = torch.arange(live, device=keys.device)
     first = live - queries.shape[1]
-    for block in torch.split(queries, _BLOCK, 1):
+    for block in torch.split(queries, MASS_BLOCK, 1):
         seen_from = positions[first : first + block.shape[1]]
         everywhere = positions.expand(keys.shape[0], -1)
         mass = attention_mass(block, keys, query_positions=seen_from, key_positions=everywhere)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.api import http as retries
+from agentbench_kv.engines.api import http
 from agentbench_kv.engines.api.engine import ApiEngine
 from agentbench_kv.engines.api.http import EndpointAnswer, Prices, RetryPolicy
 from agentbench_kv.errors import EndpointError, KVBenchError, PrerequisiteError, UsageError
@@ -226,11 +226,13 @@ def test_requests_keep_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     async def note(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(retries.asyncio, "sleep", note)
-    monkeypatch.setattr(retries.time, "monotonic", lambda: 0.0)
-    pace = retries._Pace(per_minute=60)
+    monkeypatch.setattr(http.asyncio, "sleep", note)
+    monkeypatch.setattr(http.time, "monotonic", lambda: 0.0)
+    transport: Any = None
+    policy = RetryPolicy(per_minute=60)
+    asker = http.Asker(http.Endpoint("http://x", "m"), transport, policy, None, http.Spending())
     for _ in range(3):
-        asyncio.run(pace.wait())
+        asyncio.run(asker._wait_for_turn())
     assert waits == [1.0, 2.0]
 
 
