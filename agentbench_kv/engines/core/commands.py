@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_Command = tuple[Callable[[], Any], Future[Any]]
 
 
 class CommandQueue:
@@ -19,7 +19,7 @@ class CommandQueue:
 
     def __init__(self, wake: Callable[[], Any]) -> None:
         self._wake = wake
-        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._waiting: list[_Command] = []
         self._lock = threading.Lock()
         self._closed: Exception | None = None
 
@@ -38,8 +38,7 @@ class CommandQueue:
 
     def run(self) -> None:
         """Run what is waiting; on the owner's thread."""
-        while self._waiting:
-            work, done = self._waiting.popleft()
+        for work, done in self._take():
             try:
                 done.set_result(work())
             except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
@@ -49,5 +48,10 @@ class CommandQueue:
         """Raise `error` in those who wait, and in whoever calls from now on."""
         with self._lock:
             self._closed = error
-            while self._waiting:
-                self._waiting.popleft()[1].set_exception(error)
+        for _, done in self._take():
+            done.set_exception(error)
+
+    def _take(self) -> list[_Command]:
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken

@@ -118,17 +118,14 @@ class EmbeddedScheduler:
     def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
         """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
         session = self.get(name)
-        return self._commands.call(
-            partial(self._at_rest, session, partial(work, session, *args), more)
-        )
+        command = partial(self._at_rest, session, partial(work, session, *args), more)
+        return self._commands.call(command)
 
     def _at_rest(self, session: EmbeddedSession, work: Callable[[], T], more: int) -> T:
         if any(g.session is session for g in (*self._running, *self._waiting)):
             raise KVBenchError(f"session {session.name} is generating")
-        if (
-            more
-            and self._held_by_others(session) + session.cache.length + more > self.max_live_tokens
-        ):
+        held = self._held_by_others(session) + session.cache.length
+        if more and held + more > self.max_live_tokens:
             raise CapacityError(
                 f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
                 f"{more} more of session {session.name}"
