@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite
-from agentbench_kv.engines.core.session import Removal
+from agentbench_kv.engines.core.session import EvictionOrder
 from agentbench_kv.engines.serving.plugin import Policy
 from agentbench_kv.kernels import attention_mass, paged, rope_rotate
 from agentbench_kv.kernels import compact as compact_rows
@@ -241,20 +241,20 @@ class WorkerRows:
         device = self.shape.device
         return RingWrite(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
 
-    def remove(self, removal: Removal, store: RowStore) -> int:
+    def remove(self, order: EvictionOrder, store: RowStore) -> int:
         """Carry out one event; return rows moved, summed over layers and heads."""
-        session, cut = self._sessions[removal.session], removal.cut
-        positions = self._positions(session, cut.live, cut.logical)
-        extras = [self.sums.of(removal.session, cut.live)] if self.wants_sums else []
+        session, eviction = self._sessions[order.session], order.eviction
+        positions = self._positions(session, eviction.live, eviction.logical)
+        extras = [self.sums.of(order.session, eviction.live)] if self.wants_sums else []
         selection = self.policy.method.select(
             self._views(store, positions, extras),
             session.queries.layer_queries(self.shape.layers),
-            cut.logical,
-            cut.prompt,
+            eviction.logical,
+            eviction.prompt,
             torch.tensor(session.phases, device=self.shape.device),
         )
         moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
-        self._settle(removal, store, selection.kept, positions)
+        self._settle(order, store, selection.kept, positions)
         return moved
 
     def outside(
@@ -273,13 +273,13 @@ class WorkerRows:
             inside |= (labels >= start) & (labels < end)
         return (~inside).nonzero()[:, 0]
 
-    def keep_tokens(self, removal: Removal, store: RowStore, kept: Tensor) -> int:
+    def keep_tokens(self, order: EvictionOrder, store: RowStore, kept: Tensor) -> int:
         """Keep rows [n] in all layers and heads, in their order; return rows moved."""
-        session, cut = self._sessions[removal.session], removal.cut
-        positions = self._positions(session, cut.live, cut.logical)
+        session, eviction = self._sessions[order.session], order.eviction
+        positions = self._positions(session, eviction.live, eviction.logical)
         everywhere = kept.expand(self.shape.layers, self.shape.kv_heads, -1).contiguous()
         moved = store.keep(everywhere, positions, [], sort=True)
-        self._settle(removal, store, everywhere, positions)
+        self._settle(order, store, everywhere, positions)
         return moved
 
     def fork(self, session: str, new: str) -> None:
@@ -290,16 +290,18 @@ class WorkerRows:
                 rows, queries=QueryStore(self.rings), phases=rows.phases.copy()
             )
 
-    def _settle(self, removal: Removal, store: RowStore, kept: Tensor, positions: Tensor) -> None:
+    def _settle(
+        self, order: EvictionOrder, store: RowStore, kept: Tensor, positions: Tensor
+    ) -> None:
         """Record what an event left."""
-        session, cut = self._sessions[removal.session], removal.cut
-        session.kept, session.since = positions[:, :, : cut.keep].clone(), cut.logical
+        session, eviction = self._sessions[order.session], order.eviction
+        session.kept, session.since = positions[:, :, : eviction.keep].clone(), eviction.logical
         if self._frequencies is not None:
             rows = torch.arange(kept.shape[-1], device=kept.device)
             store.rotate(rows - kept, self._frequencies)
-            session.queries.shift(cut.keep - cut.live, self._frequencies)
+            session.queries.shift(eviction.keep - eviction.live, self._frequencies)
         if self.policy.trace is not None:
-            _write_trace(self.policy.trace, removal, session.kept)
+            _write_trace(self.policy.trace, order, session.kept)
 
     def _views(
         self, store: RowStore, positions: Tensor, extras: Sequence[Tensor]
@@ -339,8 +341,8 @@ class WorkerRows:
         return SessionRows(self._labellers[recipe](), QueryStore(self.rings))
 
 
-def _write_trace(folder: Path, removal: Removal, kept: Tensor) -> None:
-    name = f"{quote(removal.session, safe='')}.{removal.number:06d}"
+def _write_trace(folder: Path, order: EvictionOrder, kept: Tensor) -> None:
+    name = f"{quote(order.session, safe='')}.{order.number:06d}"
     path = folder / f"{name}.safetensors"
     partial = folder / f"{name}.partial"
     save_file({"kept": kept.cpu().contiguous()}, partial)

@@ -93,9 +93,9 @@ def test_lost_rows_are_counted_and_events_start_over() -> None:
     ledger.begin_turn(45)
     assert (ledger.stats.recomputed, ledger.stats.restarts) == (40, [(1, 45)])
     ledger.forward(45)
-    cut = ledger.sampled()
-    assert cut is not None
-    assert (cut.live, cut.keep, cut.logical, cut.prompt) == (45, 16, 45, 45)
+    eviction = ledger.sampled()
+    assert eviction is not None
+    assert (eviction.live, eviction.keep, eviction.logical, eviction.prompt) == (45, 16, 45, 45)
     assert ledger.stats.longest_prefill == 45
 
 
@@ -128,8 +128,8 @@ def test_a_token_nobody_wanted_does_not_count() -> None:
     taken.begin_turn(7)
     taken.forward(7)
     for _ in range(8):
-        cuts = [ledger.sampled() for ledger in (wanted, taken)]
-        assert cuts[0] == cuts[1]
+        evictions = [ledger.sampled() for ledger in (wanted, taken)]
+        assert evictions[0] == evictions[1]
         for ledger in (wanted, taken):
             ledger.forward(1)
     assert wanted.stats.decode_tokens == taken.stats.decode_tokens
