@@ -58,37 +58,6 @@ def make_calibration(model: LoadedModel, texts: Sequence[str], source: str) -> P
     return path
 
 
-def calibrated(method: Method, model: str, dtype: str, device: str) -> Method:
-    """Give a method its model's calibration, making it from the micro task's text if need be."""
-    if not method.needs_calibration:
-        return method
-    loaded = load_model(model, dtype, device)
-    path = calibration_path(loaded.sha)
-    if not path.exists():
-        logger.warning(
-            "no calibration of model %s yet: made from %s (kvbench calibrate takes another text)",
-            model,
-            MICRO_SOURCE,
-        )
-        make_calibration(loaded, micro_texts(), MICRO_SOURCE)
-    return method.with_calibration(Calibration.load(path).to(loaded.shape.device))
-
-
-def calibration_used(method: Method, model_sha: str) -> dict[str, Any]:
-    """Describe the calibration a run used, for its provenance; empty if it needed none."""
-    if not method.needs_calibration:
-        return {}
-    path = calibration_path(model_sha)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"calibration": {"sha256": digest, **Calibration.load(path).meta}}
-
-
-def micro_texts() -> list[str]:
-    """Return sessions of the micro task, from seeds no test uses."""
-    profile = PROFILES["recall-5k"]
-    return [conversation(generate(train_seed(i), profile)).text for i in range(MICRO_SESSIONS)]
-
-
 def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibration:
     """Average a model's queries over documents of token ids, each from position 0.
 
@@ -155,3 +124,34 @@ class _QueryAverages(Observer):
             scale=self._model.rope_scale,
             meta={"model_sha": self._model.sha, "tokens": str(self._seen)},
         )
+
+
+def calibrated(method: Method, model: str, dtype: str, device: str) -> Method:
+    """Give a method its model's calibration, making it from the micro task's text if need be."""
+    if not method.needs_calibration:
+        return method
+    loaded = load_model(model, dtype, device)
+    path = calibration_path(loaded.sha)
+    if not path.exists():
+        logger.warning(
+            "no calibration of model %s yet: made from %s (kvbench calibrate takes another text)",
+            model,
+            MICRO_SOURCE,
+        )
+        make_calibration(loaded, micro_texts(), MICRO_SOURCE)
+    return method.with_calibration(Calibration.load(path).to(loaded.shape.device))
+
+
+def calibration_used(method: Method, model_sha: str) -> dict[str, Any]:
+    """Describe the calibration a run used, for its provenance; empty if it needed none."""
+    if not method.needs_calibration:
+        return {}
+    path = calibration_path(model_sha)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"calibration": {"sha256": digest, **Calibration.load(path).meta}}
+
+
+def micro_texts() -> list[str]:
+    """Return sessions of the micro task, from seeds no test uses."""
+    profile = PROFILES["recall-5k"]
+    return [conversation(generate(train_seed(i), profile)).text for i in range(MICRO_SESSIONS)]
