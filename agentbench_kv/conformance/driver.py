@@ -224,9 +224,7 @@ def calibrated_for(model: Any, method: Method) -> Method:
 def in_memory_engine(model: Any, method: Method, recorder: TraceRecorder) -> EmbeddedEngine:
     """Start the embedded engine on a copy of a transformers model, watched by a recorder."""
     options = EngineOptions(model="in-memory", method=method, device="cpu", max_live_tokens=10**6)
-    return EmbeddedEngine.create(
-        options, model=copy.deepcopy(model), recorder=recorder, observer=recorder
-    )
+    return EmbeddedEngine.create(options, model=copy.deepcopy(model), recorder=recorder)
 
 
 def drive(

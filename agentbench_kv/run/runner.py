@@ -45,7 +45,7 @@ def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Eng
     check_pair(name, cls, method)
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
-    extra = {} if observer is None else {"observer": observer}
+    extra = {} if observer is None else {"recorder": observer}
     options = replace(
         options, method=calibrated(method, options.model, options.dtype, options.device)
     )

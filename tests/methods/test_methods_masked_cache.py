@@ -14,7 +14,7 @@ import torch
 from agentbench_kv.conformance.driver import default_turns, drive, short_turns
 from agentbench_kv.conformance.masked import check_masked_cache
 from agentbench_kv.conformance.reference import largest_difference, tiny_model
-from agentbench_kv.engines.embedded import cache as pool
+from agentbench_kv.engines.embedded import cache
 from agentbench_kv.registry import load_method, make_method, names
 
 BUDGETS = {
@@ -172,7 +172,7 @@ class PoisonedTorch:
 @pytest.mark.parametrize("spec", ["full", "agentkv"])
 def test_uninitialised_cache_memory_never_reaches_the_logits(monkeypatch, spec):
     """Two sessions of unequal length decode together; rows past the shorter are never read."""
-    monkeypatch.setattr(pool, "torch", PoisonedTorch())
+    monkeypatch.setattr(cache, "torch", PoisonedTorch())
     assert_equal(build(spec), tiny_model(layers=2), turns=short_turns())
 
 

@@ -1,9 +1,4 @@
-"""One worker's view of its sessions: queries, original positions, phases; selecting and moving.
-
-Rows of a session in a paged cache whose rows are contiguous in memory, moved in place.
-
-Attention every cached row has got so far, for methods that rank by it (H2O).
-"""
+"""One worker's view of its sessions: queries, original positions, phases; selecting and moving."""
 
 from __future__ import annotations
 
@@ -17,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite
-from agentbench_kv.engines.core.session import Removal
+from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.core.session import EvictionOrder
 from agentbench_kv.engines.serving.plugin import Policy
-from agentbench_kv.kernels import attention_mass, paged, rope_rotate
 from agentbench_kv.kernels import compact as compact_rows
+from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
 from agentbench_kv.methods.spans import SpanRange
@@ -81,55 +76,6 @@ class PagedStore:
         paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
 
 
-BLOCK = 64  # queries whose attention probabilities exist at the same time
-
-
-class AttentionSums:
-    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
-
-    Serving engines do not keep attention probabilities, so every forward's are computed again from
-    its queries and the cached keys: exact, and slow on long contexts.
-    """
-
-    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
-        self._shape = (layers, kv_heads)
-        self._device = device
-        self._sums: dict[str, Tensor] = {}
-
-    def of(self, session: str, live: int) -> Tensor:
-        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
-        sums = self._sums.get(session)
-        if sums is None or sums.shape[-1] < live:
-            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
-            if sums is not None:
-                grown[:, :, : sums.shape[-1]] = sums
-            sums = self._sums[session] = grown
-        return sums[:, :, :live]
-
-    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
-
-        Attention is causal; the last n rows are the queries' own.
-        """
-        n, live = queries.shape[1], keys.shape[1]
-        sums = self.of(session, live)[layer]
-        sums[:, live - n :] = 0.0
-        rows = torch.arange(live, device=keys.device)
-        for first in range(0, n, BLOCK):
-            block = queries[:, first : first + BLOCK]
-            size = block.shape[1]
-            mass = attention_mass(
-                block,
-                keys,
-                query_positions=rows[live - n + first :][:size],
-                key_positions=rows.expand(keys.shape[0], -1),
-            )
-            sums += mass * size
-
-    def drop(self, session: str) -> None:
-        self._sums.pop(session, None)
-
-
 @dataclass(frozen=True)
 class RowShape:
     """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
@@ -140,6 +86,12 @@ class RowShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    with_sums: bool = False  # whether the cache keeps the attention every row has got
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class RowStore(Protocol):
@@ -196,15 +148,7 @@ class WorkerRows:
         plan = policy.method.query_plan()
         self.sums = AttentionSums(shape.layers, shape.kv_heads, shape.device)
         self.wants_sums = plan.kind is QueryKind.SUMS
-        self.rings = QueryBuffer(
-            plan,
-            shape.layers,
-            shape.q_heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            shape.device,
-        )
+        self.rings = QueryBuffer(plan, shape)
         self._frequencies = frequencies if policy.method.positions == "cache" else None
         self._labellers: dict[str, Callable[[], Labeller]] = {}
         self._sessions: dict[str, SessionRows] = {}
@@ -252,20 +196,20 @@ class WorkerRows:
         device = self.shape.device
         return RingWrite(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
 
-    def remove(self, removal: Removal, store: RowStore) -> int:
+    def remove(self, order: EvictionOrder, store: RowStore) -> int:
         """Carry out one event; return rows moved, summed over layers and heads."""
-        session, cut = self._sessions[removal.session], removal.cut
-        positions = self._positions(session, cut.live, cut.logical)
-        extras = [self.sums.of(removal.session, cut.live)] if self.wants_sums else []
+        session, eviction = self._sessions[order.session], order.eviction
+        positions = self._positions(session, eviction.live, eviction.logical)
+        extras = [self.sums.of(order.session, eviction.live)] if self.wants_sums else []
         selection = self.policy.method.select(
             self._views(store, positions, extras),
             session.queries.layer_queries(self.shape.layers),
-            cut.logical,
-            cut.prompt,
+            eviction.logical,
+            eviction.prompt,
             torch.tensor(session.phases, device=self.shape.device),
         )
         moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
-        self._settle(removal, store, selection.kept, positions)
+        self._settle(order, store, selection.kept, positions)
         return moved
 
     def outside(
@@ -284,13 +228,13 @@ class WorkerRows:
             inside |= (labels >= start) & (labels < end)
         return (~inside).nonzero()[:, 0]
 
-    def keep_tokens(self, removal: Removal, store: RowStore, kept: Tensor) -> int:
+    def keep_tokens(self, order: EvictionOrder, store: RowStore, kept: Tensor) -> int:
         """Keep rows [n] in all layers and heads, in their order; return rows moved."""
-        session, cut = self._sessions[removal.session], removal.cut
-        positions = self._positions(session, cut.live, cut.logical)
+        session, eviction = self._sessions[order.session], order.eviction
+        positions = self._positions(session, eviction.live, eviction.logical)
         everywhere = kept.expand(self.shape.layers, self.shape.kv_heads, -1).contiguous()
         moved = store.keep(everywhere, positions, [], sort=True)
-        self._settle(removal, store, everywhere, positions)
+        self._settle(order, store, everywhere, positions)
         return moved
 
     def fork(self, session: str, new: str) -> None:
@@ -301,16 +245,18 @@ class WorkerRows:
                 rows, queries=QueryStore(self.rings), phases=rows.phases.copy()
             )
 
-    def _settle(self, removal: Removal, store: RowStore, kept: Tensor, positions: Tensor) -> None:
+    def _settle(
+        self, order: EvictionOrder, store: RowStore, kept: Tensor, positions: Tensor
+    ) -> None:
         """Record what an event left."""
-        session, cut = self._sessions[removal.session], removal.cut
-        session.kept, session.since = positions[:, :, : cut.keep].clone(), cut.logical
+        session, eviction = self._sessions[order.session], order.eviction
+        session.kept, session.since = positions[:, :, : eviction.keep].clone(), eviction.logical
         if self._frequencies is not None:
             rows = torch.arange(kept.shape[-1], device=kept.device)
             store.rotate(rows - kept, self._frequencies)
-            session.queries.shift(cut.keep - cut.live, self._frequencies)
+            session.queries.shift(eviction.keep - eviction.live, self._frequencies)
         if self.policy.trace is not None:
-            _write_trace(self.policy.trace, removal, session.kept)
+            _write_trace(self.policy.trace, order, session.kept)
 
     def _views(
         self, store: RowStore, positions: Tensor, extras: Sequence[Tensor]
@@ -350,8 +296,8 @@ class WorkerRows:
         return SessionRows(self._labellers[recipe](), QueryStore(self.rings))
 
 
-def _write_trace(folder: Path, removal: Removal, kept: Tensor) -> None:
-    name = f"{quote(removal.session, safe='')}.{removal.number:06d}"
+def _write_trace(folder: Path, order: EvictionOrder, kept: Tensor) -> None:
+    name = f"{quote(order.session, safe='')}.{order.number:06d}"
     path = folder / f"{name}.safetensors"
     partial = folder / f"{name}.partial"
     save_file({"kept": kept.cpu().contiguous()}, partial)

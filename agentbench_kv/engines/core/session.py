@@ -1,6 +1,6 @@
-"""One session as a scheduler sees it: lengths, events that fall due, accounting. No tensors.
+"""One session as a scheduler sees it, without tensors: lengths, events that fall due, accounting.
 
-What a scheduler tells its workers about one step: plain data, pickled between processes.
+And what a scheduler in another process tells its workers about a step: plain data, pickled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentbench_kv.methods.base import Method, Schedule
 
 
 @dataclass(frozen=True)
-class Cut:
+class Eviction:
     """An event that is due: from how many rows to how many."""
 
     live: int  # rows per (layer, KV head) before
@@ -38,7 +38,7 @@ class SessionLedger:
         self._bytes = bytes_per_token  # keys and values, over all layers and heads
         self._schedule = Schedule(method)
         self._prefilling = False
-        self._cut_last = False  # an event fell due with the last sampled token
+        self._evicted_last = False  # an event fell due with the last sampled token
         self._lost = 0  # tokens whose rows were lost since the last turn began
         self._prompt = 0  # tokens of the first prefill
 
@@ -58,6 +58,17 @@ class SessionLedger:
         self._prefilling = tokens > 0
         self._prompt = self._prompt or tokens
 
+    def rows_needed(self, pending: int, left: int) -> int:
+        """Return the rows the session may hold before it ends or an event frees some.
+
+        It has `pending` tokens to feed and generates at most `left`.
+        """
+        start, method = self.live + pending, self._method
+        if not method.compresses or method.trigger == "turn":
+            return start + left
+        budget = method.budget_at(self.fed + pending + left)
+        return min(start + left, max(start, budget) + method.interval)
+
     def forward(self, rows: int) -> None:
         """Count a forward that writes `rows` rows."""
         self.fed += rows
@@ -66,39 +77,53 @@ class SessionLedger:
         if not self._prefilling:
             self.stats.bytes_read += self.live * self._bytes
 
-    def sampled(self) -> Cut | None:
+    def sampled(self) -> Eviction | None:
         """Count a sampled token; return the event that falls due with it."""
-        cut = None
-        self._cut_last = False
+        eviction = None
+        self._evicted_last = False
         if self._prefilling:
             self._prefilling = False
             if self._schedule.after_prefill(self.live, self.fed):
-                cut = self._cut()
+                eviction = self.evict()
         self.stats.decode_tokens += 1
         self.stats.decode_kv_sum += self.live
         if self._schedule.after_decode(self.live, self.fed):
-            cut = self._cut()
-        return cut
+            eviction = self.evict()
+        return eviction
 
     def take_back(self) -> bool:
         """Uncount the last sampled token, which its client did not want and nothing has fed.
 
         False if an event fell due with it: rows are gone that should be there.
         """
-        if self._cut_last:
+        if self._evicted_last:
             return False
         self.stats.decode_tokens -= 1
         self.stats.decode_kv_sum -= self.live
         self._schedule.take_back()
         return True
 
-    def end_turn(self) -> Cut | None:
+    def end_turn(self) -> Eviction | None:
         """Return the event that falls due at the end of an assistant's turn."""
-        return self._cut() if self._schedule.after_turn(self.live, self.fed) else None
+        return self.evict() if self._schedule.after_turn(self.live, self.fed) else None
 
-    def evict(self, keep: int) -> Cut:
-        """Count an event that was ordered from outside and leaves `keep` rows."""
-        return self._cut(keep)
+    def evict(self, keep: int | None = None) -> Eviction:
+        """Count an event that leaves `keep` rows; if not given, the method's budget."""
+        keep = self._method.budget_at(self.fed) if keep is None else keep
+        eviction = Eviction(self.live, keep, self.fed, self._prompt)
+        self.stats.evicted += eviction.live - keep
+        event = KVEvent(self.stats.decode_tokens, self.fed, eviction.live, keep, rows_moved=0)
+        self.stats.events.append(event)
+        self.live = keep
+        self._evicted_last = True
+        return eviction
+
+    def restore(self, rows: int, moved: int = 0) -> None:
+        """Count rows that came back to the cache, and how many others moved for them."""
+        self.live += rows
+        self.stats.restored += rows
+        self.stats.rows_moved += moved
+        self.stats.peak_live = max(self.stats.peak_live, self.live)
 
     def fork(self) -> SessionLedger:
         """Return the ledger of a session that starts from this one's rows; it has done nothing."""
@@ -115,7 +140,7 @@ class SessionLedger:
         self._schedule = Schedule(self._method)
 
     def moved(self, number: int, rows: int) -> None:
-        """Add the rows an event moved, which only the worker knows."""
+        """Add the rows that event `number` moved, which only the worker knows; -1 is the last."""
         events = self.stats.events
         events[number] = replace(events[number], rows_moved=rows)
         self.stats.rows_moved += rows
@@ -130,24 +155,14 @@ class SessionLedger:
             snapshot.budget = self._method.budget_at(self.fed)
         return snapshot
 
-    def _cut(self, keep: int | None = None) -> Cut:
-        keep = self._method.budget_at(self.fed) if keep is None else keep
-        cut = Cut(self.live, keep, self.fed, self._prompt)
-        self.stats.evicted += cut.live - keep
-        event = KVEvent(self.stats.decode_tokens, self.fed, cut.live, keep, rows_moved=0)
-        self.stats.events.append(event)
-        self.live = keep
-        self._cut_last = True
-        return cut
-
 
 @dataclass(frozen=True)
-class Removal:
+class EvictionOrder:
     """An event for the worker: which rows there are, in which blocks."""
 
     session: str
     number: int  # of the session's events, from 0
-    cut: Cut
+    eviction: Eviction
     blocks: list[int]  # the session's blocks before, in order; the first ones stay its own
 
 
@@ -158,12 +173,12 @@ class StepPlan:
     method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
     dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
     # Events of sessions at rest; the step's forward may reuse their blocks.
-    before: list[Removal] = field(default_factory=list)
+    before: list[EvictionOrder] = field(default_factory=list)
     # Request -> (session, labeller recipe) for every request of the step.
     sessions: dict[str, tuple[str, str]] = field(default_factory=dict)
     # Request -> logical minus physical length during the forward, where it is not 0.
     deficits: dict[str, int] = field(default_factory=dict)
-    after: dict[str, Removal] = field(default_factory=dict)  # request -> its event
+    after: dict[str, EvictionOrder] = field(default_factory=dict)  # request -> its event
 
 
 @dataclass(frozen=True)

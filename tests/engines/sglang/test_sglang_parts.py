@@ -12,7 +12,7 @@ import torch
 
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.rows import Fed, RowShape
-from agentbench_kv.engines.core.session import Cut
+from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.engines.serving.plugin import Policy
 from agentbench_kv.engines.serving.wire import ModelFacts, ServerSetup
 from agentbench_kv.engines.sglang.engine import SglangWire, _refuse_abort, flags
@@ -198,10 +198,15 @@ class FakeCache:
         self.freed.append((first, end))
 
 
-def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, list[Cut]]:
+def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, list[Eviction]]:
     """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not."""
-    sessions, worker, cache, cuts = table_of(method), FakeWorker(), FakeCache(), list[Cut]()
-    compactor = SimpleNamespace(carry_out=lambda _held, _row, cut: cuts.append(cut))
+    sessions, worker, cache, evictions = (
+        table_of(method),
+        FakeWorker(),
+        FakeCache(),
+        list[Eviction](),
+    )
+    compactor = SimpleNamespace(carry_out=lambda _held, _row, eviction: evictions.append(eviction))
     steps = Steps(sessions, worker, compactor)  # type: ignore[arg-type]
     one = request("r", 20, 6, "s")
     one.fill_ids, one.prefix_indices, one.req_pool_idx = one.origin_input_ids, [], 1
@@ -222,7 +227,7 @@ def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, lis
         batch.seq_lens = batch.seq_lens + 1
     one.output_ids = list(sampled)
     steps.finish(cache, one, held, 6)
-    return held, worker, cache, cuts
+    return held, worker, cache, evictions
 
 
 @pytest.mark.parametrize("name", ["full-constrained", "streamingllm"])

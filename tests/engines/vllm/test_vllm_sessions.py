@@ -83,10 +83,10 @@ def feed(table: SessionTable, manager: FakeManager, session: Session, rows: int)
         pass
     manager.allocate_new_blocks(name, session.ledger.fed + rows, 0)
     session.ledger.forward(rows)
-    cut = session.ledger.sampled()
-    if cut is not None:
-        before = table.removal(session, cut).blocks
-        assert len(before) == -(-cut.live // BLOCK)
+    eviction = session.ledger.sampled()
+    if eviction is not None:
+        before = table.order(session, eviction).blocks
+        assert len(before) == -(-eviction.live // BLOCK)
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -223,8 +223,8 @@ def test_an_event_at_rest_waits_for_the_next_step() -> None:
     session = table.by_request["r1"]
     feed(table, manager, session, 30)
     table.rest(session, [*range(30), 99])
-    (removal,) = table.before
-    assert (removal.session, removal.cut.live, removal.cut.keep) == ("s", 30, 16)
+    (order,) = table.before
+    assert (order.session, order.eviction.live, order.eviction.keep) == ("s", 30, 16)
     assert len(manager.req_to_blocks["r1"]) == 2
     table.end(session)
     assert not table.before

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
-from agentbench_kv.engines.core.session import Cut, Removal
+from agentbench_kv.engines.core.session import Eviction, EvictionOrder
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Cells
 from agentbench_kv.engines.llamacpp.server.session import (
@@ -361,12 +361,12 @@ class BatchScheduler:
         if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
             self._finish(generation)
 
-    def _event(self, session: BackendSession, cut: Cut | None) -> None:
-        if cut is None:
+    def _event(self, session: BackendSession, eviction: Eviction | None) -> None:
+        if eviction is None:
             return
         number = len(session.ledger.stats.events) - 1
-        removal = Removal(session.name, number, cut=cut, blocks=[])
-        moved = self.worker.remove(removal, session.rows)
+        order = EvictionOrder(session.name, number, eviction=eviction, blocks=[])
+        moved = self.worker.remove(order, session.rows)
         session.ledger.moved(number, moved)
 
     def _finish(self, generation: BackendGeneration) -> None:

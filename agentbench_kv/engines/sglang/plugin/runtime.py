@@ -267,11 +267,11 @@ class Commands:
         slot = runtime.scheduler.tree_cache.slots.get(session.name)
         if slot is None:
             return 0
-        cut = runtime.compactor.evict(session, slot.req_pool_idx, request["spans"])
-        if cut is None:
+        eviction = runtime.compactor.evict(session, slot.req_pool_idx, request["spans"])
+        if eviction is None:
             return 0
-        shorten(slot, cut.live - cut.keep)
-        return cut.live - cut.keep
+        shorten(slot, eviction.live - eviction.keep)
+        return eviction.live - eviction.keep
 
     def _find(self, request: Mapping[str, Any]) -> Session | None:
         return self._runtime.table.sessions.get(request["session"])

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.rings import RingWrite
 from agentbench_kv.engines.core.rows import Fed, PagedStore, RowShape, WorkerRows
-from agentbench_kv.engines.core.session import Cut, Removal
+from agentbench_kv.engines.core.session import Eviction, EvictionOrder
 from agentbench_kv.engines.serving.plugin import Policy
 from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
 from agentbench_kv.kernels.layout import PagedRows
@@ -149,21 +149,21 @@ class Compactor:
         self._allocator = allocator
         self._forwards = forward_stream  # where forwards run while the scheduler works ahead
 
-    def carry_out(self, session: Session, row: int, cut: Cut) -> None:
+    def carry_out(self, session: Session, row: int, eviction: Eviction) -> None:
         """Keep what the method selects of a request's rows and free the rest."""
         self.wait_for_forward()
-        self._move(session, row, cut, self._worker.rows.remove)
+        self._move(session, row, eviction, self._worker.rows.remove)
 
-    def evict(self, session: Session, row: int, spans: Sequence[SpanRange]) -> Cut | None:
+    def evict(self, session: Session, row: int, spans: Sequence[SpanRange]) -> Eviction | None:
         """Remove whole tokens of a session at rest; None if none of them was there."""
         self.wait_for_forward()
         ledger, rows = session.ledger, self._worker.rows
         kept = rows.outside(session.name, session.recipe, ledger.live, ledger.fed, spans)
         if len(kept) == ledger.live:
             return None
-        cut = ledger.evict(len(kept))
-        self._move(session, row, cut, partial(rows.keep_tokens, kept=kept))
-        return cut
+        eviction = ledger.evict(len(kept))
+        self._move(session, row, eviction, partial(rows.keep_tokens, kept=kept))
+        return eviction
 
     def wait_for_forward(self) -> None:
         """Let what follows on the device wait for the forward that may still run."""
@@ -171,18 +171,22 @@ class Compactor:
             torch.cuda.current_stream().wait_stream(self._forwards)
 
     def _move(
-        self, session: Session, row: int, cut: Cut, move: Callable[[Removal, PagedStore], int]
+        self,
+        session: Session,
+        row: int,
+        eviction: Eviction,
+        move: Callable[[EvictionOrder, PagedStore], int],
     ) -> None:
         """Move the kept rows to the front; free the whole pages behind them."""
         ledger, pool = session.ledger, self._worker.pool
         number = len(ledger.stats.events) - 1
-        removal = Removal(session.name, number, cut, [])
-        ledger.moved(number, move(removal, pool.store(row, cut.live)))
+        order = EvictionOrder(session.name, number, eviction, [])
+        ledger.moved(number, move(order, pool.store(row, eviction.live)))
         self._worker.deficits[row] = ledger.deficit
-        first = -(-cut.keep // pool.page) * pool.page
-        if first < cut.live:
+        first = -(-eviction.keep // pool.page) * pool.page
+        if first < eviction.live:
             # A copy: SGLang may keep the indices until the end of its step.
-            self._allocator.free(pool.table[row, first : cut.live].to(torch.int64))
+            self._allocator.free(pool.table[row, first : eviction.live].to(torch.int64))
 
 
 def shorten(holder: Any, removed: int) -> None:
@@ -232,10 +236,10 @@ class Steps:
         self._label([(request, session) for _, request, session in known])
         removed = {}
         for i, request, session in known:
-            cut = self._count(session)
-            self._check(session, int(batch.seq_lens_cpu[i]), cut)
-            if cut is not None:
-                removed[i] = self._apply(session, request, cut)
+            eviction = self._count(session)
+            self._check(session, int(batch.seq_lens_cpu[i]), eviction)
+            if eviction is not None:
+                removed[i] = self._apply(session, request, eviction)
         if removed:
             _shorten_batch(batch, removed)
 
@@ -249,13 +253,13 @@ class Steps:
     def finish(self, cache: Any, request: Any, session: Session, samples: int) -> None:
         """End a turn after `samples` sampled tokens; its session rests with the rows it has."""
         request.output_ids = request.output_ids[:samples]
-        cut = self._settle_last(request, session, samples)
-        live = session.ledger.live if cut is None else cut.live
+        eviction = self._settle_last(request, session, samples)
+        live = session.ledger.live if eviction is None else eviction.live
         # The last forward may have been one too many.
         cache._free_kv_aligned(request.req_pool_idx, live, request.kv_allocated_len)
         request.kv_committed_len = request.kv_allocated_len = live
-        if cut is not None:
-            self._apply(session, request, cut)
+        if eviction is not None:
+            self._apply(session, request, eviction)
         last = session.ledger.end_turn()
         if last is not None:
             self._apply(session, request, last)
@@ -284,7 +288,7 @@ class Steps:
         session.samples = done
         session.starting = 0
 
-    def _settle_last(self, request: Any, session: Session, samples: int) -> Cut | None:
+    def _settle_last(self, request: Any, session: Session, samples: int) -> Eviction | None:
         """Account for the last forward of a turn unless it was one too many."""
         if session.samples >= samples:
             return None
@@ -306,7 +310,7 @@ class Steps:
             self._compactor.wait_for_forward()
         self._worker.settle(decoded, recipes)
 
-    def _count(self, session: Session) -> Cut | None:
+    def _count(self, session: Session) -> Eviction | None:
         """Count the token sampled by a settled forward."""
         session.samples += 1
         if session.resampling:
@@ -314,16 +318,16 @@ class Steps:
             return None
         return session.ledger.sampled()
 
-    def _apply(self, session: Session, request: Any, cut: Cut) -> int:
+    def _apply(self, session: Session, request: Any, eviction: Eviction) -> int:
         """Carry out an event of a request; return the rows removed."""
-        removed = cut.live - cut.keep
-        self._compactor.carry_out(session, request.req_pool_idx, cut)
+        removed = eviction.live - eviction.keep
+        self._compactor.carry_out(session, request.req_pool_idx, eviction)
         shorten(request, removed)
         return removed
 
-    def _check(self, session: Session, rows: int, cut: Cut | None = None) -> None:
+    def _check(self, session: Session, rows: int, eviction: Eviction | None = None) -> None:
         """Stop the engine rather than go on with lengths that do not agree."""
-        live = session.ledger.live if cut is None else cut.live
+        live = session.ledger.live if eviction is None else eviction.live
         if rows != live:
             raise RuntimeError(
                 f"kvbench: session {session.name} has {live} rows, SGLang's batch says {rows}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.core.rows import CopiedStore, PagedStore
-from agentbench_kv.engines.core.session import Cut
+from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.kernels.layout import PagedRows
 
 
@@ -51,14 +51,14 @@ class SessionBlocks:
         """Tokens of a block."""
         return int(self._single.block_size)
 
-    def shorten(self, request: str, cut: Cut) -> list[int]:
+    def shorten(self, request: str, eviction: Eviction) -> list[int]:
         """Free what an event leaves empty; return the blocks before.
 
         A block freed here is handed out in a later step, whose forward runs after the event.
         """
         blocks = self._single.req_to_blocks[request]
         before = [block.block_id for block in blocks]
-        count = -(-cut.keep // self.size)
+        count = -(-eviction.keep // self.size)
         self._single.req_to_blocks[request] = blocks[:count]
         self._single.num_cached_block[request] = count
         self._pool.free_blocks(reversed(blocks[count:]))

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
 from agentbench_kv.engines.core.rows import Fed, RowShape, RowStore, WorkerRows
-from agentbench_kv.engines.core.session import Removal, RowsMoved, StepPlan
+from agentbench_kv.engines.core.session import EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.serving.plugin import Policy, rope_frequencies
 from agentbench_kv.engines.vllm.plugin import launch as plugin
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store
@@ -134,8 +134,8 @@ class EvictingRunner:
             CAPTURE.finish()
             self._kvbench_sum()
             self._kvbench_remove(plan.after.values())
-            for request, removal in plan.after.items():
-                self._kvbench_shorten(request, removal)
+            for request, order in plan.after.items():
+                self._kvbench_shorten(request, order)
         return output
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,18 +188,18 @@ class EvictingRunner:
         self._kvbench_fed = fed
         CAPTURE.begin(self._kvbench_rows.feed(fed, recipes), int(num_scheduled.sum()))
 
-    def _kvbench_remove(self: Any, removals: Iterable[Removal]) -> None:
-        for removal in removals:
-            store = self._kvbench_store(removal.blocks, removal.cut.live)
-            moved = self._kvbench_rows.remove(removal, store)
+    def _kvbench_remove(self: Any, orders: Iterable[EvictionOrder]) -> None:
+        for order in orders:
+            store = self._kvbench_store(order.blocks, order.eviction.live)
+            moved = self._kvbench_rows.remove(order, store)
             if isinstance(store, PackedStore):
                 store.write_back()
-            self._kvbench_moved.append(RowsMoved(removal.session, removal.number, moved))
+            self._kvbench_moved.append(RowsMoved(order.session, order.number, moved))
 
-    def _kvbench_shorten(self: Any, request: str, removal: Removal) -> None:
+    def _kvbench_shorten(self: Any, request: str, order: EvictionOrder) -> None:
         """Forget the blocks a running request gave back."""
         size = self._kvbench_caches[0].shape[2]
-        kept = removal.blocks[: -(-removal.cut.keep // size)]
+        kept = order.blocks[: -(-order.eviction.keep // size)]
         self.requests[request].block_ids[0][:] = kept
         row = self.input_batch.req_id_to_index.get(request)
         if row is not None:

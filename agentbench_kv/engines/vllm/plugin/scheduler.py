@@ -105,9 +105,9 @@ class Scheduler(BaseScheduler):
             session.ledger.forward(rows)
             if self.requests[request_id].is_prefill_chunk:
                 continue
-            cut = session.ledger.sampled()
-            if cut is not None:
-                plan.after[request_id] = table.removal(session, cut)
+            eviction = session.ledger.sampled()
+            if eviction is not None:
+                plan.after[request_id] = table.order(session, eviction)
         return plan
 
     def _update_request_with_output(

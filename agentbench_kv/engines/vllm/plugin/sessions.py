@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentbench_kv.engines.core.session import Cut, Removal, SessionLedger
+from agentbench_kv.engines.core.session import Eviction, EvictionOrder, SessionLedger
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import MARKERS
@@ -37,7 +37,7 @@ class SessionTable:
         self.sessions: OrderedDict[str, Session] = OrderedDict()
         self.by_request: dict[str, Session] = {}
         self.dropped: list[str] = []  # sessions whose rows are gone since the last step
-        self.before: list[Removal] = []  # events of sessions at rest, for the next step
+        self.before: list[EvictionOrder] = []  # events of sessions at rest, for the next step
         self.drops = 0
         self.adoptions = 0
         self.mismatches = 0
@@ -73,15 +73,15 @@ class SessionTable:
         session.tokens = tokens
         del self.by_request[session.request]
         self.sessions.move_to_end(session.name)
-        cut = session.ledger.end_turn()
-        if cut is not None:
-            self.before.append(self.removal(session, cut))
+        eviction = session.ledger.end_turn()
+        if eviction is not None:
+            self.before.append(self.order(session, eviction))
 
-    def removal(self, session: Session, cut: Cut) -> Removal:
+    def order(self, session: Session, eviction: Eviction) -> EvictionOrder:
         """Free the blocks an event leaves empty and describe it for the worker."""
-        before = self.blocks.shorten(session.request, cut)
+        before = self.blocks.shorten(session.request, eviction)
         self.blocks.deficits[session.request] = session.ledger.deficit
-        return Removal(session.name, len(session.ledger.stats.events) - 1, cut, before)
+        return EvictionOrder(session.name, len(session.ledger.stats.events) - 1, eviction, before)
 
     def lose(self, session: Session) -> None:
         """Forget a session's rows; it will be computed again."""
@@ -91,7 +91,7 @@ class SessionTable:
         session.ledger.lose()
         session.tokens = []
         self.dropped.append(session.name)
-        self.before = [removal for removal in self.before if removal.session != session.name]
+        self.before = [order for order in self.before if order.session != session.name]
 
     def lose_oldest(self) -> bool:
         """Free the rows of the session longest at rest; False if none holds any."""
