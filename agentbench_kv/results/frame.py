@@ -20,6 +20,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from agentbench_kv.accounting import RECORDED
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import Target, children, locate, reaching
@@ -47,6 +48,9 @@ def _trial(source: str, dtype: Dtype, meaning: str, name: str | None = None) -> 
     return Column(name or source.replace(".", "_"), dtype, meaning, source)
 
 
+_DTYPES: Mapping[str, Dtype] = {"int": "int64", "float": "float64", "int | None": "Int64"}
+
+
 COLUMNS: tuple[Column, ...] = (
     Column("run_id", "category", "the run's name"),
     Column("path", "category", "where the run directory is"),
@@ -72,19 +76,10 @@ COLUMNS: tuple[Column, ...] = (
     _trial("status", "category", "how the trial ended"),
     _trial("score", "float64", "the checker's score in [0, 1]; missing unless scored"),
     _trial("headline", "float64", "the score, 0 for every failure"),
-    _trial("kv.peak_live", "int64", "most tokens held at once"),
-    _trial("kv.logical", "int64", "tokens ever seen"),
-    _trial("kv.events", "int64", "compressions, evictions and restores"),
-    _trial("kv.evicted", "int64", "tokens evicted"),
-    _trial("kv.restored", "int64", "tokens brought back"),
-    _trial("kv.bytes_read", "int64", "bytes of K and V read while decoding, all layers and heads"),
-    _trial("kv.prefill_tokens", "int64", "tokens prefilled in all"),
-    _trial("kv.longest_prefill", "int64", "most tokens in one prefill"),
-    _trial("kv.decode_tokens", "int64", "tokens generated"),
-    _trial("kv.mean_decode_kv", "float64", "mean live tokens over the decode steps"),
-    _trial("kv.rows_moved", "int64", "cache rows moved by compaction"),
-    _trial("kv.recomputed", "int64", "tokens whose KV was computed a second time"),
-    _trial("kv.budget", "Int64", "the budget in tokens at the session's end"),
+    *(
+        _trial(f"kv.{each.name}", _DTYPES[str(each.type)], each.metadata["meaning"])
+        for each in RECORDED
+    ),
     _trial("timing.ttft_ms", "float64", "milliseconds to the first token"),
     _trial("timing.tpot_ms", "float64", "milliseconds per later token"),
     _trial("timing.e2e_s", "float64", "seconds in all"),

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, StructMeta, field
+
+from agentbench_kv import accounting
 
 T = TypeVar("T")
 
@@ -92,29 +94,18 @@ class _Record(Struct, metaclass=_Checked, frozen=True, forbid_unknown_fields=Tru
     """No record can be part of a reference cycle, so the collector need not look at it."""
 
 
-class KVAccount(_Record, frozen=True, kw_only=True):
-    """KV accounting of one session, the evidence that a budget was applied."""
-
-    # Most tokens held at once (max over layers and KV heads); tokens ever seen.
-    peak_live: Count = 0
-    logical: Count = 0
-    # Compressions, evictions and restores; tokens evicted; tokens brought back.
-    events: Count = 0
-    evicted: Count = 0
-    restored: Count = 0
-    # Bytes of K and V read while decoding.
-    bytes_read: Count = 0
-    # Tokens prefilled in all; most in a single prefill; tokens generated.
-    prefill_tokens: Count = 0
-    longest_prefill: Count = 0
-    decode_tokens: Count = 0
-    # Mean live tokens over the decode steps.
-    mean_decode_kv: Amount = 0.0
-    # Cache rows moved by compaction; tokens whose KV was computed a second time.
-    rows_moved: Count = 0
-    recomputed: Count = 0
-    # In tokens at the session's end; a budget given as a share grew on the way.
-    budget: Count | None = None
+_CHECKS = {"int": Count, "float": Amount, "int | None": Count | None}
+KVAccount = accounting.KVAccount
+if not TYPE_CHECKING:  # the same fields as a checked record
+    KVAccount = _Checked(
+        "KVAccount",
+        (_Record,),
+        {each.name: each.default for each in accounting.RECORDED}
+        | {"__annotations__": {each.name: _CHECKS[each.type] for each in accounting.RECORDED}}
+        | {"__doc__": accounting.KVAccount.__doc__},
+        frozen=True,
+        kw_only=True,
+    )
 
 
 class Timing(_Record, frozen=True, kw_only=True):

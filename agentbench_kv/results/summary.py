@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from agentbench_kv.accounting import TOTALS
 from agentbench_kv.budget import Budget
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.records import TrialRecord, TrialStatus
@@ -204,7 +205,7 @@ FILE = "summary.json"
 
 
 class _Derived(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SubScore(_Derived):
@@ -232,12 +233,6 @@ class KVSummary(_Derived):
     prefill_tokens: int
     decode_tokens: int
     bytes_read: int  # of K and V, in decode
-
-
-_TOTALS = (
-    "events", "evicted", "restored", "rows_moved", "recomputed", "prefill_tokens",
-    "decode_tokens", "bytes_read",
-)  # fmt: skip
 
 
 class Summary(_Derived):
@@ -379,7 +374,7 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         median_logical=statistics.median(kv.logical for kv in accounts),
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
-        **{name: sum(getattr(kv, name) for kv in accounts) for name in _TOTALS},
+        **{name: sum(getattr(kv, name) for kv in accounts) for name in TOTALS},
     )
 
 

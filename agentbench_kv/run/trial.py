@@ -28,7 +28,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
-from agentbench_kv.engines.base import Engine, KVStats
+from agentbench_kv.engines.base import Engine
 from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.gateway import AnyGateway
@@ -64,7 +64,7 @@ def trial_record(
         status=outcome.status,
         score=outcome.score if scored else None,
         metrics=_metrics(outcome, report),
-        kv=_account(report.stats),
+        kv=KVAccount(**report.stats.recorded()),
         timing=_timing(report.turns, seconds) if scored else Timing(),
         usage=Usage(**report.usage),
         session_resets=report.resets,
@@ -83,24 +83,6 @@ def turn_records(sample: Sample, trial: int, report: SessionReport) -> list[Turn
 def _metrics(outcome: Outcome, report: SessionReport) -> dict[str, float | int | str | None]:
     """Return the checker's figures, and what the trial was billed if it was."""
     return outcome.metrics if report.cost is None else {**outcome.metrics, "cost": report.cost}
-
-
-def _account(stats: KVStats) -> KVAccount:
-    return KVAccount(
-        peak_live=stats.peak_live,
-        logical=stats.logical,
-        events=len(stats.events),
-        evicted=stats.evicted,
-        restored=stats.restored,
-        bytes_read=stats.bytes_read,
-        prefill_tokens=stats.prefill_tokens,
-        longest_prefill=stats.longest_prefill,
-        decode_tokens=stats.decode_tokens,
-        mean_decode_kv=stats.mean_decode_kv,
-        rows_moved=stats.rows_moved,
-        recomputed=stats.recomputed,
-        budget=stats.budget,
-    )
 
 
 def _timing(turns: Sequence[TurnInfo], seconds: float) -> Timing:
