@@ -25,20 +25,10 @@ from agentbench_kv.results.store import Lines, RunInfo, RunStore, latest_trials
 from agentbench_kv.results.summary import derive
 
 SCHEMA = 1
-
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
-
-
 _WRITER = "kvbench baseline save NAME RUN writes one"
-
-
 _ANY = TrialRecord(sample_id="any", trial=0, seed=0, status=TrialStatus.TIMEOUT)
-
-
 _REQUIRED = {"sample_id", "trial", "seed", "status"}
-
-
 _NOT_KEPT = {"transcript", "error", "usage"}
 
 
@@ -151,13 +141,8 @@ def _changed(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]
 
 
 BASELINES = Path("baselines")
-
-
 _FILES = ("run.json", "samples.jsonl")
-
-
 _MOST_COMMANDS = 4
-
 
 _OPTIONS = {
     "task": ("task", None), "method": ("method", None), "budget": ("budget", None),
@@ -166,8 +151,6 @@ _OPTIONS = {
     "temperature": ("temperature", 0.0), "max_tokens": ("max-tokens", 1024),
     "timeout_s": ("timeout", 3600.0), "dtype": ("dtype", "float32"), "device": ("device", "auto"),
 }  # fmt: skip
-
-
 """Parts of a spec with the option of `kvbench run` that sets each, and what it is without one."""
 
 

@@ -28,8 +28,6 @@ from agentbench_kv.results.store import holder
 from agentbench_kv.results.summary import RunState
 
 Sides = dict[tuple[str, str], dict[str, RunGroup]]
-
-
 """Task and model to the groups of one side by name."""
 
 
@@ -255,11 +253,7 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
 
 
 _SAMPLES = 200
-
-
 _LEAST_DISCORDANCE = 0.05
-
-
 """A changed method flips samples that a mere repeat does not; fewer are never planned with."""
 
 

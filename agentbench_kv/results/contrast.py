@@ -250,8 +250,6 @@ def _ids(pairs: Sequence[Pair]) -> str:
 
 
 Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
-
-
 """Trials of one sample by index and seed, each with its run's folder."""
 
 

@@ -33,7 +33,6 @@ MACHINE = ("hardware", "kernels", "device", "concurrency")
 """Refuses where speed is compared, warns where scores are."""
 
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
-
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
 _LONGEST = 16

@@ -25,17 +25,9 @@ from agentbench_kv.results.tables.formats import markdown_text
 from agentbench_kv.results.terminal import console, plain, print_json
 
 FILE = "README.md"
-
-
 _TYPES = {"category": "string", "Int64": "int64", "int64": "int64", "float64": "float64"}
-
-
 _MEANINGS = {column.name: column.meaning for column in COLUMNS}
-
-
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
-
-
 _OF_RUN = ("run_id", "task", "method", "budget", "model", "engine", "seed")
 
 

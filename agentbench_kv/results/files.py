@@ -20,14 +20,8 @@ import fsspec
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-
-
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
-
-
 _CHUNK = 1 << 16
 
 

@@ -29,8 +29,6 @@ from agentbench_kv.results.store import Lines, RunInfo, RunStatus, latest_trials
 from agentbench_kv.results.summary import RunState, assess
 
 METRIC_PREFIX = "metric_"
-
-
 Dtype = Literal["category", "int64", "Int64", "float64"]
 
 
@@ -49,7 +47,6 @@ def _trial(source: str, dtype: Dtype, meaning: str, name: str | None = None) -> 
 
 
 _DTYPES: Mapping[str, Dtype] = {"int": "int64", "float": "float64", "int | None": "Int64"}
-
 
 COLUMNS: tuple[Column, ...] = (
     Column("run_id", "category", "the run's name"),
@@ -94,22 +91,16 @@ COLUMNS: tuple[Column, ...] = (
     _trial("cluster", "category", "group of dependent samples"),
 )
 
-
 _FIXED: Mapping[str, list[str]] = {
     "status": [status.value for status in TrialStatus],
     "run_status": [status.value for status in RunStatus],
     "run_state": [state.value for state in RunState],
 }
 
-
 _GET: dict[str, Callable[[TrialRecord], Any]] = {
     c.name: attrgetter(c.source) for c in COLUMNS if c.source
 }
-
-
 _OF_RUN = tuple(column for column in COLUMNS if column.source is None)
-
-
 _OF_TRIAL = tuple(column for column in COLUMNS if column.source is not None)
 
 

@@ -26,35 +26,16 @@ from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.stats import LEVEL, SEED, Change, change, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
-
-
 DISCORDANCE = 0.15
-
-
 """Share of samples whose outcome differs that a plan assumes if nothing was measured."""
 
-
 LOSSES = (0.05, 0.10, 0.15, 0.20)
-
-
 POWER = 0.9
-
-
 _ALARM = 0.03  # two-sided: a loss of the margin is called a regression in at most 1.5 %
-
-
 _MOST_EXACT = 1000
-
-
 _MOST = 100_000
-
-
 _SAME = 1e-12
-
-
 _RARE = 1e-9
-
-
 _DRAWS = 16
 
 
@@ -243,8 +224,6 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
 
 
 _FREE = frozenset({"limit", "trials", "concurrency"})
-
-
 """What the specs of two runs may differ in that are an A/A pair."""
 
 

@@ -42,17 +42,9 @@ from agentbench_kv.results.terminal import (
 )
 
 FILE = ".kvbench-index.json"
-
-
 _VERSION = 2
-
-
 _SOURCES = ("run.json", "samples.jsonl")
-
-
 Stamp = tuple[int, ...]
-
-
 """Time of change in ns, size and inode of each source; zeros for one that is missing."""
 
 
@@ -292,7 +284,6 @@ def _kv(entry: Entry) -> str | None:
 
 Columns = dict[str, Callable[[Entry], object]]
 
-
 _MORE: Columns = {
     "kv": _kv,
     "seed": lambda entry: entry.seed,
@@ -302,7 +293,6 @@ _MORE: Columns = {
     "logical": lambda entry: number(entry.logical),
     "tok/s": lambda entry: number(entry.tokens_per_s),
 }
-
 
 _WIDE: Columns = {
     "run": lambda entry: entry.run_id,
@@ -315,7 +305,6 @@ _WIDE: Columns = {
     **_MORE,
 }
 
-
 _NARROW: Columns = {
     "method": _WIDE["method"],
     "budget": _WIDE["budget"],
@@ -324,19 +313,10 @@ _NARROW: Columns = {
     "validity": _WIDE["validity"],
 }
 
-
 _FOLDED = ("run", "method", "validity")
-
-
 _MOST = {"validity": 10}  # `budget_not_applied` takes two lines
-
-
 _GAP = 2
-
-
 _UNLIMITED = 100_000
-
-
 _DIGEST = re.compile(r"-([0-9a-f]{8})[0-9a-f]{2}$")
 
 

@@ -19,10 +19,8 @@ from msgspec import Meta, Struct, StructMeta, field
 from agentbench_kv import accounting
 
 T = TypeVar("T")
-
 # What msgspec raises for bytes that are no record.
 REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
-
 # Columns of a table hold 64 bits; what does not fit is refused everywhere alike.
 _LOWEST, _MOST = -(2**63), 2**63 - 1
 Whole = Annotated[int, Meta(ge=_LOWEST, le=_MOST)]

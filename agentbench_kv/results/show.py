@@ -44,10 +44,7 @@ from agentbench_kv.results.terminal import (
 )
 
 T = TypeVar("T")
-
-
 _MOST_ROWS = 50
-
 
 # Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
 _SUMMARY: dict[str, Callable[[Summary], object]] = {
@@ -65,7 +62,6 @@ _SUMMARY: dict[str, Callable[[Summary], object]] = {
     "validity": lambda run: run.validity.state,
 }
 
-
 _TURN: dict[str, Callable[[TurnRecord], object]] = {
     "sample": lambda turn: turn.sample_id,
     "trial": lambda turn: turn.trial,
@@ -82,7 +78,6 @@ _TURN: dict[str, Callable[[TurnRecord], object]] = {
     "TTFT ms": lambda turn: number(turn.ttft_ms),
     "TPOT ms": lambda turn: number(turn.tpot_ms),
 }
-
 
 # Of the turns with one index: medians over trials, totals of events and evicted tokens.
 _TURNS: dict[str, Callable[[list[TurnRecord]], object]] = {
@@ -210,14 +205,8 @@ def facts_table(summary: Summary) -> Table:
 
 
 _WIDTH = 48
-
-
 _MOST_ROWS_timeline = 60
-
-
 _HELD, _EVICTED = "█", "░"
-
-
 _HELD_COLOUR, _EVICTED_COLOUR = "#3b6fb6", "#c8483c"
 
 
@@ -316,17 +305,10 @@ def draw_timeline(
 
 
 PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
-
-
 """Colours as in the pictures of `kvbench analyze`; every line names its phase too."""
 
-
 _MOST_CHARACTERS = 8_000
-
-
 _EVENT_STYLE = "bold red"
-
-
 _TAG = max(map(len, PHASE_STYLES))
 
 

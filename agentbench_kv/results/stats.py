@@ -27,7 +27,6 @@ from scipy.stats import mannwhitneyu
 from statsmodels.stats.contingency_tables import mcnemar
 
 Floats = NDArray[np.float64]
-
 LEVEL = 0.95
 SEED = 20260101
 RESAMPLES = 9999

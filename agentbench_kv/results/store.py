@@ -52,11 +52,7 @@ from agentbench_kv.results.records import (
 )
 
 STALE_S = 30.0
-
-
 FILE = "run.json"
-
-
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
 HELD: set[str] = set()
 
@@ -530,14 +526,8 @@ def transcript_name(sample_id: str, trial: int) -> str:
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
-
-
 _HASH_START = re.compile(r"[0-9a-f]{4,10}")
-
-
 _PART_LENGTH = 40
-
-
 _PREFIX_LENGTH = 160
 
 

@@ -23,11 +23,7 @@ from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.store import Lines, RunInfo, RunReader, RunStatus, latest_trials
 
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
-
-
 DEFAULT_INTERVAL = 128
-
-
 _PARAMETER_FIELDS = ("params", "set", "method_params")
 
 

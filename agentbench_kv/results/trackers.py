@@ -33,7 +33,6 @@ _ID_LENGTH = 64
 _PARAMS_AT_ONCE = 100
 _MLFLOW_KEY = re.compile(r"[^\w./: -]")
 _OF_SPEC = {"run_id", "task", "method", "budget", "engine", "model"}
-
 Scalar = str | int | float | bool | None
 Errors = tuple[type[Exception], ...]
 

@@ -28,10 +28,7 @@ from agentbench_kv.results.tables.model import (
 )
 
 OURS = "agentkv"
-
-
 """The method whose firsts its authors count."""
-
 
 _LISTED = {
     "locomo_quality": (Kind.ACCURACY, "LoCoMo answer quality"),
@@ -166,43 +163,24 @@ LEGEND = (
     "two equal methods are told apart)"
 )
 
-
 OWN_SAMPLES = (
     "samples with an event: each method has its own, so that these rows do not compare; samples: "
     "of the row's smallest cell"
 )
-
-
 PUBLISHED = "published: a paper's figure, from other hardware and prompts; never ranked"
-
-
 GAPS = (
     "p: adjusted for all comparisons of a table with full (Holm); intervals are not: each holds "
     "for itself in 19 of 20 cases"
 )
-
-
 PASSES = (
     "pass^k: the chance that k trials of a sample all succeed: C(c, k) / C(K, k) of its K trials "
     "with c successes, mean over samples (tau2-bench's convention)"
 )
-
-
 NULL = "null agent"
-
-
 NO_BUDGET = "no budget"
-
-
 FEW_GROUPS = 20
-
-
 Budgets = Sequence[int | str | None]
-
-
 Values = Mapping[tuple[str, int | str | None], Cell]
-
-
 """What stands at a row's name and a budget."""
 
 

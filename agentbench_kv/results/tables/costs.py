@@ -22,17 +22,13 @@ COSTS = (
     "failures: share of the trials that ended without a score, then trials by kind",
 )
 
-
 SPEEDS = (
     f"speed: a run is one measurement; intervals and ratios from {REPETITIONS} runs served alike, "
     "else the median of those there are, which ranks nobody",
     "in flight: sessions at once on average, of those allowed; TTFT, TPOT: medians of trials",
 )
 
-
 BASES = ("full", "full-constrained")
-
-
 Value = Callable[[Run], float | None]
 
 
@@ -176,8 +172,6 @@ def _budget(run: Run) -> str | None:
 
 
 SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
-
-
 """Keys of a task's provenance or settings that a reader must see beside its scores."""
 
 

@@ -41,7 +41,6 @@ from agentbench_kv.results.terminal import console, visible
 
 T = TypeVar("T")
 
-
 _SPECIAL = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -59,47 +58,24 @@ _SPECIAL = str.maketrans(
     }
 )
 
-
 _PREAMBLE = r"""% \usepackage{booktabs,graphicx}
 \providecommand{\kvbenchfit}[1]{\sbox0{#1}\ifdim\wd0>\linewidth
   \resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi}
 """
-
-
 # Widths in tenths of an em of Computer Modern; a sign that is not here has 5.4, as most letters.
 _WIDTHS = {
     **dict.fromkeys(" .,:;'|!ijl()[]-/", 3.2), **dict.fromkeys("0123456789rtfsce", 5.0),
     **dict.fromkeys("ABCDEFGHKNOPQRTUVXYZ<>=", 7.8), **dict.fromkeys("mwMW%+@", 8.6),
 }  # fmt: skip
-
-
 _TEXT_WIDTH = 372.0  # 345 pt of a 10 pt article, in tenths of the em of \small, 9.25 pt
-
-
 _SMALLEST = 0.85
-
-
 _GAP = 8.7  # between two columns: 4 pt on either side of each
-
-
 _BOLD = 1.16
-
-
 _PAGE = 35  # lines of \small on a page, less the space about a caption
-
-
 _RULES = 3  # lines that the heading and the rules of a tabular take
-
-
 _MOST_TEXT = 150.0
-
-
 _MINUS = re.compile(r"(?<![\w.])-(?=[\d.])")
-
-
 _BREAK = "\0"
-
-
 _LONG_WORD = re.compile(r"\S{25,}")
 
 
@@ -267,26 +243,14 @@ def _join(cells: Iterable[str]) -> str:
 
 
 SCHEMA = 1
-
-
 _WHERE = ("task", "model", "engine", "metric")
-
-
 _CELL = ("value", "low", "high", "p_value", "mark")
-
-
 CSV_COLUMNS = (
     *("table", "kind", *_WHERE, "row", "column", "unit", *_CELL),
     *("published", "below_the_line"),
 )
-
-
 WIDTH = 200
-
-
 _FORMULA = ("=", "+", "-", "@")
-
-
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>|#~!&$])")
 
 

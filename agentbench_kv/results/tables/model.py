@@ -149,8 +149,6 @@ def slug(*parts: str) -> str:
 
 
 REASON = "below the line because"
-
-
 PUBLISHED = "published"
 
 

@@ -24,14 +24,12 @@ LEGEND = (
     "log2(budget), to full at the length of its longest session, where nothing is evicted",
 )
 
-
 _CURVES = (
     Column("method"),
     Column("budgets", Unit.NUMBER),
     Column("area [95% interval]", Unit.RATIO),
     Column("keeps 95% of full from, tokens", Unit.TOKENS),
 )
-
 
 _CROSSOVERS = (
     Column("leads below"),
