@@ -500,10 +500,7 @@ def _spread(
 
 
 def _p_value(
-    changes: Floats,
-    weights: Floats,
-    grouped: tuple[NDArray[np.intp], int] | None,
-    binary: bool,
+    changes: Floats, weights: Floats, grouped: tuple[NDArray[np.intp], int] | None, binary: bool
 ) -> float:
     if binary:
         wins, losses = int((changes > 0).sum()), int((changes < 0).sum())
