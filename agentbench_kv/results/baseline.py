@@ -71,7 +71,7 @@ def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = Fa
     if not NAME.fullmatch(name):
         raise UsageError(f"baseline name {name!r}: use letters, digits and . _ @ + - only")
     for run in runs:
-        if run.info.status != "complete" or not run.trials.scores:
+        if run.info.status != "complete" or not run.scores:
             raise UsageError(
                 f"{run.path} is not finished ({run.info.status}); run its command again first"
             )

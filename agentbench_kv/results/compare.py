@@ -21,8 +21,7 @@ from agentbench_kv.results import gate as aa
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
 from agentbench_kv.results.gate import DISCORDANCE, LOSSES, MARGIN, Design, Rule, Verdict, worst
-from agentbench_kv.results.groups import RunGroup
-from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
 from agentbench_kv.results.summary import RunState
@@ -183,7 +182,7 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
         writer = holder(run.info, time.time())
         if writer is not None:
             raise UsageError(f"{side} {run.run_id} is being written by {writer}; wait for it")
-        if not run.trials.scores:
+        if not run.scores:
             raise UsageError(f"{side} {run.run_id} holds no trial; run its command again first")
         if found.state is RunState.BUDGET_NOT_APPLIED:
             raise UsageError(
@@ -203,7 +202,7 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
     runs = [run for pair in pairs for run in pair.cand.runs]
     cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
     if row.only_base:
-        cut += [r for r in runs if r.spec.get("limit") != len(r.trials.scores)]
+        cut += [r for r in runs if r.spec.get("limit") != len(r.scores)]
     if row.verdict is not Verdict.OK or not cut:
         return row
     why = f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
@@ -383,6 +382,6 @@ def _plays(group: RunGroup) -> list[list[float]]:
     """Return every play of each sample: trials, and repeats of a run that are no copies."""
     found: dict[str, list[float]] = {}
     for run in {(run.run_id, run.info.created): run for run in group.runs}.values():
-        for sample, scores in run.trials.scores.items():
+        for sample, scores in run.scores.items():
             found.setdefault(sample, []).extend(scores.values())
     return list(found.values())

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import stats
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
-from agentbench_kv.results.groups import RunGroup, asked_once
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.runs import RunGroup, asked_once
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _sizes(group: RunGroup) -> Scores:
     """Return each sample's mean peak, over the trials that reached the engine."""
     peaks: dict[str, list[int]] = {}
     for run in group.runs:
-        for sample, values in run.trials.peaks.items():
+        for sample, values in run.peaks.items():
             peaks.setdefault(sample, []).extend(values)
     return Scores.of_trials(peaks, group.clusters)
 
@@ -160,7 +160,7 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    counted = sorted({name for run in runs for name in run.trials.counts})
+    counted = sorted({name for run in runs for name in run.counts})
     known = ", ".join(["score", "pass^k", PEAK, SPEED, *counted])
     return f"the records have no sub-score {metric!r}; known: {known}"
 

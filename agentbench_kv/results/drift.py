@@ -137,10 +137,10 @@ def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
             key: prompt
             for other in base
             if other.spec.get("seed") == run.spec.get("seed")
-            for key, prompt in other.trials.prompts.items()
+            for key, prompt in other.prompts.items()
         }
-        shared = run.trials.prompts.keys() & theirs.keys()
-        odd = sorted(key for key in shared if run.trials.prompts[key] != theirs[key])
+        shared = run.prompts.keys() & theirs.keys()
+        odd = sorted(key for key in shared if run.prompts[key] != theirs[key])
         if odd:
             reason = (
                 f"prompts differ from the other side's in {len(odd)} of {len(shared)} trials, "

@@ -21,8 +21,7 @@ from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.groups import RunGroup
-from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import LEVEL, SEED, Change, change, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0

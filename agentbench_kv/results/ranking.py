@@ -11,8 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from agentbench_kv.results.groups import RunGroup, asked_once, by_conditions, by_setting, grouped
-from agentbench_kv.results.runs import SCORE, Run, Setting
+from agentbench_kv.results.runs import (
+    SCORE,
+    Run,
+    RunGroup,
+    Setting,
+    asked_once,
+    by_conditions,
+    by_setting,
+    grouped,
+)
 from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change, level
 from agentbench_kv.results.summary import UNCOMPRESSED
 
@@ -205,7 +213,7 @@ def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
     for group, own in known:
         yield _Played(group.label, frozenset(own.parts))
         for run in group.runs:
-            samples = frozenset(own.parts.keys() & run.trials.scores.keys())
+            samples = frozenset(own.parts.keys() & run.scores.keys())
             yield _Played(group.label, samples, run.spec.get("limit") == len(samples))
 
 
@@ -237,11 +245,11 @@ def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]
     plain = [run for run in runs if not run.compressed] or runs
     votes: dict[tuple[str, int], Counter[str]] = {}
     for run in plain:
-        for key, prompt in run.trials.prompts.items():
+        for key, prompt in run.prompts.items():
             votes.setdefault(key, Counter())[prompt] += 1
     sound, drifted = [], []
     for run in runs:
-        known = [(key, prompt) for key, prompt in run.trials.prompts.items() if key in votes]
+        known = [(key, prompt) for key, prompt in run.prompts.items() if key in votes]
         wrong = [key for key, prompt in known if prompt != votes[key].most_common(1)[0][0]]
         if not wrong:
             sound.append(run)

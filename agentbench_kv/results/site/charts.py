@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-from agentbench_kv.results.groups import budget_order
 from agentbench_kv.results.ranking import Board, Entry, Rank, rank
+from agentbench_kv.results.runs import budget_order
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.terminal import share
 

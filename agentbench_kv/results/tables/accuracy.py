@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.groups import RunGroup, budget_order, grouped
 from agentbench_kv.results.papers import HEADLINES, PublishedFigure, count_first, figures, leaders
 from agentbench_kv.results.ranking import Board, Entry, boards, rank
-from agentbench_kv.results.runs import SCORE, Run, Setting
+from agentbench_kv.results.runs import SCORE, Run, RunGroup, Setting, budget_order, grouped
 from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
 from agentbench_kv.results.tables.costs import conditions
 from agentbench_kv.results.tables.model import (

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median as middle
 
-from agentbench_kv.results.groups import by_setting, variants
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.results.runs import Run, Setting
+from agentbench_kv.results.runs import Run, Setting, by_setting, variants
 from agentbench_kv.results.stats import REPETITIONS, median, speed_change
 from agentbench_kv.results.summary import KVSummary
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
@@ -66,7 +65,7 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
 
         def value(run: Run) -> float | None:
             account = run.summary.kv
-            sessions = max(sum(map(len, run.trials.peaks.values())), 1) if shared else 1
+            sessions = max(sum(map(len, run.peaks.values())), 1) if shared else 1
             return of(account) / sessions if account else None
 
         return value

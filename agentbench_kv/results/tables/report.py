@@ -11,9 +11,8 @@ from statistics import median
 
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.results.curves import CurveSummary, Keeps, Point, curve_summary
-from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.ranking import Board, Entry, boards
-from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
@@ -83,7 +82,7 @@ def _lengths(group: RunGroup) -> dict[str, float]:
     """Return how long a sample's session is that keeps everything, median over its trials."""
     found: dict[str, list[int]] = {}
     for run in group.runs:
-        for sample, peaks in run.trials.peaks.items():
+        for sample, peaks in run.peaks.items():
             found.setdefault(sample, []).extend(peaks)
     return {sample: median(peaks) for sample, peaks in found.items()}
 
