@@ -1,6 +1,6 @@
-"""A baseline: runs in one JSON file, small enough to commit and complete enough to compare with.
+"""The sides of a comparison: a run, a folder, a URL, or a baseline of runs in one JSON file.
 
-Where the two sides of a comparison come from: run, folder, baseline or URL.
+A baseline is small enough to commit and complete enough to compare with.
 """
 
 from __future__ import annotations

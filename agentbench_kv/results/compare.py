@@ -1,7 +1,4 @@
-"""Two sides, paired sample by sample, with a verdict for every pair.
-
-What a comparison could tell, before there is a candidate.
-"""
+"""Two sides, paired sample by sample, with a verdict for every pair; and what one could tell."""
 
 from __future__ import annotations
 
@@ -16,11 +13,22 @@ from typing import Literal
 from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results import gate
-from agentbench_kv.results import gate as aa
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
-from agentbench_kv.results.gate import DISCORDANCE, LOSSES, MARGIN, Design, Rule, Verdict, worst
+from agentbench_kv.results.gate import (
+    DISCORDANCE,
+    LOSSES,
+    MARGIN,
+    Design,
+    Rule,
+    Verdict,
+    chances,
+    describe,
+    repeats,
+    samples_for,
+    smallest_caught,
+    worst,
+)
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
@@ -96,7 +104,7 @@ def compare(
         inconclusive=inconclusive,
         drift=drift,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
-        noise=aa.describe(aa.repeats([*base, *cand, *noise])),
+        noise=describe(repeats([*base, *cand, *noise])),
     )
 
 
@@ -274,7 +282,7 @@ class Prospect(BaseModel, frozen=True):
     samples_for_ok: int | None  # to say `ok` in 9 of 10 cases without a difference
 
 
-class Plan(BaseModel, frozen=True):
+class PowerPlan(BaseModel, frozen=True):
     """The rows of a comparison to come, by the rule it will be judged by."""
 
     margin: float
@@ -289,7 +297,7 @@ def plan(
     catch: float | None,
     samples: int | None = None,
     discordance: float | None = None,
-) -> Plan:
+) -> PowerPlan:
     """Say what a candidate that plays the same as the base could be caught with.
 
     Limits are points, as `compare` takes them. `samples` counts instead of the base's (200 without
@@ -306,10 +314,10 @@ def plan(
         design = _design(known, share)
         design = design if samples is None else design.of(samples)
         rows.append(_prospect(rule, name, design, source))
-    return Plan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
+    return PowerPlan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
 
 
-def plan_lines(found: Plan) -> list[str]:
+def plan_lines(found: PowerPlan) -> list[str]:
     """Return the plan in words, a line each."""
     lines = [line for row in found.rows for line in _told(row, found)]
     shared = (
@@ -319,7 +327,7 @@ def plan_lines(found: Plan) -> list[str]:
     return [*lines, shared] if len(found.rows) > 1 else lines
 
 
-def _told(row: Prospect, found: Plan) -> list[str]:
+def _told(row: Prospect, found: PowerPlan) -> list[str]:
     amount = f"{row.samples} samples" + (f" x {row.trials} trials" if row.trials > 1 else "")
     grouped = "" if row.groups is None else f" in {row.groups} groups, alike within each or not"
     how = "exact" if row.exact else "normal approximation"
@@ -340,18 +348,18 @@ def _told(row: Prospect, found: Plan) -> list[str]:
 
 
 def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
-    least = gate.smallest_caught(rule, design)
+    least = smallest_caught(rule, design)
     return Prospect(
         name=name,
         **asdict(design),
         source=source,
         exact=design.exact,
-        power={f"{100 * x:g}": gate.chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
         caught=None if least is None else 100 * least,
-        ok=gate.chances(rule, design, 0.0)[Verdict.OK],
-        alarm=gate.chances(rule, design, rule.margin)[Verdict.REGRESSION],
-        samples_for_power=gate.samples_for(rule, design, Verdict.REGRESSION, rule.catch),
-        samples_for_ok=gate.samples_for(rule, design, Verdict.OK, 0.0),
+        ok=chances(rule, design, 0.0)[Verdict.OK],
+        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
     )
 
 

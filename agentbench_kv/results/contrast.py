@@ -1,14 +1,11 @@
-"""One row of a comparison: a metric, a base, a candidate, a change with its verdict.
-
-The samples that changed between two sides, with how they ended and where to read them.
-"""
+"""One row of a comparison: a metric, a base, a candidate, a change with its verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -19,10 +16,6 @@ from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import RunGroup, asked_once
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
-
-if TYPE_CHECKING:
-    pass
-
 
 SPEED, PEAK = "output_tok_s", "peak_live"
 

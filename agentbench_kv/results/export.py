@@ -1,7 +1,4 @@
-"""Trials as a file: parquet, CSV or JSON lines, to any place that fsspec can write.
-
-`README.md` beside an exported parquet file: the card that a data hub shows.
-"""
+"""Trials as a file (parquet, CSV, JSON lines), with the card that a data hub shows beside it."""
 
 from __future__ import annotations
 

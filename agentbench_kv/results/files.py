@@ -1,7 +1,4 @@
-"""Files that survive a kill: atomic replacement, and appended lines that are whole or absent.
-
-Files and folders anywhere fsspec reaches: local paths, memory://, s3://, https:// and others.
-"""
+"""Files that survive a kill, and files and folders anywhere that fsspec reaches."""
 
 from __future__ import annotations
 

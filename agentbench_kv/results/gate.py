@@ -1,9 +1,8 @@
 """From an interval to a word that a CI job acts on, and what so many samples can tell.
 
 Two numbers: `margin`, how much worse is harmless, and `catch`, the loss that must not slip
-through. docs/decisions/0030 has the error rates behind the levels.
-
-The A/A arm: how far two runs of `full` lie apart is the floor under every difference.
+through. docs/decisions/0030 has the error rates behind the levels. Two runs of `full` (A/A) show
+the noise floor under every difference.
 """
 
 from __future__ import annotations

@@ -296,11 +296,8 @@ class RunGroup:
     ) -> Scores | None:
         """Return a score, `pass^k` or sub-score sample by sample; None if no run has it.
 
-        Parameters
-        ----------
-        metric : str
-        asked : mapping of str to float, optional
-            What a trial of a sample is asked, for failed trials that do not say: nothing was right.
+        `asked` is what a trial of a sample is asked, for failed trials that do not say: nothing
+        was right.
         """
         k = pass_k(metric)
         if metric == SCORE:

@@ -1,13 +1,7 @@
-"""What `kvbench summarize` and `kvbench show` print, as tables or as one JSON document.
+"""What `kvbench summarize` and `kvbench show` print: tables, the timeline of a run, transcripts.
 
-Tables for the terminal. Every cell is data: markup and control characters stay visible text.
-
-Live KV turn by turn: bars for the terminal, a picture for a paper.
-
-A trial's transcript for the terminal: phases in colour, evictions where they happened.
-
-A transcript is what a model and a benchmark wrote: any JSON at all. What looks like chat messages
-is laid out as such, the rest is shown as it is; nothing in it is obeyed by the terminal.
+Every cell is data: markup and control characters stay visible text. A transcript is what a model
+and a benchmark wrote: any JSON at all. What looks like chat messages is laid out as such.
 """
 
 from __future__ import annotations
@@ -205,13 +199,13 @@ def facts_table(summary: Summary) -> Table:
 
 
 _WIDTH = 48
-_MOST_ROWS_timeline = 60
+_MOST_BARS = 60
 _HELD, _EVICTED = "█", "░"
 _HELD_COLOUR, _EVICTED_COLOUR = "#3b6fb6", "#c8483c"
 
 
 @dataclass(frozen=True)
-class Step:
+class TimelineStep:
     """One turn index over the trials that reached it; tokens per (layer, KV head)."""
 
     turn: int
@@ -223,15 +217,15 @@ class Step:
     events: int  # in all trials together
 
 
-def steps(turns: Sequence[TurnRecord]) -> list[Step]:
+def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
     """Return the timeline of some trials, by turn index."""
     return [_step(group) for group in turns_by_index(turns)]
 
 
-def _step(group: Sequence[TurnRecord]) -> Step:
+def _step(group: Sequence[TurnRecord]) -> TimelineStep:
     held = [turn.live_after for turn in group]
     deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
-    return Step(
+    return TimelineStep(
         turn=group[0].turn,
         trials=len(group),
         held=statistics.median(held),
@@ -242,21 +236,21 @@ def _step(group: Sequence[TurnRecord]) -> Step:
     )
 
 
-def timeline_table(timeline: Sequence[Step], budget: int | None = None) -> Table:
+def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) -> Table:
     """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
     table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
-    for step in timeline[:_MOST_ROWS_timeline]:
+    for step in timeline[:_MOST_BARS]:
         bar = _bar(step, _WIDTH / most)
         table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
-    if len(timeline) > _MOST_ROWS_timeline:
-        table.add_row("", f"and {len(timeline) - _MOST_ROWS_timeline} more turns; --png draws all")
+    if len(timeline) > _MOST_BARS:
+        table.add_row("", f"and {len(timeline) - _MOST_BARS} more turns; --png draws all")
     if budget is not None:
         table.add_row("", f"{' ' * max(0, round(budget * _WIDTH / most) - 1)}▲ budget {budget}")
     return table
 
 
-def _bar(step: Step, scale: float) -> Text:
+def _bar(step: TimelineStep, scale: float) -> Text:
     held = round(step.held * scale)
     # Rounded together, so that equal sums end in the same column.
     evicted = round((step.held + step.evicted) * scale) - held
@@ -273,7 +267,7 @@ def check_drawing() -> None:
 
 
 def draw_timeline(
-    timeline: Sequence[Step], path: Path, title: str, budget: int | None = None
+    timeline: Sequence[TimelineStep], path: Path, title: str, budget: int | None = None
 ) -> None:
     """Draw the timeline as a PNG file; a PrerequisiteError if that cannot be done.
 

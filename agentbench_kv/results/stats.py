@@ -62,9 +62,7 @@ class Change:
     test: Literal["mcnemar", "permutation"]
     n: int  # shared samples
     groups: int | None  # groups of them, where samples are grouped
-    spread: (
-        float  # standard deviation of one unit: the half width is about z * spread / sqrt(units)
-    )
+    spread: float  # of one unit (std): the half width is about z * spread / sqrt(units)
 
     @property
     def tied(self) -> bool:
@@ -79,20 +77,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Scores:
-    """One side of a comparison, sample by sample.
+    """One side of a comparison, sample by sample."""
 
-    Attributes
-    ----------
-    parts : mapping of str to (float, float)
-        Right and asked of each sample, asked > 0. The mean of a sample's trials is right out of 1.
-    items : mapping of str to float
-        How many answers that are right or wrong stand behind a sample; 1 for a graded score.
-    groups : mapping of str to str
-        Group of each sample that belongs to one; others stand alone.
-    """
-
+    # Right and asked of each sample, asked > 0. The mean of a sample's trials is right out of 1.
     parts: Mapping[str, tuple[float, float]]
+    # How many answers that are right or wrong stand behind a sample; 1 for a graded score.
     items: Mapping[str, float] = field(default_factory=dict)
+    # Group of each sample that belongs to one; others stand alone.
     groups: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -163,13 +154,7 @@ class _Mean:
 
 
 def level(scores: Scores, confidence: float = LEVEL) -> Interval:
-    """Return the mean with its interval.
-
-    Raises
-    ------
-    ValueError
-        If there are no samples.
-    """
+    """Return the mean with its interval; a ValueError if there are no samples."""
     if not scores.parts:
         raise ValueError("no scores to take an interval of")
     ids = sorted(scores.parts)
@@ -196,16 +181,8 @@ def change(
 
     Gains and losses have an interval each, and the ends of the change combine them (Newcombe 1998,
     method 10): an end allows for the changes that so few samples may not have shown in its own
-    direction only.
-
-    Parameters
-    ----------
-    cand, base : Scores
-        Groups are those of either side.
-    confidence : float
-        Of the two-sided interval; 1 - 0.05 / m for one of m comparisons of a table.
-    tested : bool
-        Whether the p-value is wanted; 1 if not.
+    direction only. `confidence` is the two-sided interval's, 1 - 0.05 / m for one of m comparisons
+    of a table; the p-value is 1 unless `tested`.
     """
     ids = sorted(cand.parts.keys() & base.parts.keys())
     if not ids:
@@ -235,16 +212,9 @@ def change(
 def paired_ends(
     changes: Floats, confidence: float = LEVEL, groups: NDArray[np.intp] | None = None
 ) -> tuple[float, float]:
-    """Return the interval of `change` for equally weighted samples that changed so much.
+    """Return the interval of `change` for equally weighted samples that changed by [-1, 1] each.
 
-    Parameters
-    ----------
-    changes : (n,) array
-        In [-1, 1].
-    confidence : float
-        Of the two-sided interval.
-    groups : (n,) array of int, optional
-        Number of each sample's group, from 0 on without gaps.
+    `groups` numbers each sample's group, from 0 on without gaps.
     """
     grouped = None if groups is None else (groups, int(groups.max()) + 1)
     plain = grouped is None and bool(np.isin(changes, (-1.0, 0.0, 1.0)).all())

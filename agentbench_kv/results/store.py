@@ -1,12 +1,7 @@
-"""The folder of runs: names derived from specs, opening, listing, finding.
+"""The folder of runs and the directory of each: claim it, append what finishes, read it back.
 
-`run.json`: what a run is, who is writing it, and whether it may be taken over.
-
-Reading JSON lines: each record that this version understands, and what is odd elsewhere.
-
-Reading a run directory, whether it is finished, interrupted or being written right now.
-
-Writing a run directory: claim it, keep its heartbeat, append what finishes.
+`run.json` says what a run is and who writes it; `samples.jsonl` and `turns.jsonl` hold a record a
+line. A reader is given what is whole and told what is odd, whoever may be writing at the time.
 """
 
 from __future__ import annotations

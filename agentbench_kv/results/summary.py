@@ -1,8 +1,6 @@
-"""A run's figures, derived from its records alone.
+"""A run's figures, derived from its records alone, and whether they may be ranked.
 
 `summary.json` holds them for people and other programs: it is output, and nothing here reads it.
-
-Whether a run's figures may be ranked (methods.md, 'What counts as an applied budget').
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Accuracy against budget for every board: scores, the change against full, pass^k.
-
-Papers' figures: beside ours where the cell is the same, and the papers' own tables.
-"""
+"""Accuracy against budget for every board, with pass^k and the figures that papers publish."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from agentbench_kv.results.tables.model import (
     slug,
 )
 
-OURS = "agentkv"
-"""The method whose firsts its authors count."""
+OURS = "agentkv"  # the method whose firsts its authors count
 
 _LISTED = {
     "locomo_quality": (Kind.ACCURACY, "LoCoMo answer quality"),

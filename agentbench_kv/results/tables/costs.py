@@ -1,7 +1,4 @@
-"""What a session cost, a row a run, and how fast runs were served, a row for runs served alike.
-
-What a task was run with and its name does not say: route, corpus, encoder, simulated user.
-"""
+"""What a session cost, a row a run, and how fast runs were served, a row for runs served alike."""
 
 from __future__ import annotations
 

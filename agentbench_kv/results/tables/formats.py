@@ -1,12 +1,9 @@
 """One renderer per format, and where what they render goes.
 
-Terminal, Markdown and LaTeX are for people; CSV and JSON keep values exact and unrounded.
-
-Tables as LaTeX, with `booktabs` and `graphicx`, no wider than the text. A marked cell is bold.
-
-A table is set small. One that would have to be scaled to less than 0.85 of that for the text of a
-one-column article is split between columns, the leading text columns repeated; one that is longer
-than a page, between rows. Then each piece is scaled to the column it stands in, if it is too wide.
+Terminal, Markdown and LaTeX are for people; CSV and JSON keep values exact and unrounded. LaTeX
+needs `booktabs` and `graphicx`: a table is set small; one that would have to be scaled to less than
+0.85 of that for the text of a one-column article is split between columns, the leading text columns
+repeated; one that is longer than a page, between rows. Each piece is scaled to its column.
 """
 
 from __future__ import annotations

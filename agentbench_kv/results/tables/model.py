@@ -1,7 +1,4 @@
-"""A table before it has a format: columns, rows of cells with intervals and marks, notes.
-
-Values as text, the same for people in every format.
-"""
+"""A table before it has a format: columns, rows of cells with intervals and marks, notes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""All tables of a set of runs, in the order people read them.
-
-Curves as tables: area relative to full, smallest budget that keeps 95%, crossovers.
-"""
+"""All tables of a set of runs, in the order people read them; curves over budgets as tables."""
 
 from __future__ import annotations
 
