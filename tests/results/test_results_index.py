@@ -199,7 +199,8 @@ ENTRIES = [
           status="complete", score=EntryScore(0.2, 0, 1), live_over_logical=0.5, tokens_per_s=9,
           failures={"timeout": 2}),
     RunEntry("x2", task="t/b", method="snapkv@rkv", model="micro", created=1,
-          run_state="incomplete", status="interrupted", score=EntryScore(0.9, 0, 1), live_over_logical=0.1),
+          run_state="incomplete", status="interrupted", score=EntryScore(0.9, 0, 1),
+          live_over_logical=0.1),
     RunEntry("x3", task="t/b", method="full", model="micro", created=2, run_state="valid",
           status="complete", tokens_per_s=11),
 ]  # fmt: skip
