@@ -84,7 +84,9 @@ def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = Fa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {folder}: {error.strerror}; choose another --to") from error
-    write_atomic(path, _document(name, runs))
+    head = f'{{"schema_version": {SCHEMA}, "name": "{name}", "kvbench": "{__version__}",'
+    # One trial a line: a committed baseline then has readable differences.
+    write_atomic(path, b'%s\n"runs": [\n%s\n]}\n' % (head.encode(), b",\n".join(map(_run, runs))))
     return path
 
 
@@ -108,12 +110,6 @@ def read_baseline(raw: bytes, source: str) -> Baseline:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise UsageError(f"{source} is damaged at {place}: {first['msg']}") from error
-
-
-def _document(name: str, runs: Sequence[Run]) -> bytes:
-    """Encode with one trial a line: a committed baseline then has readable differences."""
-    head = f'{{"schema_version": {SCHEMA}, "name": "{name}", "kvbench": "{__version__}",'
-    return b'%s\n"runs": [\n%s\n]}\n' % (head.encode(), b",\n".join(map(_run, runs)))
 
 
 def _run(run: Run) -> bytes:

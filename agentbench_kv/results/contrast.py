@@ -189,7 +189,14 @@ def _group_notes(rule: Rule, seen: Change) -> list[str]:
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
-    base, cand = (_rates(group) for group in (pair.base, pair.cand))
+    # Generated tokens per active second of each run; a copy of a run is no repetition.
+    runs = (
+        {(run.run_id, run.info.created): run for run in side.runs}
+        for side in (pair.base, pair.cand)
+    )
+    base, cand = (
+        [rate for run in own.values() if (rate := run.summary.tokens_per_s)] for own in runs
+    )
     if not base or not cand:
         raise UsageError(f"{_ids([pair])}: no run of one side generated anything in measured time")
     found = stats.speed_change(base, cand)
@@ -216,12 +223,6 @@ def _slower(base: Sequence[float], cand: Sequence[float], rule: Rule) -> bool:
     """Tell whether Mann-Whitney finds the candidate slower than the base less the margin."""
     allowed = stats.speed_change([(1 - rule.margin) * rate for rate in base], cand)
     return allowed.point < 0 and allowed.p_value <= rule.alarm
-
-
-def _rates(group: RunGroup) -> list[float]:
-    """Return generated tokens per active second of each run; a copy of a run is no repetition."""
-    runs = {(run.run_id, run.info.created): run.summary.tokens_per_s for run in group.runs}
-    return [rate for rate in runs.values() if rate]
 
 
 def _repetitions(found: SpeedChange, rule: Rule) -> int | None:

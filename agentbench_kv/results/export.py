@@ -102,14 +102,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 _ROWS_AT_ONCE = 50_000
 
 
-def _write_parquet(frame: pd.DataFrame, file: IO[bytes]) -> None:
-    frame.to_parquet(file, engine="pyarrow", index=False)
-
-
-def _write_csv(frame: pd.DataFrame, file: IO[bytes]) -> None:
-    frame.to_csv(file, index=False, encoding="utf-8", lineterminator="\n")
-
-
 def _write_jsonl(frame: pd.DataFrame, file: IO[bytes]) -> None:
     # Not pandas' own: it cuts floats to 15 digits and builds the whole text in memory.
     encode = msgspec.json.Encoder().encode_lines
@@ -129,8 +121,10 @@ def _plain_values(column: pd.Series[Any]) -> list[Any]:
 
 
 FORMATS: dict[str, Callable[[pd.DataFrame, IO[bytes]], None]] = {
-    ".parquet": _write_parquet,
-    ".csv": _write_csv,
+    ".parquet": lambda frame, file: frame.to_parquet(file, engine="pyarrow", index=False),
+    ".csv": lambda frame, file: frame.to_csv(
+        file, index=False, encoding="utf-8", lineterminator="\n"
+    ),
     ".jsonl": _write_jsonl,
 }
 
@@ -150,7 +144,9 @@ def export_trials(
                 f"{target}: a card is for a parquet file; name one that ends in .parquet"
             )
         _refuse_to_overwrite(beside, force)
-    frame = export_runs([_place(out, run) for run in runs], target, force)
+    here = [run for run in runs if "://" in run or Path(run).exists()]
+    places = [run if run in here else RunStore(out).find(run).path for run in runs]
+    frame = export_runs(places, target, force)
     if with_card:
         command = shlex.join(["kvbench", "export", *runs, "--to", target, "--card"])
         text = card(frame, PurePosixPath(target).name, command)
@@ -165,10 +161,6 @@ def export_trials(
         line = "" if each["line"] is None else f" line {each['line']}"
         screen.print(plain(f"{each['path']}{line}: {each['reason']}"), soft_wrap=True)
     screen.print(plain(f"{len(frame)} trials in {target}"), soft_wrap=True)
-
-
-def _place(out: Path, run: str) -> Target:
-    return run if "://" in run or Path(run).exists() else RunStore(out).find(run).path
 
 
 def export_runs(runs: Sequence[Target], target: Target, force: bool = False) -> pd.DataFrame:

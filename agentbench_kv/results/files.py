@@ -28,18 +28,15 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PrerequisiteError(_explain(path, error)) from error
-
-
-def _explain(path: Path, error: OSError) -> str:
-    if error.errno in _FULL:
-        return (
-            f"no space left to write {path}; finished trials are safe on disk: "
-            "free some space and run the same command again"
-        )
-    if error.errno in _READ_ONLY:
-        return f"cannot write {path} ({error.strerror}); choose a place that can be written"
-    return f"cannot write {path}: {error.strerror or error}"
+        why = f"cannot write {path}: {error.strerror or error}"
+        if error.errno in _FULL:
+            why = (
+                f"no space left to write {path}; finished trials are safe on disk: "
+                "free some space and run the same command again"
+            )
+        elif error.errno in _READ_ONLY:
+            why = f"cannot write {path} ({error.strerror}); choose a place that can be written"
+        raise PrerequisiteError(why) from error
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
@@ -113,22 +110,18 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             _repair(fd)
-            _append(fd, data)
+            start = os.fstat(fd).st_size
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, start)
+                raise
         finally:
             os.close(fd)
         if new:
             _sync_folder(path.parent)
-
-
-def _append(fd: int, data: bytes) -> None:
-    start = os.fstat(fd).st_size
-    try:
-        _write_all(fd, data)
-        os.fsync(fd)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, start)
-        raise
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -263,27 +263,12 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
         screen.print(f"and {more} more; --limit 0 shows all, the filters fewer")
 
 
-def _score(entry: RunEntry) -> str | None:
-    score = entry.score
-    return share(score.point, score.low, score.high) if score else None
-
-
-def _short_score(entry: RunEntry) -> str | None:
-    score = entry.score
-    if score is None:
-        return None
-    return f"{100 * score.point:.1f} [{100 * score.low:.0f}, {100 * score.high:.0f}]"
-
-
-def _kv(entry: RunEntry) -> str | None:
-    ratio = entry.live_over_logical
-    return None if ratio is None else f"{100 * ratio:.0f}%"
-
-
 Columns = dict[str, Callable[[RunEntry], object]]
 
 _MORE: Columns = {
-    "kv": _kv,
+    "kv": lambda entry: (
+        None if entry.live_over_logical is None else f"{100 * entry.live_over_logical:.0f}%"
+    ),
     "seed": lambda entry: entry.seed,
     "status": lambda entry: entry.status,
     "failures": lambda entry: failures(entry.failures),
@@ -297,7 +282,9 @@ _WIDE: Columns = {
     "method": lambda entry: entry.method,
     "budget": lambda entry: entry.budget,
     "task": lambda entry: entry.task,
-    "score [95% CI]": _score,
+    "score [95% CI]": lambda entry: (
+        entry.score and share(entry.score.point, entry.score.low, entry.score.high)
+    ),
     "trials": lambda entry: f"{entry.trials}/{entry.expected_trials or '?'}",
     "validity": lambda entry: entry.run_state or "unreadable",
     **_MORE,
@@ -306,7 +293,11 @@ _WIDE: Columns = {
 _NARROW: Columns = {
     "method": _WIDE["method"],
     "budget": _WIDE["budget"],
-    "score %": _short_score,
+    "score %": lambda entry: (
+        entry.score
+        and f"{100 * entry.score.point:.1f} "
+        f"[{100 * entry.score.low:.0f}, {100 * entry.score.high:.0f}]"
+    ),
     "n": _WIDE["trials"],
     "validity": _WIDE["validity"],
 }

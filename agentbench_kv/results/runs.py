@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -201,7 +201,12 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
         places = ", ".join(map(str, wanted))
         why = f" ({problems[0].path}: {problems[0].reason})" if problems else ""
         raise UsageError(f"no run in {places}{why}; kvbench run writes one")
-    return sorted(runs, key=_order), problems
+
+    def order(run: Run) -> tuple[Any, ...]:
+        place = (*astuple(run.setting), run.compressed, run.label)
+        return (*place, run.tokens or 0, run.summary.seed or 0, run.run_id)
+
+    return sorted(runs, key=order), problems
 
 
 def run_folders(paths: Sequence[Path]) -> list[Path]:
@@ -222,12 +227,6 @@ def load_run(folder: Path) -> Run:
     info, lines = reader.info, reader.trial_lines()
     records = latest_trials(lines.records)
     return Run(folder, info, records, derive(info, lines), reader.trials)
-
-
-def _order(run: Run) -> tuple[Any, ...]:
-    setting = run.setting
-    place = (setting.task, setting.model, setting.engine, run.compressed, run.label)
-    return (*place, run.tokens or 0, run.summary.seed or 0, run.run_id)
 
 
 @dataclass(frozen=True)

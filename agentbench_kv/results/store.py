@@ -105,7 +105,6 @@ def read_info(folder: Path) -> RunInfo | None:
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    """Replace `run.json` atomically; a PrerequisiteError if it cannot be written."""
     write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
 
 
@@ -123,17 +122,13 @@ def _is_gone(info: RunInfo) -> bool:
         return False
     if info.pid == os.getpid():
         return info.owner not in HELD
-    return not _is_alive(info.pid)
-
-
-def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(info.pid, 0)
     except ProcessLookupError:
-        return False
+        return True
     except PermissionError:  # it lives, as somebody else's
         pass
-    return True
+    return False
 
 
 R = TypeVar("R", bound=Struct)
@@ -509,8 +504,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, A
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping as it will read back from JSON."""
-    return dict(json.loads(json_bytes(dict(data))))
+    return dict(json.loads(json_bytes(dict(data))))  # as it will read back
 
 
 def transcript_name(sample_id: str, trial: int) -> str:
@@ -598,12 +592,7 @@ class RunStore:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """Return what ends an error about an unknown name: a question, or nothing."""
-    near = nearest(name, known)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three of the known names that hold `name` or are spelled like it."""
+    """Return what ends an error about an unknown name: a question with up to three, or nothing."""
     holding = [candidate for candidate in known if name and name.lower() in candidate.lower()]
-    return holding[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    near = holding[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -130,20 +130,17 @@ def _accuracy(known: Sequence[PublishedFigure]) -> Table:
 def _listing(file: str) -> Table:
     """Return one row per figure, with every column that any of them fills."""
     kind, what = _LISTED[file]
-    known = [(figure, _description(figure)) for figure in figures(file)]
-    names = list(dict.fromkeys(name for _, texts in known for name in texts))
-    rows = [
-        Row((*(Cell(texts.get(name)) for name in names), _value(figure)), published=True)
-        for figure, texts in known
+    skipped = {"file", "value", "low", "high", "setting"}
+    known = [
+        (f, f.model_dump(exclude=skipped, exclude_none=True) | f.setting) for f in figures(file)
     ]
+    names = list(dict.fromkeys(name for _, facts in known for name in facts))
+    rows = []
+    for figure, facts in known:
+        cells = [Cell(str(facts[name])) if name in facts else Cell() for name in names]
+        rows.append(Row((*cells, _value(figure)), published=True))
     columns = (*map(Column, names), Column("value", Unit.NUMBER))
     return Table(kind, slug("published", file), f"published: {what}", columns, rows)
-
-
-def _description(figure: PublishedFigure) -> dict[str, str]:
-    skipped = {"file", "value", "low", "high", "setting"}
-    texts = figure.model_dump(exclude=skipped, exclude_none=True) | figure.setting
-    return {name: str(text) for name, text in texts.items()}
 
 
 def _value(figure: PublishedFigure) -> Cell:
@@ -262,7 +259,10 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
     }
     rows = [_row(label, budgets, values) for label in _labels(board.entries)]
     rows = published_rows(rows, board, budgets)
-    rows += [_null_row(group, scores, board, budgets) for group, scores in null]
+    for group, scores in null:
+        partial = scores.parts.keys() != board.samples and bool(board.samples)
+        name = f"{NULL} on {len(scores.parts)} samples" if partial else NULL
+        rows.append(_row(name, budgets, {(name, group.budget): _cell(level(scores))}))
     for run, reason in board.out:
         own = _own(run, board.metric)
         found = {(run.label, run.budget): _cell(level(own))} if own else {}
@@ -349,12 +349,6 @@ def _floor(group: RunGroup, board: Board) -> Scores | None:
     scores = group.scores(board.metric)
     own = scores.only(set(board.samples)) if scores and board.samples else scores
     return own if own and own.parts else None
-
-
-def _null_row(group: RunGroup, scores: Scores, board: Board, budgets: Budgets) -> Row:
-    partial = scores.parts.keys() != board.samples and bool(board.samples)
-    name = f"{NULL} on {len(scores.parts)} samples" if partial else NULL
-    return _row(name, budgets, {(name, group.budget): _cell(level(scores))})
 
 
 def _own(run: Run, metric: str) -> Scores | None:

@@ -189,10 +189,7 @@ def _value(run: Run, name: str) -> str:
     given = settings.get(name) if isinstance(settings, Mapping) else None
     value = given if recorded is None else recorded
     if isinstance(value, Mapping):
-        parts = (
-            str(value.get("name") or value.get("model") or ""),
-            str(value.get("sha256", ""))[:12],
-        )
-        words = "@".join(filter(None, parts))
+        name, digest = value.get("name") or value.get("model") or "", value.get("sha256", "")
+        words = "@".join(filter(None, (str(name), str(digest)[:12])))
         return f"{words} (synthetic)" if value.get("synthetic") else words
     return "" if value is None else str(value)

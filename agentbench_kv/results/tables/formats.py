@@ -230,8 +230,7 @@ def _lines_of(text: str) -> int:
     return 1 + int(1.1 * _width(text) / _TEXT_WIDTH)
 
 
-def _height(line: Line) -> int:
-    """Return how many lines a row takes where its longest text is wrapped."""
+def _height(line: Line) -> int:  # in lines, where the longest text is wrapped
     return 1 + int(1.2 * max(map(_width, line.texts)) / _MOST_TEXT)
 
 
@@ -439,11 +438,13 @@ def _document(table: Table) -> dict[str, Any]:
         "title": table.title,
         **table.where,
         "columns": [{"title": c.title, "unit": c.unit.value} for c in table.columns],
-        "rows": [_row_document(row) for row in (*table.ranked, *table.unranked)],
+        "rows": [
+            {
+                "cells": [{name: getattr(cell, name) for name in _CELL} for cell in row.cells],
+                "published": row.published,
+                "below_the_line": row.below,
+            }
+            for row in (*table.ranked, *table.unranked)
+        ],
         "notes": [*table.notes, *table.legend],
     }
-
-
-def _row_document(row: Row) -> dict[str, Any]:
-    cells = [{name: getattr(cell, name) for name in _CELL} for cell in row.cells]
-    return {"cells": cells, "published": row.published, "below_the_line": row.below}

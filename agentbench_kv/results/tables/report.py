@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 
 from agentbench_kv.errors import UsageError, unknown_name
-from agentbench_kv.results.curves import CurveSummary, Keeps, Point, curve_summary
+from agentbench_kv.results.curves import CurveSummary, Point, curve_summary
 from agentbench_kv.results.ranking import Board, Entry, boards
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
@@ -90,14 +90,14 @@ def _curves(summary: CurveSummary) -> list[Row]:
         budgets, area = curve.budgets, curve.area
         text = f"{len(budgets)}, {budgets[0]} to {budgets[-1]}"
         over = Cell(area.point, area.low, area.high) if area else Cell()
-        keeps = _keeps(curve.keeps) if curve.keeps else Cell()
+        keeps = Cell()
+        if found := curve.keeps:
+            words = str(found)
+            keeps = Cell(
+                words if found.point is None else found.point, found.low, found.high, text=words
+            )
         rows.append(Row((Cell(curve.label), Cell(len(budgets), text=text), over, keeps)))
     return rows
-
-
-def _keeps(keeps: Keeps) -> Cell:
-    text = str(keeps)
-    return Cell(text if keeps.point is None else keeps.point, keeps.low, keeps.high, text=text)
 
 
 def _crossovers(summary: CurveSummary) -> list[Row]:
