@@ -318,7 +318,6 @@ def plan(
 
 
 def plan_lines(found: PowerPlan) -> list[str]:
-    """Return the plan in words, a line each."""
     lines = [line for row in found.rows for line in _told(row, found)]
     shared = (
         f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "

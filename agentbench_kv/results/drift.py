@@ -48,7 +48,6 @@ class Drift:
     weight: Weight = "refuses"
 
     def __str__(self) -> str:
-        """Write as `packages.torch 2.12 -> 2.13`."""
         return f"{self.name} {self.base} -> {self.cand}"
 
 
@@ -96,7 +95,6 @@ def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[D
 
 
 def _weigh(name: str, base: set[str], cand: set[str], speed: bool) -> Weight:
-    """Say what a difference in a fact means."""
     if name in RELEASES and base and cand:
         was, now = ({re.sub(r"^(\d+\.\d+).*", r"\1", each) for each in s} for s in (base, cand))
         return "warns" if was == now else "refuses"

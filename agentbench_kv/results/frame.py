@@ -107,14 +107,12 @@ class _Words:
         self.number = self._numbers.__getitem__
 
     def codes(self, values: Sequence[str | None]) -> NDArray[np.int32]:
-        """Return the number of each value."""
         if None not in values:
             return np.fromiter(map(self.number, values), np.int32, len(values))
         numbers = (-1 if value is None else self.number(value) for value in values)
         return np.fromiter(numbers, np.int32, len(values))
 
     def categorical(self, codes: NDArray[np.int32]) -> pd.Categorical:
-        """Return the column that the numbers stand for."""
         return pd.Categorical.from_codes(codes, pd.Index(list(self._numbers), dtype="str"))
 
 
@@ -146,7 +144,6 @@ class Columns:
         self._rows += len(trials)
 
     def frame(self) -> pd.DataFrame:
-        """Return everything added, as a frame with a fresh index."""
         data: dict[str, Any] = {column.name: self._finished(column) for column in COLUMNS}
         for name in sorted(self._metrics):
             data[METRIC_PREFIX + name] = self._metric(self._metrics.pop(name))
@@ -291,7 +288,6 @@ def _load(fs: Any, place: str, columns: Columns) -> list[dict[str, Any]]:
 
 
 def _identity(info: RunInfo, place: str, trials: Sequence[TrialRecord]) -> dict[str, Any]:
-    """Return the columns that are the same in all rows of a run."""
     spec = info.spec
     texts = ("task", "method", "budget", "engine", "model")
     known = {name: None if spec.get(name) is None else str(spec[name]) for name in texts}

@@ -46,7 +46,6 @@ class Verdict(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """0, 4 or 3."""
         return {"ok": 0, "inconclusive": 4, "regression": 3}[self.value]
 
 

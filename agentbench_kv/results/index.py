@@ -126,7 +126,6 @@ def _load(folder: Path) -> dict[str, _Kept]:
 
 
 def _stamps(folder: Path) -> Iterator[tuple[str, Stamp]]:
-    """Yield the name and stamp of every run directory."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for each in entries:
             stamp = _stamp(each.path)
@@ -219,7 +218,6 @@ class Query:
     sort: str = "name"  # a key of `SORTS`
 
     def wants(self, entry: RunEntry) -> bool:
-        """Whether a run passes every filter."""
         method, model = entry.method or "", entry.model or ""
         return (
             _matches(self.task, entry.task or "")

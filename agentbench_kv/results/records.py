@@ -133,7 +133,6 @@ class _Keyed(_Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The sample id and the trial index."""
         return self.sample_id, self.trial
 
 
@@ -166,7 +165,6 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
     cluster: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse figures that do not fit the status."""
         if self.status is TrialStatus.SCORED:
             if self.score is None:
                 raise ValueError("a scored trial must carry a score")
@@ -179,6 +177,17 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
     def finished(self) -> bool:
         """Whether the trial need not be run again."""
         return self.status is not TrialStatus.INFRA_ERROR
+
+    @property
+    def sub_scores(self) -> dict[str, tuple[float, float]]:
+        """Right and asked of every sub-score: the metrics `x_right` and `x_asked`."""
+        found = {}
+        for key, asked in self.metrics.items():
+            name = key.removesuffix("_asked")
+            right = self.metrics.get(f"{name}_right")
+            if name != key and isinstance(asked, int | float) and isinstance(right, int | float):
+                found[name] = (float(right), float(asked))
+        return found
 
     @property
     def headline(self) -> float:

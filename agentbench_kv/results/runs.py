@@ -91,7 +91,7 @@ class Run:
         self.scores.setdefault(sample, {})[record.trial, record.seed] = record.headline
         if record.kv.peak_live:
             self.peaks.setdefault(sample, []).append(record.kv.peak_live)
-        found = sub_scores(record.metrics)
+        found = record.sub_scores
         if record.score is None and not found:
             self.uncounted[sample] += 1
         for name, (right, asked) in found.items():
@@ -104,12 +104,10 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The run's name."""
         return self.info.run_id
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The resolved spec."""
         return self.info.spec
 
     @property
@@ -132,7 +130,6 @@ class Run:
 
     @cached_property
     def conditions(self) -> tuple[str, ...]:
-        """The values of `CONDITIONS`."""
         return tuple(repr(self.spec.get(name)) for name in CONDITIONS)
 
     @cached_property
@@ -146,7 +143,6 @@ class Run:
 
     @cached_property
     def setting(self) -> Setting:
-        """Task, model and engine."""
         model = (self.summary.model or "?").rstrip("/").rsplit("/", 1)[-1]
         return Setting(self.summary.task or "?", model, self.summary.engine or "?")
 
@@ -166,17 +162,6 @@ class Run:
         """Sessions driven at once, on average while trials were played."""
         wall = self.info.wall_s
         return self.busy_s / wall if self.busy_s and wall > 0 else None
-
-
-def sub_scores(metrics: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return right and asked of every sub-score of a trial: its metrics `x_right` and `x_asked`."""
-    found = {}
-    for key, asked in metrics.items():
-        name = key.removesuffix("_asked")
-        right = metrics.get(f"{name}_right")
-        if name != key and isinstance(asked, int | float) and isinstance(right, int | float):
-            found[name] = (float(right), float(asked))
-    return found
 
 
 def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
@@ -247,7 +232,6 @@ class RunGroup:
 
     @property
     def budget(self) -> int | str | None:
-        """As the spec spells it."""
         return self.first.budget
 
     @property
@@ -262,17 +246,14 @@ class RunGroup:
 
     @property
     def name(self) -> str:
-        """Label and budget."""
         return self.label if self.budget is None else f"{self.label} at {self.budget}"
 
     @cached_property
     def triggered(self) -> set[str]:
-        """Samples with an event in some run."""
         return set().union(*(run.triggered for run in self.runs))
 
     @cached_property
     def clusters(self) -> dict[str, str]:
-        """Group of each sample that belongs to one."""
         return {name: group for run in self.runs for name, group in run.clusters.items()}
 
     @cached_property

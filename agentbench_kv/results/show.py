@@ -152,12 +152,10 @@ def turn_table(turns: Sequence[TurnRecord]) -> Table:
 
 
 def turn_overview(turns: Sequence[TurnRecord]) -> Table:
-    """Return one row per turn index."""
     return _table(_TURNS, turns_by_index(turns))
 
 
 def percent(interval: Interval | None) -> str | None:
-    """Write a share with its interval, in percent."""
     return None if interval is None else share(interval.point, interval.low, interval.high)
 
 
@@ -218,7 +216,6 @@ class TimelineStep:
 
 
 def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
-    """Return the timeline of some trials, by turn index."""
     return [_step(group) for group in turns_by_index(turns)]
 
 

@@ -107,13 +107,11 @@ class Scores:
         return cls(parts, {name: asked for name, (_, asked) in whole.items()}, groups or {})
 
     def only(self, samples: set[str]) -> Scores:
-        """Return the same for some samples."""
         parts = {name: pair for name, pair in self.parts.items() if name in samples}
         return Scores(parts, self.items, self.groups)
 
     @cached_property
     def mean(self) -> float:
-        """Sum of right over sum of asked."""
         right, asked = np.sum(list(self.parts.values()), axis=0)
         return float(right / asked)
 
@@ -283,7 +281,6 @@ def powers(trials: Mapping[str, Sequence[float]], k: int) -> dict[str, float]:
 def pass_scores(
     trials: Mapping[str, Sequence[float]], k: int, groups: Mapping[str, str] | None = None
 ) -> Scores:
-    """Return pass^k of each sample as graded scores."""
     return Scores(
         {name: (power, 1.0) for name, power in powers(trials, k).items()}, {}, groups or {}
     )

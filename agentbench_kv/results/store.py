@@ -233,7 +233,6 @@ class RunReader:
         return read_lines(self.path / "samples.jsonl", TrialRecord)
 
     def turn_lines(self) -> Lines[TurnRecord]:
-        """Read `turns.jsonl` as it is."""
         return read_lines(self.path / "turns.jsonl", TurnRecord)
 
     def trials(self) -> list[TrialRecord]:
@@ -389,7 +388,6 @@ class RunDir(RunReader):
             HELD.discard(self._info.owner)
 
     def __enter__(self) -> Self:
-        """Return the run itself."""
         return self
 
     def __exit__(
@@ -569,7 +567,6 @@ class RunStore:
         return RunDir.claim(self.root / name, spec, provenance or {}, expected_trials)
 
     def names(self) -> list[str]:
-        """Return the run ids in the folder, sorted."""
         if not self.root.is_dir():
             return []
         return sorted(path.parent.name for path in self.root.glob("*/run.json"))

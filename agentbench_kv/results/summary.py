@@ -90,7 +90,6 @@ def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> lis
 
 
 def triggered_samples(trials: Sequence[TrialRecord]) -> set[str]:
-    """Return the ids of the samples with at least one event."""
     return {record.sample_id for record in trials if record.kv.events}
 
 
@@ -338,24 +337,18 @@ def _by_sample(trials: Iterable[TrialRecord]) -> tuple[dict[str, list[float]], d
 
 
 def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
-    asked = {name for record in trials for name in record.metrics if name.endswith("_asked")}
-    names = sorted(name.removesuffix("_asked") for name in asked)
-    scores = {name: _sub_score(trials, name) for name in names}
-    return {name: score for name, score in scores.items() if score is not None}
-
-
-def _sub_score(trials: Sequence[TrialRecord], name: str) -> SubScore | None:
-    counts: dict[str, tuple[float, float]] = {}
+    counts: dict[str, dict[str, tuple[float, float]]] = {}
     for record in trials:
-        right, asked = (record.metrics.get(f"{name}_{part}") for part in ("right", "asked"))
-        if isinstance(right, int | float) and isinstance(asked, int | float):
-            old = counts.get(record.sample_id, (0.0, 0.0))
-            counts[record.sample_id] = (old[0] + right, old[1] + asked)
-    scores = Scores.of_counts(counts, _by_sample(trials)[1])
-    if not scores.parts:
-        return None
-    totals = [sum(part) for part in zip(*scores.parts.values(), strict=True)]
-    return SubScore(right=totals[0], asked=totals[1], interval=level(scores))
+        for name, (right, asked) in record.sub_scores.items():
+            old = counts.setdefault(name, {}).get(record.sample_id, (0.0, 0.0))
+            counts[name][record.sample_id] = (old[0] + right, old[1] + asked)
+    found, clusters = {}, _by_sample(trials)[1]
+    for name in sorted(counts):
+        scores = Scores.of_counts(counts[name], clusters)
+        if scores.parts:
+            right, asked = (sum(part) for part in zip(*scores.parts.values(), strict=True))
+            found[name] = SubScore(right=right, asked=asked, interval=level(scores))
+    return found
 
 
 def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
@@ -373,7 +366,6 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

@@ -48,13 +48,11 @@ class Tracked:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The summary's figures."""
         known = self.summary.items()
         return {name: float(value) for name, value in known if isinstance(value, int | float)}
 
     @property
     def texts(self) -> dict[str, str]:
-        """The summary's words."""
         return {name: value for name, value in self.summary.items() if isinstance(value, str)}
 
     def rows(self) -> list[dict[str, Any]]:

@@ -192,12 +192,10 @@ class _Page:
 
     @property
     def groups(self) -> int | None:
-        """How many groups the samples are in, where they are grouped."""
         return next((e.level.groups for e in self.board.entries if e.level.groups), None)
 
     @property
     def size(self) -> str:
-        """How many samples, in how many groups."""
         inside = f" in {self.groups} groups" if self.groups else ""
         smaller = ", a smaller set that fewer methods played" if self.smaller else ""
         return f"{len(self.board.samples)} samples{inside}{smaller}"

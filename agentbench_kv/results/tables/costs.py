@@ -97,7 +97,6 @@ class _Repeats:
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens per second of each."""
         return [run.summary.tokens_per_s or 0.0 for run in self.runs]
 
 

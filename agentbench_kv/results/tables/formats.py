@@ -113,7 +113,6 @@ def _render(table: Table) -> str:
 
 
 def _packed(items: Iterable[T], height: Callable[[T], float], most: float) -> list[list[T]]:
-    """Put items on pages, in order."""
     pages: list[list[T]] = [[]]
     for item in items:
         if pages[-1] and sum(map(height, (*pages[-1], item))) > most:
@@ -317,7 +316,6 @@ def choose_format(name: str | None, out: Path | None) -> str:
 
 
 def show(tables: Sequence[Table], name: str) -> None:
-    """Print the tables on stdout."""
     if name == "terminal":
         _print(console(), tables)
     else:
