@@ -82,13 +82,13 @@ _TRIAL: tuple[tuple[str, Dtype, str], ...] = (
     ("attempts", "int64", "times the trial was started"),
     ("cluster", "category", "group of dependent samples"),
 )
-_OF_RUN = tuple(starmap(FrameColumn, _RUN))
-_OF_TRIAL = tuple(
+OF_RUN = tuple(starmap(FrameColumn, _RUN))
+OF_TRIAL = tuple(
     # The run has a seed, too.
     FrameColumn("trial_seed" if source == "seed" else source.replace(".", "_"), dtype, meaning)
     for source, dtype, meaning in _TRIAL
 )
-COLUMNS = (*_OF_RUN, *_OF_TRIAL)
+COLUMNS = (*OF_RUN, *OF_TRIAL)
 _GET = tuple(attrgetter(source) for source, *_ in _TRIAL)
 _FIXED: Mapping[str, list[str]] = {
     "status": [status.value for status in TrialStatus],
@@ -133,9 +133,9 @@ class Columns:
         self.runs += 1
         if not trials:
             return
-        for column in _OF_RUN:
+        for column in OF_RUN:
             self._append(column, [run[column.name]], repeat=len(trials))
-        for column, get in zip(_OF_TRIAL, _GET, strict=True):
+        for column, get in zip(OF_TRIAL, _GET, strict=True):
             self._append(column, list(map(get, trials)))
         metrics = [trial.metrics for trial in trials]
         for name in dict.fromkeys(chain.from_iterable(metrics)):
