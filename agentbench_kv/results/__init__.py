@@ -1,7 +1,20 @@
 """Run store, statistics, verdicts, tables and the report site.
 
-Import from the modules: this package imports nothing, so that adapters can use `records` without
-loading pandas or scipy. A run is written by `store` as `records`, read as one by `runs` with the
-figures of `summary`, and all runs together as a table of trials by `frame`. `stats` is the only
-place for statistics; `ranking` says who leads, `compare` and `gate` who got worse.
+Import from the modules: this package imports nothing, so that adapters can use
+`results.records` without loading pandas or scipy. Where to find what:
+
+writing a run
+    `records` (of a trial and of a turn), `store` (the run's folder), `files`.
+reading runs
+    `store` (one run's records), `summary` (its figures and whether they count), `runs` (runs and
+    groups of them as everybody reads them), `frame` (`load_results`), `export`, `trackers`,
+    `index` (`ls runs`), `show`, `terminal`.
+statistics
+    `stats`, `curves` (over budgets).
+comparing
+    `compare` (two sides) of `contrast` (rows) by `gate` (verdicts), with `drift`;
+    `compare_text`, `baseline` (where the sides come from); `engines` (one run on several).
+showing
+    `ranking` (who is compared with whom), `tables` and `papers` (`report`, published figures),
+    `site` (`report --html`), `submissions` (a leaderboard's).
 """
