@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom, multinomial
 
-from agentbench_kv.results.groups import RunGroup
 from agentbench_kv.results.ranking import Entry, rank
+from agentbench_kv.results.runs import RunGroup
 from agentbench_kv.results.stats import Change, Scores, change, holm, level
 
 Floats = NDArray[np.float64]

@@ -18,6 +18,7 @@ SHADOWED = {"adapters", "engines", "kernels", "results", "sglang", "tau2", "vllm
 CORE_MUST_NOT_IMPORT = {"litellm", "bfcl_eval", "vllm", "sglang", "llama_cpp"}
 EVERYBODY = {"", "errors"}  # the package itself, for its version
 ALLOWED = {
+    "accounting": set(),
     "adapters": {"environments", "params", "results"},
     "analysis": {"budget", "kernels", "methods", "params", "results"},
     "budget": set(),
@@ -25,7 +26,7 @@ ALLOWED = {
         "adapters", "analysis", "budget", "engines", "methods", "phases", "registry", "results",
         "run",
     },
-    "engines": {"environments", "kernels", "methods", "phases"},
+    "engines": {"accounting", "environments", "kernels", "methods", "phases"},
     "environments": set(),
     "errors": set(),
     "gateway": {"adapters", "engines", "methods", "phases"},
@@ -38,7 +39,7 @@ ALLOWED = {
     "params": set(),
     "phases": {"methods"},
     "registry": {"adapters", "budget", "engines", "methods"},
-    "results": {"budget"},
+    "results": {"accounting", "budget"},
     "run": {
         "adapters", "analysis", "budget", "engines", "environments", "gateway", "kernels",
         "methods", "phases", "registry", "results", "training",

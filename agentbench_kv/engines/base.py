@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentbench_kv.accounting import KVEvent as KVEvent
+from agentbench_kv.accounting import KVStats as KVStats
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
@@ -71,45 +73,6 @@ class Sampling:
         if token in self.stop_token_ids or (self.stop is not None and self.stop(token)):
             return FinishReason.STOP
         return FinishReason.LENGTH if produced >= self.max_tokens else None
-
-
-@dataclass(frozen=True)
-class KVEvent:
-    """One compression of one session; live counts are per (layer, KV head)."""
-
-    decoded: int  # tokens generated, and ever seen, at the event
-    logical: int
-    live_before: int
-    live_after: int
-    rows_moved: int
-
-
-@dataclass
-class KVStats:
-    """KV accounting of one session; token counts are per (layer, KV head), bytes are totals."""
-
-    logical: int = 0
-    live: int = 0
-    peak_live: int = 0
-    evicted: int = 0
-    restored: int = 0
-    prefill_tokens: int = 0
-    longest_prefill: int = 0
-    decode_tokens: int = 0
-    decode_kv_sum: int = 0
-    bytes_read: int = 0
-    rows_moved: int = 0
-    recomputed: int = 0
-    budget: int | None = None
-    events: list[KVEvent] = field(default_factory=list)
-    # Every time rows were lost: events before it, and tokens then computed again in one pass.
-    restarts: list[tuple[int, int]] = field(default_factory=list)
-    figures: dict[str, int] = field(default_factory=dict)  # a span-level method's own counts
-
-    @property
-    def mean_decode_kv(self) -> float:
-        """Mean live tokens over the decode steps; 0 before the first."""
-        return self.decode_kv_sum / self.decode_tokens if self.decode_tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -300,34 +263,3 @@ class EngineOptions:
     engine_args: Mapping[str, str] = field(default_factory=dict)
     # Go on with a version of a serving engine that the adapter was not written for.
     allow_untested: bool = False
-
-
-_SUMMED = (
-    "evicted restored prefill_tokens decode_tokens decode_kv_sum bytes_read rows_moved recomputed"
-)
-
-
-_SHOWN = (
-    "logical live peak_live evicted restored prefill_tokens longest_prefill decode_tokens "
-    "bytes_read rows_moved recomputed budget"
-)
-
-
-def merge_stats(before: KVStats, now: KVStats) -> KVStats:
-    """Return the accounting of a session that was closed with `before` and goes on as `now`."""
-    summed = {name: getattr(before, name) + getattr(now, name) for name in _SUMMED.split()}
-    restarts = [(len(before.events) + events, tokens) for events, tokens in now.restarts]
-    return replace(
-        now,
-        **summed,
-        peak_live=max(before.peak_live, now.peak_live),
-        longest_prefill=max(before.longest_prefill, now.longest_prefill),
-        events=[*before.events, *now.events],
-        restarts=[*before.restarts, *restarts],
-    )
-
-
-def stats_dict(stats: KVStats) -> dict[str, Any]:
-    """Return the accounting as a JSON object; events are counted, not listed."""
-    shown = {name: getattr(stats, name) for name in _SHOWN.split()}
-    return {**shown, "events": len(stats.events), "mean_decode_kv": stats.mean_decode_kv}

@@ -15,8 +15,6 @@ from agentbench_kv.engines.base import (
     FinishReason,
     Generation,
     KVStats,
-    merge_stats,
-    stats_dict,
 )
 from agentbench_kv.engines.text import TextRequest
 from agentbench_kv.errors import KVBenchError, UsageError
@@ -96,7 +94,7 @@ class SessionReport:
         return {
             "session": self.session,
             "turns": len(self.turns),
-            **stats_dict(self.stats),
+            **self.stats.as_dict(),
             "session_resets": self.resets,
             "prompt_sha": self.prompt_sha,
             "usage": self.usage,
@@ -122,7 +120,7 @@ def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
     return {
         "session": report.session,
         "turn": turn.turn,
-        **stats_dict(stats),
+        **stats.as_dict(),
         **spans,
         "session_resets": report.resets,
         "phases": turn.phases,
@@ -368,12 +366,12 @@ class Session(BaseSession):
 
     def stats(self) -> KVStats:
         now = self.engine.stats(self.id) if self.opened else KVStats()
-        return merge_stats(self.carried, now)
+        return self.carried.followed_by(now)
 
     def close(self) -> SessionReport:
         if self.opened:
             self.opened = False
-            self.carried = merge_stats(self.carried, self.engine.close(self.id))
+            self.carried = self.carried.followed_by(self.engine.close(self.id))
         return self.report(self.carried)
 
 

@@ -1,6 +1,6 @@
-"""A baseline: runs in one JSON file, small enough to commit and complete enough to compare with.
+"""The sides of a comparison: a run, a folder, a URL, or a baseline of runs in one JSON file.
 
-Where the two sides of a comparison come from: run, folder, baseline or URL.
+A baseline is small enough to commit and complete enough to compare with.
 """
 
 from __future__ import annotations
@@ -25,20 +25,10 @@ from agentbench_kv.results.store import Lines, RunInfo, RunStore, latest_trials
 from agentbench_kv.results.summary import derive
 
 SCHEMA = 1
-
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
-
-
 _WRITER = "kvbench baseline save NAME RUN writes one"
-
-
 _ANY = TrialRecord(sample_id="any", trial=0, seed=0, status=TrialStatus.TIMEOUT)
-
-
 _REQUIRED = {"sample_id", "trial", "seed", "status"}
-
-
 _NOT_KEPT = {"transcript", "error", "usage"}
 
 
@@ -81,7 +71,7 @@ def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = Fa
     if not NAME.fullmatch(name):
         raise UsageError(f"baseline name {name!r}: use letters, digits and . _ @ + - only")
     for run in runs:
-        if run.info.status != "complete" or not run.trials.scores:
+        if run.info.status != "complete" or not run.scores:
             raise UsageError(
                 f"{run.path} is not finished ({run.info.status}); run its command again first"
             )
@@ -94,7 +84,9 @@ def save_baseline(name: str, runs: Sequence[Run], folder: Path, force: bool = Fa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {folder}: {error.strerror}; choose another --to") from error
-    write_atomic(path, _document(name, runs))
+    head = f'{{"schema_version": {SCHEMA}, "name": "{name}", "kvbench": "{__version__}",'
+    # One trial a line: a committed baseline then has readable differences.
+    write_atomic(path, b'%s\n"runs": [\n%s\n]}\n' % (head.encode(), b",\n".join(map(_run, runs))))
     return path
 
 
@@ -118,12 +110,6 @@ def read_baseline(raw: bytes, source: str) -> Baseline:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise UsageError(f"{source} is damaged at {place}: {first['msg']}") from error
-
-
-def _document(name: str, runs: Sequence[Run]) -> bytes:
-    """Encode with one trial a line: a committed baseline then has readable differences."""
-    head = f'{{"schema_version": {SCHEMA}, "name": "{name}", "kvbench": "{__version__}",'
-    return b'%s\n"runs": [\n%s\n]}\n' % (head.encode(), b",\n".join(map(_run, runs)))
 
 
 def _run(run: Run) -> bytes:
@@ -151,13 +137,8 @@ def _changed(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]
 
 
 BASELINES = Path("baselines")
-
-
 _FILES = ("run.json", "samples.jsonl")
-
-
 _MOST_COMMANDS = 4
-
 
 _OPTIONS = {
     "task": ("task", None), "method": ("method", None), "budget": ("budget", None),
@@ -166,8 +147,6 @@ _OPTIONS = {
     "temperature": ("temperature", 0.0), "max_tokens": ("max-tokens", 1024),
     "timeout_s": ("timeout", 3600.0), "dtype": ("dtype", "float32"), "device": ("device", "auto"),
 }  # fmt: skip
-
-
 """Parts of a spec with the option of `kvbench run` that sets each, and what it is without one."""
 
 

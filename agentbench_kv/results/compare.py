@@ -1,7 +1,4 @@
-"""Two sides, paired sample by sample, with a verdict for every pair.
-
-What a comparison could tell, before there is a candidate.
-"""
+"""Two sides, paired sample by sample, with a verdict for every pair; and what one could tell."""
 
 from __future__ import annotations
 
@@ -16,20 +13,28 @@ from typing import Literal
 from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results import gate
-from agentbench_kv.results import gate as aa
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
-from agentbench_kv.results.gate import DISCORDANCE, LOSSES, MARGIN, Design, Rule, Verdict, worst
-from agentbench_kv.results.groups import RunGroup
-from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.gate import (
+    DISCORDANCE,
+    LOSSES,
+    MARGIN,
+    Design,
+    Rule,
+    Verdict,
+    chances,
+    describe,
+    repeats,
+    samples_for,
+    smallest_caught,
+    worst,
+)
+from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
 from agentbench_kv.results.summary import RunState
 
 Sides = dict[tuple[str, str], dict[str, RunGroup]]
-
-
 """Task and model to the groups of one side by name."""
 
 
@@ -99,7 +104,7 @@ def compare(
         inconclusive=inconclusive,
         drift=drift,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
-        noise=aa.describe(aa.repeats([*base, *cand, *noise])),
+        noise=describe(repeats([*base, *cand, *noise])),
     )
 
 
@@ -185,7 +190,7 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
         writer = holder(run.info, time.time())
         if writer is not None:
             raise UsageError(f"{side} {run.run_id} is being written by {writer}; wait for it")
-        if not run.trials.scores:
+        if not run.scores:
             raise UsageError(f"{side} {run.run_id} holds no trial; run its command again first")
         if found.state is RunState.BUDGET_NOT_APPLIED:
             raise UsageError(
@@ -205,7 +210,7 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
     runs = [run for pair in pairs for run in pair.cand.runs]
     cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
     if row.only_base:
-        cut += [r for r in runs if r.spec.get("limit") != len(r.trials.scores)]
+        cut += [r for r in runs if r.spec.get("limit") != len(r.scores)]
     if row.verdict is not Verdict.OK or not cut:
         return row
     why = f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
@@ -255,11 +260,7 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
 
 
 _SAMPLES = 200
-
-
 _LEAST_DISCORDANCE = 0.05
-
-
 """A changed method flips samples that a mere repeat does not; fewer are never planned with."""
 
 
@@ -281,7 +282,7 @@ class Prospect(BaseModel, frozen=True):
     samples_for_ok: int | None  # to say `ok` in 9 of 10 cases without a difference
 
 
-class Plan(BaseModel, frozen=True):
+class PowerPlan(BaseModel, frozen=True):
     """The rows of a comparison to come, by the rule it will be judged by."""
 
     margin: float
@@ -296,7 +297,7 @@ def plan(
     catch: float | None,
     samples: int | None = None,
     discordance: float | None = None,
-) -> Plan:
+) -> PowerPlan:
     """Say what a candidate that plays the same as the base could be caught with.
 
     Limits are points, as `compare` takes them. `samples` counts instead of the base's (200 without
@@ -313,11 +314,10 @@ def plan(
         design = _design(known, share)
         design = design if samples is None else design.of(samples)
         rows.append(_prospect(rule, name, design, source))
-    return Plan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
+    return PowerPlan(margin=margin, catch=100 * rule.catch, alarm=rule.alarm, rows=rows)
 
 
-def plan_lines(found: Plan) -> list[str]:
-    """Return the plan in words, a line each."""
+def plan_lines(found: PowerPlan) -> list[str]:
     lines = [line for row in found.rows for line in _told(row, found)]
     shared = (
         f"{len(found.rows)} rows share the false alarms that one may raise, so each is judged "
@@ -326,7 +326,7 @@ def plan_lines(found: Plan) -> list[str]:
     return [*lines, shared] if len(found.rows) > 1 else lines
 
 
-def _told(row: Prospect, found: Plan) -> list[str]:
+def _told(row: Prospect, found: PowerPlan) -> list[str]:
     amount = f"{row.samples} samples" + (f" x {row.trials} trials" if row.trials > 1 else "")
     grouped = "" if row.groups is None else f" in {row.groups} groups, alike within each or not"
     how = "exact" if row.exact else "normal approximation"
@@ -347,18 +347,18 @@ def _told(row: Prospect, found: Plan) -> list[str]:
 
 
 def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
-    least = gate.smallest_caught(rule, design)
+    least = smallest_caught(rule, design)
     return Prospect(
         name=name,
         **asdict(design),
         source=source,
         exact=design.exact,
-        power={f"{100 * x:g}": gate.chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
         caught=None if least is None else 100 * least,
-        ok=gate.chances(rule, design, 0.0)[Verdict.OK],
-        alarm=gate.chances(rule, design, rule.margin)[Verdict.REGRESSION],
-        samples_for_power=gate.samples_for(rule, design, Verdict.REGRESSION, rule.catch),
-        samples_for_ok=gate.samples_for(rule, design, Verdict.OK, 0.0),
+        ok=chances(rule, design, 0.0)[Verdict.OK],
+        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
     )
 
 
@@ -389,6 +389,6 @@ def _plays(group: RunGroup) -> list[list[float]]:
     """Return every play of each sample: trials, and repeats of a run that are no copies."""
     found: dict[str, list[float]] = {}
     for run in {(run.run_id, run.info.created): run for run in group.runs}.values():
-        for sample, scores in run.trials.scores.items():
+        for sample, scores in run.scores.items():
             found.setdefault(sample, []).extend(scores.values())
     return list(found.values())

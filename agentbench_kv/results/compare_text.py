@@ -77,7 +77,6 @@ def _print(comparison: Comparison) -> None:
 
 
 def _markdown(comparison: Comparison) -> str:
-    """Return a table for a pull-request comment."""
     head = f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})"
     lines = [head, "", f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
     for row in comparison.rows:
@@ -205,7 +204,6 @@ def _limits(comparison: Comparison) -> str:
 
 
 def _amounts(comparison: Comparison) -> tuple[str, str]:
-    """Write margin and catch with their unit."""
     points = comparison.rows[0].unit == "points"
     margin, catch = (
         f"{limit:g}{' point' + 's' * (limit != 1) if points else '%'}"
@@ -257,7 +255,6 @@ def _remarks(comparison: Comparison) -> list[str]:
 
 
 def _flips(comparison: Comparison) -> list[str]:
-    """List the samples that changed, one a line."""
     lines = []
     for row in comparison.rows:
         if not row.flips:

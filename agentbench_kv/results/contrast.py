@@ -1,14 +1,11 @@
-"""One row of a comparison: a metric, a base, a candidate, a change with its verdict.
-
-The samples that changed between two sides, with how they ended and where to read them.
-"""
+"""One row of a comparison: a metric, a base, a candidate, a change with its verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -16,13 +13,9 @@ from pydantic import BaseModel
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import stats
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
-from agentbench_kv.results.groups import RunGroup, asked_once
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.runs import RunGroup, asked_once
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
-
-if TYPE_CHECKING:
-    pass
-
 
 SPEED, PEAK = "output_tok_s", "peak_live"
 
@@ -138,7 +131,7 @@ def _sizes(group: RunGroup) -> Scores:
     """Return each sample's mean peak, over the trials that reached the engine."""
     peaks: dict[str, list[int]] = {}
     for run in group.runs:
-        for sample, values in run.trials.peaks.items():
+        for sample, values in run.peaks.items():
             peaks.setdefault(sample, []).extend(values)
     return Scores.of_trials(peaks, group.clusters)
 
@@ -160,7 +153,7 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    counted = sorted({name for run in runs for name in run.trials.counts})
+    counted = sorted({name for run in runs for name in run.counts})
     known = ", ".join(["score", "pass^k", PEAK, SPEED, *counted])
     return f"the records have no sub-score {metric!r}; known: {known}"
 
@@ -196,7 +189,14 @@ def _group_notes(rule: Rule, seen: Change) -> list[str]:
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
-    base, cand = (_rates(group) for group in (pair.base, pair.cand))
+    # Generated tokens per active second of each run; a copy of a run is no repetition.
+    runs = (
+        {(run.run_id, run.info.created): run for run in side.runs}
+        for side in (pair.base, pair.cand)
+    )
+    base, cand = (
+        [rate for run in own.values() if (rate := run.summary.tokens_per_s)] for own in runs
+    )
     if not base or not cand:
         raise UsageError(f"{_ids([pair])}: no run of one side generated anything in measured time")
     found = stats.speed_change(base, cand)
@@ -225,12 +225,6 @@ def _slower(base: Sequence[float], cand: Sequence[float], rule: Rule) -> bool:
     return allowed.point < 0 and allowed.p_value <= rule.alarm
 
 
-def _rates(group: RunGroup) -> list[float]:
-    """Return generated tokens per active second of each run; a copy of a run is no repetition."""
-    runs = {(run.run_id, run.info.created): run.summary.tokens_per_s for run in group.runs}
-    return [rate for rate in runs.values() if rate]
-
-
 def _repetitions(found: SpeedChange, rule: Rule) -> int | None:
     number = min(found.base.n, found.cand.n)
     # The interval is nearly normal: its half width is 1.96 errors of the point.
@@ -250,8 +244,6 @@ def _ids(pairs: Sequence[Pair]) -> str:
 
 
 Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
-
-
 """Trials of one sample by index and seed, each with its run's folder."""
 
 

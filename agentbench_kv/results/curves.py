@@ -29,7 +29,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Span:
+class Estimate:
     """A point with its 95% interval."""
 
     point: float
@@ -69,7 +69,7 @@ class Curve:
     label: str
     budgets: list[int]  # tokens, ascending
     scores: list[float]  # mean at each
-    area: Span | None  # relative to full's; None with a single budget, or where full scores 0
+    area: Estimate | None  # relative to full's; None with a single budget, or where full scores 0
     keeps: Keeps | None  # None where full scores 0
 
 
@@ -190,11 +190,11 @@ def _curve(drawn: _Drawn, full: Floats, share: float, samples: int) -> Curve:
     return Curve(drawn.label, drawn.budgets, scores, area, keeps)
 
 
-def _area(drawn: _Drawn, full: Floats) -> Span:
+def _area(drawn: _Drawn, full: Floats) -> Estimate:
     x = np.log2(np.array(drawn.budgets, dtype=np.float64))
     with np.errstate(invalid="ignore", divide="ignore"):
         areas = mean_height(x, drawn.heights) / full
-    return Span(float(areas[0]), *ends(areas[1:]))
+    return Estimate(float(areas[0]), *ends(areas[1:]))
 
 
 def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:

@@ -33,7 +33,6 @@ MACHINE = ("hardware", "kernels", "device", "concurrency")
 """Refuses where speed is compared, warns where scores are."""
 
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
-
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
 _LONGEST = 16
@@ -49,7 +48,6 @@ class Drift:
     weight: Weight = "refuses"
 
     def __str__(self) -> str:
-        """Write as `packages.torch 2.12 -> 2.13`."""
         return f"{self.name} {self.base} -> {self.cand}"
 
 
@@ -97,7 +95,6 @@ def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[D
 
 
 def _weigh(name: str, base: set[str], cand: set[str], speed: bool) -> Weight:
-    """Say what a difference in a fact means."""
     if name in RELEASES and base and cand:
         was, now = ({re.sub(r"^(\d+\.\d+).*", r"\1", each) for each in s} for s in (base, cand))
         return "warns" if was == now else "refuses"
@@ -138,10 +135,10 @@ def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
             key: prompt
             for other in base
             if other.spec.get("seed") == run.spec.get("seed")
-            for key, prompt in other.trials.prompts.items()
+            for key, prompt in other.prompts.items()
         }
-        shared = run.trials.prompts.keys() & theirs.keys()
-        odd = sorted(key for key in shared if run.trials.prompts[key] != theirs[key])
+        shared = run.prompts.keys() & theirs.keys()
+        odd = sorted(key for key in shared if run.prompts[key] != theirs[key])
         if odd:
             reason = (
                 f"prompts differ from the other side's in {len(odd)} of {len(shared)} trials, "

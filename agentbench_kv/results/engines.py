@@ -70,7 +70,6 @@ class Consistency:
         return replace(self, differences=tuple(known))
 
     def document(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "equal": self.equal}
 
 

@@ -1,7 +1,4 @@
-"""Trials as a file: parquet, CSV or JSON lines, to any place that fsspec can write.
-
-`README.md` beside an exported parquet file: the card that a data hub shows.
-"""
+"""Trials as a file (parquet, CSV, JSON lines), with the card that a data hub shows beside it."""
 
 from __future__ import annotations
 
@@ -25,17 +22,9 @@ from agentbench_kv.results.tables.formats import markdown_text
 from agentbench_kv.results.terminal import console, plain, print_json
 
 FILE = "README.md"
-
-
 _TYPES = {"category": "string", "Int64": "int64", "int64": "int64", "float64": "float64"}
-
-
 _MEANINGS = {column.name: column.meaning for column in COLUMNS}
-
-
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
-
-
 _OF_RUN = ("run_id", "task", "method", "budget", "model", "engine", "seed")
 
 
@@ -113,14 +102,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 _ROWS_AT_ONCE = 50_000
 
 
-def _write_parquet(frame: pd.DataFrame, file: IO[bytes]) -> None:
-    frame.to_parquet(file, engine="pyarrow", index=False)
-
-
-def _write_csv(frame: pd.DataFrame, file: IO[bytes]) -> None:
-    frame.to_csv(file, index=False, encoding="utf-8", lineterminator="\n")
-
-
 def _write_jsonl(frame: pd.DataFrame, file: IO[bytes]) -> None:
     # Not pandas' own: it cuts floats to 15 digits and builds the whole text in memory.
     encode = msgspec.json.Encoder().encode_lines
@@ -140,8 +121,10 @@ def _plain_values(column: pd.Series[Any]) -> list[Any]:
 
 
 FORMATS: dict[str, Callable[[pd.DataFrame, IO[bytes]], None]] = {
-    ".parquet": _write_parquet,
-    ".csv": _write_csv,
+    ".parquet": lambda frame, file: frame.to_parquet(file, engine="pyarrow", index=False),
+    ".csv": lambda frame, file: frame.to_csv(
+        file, index=False, encoding="utf-8", lineterminator="\n"
+    ),
     ".jsonl": _write_jsonl,
 }
 
@@ -161,7 +144,9 @@ def export_trials(
                 f"{target}: a card is for a parquet file; name one that ends in .parquet"
             )
         _refuse_to_overwrite(beside, force)
-    frame = export_runs([_place(out, run) for run in runs], target, force)
+    here = [run for run in runs if "://" in run or Path(run).exists()]
+    places = [run if run in here else RunStore(out).find(run).path for run in runs]
+    frame = export_runs(places, target, force)
     if with_card:
         command = shlex.join(["kvbench", "export", *runs, "--to", target, "--card"])
         text = card(frame, PurePosixPath(target).name, command)
@@ -176,10 +161,6 @@ def export_trials(
         line = "" if each["line"] is None else f" line {each['line']}"
         screen.print(plain(f"{each['path']}{line}: {each['reason']}"), soft_wrap=True)
     screen.print(plain(f"{len(frame)} trials in {target}"), soft_wrap=True)
-
-
-def _place(out: Path, run: str) -> Target:
-    return run if "://" in run or Path(run).exists() else RunStore(out).find(run).path
 
 
 def export_runs(runs: Sequence[Target], target: Target, force: bool = False) -> pd.DataFrame:

@@ -1,7 +1,4 @@
-"""Files that survive a kill: atomic replacement, and appended lines that are whole or absent.
-
-Files and folders anywhere fsspec reaches: local paths, memory://, s3://, https:// and others.
-"""
+"""Files that survive a kill, and files and folders anywhere that fsspec reaches."""
 
 from __future__ import annotations
 
@@ -20,14 +17,8 @@ import fsspec
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-
-
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
-
-
 _CHUNK = 1 << 16
 
 
@@ -37,18 +28,15 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PrerequisiteError(_explain(path, error)) from error
-
-
-def _explain(path: Path, error: OSError) -> str:
-    if error.errno in _FULL:
-        return (
-            f"no space left to write {path}; finished trials are safe on disk: "
-            "free some space and run the same command again"
-        )
-    if error.errno in _READ_ONLY:
-        return f"cannot write {path} ({error.strerror}); choose a place that can be written"
-    return f"cannot write {path}: {error.strerror or error}"
+        why = f"cannot write {path}: {error.strerror or error}"
+        if error.errno in _FULL:
+            why = (
+                f"no space left to write {path}; finished trials are safe on disk: "
+                "free some space and run the same command again"
+            )
+        elif error.errno in _READ_ONLY:
+            why = f"cannot write {path} ({error.strerror}); choose a place that can be written"
+        raise PrerequisiteError(why) from error
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
@@ -122,22 +110,18 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             _repair(fd)
-            _append(fd, data)
+            start = os.fstat(fd).st_size
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, start)
+                raise
         finally:
             os.close(fd)
         if new:
             _sync_folder(path.parent)
-
-
-def _append(fd: int, data: bytes) -> None:
-    start = os.fstat(fd).st_size
-    try:
-        _write_all(fd, data)
-        os.fsync(fd)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, start)
-        raise
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -1,7 +1,4 @@
-"""`load_results`: the trials of many runs as one pandas DataFrame.
-
-The columns of `load_results`: their names, types and meanings, and how trials fill them.
-"""
+"""`load_results`: the trials of many runs as one pandas DataFrame."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, starmap
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -20,6 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from agentbench_kv.accounting import RECORDED
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import Target, children, locate, reaching
@@ -28,94 +26,75 @@ from agentbench_kv.results.store import Lines, RunInfo, RunStatus, latest_trials
 from agentbench_kv.results.summary import RunState, assess
 
 METRIC_PREFIX = "metric_"
-
-
 Dtype = Literal["category", "int64", "Int64", "float64"]
 
 
 @dataclass(frozen=True)
-class Column:
+class FrameColumn:
     """One column."""
 
     name: str
     dtype: Dtype  # pandas' name; only `int64` columns have no missing values
     meaning: str
-    source: str | None = None  # attribute of the trial record; None for a column about the run
 
 
-def _trial(source: str, dtype: Dtype, meaning: str, name: str | None = None) -> Column:
-    return Column(name or source.replace(".", "_"), dtype, meaning, source)
-
-
-COLUMNS: tuple[Column, ...] = (
-    Column("run_id", "category", "the run's name"),
-    Column("path", "category", "where the run directory is"),
-    Column("task", "category", "benchmark slice"),
-    Column("method", "category", "`name` or `name@preset`"),
-    Column("preset", "category", "what follows the @; missing for a method's own default"),
-    Column("params", "category", "the method's parameters as JSON, keys sorted"),
-    Column(
-        "budget", "category", "as in the spec, tokens or a share such as `25%`; missing for none"
-    ),
-    Column("budget_tokens", "Int64", "the budget in tokens; a share of the median logical length"),
-    Column("engine", "category", "engine name"),
-    Column("model", "category", "model name or path"),
-    Column("seed", "Int64", "the run's seed"),
-    Column("limit", "Int64", "first samples only; missing for all"),
-    Column("concurrency", "Int64", "sessions driven at once"),
-    Column("temperature", "float64", "of sampling"),
-    Column("run_status", "category", "running, complete or failed, as the last writer left it"),
-    Column("run_state", "category", "validity; only `valid` runs are ranked"),
-    _trial("sample_id", "category", "the sample"),
-    _trial("trial", "int64", "index of the attempt at the sample"),
-    _trial("seed", "int64", "the trial's own seed", "trial_seed"),
-    _trial("status", "category", "how the trial ended"),
-    _trial("score", "float64", "the checker's score in [0, 1]; missing unless scored"),
-    _trial("headline", "float64", "the score, 0 for every failure"),
-    _trial("kv.peak_live", "int64", "most tokens held at once"),
-    _trial("kv.logical", "int64", "tokens ever seen"),
-    _trial("kv.events", "int64", "compressions, evictions and restores"),
-    _trial("kv.evicted", "int64", "tokens evicted"),
-    _trial("kv.restored", "int64", "tokens brought back"),
-    _trial("kv.bytes_read", "int64", "bytes of K and V read while decoding, all layers and heads"),
-    _trial("kv.prefill_tokens", "int64", "tokens prefilled in all"),
-    _trial("kv.longest_prefill", "int64", "most tokens in one prefill"),
-    _trial("kv.decode_tokens", "int64", "tokens generated"),
-    _trial("kv.mean_decode_kv", "float64", "mean live tokens over the decode steps"),
-    _trial("kv.rows_moved", "int64", "cache rows moved by compaction"),
-    _trial("kv.recomputed", "int64", "tokens whose KV was computed a second time"),
-    _trial("kv.budget", "Int64", "the budget in tokens at the session's end"),
-    _trial("timing.ttft_ms", "float64", "milliseconds to the first token"),
-    _trial("timing.tpot_ms", "float64", "milliseconds per later token"),
-    _trial("timing.e2e_s", "float64", "seconds in all"),
-    _trial("usage.prompt_tokens", "int64", "prompt tokens billed"),
-    _trial("usage.completion_tokens", "int64", "completion tokens billed"),
-    _trial("usage.requests", "int64", "requests"),
-    _trial("session_resets", "int64", "times the client broke the token log"),
-    _trial("prompt_sha", "category", "hash of the first rendered prompt"),
-    _trial("transcript", "category", "path of the transcript in the run directory"),
-    _trial("error", "category", "why the trial failed"),
-    _trial("attempts", "int64", "times the trial was started"),
-    _trial("cluster", "category", "group of dependent samples"),
+_RUN: tuple[tuple[str, Dtype, str], ...] = (
+    ("run_id", "category", "the run's name"),
+    ("path", "category", "where the run directory is"),
+    ("task", "category", "benchmark slice"),
+    ("method", "category", "`name` or `name@preset`"),
+    ("preset", "category", "what follows the @; missing for a method's own default"),
+    ("params", "category", "the method's parameters as JSON, keys sorted"),
+    ("budget", "category", "as in the spec, tokens or a share such as `25%`; missing for none"),
+    ("budget_tokens", "Int64", "the budget in tokens; a share of the median logical length"),
+    ("engine", "category", "engine name"),
+    ("model", "category", "model name or path"),
+    ("seed", "Int64", "the run's seed"),
+    ("limit", "Int64", "first samples only; missing for all"),
+    ("concurrency", "Int64", "sessions driven at once"),
+    ("temperature", "float64", "of sampling"),
+    ("run_status", "category", "running, complete or failed, as the last writer left it"),
+    ("run_state", "category", "validity; only `valid` runs are ranked"),
 )
-
-
+_DTYPES: Mapping[str, Dtype] = {"int": "int64", "float": "float64", "int | None": "Int64"}
+_KV = tuple(
+    (f"kv.{each.name}", _DTYPES[str(each.type)], each.metadata["meaning"]) for each in RECORDED
+)
+# Where in the record, type, meaning; the column's name has `_` for the dot.
+_TRIAL: tuple[tuple[str, Dtype, str], ...] = (
+    ("sample_id", "category", "the sample"),
+    ("trial", "int64", "index of the attempt at the sample"),
+    ("seed", "int64", "the trial's own seed"),
+    ("status", "category", "how the trial ended"),
+    ("score", "float64", "the checker's score in [0, 1]; missing unless scored"),
+    ("headline", "float64", "the score, 0 for every failure"),
+    *_KV,
+    ("timing.ttft_ms", "float64", "milliseconds to the first token"),
+    ("timing.tpot_ms", "float64", "milliseconds per later token"),
+    ("timing.e2e_s", "float64", "seconds in all"),
+    ("usage.prompt_tokens", "int64", "prompt tokens billed"),
+    ("usage.completion_tokens", "int64", "completion tokens billed"),
+    ("usage.requests", "int64", "requests"),
+    ("session_resets", "int64", "times the client broke the token log"),
+    ("prompt_sha", "category", "hash of the first rendered prompt"),
+    ("transcript", "category", "path of the transcript in the run directory"),
+    ("error", "category", "why the trial failed"),
+    ("attempts", "int64", "times the trial was started"),
+    ("cluster", "category", "group of dependent samples"),
+)
+OF_RUN = tuple(starmap(FrameColumn, _RUN))
+OF_TRIAL = tuple(
+    # The run has a seed, too.
+    FrameColumn("trial_seed" if source == "seed" else source.replace(".", "_"), dtype, meaning)
+    for source, dtype, meaning in _TRIAL
+)
+COLUMNS = (*OF_RUN, *OF_TRIAL)
+_GET = tuple(attrgetter(source) for source, *_ in _TRIAL)
 _FIXED: Mapping[str, list[str]] = {
     "status": [status.value for status in TrialStatus],
     "run_status": [status.value for status in RunStatus],
     "run_state": [state.value for state in RunState],
 }
-
-
-_GET: dict[str, Callable[[TrialRecord], Any]] = {
-    c.name: attrgetter(c.source) for c in COLUMNS if c.source
-}
-
-
-_OF_RUN = tuple(column for column in COLUMNS if column.source is None)
-
-
-_OF_TRIAL = tuple(column for column in COLUMNS if column.source is not None)
 
 
 class _Words:
@@ -128,14 +107,12 @@ class _Words:
         self.number = self._numbers.__getitem__
 
     def codes(self, values: Sequence[str | None]) -> NDArray[np.int32]:
-        """Return the number of each value."""
         if None not in values:
             return np.fromiter(map(self.number, values), np.int32, len(values))
         numbers = (-1 if value is None else self.number(value) for value in values)
         return np.fromiter(numbers, np.int32, len(values))
 
     def categorical(self, codes: NDArray[np.int32]) -> pd.Categorical:
-        """Return the column that the numbers stand for."""
         return pd.Categorical.from_codes(codes, pd.Index(list(self._numbers), dtype="str"))
 
 
@@ -156,10 +133,10 @@ class Columns:
         self.runs += 1
         if not trials:
             return
-        for column in _OF_RUN:
+        for column in OF_RUN:
             self._append(column, [run[column.name]], repeat=len(trials))
-        for column in _OF_TRIAL:
-            self._append(column, list(map(_GET[column.name], trials)))
+        for column, get in zip(OF_TRIAL, _GET, strict=True):
+            self._append(column, list(map(get, trials)))
         metrics = [trial.metrics for trial in trials]
         for name in dict.fromkeys(chain.from_iterable(metrics)):
             values = [each.get(name) for each in metrics]
@@ -167,13 +144,12 @@ class Columns:
         self._rows += len(trials)
 
     def frame(self) -> pd.DataFrame:
-        """Return everything added, as a frame with a fresh index."""
         data: dict[str, Any] = {column.name: self._finished(column) for column in COLUMNS}
         for name in sorted(self._metrics):
             data[METRIC_PREFIX + name] = self._metric(self._metrics.pop(name))
         return pd.DataFrame(data, copy=False)
 
-    def _append(self, column: Column, values: list[Any], repeat: int = 1) -> None:
+    def _append(self, column: FrameColumn, values: list[Any], repeat: int = 1) -> None:
         if column.dtype == "category":
             part: NDArray[Any] = self._words[column.name].codes(values)
         elif column.dtype == "Int64":
@@ -185,7 +161,7 @@ class Columns:
             part = np.array(values, column.dtype)
         self._parts[column.name].append(part.repeat(repeat))
 
-    def _finished(self, column: Column) -> Any:
+    def _finished(self, column: FrameColumn) -> Any:
         empty = np.empty(0, "int32" if column.dtype == "category" else column.dtype.lower())
         values = np.concatenate([empty, *self._parts.pop(column.name, [])])
         if column.dtype == "category":
@@ -312,7 +288,6 @@ def _load(fs: Any, place: str, columns: Columns) -> list[dict[str, Any]]:
 
 
 def _identity(info: RunInfo, place: str, trials: Sequence[TrialRecord]) -> dict[str, Any]:
-    """Return the columns that are the same in all rows of a run."""
     spec = info.spec
     texts = ("task", "method", "budget", "engine", "model")
     known = {name: None if spec.get(name) is None else str(spec[name]) for name in texts}

@@ -1,9 +1,8 @@
 """From an interval to a word that a CI job acts on, and what so many samples can tell.
 
 Two numbers: `margin`, how much worse is harmless, and `catch`, the loss that must not slip
-through. docs/decisions/0030 has the error rates behind the levels.
-
-The A/A arm: how far two runs of `full` lie apart is the floor under every difference.
+through. docs/decisions/0030 has the error rates behind the levels. Two runs of `full` (A/A) show
+the noise floor under every difference.
 """
 
 from __future__ import annotations
@@ -21,40 +20,20 @@ from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.groups import RunGroup
-from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import LEVEL, SEED, Change, change, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
-
-
 DISCORDANCE = 0.15
-
-
 """Share of samples whose outcome differs that a plan assumes if nothing was measured."""
 
-
 LOSSES = (0.05, 0.10, 0.15, 0.20)
-
-
 POWER = 0.9
-
-
 _ALARM = 0.03  # two-sided: a loss of the margin is called a regression in at most 1.5 %
-
-
 _MOST_EXACT = 1000
-
-
 _MOST = 100_000
-
-
 _SAME = 1e-12
-
-
 _RARE = 1e-9
-
-
 _DRAWS = 16
 
 
@@ -67,7 +46,6 @@ class Verdict(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """0, 4 or 3."""
         return {"ok": 0, "inconclusive": 4, "regression": 3}[self.value]
 
 
@@ -243,8 +221,6 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
 
 
 _FREE = frozenset({"limit", "trials", "concurrency"})
-
-
 """What the specs of two runs may differ in that are an A/A pair."""
 
 

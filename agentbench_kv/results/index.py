@@ -1,11 +1,9 @@
-"""An index of a folder of runs, so that thousands of them are listed in seconds.
+"""`kvbench ls runs`, and the index that lists thousands of runs in seconds.
 
-One file in the folder, `.kvbench-index.json`, holds what `kvbench ls runs` shows of each run, with
-the times, sizes and inodes of the files it was derived from. It is a cache and nothing else: what
-does not fit the files is derived again, and without the file, or where it cannot be written, the
-answer is the same. It is replaced atomically, so any number of processes may use it.
-
-`kvbench ls runs`: the runs of a folder, filtered, sorted, and laid out.
+One file in the folder, `.kvbench-index.json`, holds what is shown of each run, with the times,
+sizes and inodes of the files it was derived from. It is a cache and nothing else: what does not
+fit the files is derived again, and where it cannot be written, the answer is the same. It is
+replaced atomically, so any number of processes may use it.
 """
 
 from __future__ import annotations
@@ -42,21 +40,13 @@ from agentbench_kv.results.terminal import (
 )
 
 FILE = ".kvbench-index.json"
-
-
 _VERSION = 2
-
-
 _SOURCES = ("run.json", "samples.jsonl")
-
-
 Stamp = tuple[int, ...]
-
-
 """Time of change in ns, size and inode of each source; zeros for one that is missing."""
 
 
-class Score(Struct, frozen=True, gc=False):
+class EntryScore(Struct, frozen=True, gc=False):
     """The headline score with its 95% interval, in [0, 1]."""
 
     point: float
@@ -64,7 +54,7 @@ class Score(Struct, frozen=True, gc=False):
     high: float
 
 
-class Entry(Struct, frozen=True, gc=False):
+class RunEntry(Struct, frozen=True, gc=False):
     """What a listing shows of one run; tokens are per (layer, KV head)."""
 
     run_id: str
@@ -79,7 +69,7 @@ class Entry(Struct, frozen=True, gc=False):
     samples: int = 0
     trials: int = 0
     expected_trials: int | None = None
-    score: Score | None = None  # None without trials
+    score: EntryScore | None = None  # None without trials
     peak_live: float | None = None  # medians over trials
     logical: float | None = None
     live_over_logical: float | None = None  # mean over trials of peak live / logical
@@ -102,7 +92,7 @@ class _Kept(Struct, frozen=True, gc=False, array_like=True):
     """An entry with the stamp of the files it was derived from."""
 
     stamp: Stamp
-    entry: Entry
+    entry: RunEntry
 
 
 class _Index(Struct):
@@ -112,7 +102,7 @@ class _Index(Struct):
     runs: dict[str, _Kept]
 
 
-def read_index(folder: Path) -> list[Entry]:
+def read_index(folder: Path) -> list[RunEntry]:
     """Return an entry for every run directly in a folder, sorted by folder name.
 
     Entries that no longer fit their files are derived again and the index file is refreshed; a
@@ -136,7 +126,6 @@ def _load(folder: Path) -> dict[str, _Kept]:
 
 
 def _stamps(folder: Path) -> Iterator[tuple[str, Stamp]]:
-    """Yield the name and stamp of every run directory."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for each in entries:
             stamp = _stamp(each.path)
@@ -165,21 +154,21 @@ def _refreshed(path: Path, stamp: Stamp, old: dict[str, _Kept]) -> _Kept:
     return _Kept(stamp, _derived(path))
 
 
-def _derived(path: Path) -> Entry:
+def _derived(path: Path) -> RunEntry:
     # Imported here: scipy takes two seconds, which a warm index does without.
     from agentbench_kv.results.runs import load_run
 
     try:
         run = load_run(path)
     except (UsageError, OSError, ValueError) as error:
-        return Entry(path.name, problem=" ".join(str(error).split()))
+        return RunEntry(path.name, problem=" ".join(str(error).split()))
     summary = run.summary
     score, kv = summary.score, summary.kv
-    return Entry(
+    return RunEntry(
         **{name: getattr(summary, name) for name in _SAME},
         status=summary.status.value,
         created=run.info.created,
-        score=Score(score.point, score.low, score.high) if score else None,
+        score=EntryScore(score.point, score.low, score.high) if score else None,
         peak_live=kv.median_peak_live if kv else None,
         logical=kv.median_logical if kv else None,
         live_over_logical=kv.live_over_logical if kv else None,
@@ -189,7 +178,7 @@ def _derived(path: Path) -> Entry:
     )
 
 
-def _with_status(path: Path, entry: Entry, now: float) -> Entry:
+def _with_status(path: Path, entry: RunEntry, now: float) -> RunEntry:
     """Say `interrupted` of a run that nobody writes any more: no file changes when that happens."""
     if entry.status != RunStatus.RUNNING:
         return entry
@@ -208,7 +197,7 @@ def _most(value: float | None) -> float:
     return _LAST if value is None else -value
 
 
-SORTS: dict[str, Callable[[Entry], Any]] = {
+SORTS: dict[str, Callable[[RunEntry], Any]] = {
     "name": lambda entry: entry.run_id,
     "newest": lambda entry: _most(entry.created),
     "score": lambda entry: _most(entry.score.point if entry.score else None),
@@ -228,8 +217,7 @@ class Query:
     status: str | None = None  # of the run (`complete`) or its validity (`valid`)
     sort: str = "name"  # a key of `SORTS`
 
-    def wants(self, entry: Entry) -> bool:
-        """Whether a run passes every filter."""
+    def wants(self, entry: RunEntry) -> bool:
         method, model = entry.method or "", entry.model or ""
         return (
             _matches(self.task, entry.task or "")
@@ -239,7 +227,7 @@ class Query:
         )
 
 
-def select_runs(entries: Sequence[Entry], query: Query) -> list[Entry]:
+def select_runs(entries: Sequence[RunEntry], query: Query) -> list[RunEntry]:
     """Return the entries that a query wants, in its order; equal ones by name."""
     wanted = sorted(filter(query.wants, entries), key=SORTS["name"])
     return sorted(wanted, key=SORTS[query.sort])
@@ -273,28 +261,12 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
         screen.print(f"and {more} more; --limit 0 shows all, the filters fewer")
 
 
-def _score(entry: Entry) -> str | None:
-    score = entry.score
-    return share(score.point, score.low, score.high) if score else None
-
-
-def _short_score(entry: Entry) -> str | None:
-    score = entry.score
-    if score is None:
-        return None
-    return f"{100 * score.point:.1f} [{100 * score.low:.0f}, {100 * score.high:.0f}]"
-
-
-def _kv(entry: Entry) -> str | None:
-    ratio = entry.live_over_logical
-    return None if ratio is None else f"{100 * ratio:.0f}%"
-
-
-Columns = dict[str, Callable[[Entry], object]]
-
+Columns = dict[str, Callable[[RunEntry], object]]
 
 _MORE: Columns = {
-    "kv": _kv,
+    "kv": lambda entry: (
+        None if entry.live_over_logical is None else f"{100 * entry.live_over_logical:.0f}%"
+    ),
     "seed": lambda entry: entry.seed,
     "status": lambda entry: entry.status,
     "failures": lambda entry: failures(entry.failures),
@@ -303,44 +275,39 @@ _MORE: Columns = {
     "tok/s": lambda entry: number(entry.tokens_per_s),
 }
 
-
 _WIDE: Columns = {
     "run": lambda entry: entry.run_id,
     "method": lambda entry: entry.method,
     "budget": lambda entry: entry.budget,
     "task": lambda entry: entry.task,
-    "score [95% CI]": _score,
+    "score [95% CI]": lambda entry: (
+        entry.score and share(entry.score.point, entry.score.low, entry.score.high)
+    ),
     "trials": lambda entry: f"{entry.trials}/{entry.expected_trials or '?'}",
     "validity": lambda entry: entry.run_state or "unreadable",
     **_MORE,
 }
 
-
 _NARROW: Columns = {
     "method": _WIDE["method"],
     "budget": _WIDE["budget"],
-    "score %": _short_score,
+    "score %": lambda entry: (
+        entry.score
+        and f"{100 * entry.score.point:.1f} "
+        f"[{100 * entry.score.low:.0f}, {100 * entry.score.high:.0f}]"
+    ),
     "n": _WIDE["trials"],
     "validity": _WIDE["validity"],
 }
 
-
 _FOLDED = ("run", "method", "validity")
-
-
 _MOST = {"validity": 10}  # `budget_not_applied` takes two lines
-
-
 _GAP = 2
-
-
 _UNLIMITED = 100_000
-
-
 _DIGEST = re.compile(r"-([0-9a-f]{8})[0-9a-f]{2}$")
 
 
-def runs_lines(entries: Sequence[Entry], width: int | None) -> list[Table | Text]:
+def runs_lines(entries: Sequence[RunEntry], width: int | None) -> list[Table | Text]:
     """Return a table of one row per run, or what stands for it in a narrow terminal.
 
     Scores are in percent, KV figures in tokens per (layer, KV head). Where not everything fits,
@@ -370,7 +337,7 @@ def runs_lines(entries: Sequence[Entry], width: int | None) -> list[Table | Text
     return lines
 
 
-def _cells(of: Callable[[Entry], object], entries: Sequence[Entry]) -> list[Text]:
+def _cells(of: Callable[[RunEntry], object], entries: Sequence[RunEntry]) -> list[Text]:
     return [plain(of(entry)) for entry in entries]
 
 
@@ -395,7 +362,7 @@ def _table(columns: Mapping[str, Sequence[Text]], widths: Mapping[str, int], fix
     return table
 
 
-def _short_ids(entries: Sequence[Entry]) -> list[str]:
+def _short_ids(entries: Sequence[RunEntry]) -> list[str]:
     """Return the hash at the end of each id, where it has one that no other run here has."""
     found = [_DIGEST.search(entry.run_id) for entry in entries]
     count = Counter(match.group(1) for match in found if match)

@@ -11,14 +11,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from agentbench_kv.results.groups import RunGroup, asked_once, by_conditions, by_setting, grouped
-from agentbench_kv.results.runs import SCORE, Run, Setting
+from agentbench_kv.results.runs import (
+    SCORE,
+    Run,
+    RunGroup,
+    Setting,
+    asked_once,
+    by_conditions,
+    by_setting,
+    grouped,
+)
 from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change, level
 from agentbench_kv.results.summary import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
 LEAST_GROUPS = 5
 """On fewer samples, or groups of samples, nobody leads."""
+OTHER_SAMPLES = "other samples: it has {} of the {} that others were asked"
 
 
 @dataclass(frozen=True)
@@ -32,29 +41,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Board:
-    """Runs that were asked the same.
-
-    Attributes
-    ----------
-    setting : Setting
-    conditions : str
-        What sets its runs apart from others of the setting, such as `temperature=1.0`; often empty.
-    metric : str
-        What is scored.
-    samples : frozenset of str
-        What everybody on the board has played.
-    entries : tuple of Entry
-        In the order of the runs: uncompressed first, then by name and budget.
-    out : tuple of (Run, str)
-        Runs of the setting that are not on a board, with the reason.
-    """
+    """Runs that were asked the same."""
 
     setting: Setting
-    conditions: str
+    conditions: str  # that set its runs apart in the setting (`temperature=1.0`); often empty
     metric: str
-    samples: frozenset[str]
-    entries: tuple[Entry, ...]
-    out: tuple[tuple[Run, str], ...] = ()
+    samples: frozenset[str]  # that everybody on the board has played
+    entries: tuple[Entry, ...]  # uncompressed first, then by name and budget
+    out: tuple[tuple[Run, str], ...] = ()  # runs of the setting on no board, with the reason
 
     @property
     def full(self) -> Entry | None:
@@ -75,23 +69,12 @@ class Board:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where an entry stands among those it competes with.
-
-    Attributes
-    ----------
-    rank : int or None
-        From 1; entries that cannot be told from the leader share its rank. None where the board is
-        too small for ranks.
-    of : int
-        Entries that compete.
-    change : Change or None
-        Against the leader, with a plain 95% interval; None for the leader.
-    """
+    """Where an entry is among those it competes with."""
 
     entry: Entry
-    rank: int | None
-    of: int
-    change: Change | None
+    rank: int | None  # from 1, shared by all tied with the leader; None on a board too small
+    of: int  # entries that compete
+    change: Change | None  # against the leader, with a plain 95% interval; None for the leader
 
 
 def boards(runs: Iterable[Run], metric: str = SCORE) -> list[Board]:
@@ -116,12 +99,8 @@ def rank(contests: Sequence[Sequence[Entry]], small: bool = False) -> list[list[
 
     An entry shares the leader's rank unless an interval of the paired change leaves out 0. Of all
     pairs that could be compared in the contests together, in 19 of 20 tables no two equal methods
-    get different ranks: the intervals are Bonferroni's for that number of pairs.
-
-    Parameters
-    ----------
-    small : bool
-        Whether the board is too small for ranks.
+    get different ranks: the intervals are Bonferroni's for that number of pairs. A `small` board
+    has no ranks.
     """
     pairs = sum(len(contest) * (len(contest) - 1) // 2 for contest in contests)
     return [_ranked(contest, 1 - (1 - LEVEL) / max(pairs, 1), small) for contest in contests]
@@ -134,18 +113,14 @@ def _ranked(contest: Sequence[Entry], confidence: float, small: bool) -> list[Ra
         leader, place = left[0], len(placed) + 1
         rest: list[Entry] = []
         for entry in left:
-            if entry is not leader and not _tied(entry, leader, confidence):
+            told = change(entry.scores, leader.scores, confidence, tested=False)
+            if entry is not leader and told is not None and not told.tied:
                 rest.append(entry)
                 continue
             gap = None if first is None or entry is first else change(entry.scores, first.scores)
             placed.append(Rank(entry, None if small else place, len(contest), gap))
         left = rest
     return placed
-
-
-def _tied(entry: Entry, leader: Entry, confidence: float) -> bool:
-    found = change(entry.scores, leader.scores, confidence, tested=False)
-    return found is None or found.tied
 
 
 def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str) -> list[Board]:
@@ -158,15 +133,15 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     sets = _sample_sets(list(_played(known)))
     placed = [
         tuple(
-            _entry(group, scores, samples)
+            Entry(group, own := scores.only(set(samples)), level(own))
             for group, scores in known
-            if samples <= set(scores.parts)
+            if samples <= scores.parts.keys()
         )
         for samples in sets
     ]
     on = {id(entry.group) for entries in placed for entry in entries}
     out += [
-        (run, _lacking(len(sets[0] & scores.parts.keys()), len(sets[0])))
+        (run, OTHER_SAMPLES.format(len(sets[0] & scores.parts.keys()), len(sets[0])))
         for group, scores in known
         if id(group) not in on
         for run in group.runs
@@ -178,15 +153,6 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     if not made:
         made = [Board(setting, conditions, metric, frozenset(), ())]
     return [replace(made[0], out=(*out, *drifted)), *made[1:]]
-
-
-def _lacking(has: int, of: int) -> str:
-    return f"other samples: it has {has} of the {of} that others were asked"
-
-
-def _entry(group: RunGroup, scores: Scores, samples: frozenset[str]) -> Entry:
-    own = scores.only(set(samples))
-    return Entry(group, own, level(own))
 
 
 @dataclass(frozen=True)
@@ -205,7 +171,7 @@ def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
     for group, own in known:
         yield _Played(group.label, frozenset(own.parts))
         for run in group.runs:
-            samples = frozenset(own.parts.keys() & run.trials.scores.keys())
+            samples = frozenset(own.parts.keys() & run.scores.keys())
             yield _Played(group.label, samples, run.spec.get("limit") == len(samples))
 
 
@@ -237,21 +203,19 @@ def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]
     plain = [run for run in runs if not run.compressed] or runs
     votes: dict[tuple[str, int], Counter[str]] = {}
     for run in plain:
-        for key, prompt in run.trials.prompts.items():
+        for key, prompt in run.prompts.items():
             votes.setdefault(key, Counter())[prompt] += 1
     sound, drifted = [], []
     for run in runs:
-        known = [(key, prompt) for key, prompt in run.trials.prompts.items() if key in votes]
+        known = [(key, prompt) for key, prompt in run.prompts.items() if key in votes]
         wrong = [key for key, prompt in known if prompt != votes[key].most_common(1)[0][0]]
         if not wrong:
             sound.append(run)
             continue
         sample, trial = wrong[0]
-        drifted.append(
-            (
-                run,
-                f"drift: prompts differ from the other runs' in {len(wrong)} of {len(known)} "
-                f"trials, first in sample {sample} trial {trial}",
-            )
+        why = (
+            f"drift: prompts differ from the other runs' in {len(wrong)} of {len(known)} trials, "
+            f"first in sample {sample} trial {trial}"
         )
+        drifted.append((run, why))
     return sound, drifted

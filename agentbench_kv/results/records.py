@@ -11,16 +11,16 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, StructMeta, field
 
-T = TypeVar("T")
+from agentbench_kv import accounting
 
+T = TypeVar("T")
 # What msgspec raises for bytes that are no record.
 REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
-
 # Columns of a table hold 64 bits; what does not fit is refused everywhere alike.
 _LOWEST, _MOST = -(2**63), 2**63 - 1
 Whole = Annotated[int, Meta(ge=_LOWEST, le=_MOST)]
@@ -92,29 +92,18 @@ class _Record(Struct, metaclass=_Checked, frozen=True, forbid_unknown_fields=Tru
     """No record can be part of a reference cycle, so the collector need not look at it."""
 
 
-class KVAccount(_Record, frozen=True, kw_only=True):
-    """KV accounting of one session, the evidence that a budget was applied."""
-
-    # Most tokens held at once (max over layers and KV heads); tokens ever seen.
-    peak_live: Count = 0
-    logical: Count = 0
-    # Compressions, evictions and restores; tokens evicted; tokens brought back.
-    events: Count = 0
-    evicted: Count = 0
-    restored: Count = 0
-    # Bytes of K and V read while decoding.
-    bytes_read: Count = 0
-    # Tokens prefilled in all; most in a single prefill; tokens generated.
-    prefill_tokens: Count = 0
-    longest_prefill: Count = 0
-    decode_tokens: Count = 0
-    # Mean live tokens over the decode steps.
-    mean_decode_kv: Amount = 0.0
-    # Cache rows moved by compaction; tokens whose KV was computed a second time.
-    rows_moved: Count = 0
-    recomputed: Count = 0
-    # In tokens at the session's end; a budget given as a share grew on the way.
-    budget: Count | None = None
+_CHECKS = {"int": Count, "float": Amount, "int | None": Count | None}
+KVAccount = accounting.KVAccount
+if not TYPE_CHECKING:  # the same fields as a checked record
+    KVAccount = _Checked(
+        "KVAccount",
+        (_Record,),
+        {each.name: each.default for each in accounting.RECORDED}
+        | {"__annotations__": {each.name: _CHECKS[each.type] for each in accounting.RECORDED}}
+        | {"__doc__": accounting.KVAccount.__doc__},
+        frozen=True,
+        kw_only=True,
+    )
 
 
 class Timing(_Record, frozen=True, kw_only=True):
@@ -144,7 +133,6 @@ class _Keyed(_Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The sample id and the trial index."""
         return self.sample_id, self.trial
 
 
@@ -177,7 +165,6 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
     cluster: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse figures that do not fit the status."""
         if self.status is TrialStatus.SCORED:
             if self.score is None:
                 raise ValueError("a scored trial must carry a score")
@@ -190,6 +177,17 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
     def finished(self) -> bool:
         """Whether the trial need not be run again."""
         return self.status is not TrialStatus.INFRA_ERROR
+
+    @property
+    def sub_scores(self) -> dict[str, tuple[float, float]]:
+        """Right and asked of every sub-score: the metrics `x_right` and `x_asked`."""
+        found = {}
+        for key, asked in self.metrics.items():
+            name = key.removesuffix("_asked")
+            right = self.metrics.get(f"{name}_right")
+            if name != key and isinstance(asked, int | float) and isinstance(right, int | float):
+                found[name] = (float(right), float(asked))
+        return found
 
     @property
     def headline(self) -> float:

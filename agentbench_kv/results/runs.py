@@ -1,25 +1,32 @@
-"""Runs as everybody reads them: identity, figures and scores, derived from the records alone.
+"""Runs as everybody reads them, and groups of runs that count together.
 
-Records are read once and let go; what was derived of them stays. `summary.json` is never read.
+Identity, figures and scores are derived from the records alone: these are read once and let go,
+what was derived of them stays. `summary.json` is never read.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunInfo, RunReader, TrialKey, latest_trials
+from agentbench_kv.results.stats import Scores, pass_k, pass_scores
+from agentbench_kv.results.store import RunInfo, RunReader, latest_trials
 from agentbench_kv.results.summary import RunState, Summary, derive, triggered_samples
 
 SCORE = "score"
 CONDITIONS = ("temperature", "max_tokens", "timeout_s", "dtype", "task_params")
 """What a method does not set and scores depend on: only runs alike in it compare."""
+
+_FREE = frozenset({"seed", "limit", "trials", "concurrency", "budget"})
+"""What runs of one group may differ in; the budget tells groups of one label apart."""
 
 
 @dataclass(frozen=True)
@@ -44,86 +51,8 @@ class Problem:
     reason: str
 
 
-@dataclass(frozen=True)
-class Trials:
-    """What comparisons need of a run's records, sample by sample.
-
-    Attributes
-    ----------
-    scores : dict of str to dict of (int, int) to float
-        Headline score of each trial by its index and seed, which say which trial it is: two runs
-        that share both played the same trial. A failed trial counts 0.
-    groups : dict of str to str
-        Group of each sample that belongs to one (LoCoMo: the conversation).
-    prompts : dict of (str, int) to str
-        Hash of each trial's first prompt.
-    peaks : dict of str to list of int
-        Peak live tokens of the trials that reached the engine.
-    counts : dict of str to dict of str to (float, float)
-        Sub-score to right and asked of each sample, summed over its trials.
-    uncounted : dict of str to int
-        Failed trials of a sample that do not say what they were asked.
-    triggered : set of str
-        Samples with at least one event.
-    busy_s : float
-        Seconds of all trials together.
-    """
-
-    scores: dict[str, dict[tuple[int, int], float]]
-    groups: dict[str, str]
-    prompts: dict[TrialKey, str]
-    peaks: dict[str, list[int]]
-    counts: dict[str, dict[str, tuple[float, float]]]
-    uncounted: dict[str, int]
-    triggered: set[str]
-    busy_s: float
-
-    @classmethod
-    def of(cls, records: Sequence[TrialRecord]) -> Trials:
-        """Gather them from the records that count."""
-        scores: dict[str, dict[tuple[int, int], float]] = {}
-        peaks: dict[str, list[int]] = {}
-        uncounted: dict[str, int] = {}
-        counts: dict[str, dict[str, tuple[float, float]]] = {}
-        for record in records:
-            sample = record.sample_id
-            scores.setdefault(sample, {})[record.trial, record.seed] = record.headline
-            if record.kv.peak_live:
-                peaks.setdefault(sample, []).append(record.kv.peak_live)
-            found = sub_scores(record.metrics)
-            if record.score is None and not found:
-                uncounted[sample] = uncounted.get(sample, 0) + 1
-            for name, (right, asked) in found.items():
-                old = counts.setdefault(name, {}).get(sample, (0.0, 0.0))
-                counts[name][sample] = (old[0] + right, old[1] + asked)
-        return cls(
-            scores=scores,
-            groups={r.sample_id: r.cluster for r in records if r.cluster is not None},
-            prompts={r.key: r.prompt_sha for r in records if r.prompt_sha is not None},
-            peaks=peaks,
-            counts=counts,
-            uncounted=uncounted,
-            triggered=triggered_samples(records),
-            busy_s=sum(record.timing.e2e_s or 0.0 for record in records),
-        )
-
-
 class Run:
-    """One run.
-
-    Parameters
-    ----------
-    path : Path
-        The run directory; of a run in a baseline, the file and the run's id.
-    info : RunInfo
-        Spec, status, provenance.
-    records : sequence of TrialRecord
-        The record that counts for each (sample, trial).
-    summary : Summary
-        Derived from the records.
-    read : callable
-        Gives the records again.
-    """
+    """One run: its spec, what was derived of its records, and how to read them again."""
 
     def __init__(
         self,
@@ -133,13 +62,41 @@ class Run:
         summary: Summary,
         read: Callable[[], list[TrialRecord]],
     ) -> None:
-        self.path = path
+        self.path = path  # the run directory; of a run in a baseline, the file and the run's id
         self.info = info
         self.summary = summary
-        self.trials = Trials.of(records)
         self.budget: int | str | None = summary.budget
         self._read = read
         _ = self.tokens  # a budget nobody can read is this run's problem, not that of all
+        # Headline score of each sample's trials by index and seed: two runs that share both played
+        # the same trial. A failed trial counts 0.
+        self.scores: dict[str, dict[tuple[int, int], float]] = {}
+        # Group of each sample that belongs to one (LoCoMo: the conversation).
+        self.clusters = {r.sample_id: r.cluster for r in records if r.cluster is not None}
+        # Hash of each trial's first prompt.
+        self.prompts = {r.key: r.prompt_sha for r in records if r.prompt_sha is not None}
+        # Peak live tokens of each sample's trials that reached the engine.
+        self.peaks: dict[str, list[int]] = {}
+        # Sub-score to right and asked of each sample, summed over its trials.
+        self.counts: dict[str, dict[str, tuple[float, float]]] = {}
+        # Failed trials of a sample that do not say what they were asked.
+        self.uncounted: Counter[str] = Counter()
+        self.triggered = triggered_samples(records)
+        self.busy_s = sum(record.timing.e2e_s or 0.0 for record in records)  # of all trials
+        for record in records:
+            self._count(record)
+
+    def _count(self, record: TrialRecord) -> None:
+        sample = record.sample_id
+        self.scores.setdefault(sample, {})[record.trial, record.seed] = record.headline
+        if record.kv.peak_live:
+            self.peaks.setdefault(sample, []).append(record.kv.peak_live)
+        found = record.sub_scores
+        if record.score is None and not found:
+            self.uncounted[sample] += 1
+        for name, (right, asked) in found.items():
+            old = self.counts.setdefault(name, {}).get(sample, (0.0, 0.0))
+            self.counts[name][sample] = (old[0] + right, old[1] + asked)
 
     def records(self) -> list[TrialRecord]:
         """Read the record that counts for each (sample, trial) again, sorted by key."""
@@ -147,12 +104,10 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The run's name."""
         return self.info.run_id
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The resolved spec."""
         return self.info.spec
 
     @property
@@ -175,7 +130,6 @@ class Run:
 
     @cached_property
     def conditions(self) -> tuple[str, ...]:
-        """The values of `CONDITIONS`."""
         return tuple(repr(self.spec.get(name)) for name in CONDITIONS)
 
     @cached_property
@@ -189,7 +143,6 @@ class Run:
 
     @cached_property
     def setting(self) -> Setting:
-        """Task, model and engine."""
         model = (self.summary.model or "?").rstrip("/").rsplit("/", 1)[-1]
         return Setting(self.summary.task or "?", model, self.summary.engine or "?")
 
@@ -208,34 +161,14 @@ class Run:
     def in_flight(self) -> float | None:
         """Sessions driven at once, on average while trials were played."""
         wall = self.info.wall_s
-        return self.trials.busy_s / wall if self.trials.busy_s and wall > 0 else None
-
-
-def sub_scores(metrics: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return right and asked of every sub-score of a trial: its metrics `x_right` and `x_asked`."""
-    found = {}
-    for key, asked in metrics.items():
-        name = key.removesuffix("_asked")
-        right = metrics.get(f"{name}_right")
-        if name != key and isinstance(asked, int | float) and isinstance(right, int | float):
-            found[name] = (float(right), float(asked))
-    return found
+        return self.busy_s / wall if self.busy_s and wall > 0 else None
 
 
 def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
     """Load every run at or directly below the given paths.
 
-    Returns
-    -------
-    runs : list of Run
-        Sorted by task, model, engine, method, budget and seed.
-    problems : list of Problem
-        Folders and lines that were skipped; never fatal.
-
-    Raises
-    ------
-    UsageError
-        If a path does not exist or there is no run in all of them.
+    Sorted by task, model, engine, method, budget and seed; with the folders and lines that were
+    skipped. A UsageError if a path does not exist or there is no run in all of them.
     """
     runs: list[Run] = []
     problems: list[Problem] = []
@@ -253,7 +186,12 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Problem]]:
         places = ", ".join(map(str, wanted))
         why = f" ({problems[0].path}: {problems[0].reason})" if problems else ""
         raise UsageError(f"no run in {places}{why}; kvbench run writes one")
-    return sorted(runs, key=_order), problems
+
+    def order(run: Run) -> tuple[Any, ...]:
+        place = (*astuple(run.setting), run.compressed, run.label)
+        return (*place, run.tokens or 0, run.summary.seed or 0, run.run_id)
+
+    return sorted(runs, key=order), problems
 
 
 def run_folders(paths: Sequence[Path]) -> list[Path]:
@@ -276,7 +214,185 @@ def load_run(folder: Path) -> Run:
     return Run(folder, info, records, derive(info, lines), reader.trials)
 
 
-def _order(run: Run) -> tuple[Any, ...]:
-    setting = run.setting
-    place = (setting.task, setting.model, setting.engine, run.compressed, run.label)
-    return (*place, run.tokens or 0, run.summary.seed or 0, run.run_id)
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one method, settings and budget in one setting, at least one, earliest first.
+
+    Two runs that share the index and seed of a sample's trial played the same one: the earliest
+    counts.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        """The earliest run, whose identity is that of all."""
+        return self.runs[0]
+
+    @property
+    def budget(self) -> int | str | None:
+        return self.first.budget
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it competes."""
+        return self.first.compressed
+
+    @property
+    def method(self) -> str:
+        """The method's name without preset and settings."""
+        return self.first.method.partition("@")[0]
+
+    @property
+    def name(self) -> str:
+        return self.label if self.budget is None else f"{self.label} at {self.budget}"
+
+    @cached_property
+    def triggered(self) -> set[str]:
+        return set().union(*(run.triggered for run in self.runs))
+
+    @cached_property
+    def clusters(self) -> dict[str, str]:
+        return {name: group for run in self.runs for name, group in run.clusters.items()}
+
+    @cached_property
+    def trials(self) -> dict[str, list[float]]:
+        """Scores of each sample's trials, every trial once."""
+        found: dict[str, dict[tuple[int, int], float]] = {}
+        for run in self.runs:
+            for sample, scores in run.scores.items():
+                found[sample] = {**scores, **found.get(sample, {})}
+        return {sample: list(scores.values()) for sample, scores in found.items()}
+
+    @property
+    def repeated(self) -> int:
+        """Trials that more than one of the runs played; all but the earliest are left out."""
+        played = sum(len(scores) for run in self.runs for scores in run.scores.values())
+        return played - sum(map(len, self.trials.values()))
+
+    def scores(
+        self, metric: str = SCORE, asked: Mapping[str, float] | None = None
+    ) -> Scores | None:
+        """Return a score, `pass^k` or sub-score sample by sample; None if no run has it.
+
+        `asked` is what a trial of a sample is asked, for failed trials that do not say: nothing
+        was right.
+        """
+        k = pass_k(metric)
+        if metric == SCORE:
+            return Scores.of_trials(self.trials, self.clusters)
+        if k is not None:
+            found = pass_scores(self.trials, k, self.clusters)
+            return found if found.parts else None
+        counts = self._counts(metric, asked or {})
+        return Scores.of_counts(counts, self.clusters) if counts else None
+
+    def _counts(self, metric: str, asked: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+        counts: dict[str, tuple[float, float]] = {}
+        for run in self._apart():
+            for sample, (right, of) in run.counts.get(metric, {}).items():
+                old = counts.get(sample, (0.0, 0.0))
+                counts[sample] = (old[0] + right, old[1] + of)
+            for sample, failed in run.uncounted.items():
+                if sample in asked:
+                    old = counts.get(sample, (0.0, 0.0))
+                    counts[sample] = (old[0], old[1] + failed * asked[sample])
+        return counts
+
+    def _apart(self) -> list[Run]:
+        """Return the runs that share no trial with an earlier one: sub-scores come summed."""
+        kept: list[Run] = []
+        seen: set[tuple[object, ...]] = set()
+        for run in self.runs:
+            own = {(name, *trial) for name, scores in run.scores.items() for trial in scores}
+            if not own & seen:
+                kept.append(run)
+                seen |= own
+        return kept
+
+
+def grouped(runs: Iterable[Run]) -> list[RunGroup]:
+    """Put the runs of one setting together that only differ in seed and amount."""
+    known = list(runs)
+    groups: dict[tuple[str, Any], list[Run]] = {}
+    for run, name in zip(known, variants(known), strict=True):
+        groups.setdefault((name, run.budget), []).append(run)
+    return [
+        RunGroup(name, tuple(sorted(same, key=lambda run: (run.info.created, run.run_id))))
+        for (name, _), same in groups.items()
+    ]
+
+
+def variants(runs: Sequence[Run]) -> list[str]:
+    """Name each run: its label, and in brackets what sets it apart from others so labelled."""
+    by_label: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_label.setdefault(run.label, []).append(_fixed(run))
+    return [_variant(run, by_label[run.label]) for run in runs]
+
+
+def by_setting(runs: Iterable[Run]) -> dict[Setting, list[Run]]:
+    """Sort runs by task, model and engine, in the order they come."""
+    settings: dict[Setting, list[Run]] = {}
+    for run in runs:
+        settings.setdefault(run.setting, []).append(run)
+    return settings
+
+
+def by_conditions(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Sort a setting's runs by their conditions, each with what sets it apart from the others.
+
+    As `temperature=1.0`, joined by commas; empty where all are alike.
+    """
+    sets: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        sets.setdefault(run.conditions, []).append(run)
+    differ = [
+        name
+        for name, values in zip(CONDITIONS, zip(*sets, strict=True), strict=True)
+        if len(set(values)) > 1
+    ]
+    return [
+        (", ".join(f"{name}={same[0].spec.get(name)}" for name in differ), same)
+        for same in sets.values()
+    ]
+
+
+def asked_once(groups: Iterable[RunGroup], metric: str) -> dict[str, float]:
+    """Return what one trial of a sample is asked of a sub-score, from any run that says so."""
+    found: dict[str, float] = {}
+    for run in chain.from_iterable(group.runs for group in groups):
+        for sample, (_, asked) in run.counts.get(metric, {}).items():
+            counted = len(run.scores[sample]) - run.uncounted.get(sample, 0)
+            if counted > 0 and asked:
+                found.setdefault(sample, asked / counted)
+    return found
+
+
+def budget_order(budget: int | str | None) -> tuple[int, float]:
+    """Sort key: none first, then tokens, then shares, then what is no budget."""
+    if budget is None:
+        return (0, 0.0)
+    try:
+        parsed = Budget.parse(budget)
+    except UsageError:
+        return (3, 0.0)
+    return (1, float(parsed.tokens or 0)) if parsed.share is None else (2, parsed.share)
+
+
+def _variant(run: Run, others: Sequence[dict[str, Any]]) -> str:
+    apart = [
+        f"{name}={value}"
+        for name, value in sorted(_fixed(run).items())
+        if any(other.get(name, value) != value for other in others)
+    ]
+    return f"{run.label} [{', '.join(apart)}]" if apart else run.label
+
+
+def _fixed(run: Run) -> dict[str, Any]:
+    spec = dict(run.spec)
+    params = spec.pop("params", None)
+    flat = {name: value for name, value in spec.items() if name not in _FREE}
+    changed = params if isinstance(params, dict) and run.label == run.method else {}
+    return flat | {f"params.{name}": value for name, value in changed.items()}

@@ -1,13 +1,7 @@
-"""What `kvbench summarize` and `kvbench show` print, as tables or as one JSON document.
+"""What `kvbench summarize` and `kvbench show` print: tables, the timeline of a run, transcripts.
 
-Tables for the terminal. Every cell is data: markup and control characters stay visible text.
-
-Live KV turn by turn: bars for the terminal, a picture for a paper.
-
-A trial's transcript for the terminal: phases in colour, evictions where they happened.
-
-A transcript is what a model and a benchmark wrote: any JSON at all. What looks like chat messages
-is laid out as such, the rest is shown as it is; nothing in it is obeyed by the terminal.
+Every cell is data: markup and control characters stay visible text. A transcript is what a model
+and a benchmark wrote: any JSON at all. What looks like chat messages is laid out as such.
 """
 
 from __future__ import annotations
@@ -44,10 +38,7 @@ from agentbench_kv.results.terminal import (
 )
 
 T = TypeVar("T")
-
-
 _MOST_ROWS = 50
-
 
 # Scores are percentages with their 95% intervals, KV figures tokens per (layer, KV head).
 _SUMMARY: dict[str, Callable[[Summary], object]] = {
@@ -65,7 +56,6 @@ _SUMMARY: dict[str, Callable[[Summary], object]] = {
     "validity": lambda run: run.validity.state,
 }
 
-
 _TURN: dict[str, Callable[[TurnRecord], object]] = {
     "sample": lambda turn: turn.sample_id,
     "trial": lambda turn: turn.trial,
@@ -82,7 +72,6 @@ _TURN: dict[str, Callable[[TurnRecord], object]] = {
     "TTFT ms": lambda turn: number(turn.ttft_ms),
     "TPOT ms": lambda turn: number(turn.tpot_ms),
 }
-
 
 # Of the turns with one index: medians over trials, totals of events and evicted tokens.
 _TURNS: dict[str, Callable[[list[TurnRecord]], object]] = {
@@ -163,12 +152,10 @@ def turn_table(turns: Sequence[TurnRecord]) -> Table:
 
 
 def turn_overview(turns: Sequence[TurnRecord]) -> Table:
-    """Return one row per turn index."""
     return _table(_TURNS, turns_by_index(turns))
 
 
 def percent(interval: Interval | None) -> str | None:
-    """Write a share with its interval, in percent."""
     return None if interval is None else share(interval.point, interval.low, interval.high)
 
 
@@ -210,19 +197,13 @@ def facts_table(summary: Summary) -> Table:
 
 
 _WIDTH = 48
-
-
-_MOST_ROWS_timeline = 60
-
-
+_MOST_BARS = 60
 _HELD, _EVICTED = "█", "░"
-
-
 _HELD_COLOUR, _EVICTED_COLOUR = "#3b6fb6", "#c8483c"
 
 
 @dataclass(frozen=True)
-class Step:
+class TimelineStep:
     """One turn index over the trials that reached it; tokens per (layer, KV head)."""
 
     turn: int
@@ -234,15 +215,14 @@ class Step:
     events: int  # in all trials together
 
 
-def steps(turns: Sequence[TurnRecord]) -> list[Step]:
-    """Return the timeline of some trials, by turn index."""
+def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
     return [_step(group) for group in turns_by_index(turns)]
 
 
-def _step(group: Sequence[TurnRecord]) -> Step:
+def _step(group: Sequence[TurnRecord]) -> TimelineStep:
     held = [turn.live_after for turn in group]
     deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
-    return Step(
+    return TimelineStep(
         turn=group[0].turn,
         trials=len(group),
         held=statistics.median(held),
@@ -253,21 +233,21 @@ def _step(group: Sequence[TurnRecord]) -> Step:
     )
 
 
-def timeline_table(timeline: Sequence[Step], budget: int | None = None) -> Table:
+def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) -> Table:
     """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
     table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
-    for step in timeline[:_MOST_ROWS_timeline]:
+    for step in timeline[:_MOST_BARS]:
         bar = _bar(step, _WIDTH / most)
         table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
-    if len(timeline) > _MOST_ROWS_timeline:
-        table.add_row("", f"and {len(timeline) - _MOST_ROWS_timeline} more turns; --png draws all")
+    if len(timeline) > _MOST_BARS:
+        table.add_row("", f"and {len(timeline) - _MOST_BARS} more turns; --png draws all")
     if budget is not None:
         table.add_row("", f"{' ' * max(0, round(budget * _WIDTH / most) - 1)}▲ budget {budget}")
     return table
 
 
-def _bar(step: Step, scale: float) -> Text:
+def _bar(step: TimelineStep, scale: float) -> Text:
     held = round(step.held * scale)
     # Rounded together, so that equal sums end in the same column.
     evicted = round((step.held + step.evicted) * scale) - held
@@ -284,7 +264,7 @@ def check_drawing() -> None:
 
 
 def draw_timeline(
-    timeline: Sequence[Step], path: Path, title: str, budget: int | None = None
+    timeline: Sequence[TimelineStep], path: Path, title: str, budget: int | None = None
 ) -> None:
     """Draw the timeline as a PNG file; a PrerequisiteError if that cannot be done.
 
@@ -316,17 +296,10 @@ def draw_timeline(
 
 
 PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
-
-
 """Colours as in the pictures of `kvbench analyze`; every line names its phase too."""
 
-
 _MOST_CHARACTERS = 8_000
-
-
 _EVENT_STYLE = "bold red"
-
-
 _TAG = max(map(len, PHASE_STYLES))
 
 

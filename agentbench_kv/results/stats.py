@@ -27,7 +27,6 @@ from scipy.stats import mannwhitneyu
 from statsmodels.stats.contingency_tables import mcnemar
 
 Floats = NDArray[np.float64]
-
 LEVEL = 0.95
 SEED = 20260101
 RESAMPLES = 9999
@@ -63,9 +62,7 @@ class Change:
     test: Literal["mcnemar", "permutation"]
     n: int  # shared samples
     groups: int | None  # groups of them, where samples are grouped
-    spread: (
-        float  # standard deviation of one unit: the half width is about z * spread / sqrt(units)
-    )
+    spread: float  # of one unit (std): the half width is about z * spread / sqrt(units)
 
     @property
     def tied(self) -> bool:
@@ -80,20 +77,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Scores:
-    """One side of a comparison, sample by sample.
+    """One side of a comparison, sample by sample."""
 
-    Attributes
-    ----------
-    parts : mapping of str to (float, float)
-        Right and asked of each sample, asked > 0. The mean of a sample's trials is right out of 1.
-    items : mapping of str to float
-        How many answers that are right or wrong stand behind a sample; 1 for a graded score.
-    groups : mapping of str to str
-        Group of each sample that belongs to one; others stand alone.
-    """
-
+    # Right and asked of each sample, asked > 0. The mean of a sample's trials is right out of 1.
     parts: Mapping[str, tuple[float, float]]
+    # How many answers that are right or wrong stand behind a sample; 1 for a graded score.
     items: Mapping[str, float] = field(default_factory=dict)
+    # Group of each sample that belongs to one; others stand alone.
     groups: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -117,13 +107,11 @@ class Scores:
         return cls(parts, {name: asked for name, (_, asked) in whole.items()}, groups or {})
 
     def only(self, samples: set[str]) -> Scores:
-        """Return the same for some samples."""
         parts = {name: pair for name, pair in self.parts.items() if name in samples}
         return Scores(parts, self.items, self.groups)
 
     @cached_property
     def mean(self) -> float:
-        """Sum of right over sum of asked."""
         right, asked = np.sum(list(self.parts.values()), axis=0)
         return float(right / asked)
 
@@ -164,13 +152,7 @@ class _Mean:
 
 
 def level(scores: Scores, confidence: float = LEVEL) -> Interval:
-    """Return the mean with its interval.
-
-    Raises
-    ------
-    ValueError
-        If there are no samples.
-    """
+    """Return the mean with its interval; a ValueError if there are no samples."""
     if not scores.parts:
         raise ValueError("no scores to take an interval of")
     ids = sorted(scores.parts)
@@ -197,16 +179,8 @@ def change(
 
     Gains and losses have an interval each, and the ends of the change combine them (Newcombe 1998,
     method 10): an end allows for the changes that so few samples may not have shown in its own
-    direction only.
-
-    Parameters
-    ----------
-    cand, base : Scores
-        Groups are those of either side.
-    confidence : float
-        Of the two-sided interval; 1 - 0.05 / m for one of m comparisons of a table.
-    tested : bool
-        Whether the p-value is wanted; 1 if not.
+    direction only. `confidence` is the two-sided interval's, 1 - 0.05 / m for one of m comparisons
+    of a table; the p-value is 1 unless `tested`.
     """
     ids = sorted(cand.parts.keys() & base.parts.keys())
     if not ids:
@@ -236,16 +210,9 @@ def change(
 def paired_ends(
     changes: Floats, confidence: float = LEVEL, groups: NDArray[np.intp] | None = None
 ) -> tuple[float, float]:
-    """Return the interval of `change` for equally weighted samples that changed so much.
+    """Return the interval of `change` for equally weighted samples that changed by [-1, 1] each.
 
-    Parameters
-    ----------
-    changes : (n,) array
-        In [-1, 1].
-    confidence : float
-        Of the two-sided interval.
-    groups : (n,) array of int, optional
-        Number of each sample's group, from 0 on without gaps.
+    `groups` numbers each sample's group, from 0 on without gaps.
     """
     grouped = None if groups is None else (groups, int(groups.max()) + 1)
     plain = grouped is None and bool(np.isin(changes, (-1.0, 0.0, 1.0)).all())
@@ -314,7 +281,6 @@ def powers(trials: Mapping[str, Sequence[float]], k: int) -> dict[str, float]:
 def pass_scores(
     trials: Mapping[str, Sequence[float]], k: int, groups: Mapping[str, str] | None = None
 ) -> Scores:
-    """Return pass^k of each sample as graded scores."""
     return Scores(
         {name: (power, 1.0) for name, power in powers(trials, k).items()}, {}, groups or {}
     )
@@ -501,10 +467,7 @@ def _spread(
 
 
 def _p_value(
-    changes: Floats,
-    weights: Floats,
-    grouped: tuple[NDArray[np.intp], int] | None,
-    binary: bool,
+    changes: Floats, weights: Floats, grouped: tuple[NDArray[np.intp], int] | None, binary: bool
 ) -> float:
     if binary:
         wins, losses = int((changes > 0).sum()), int((changes < 0).sum())

@@ -1,12 +1,7 @@
-"""The folder of runs: names derived from specs, opening, listing, finding.
+"""The folder of runs and the directory of each: claim it, append what finishes, read it back.
 
-`run.json`: what a run is, who is writing it, and whether it may be taken over.
-
-Reading JSON lines: each record that this version understands, and what is odd elsewhere.
-
-Reading a run directory, whether it is finished, interrupted or being written right now.
-
-Writing a run directory: claim it, keep its heartbeat, append what finishes.
+`run.json` says what a run is and who writes it; `samples.jsonl` and `turns.jsonl` hold a record a
+line. A reader is given what is whole and told what is odd, whoever may be writing at the time.
 """
 
 from __future__ import annotations
@@ -52,11 +47,7 @@ from agentbench_kv.results.records import (
 )
 
 STALE_S = 30.0
-
-
 FILE = "run.json"
-
-
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
 HELD: set[str] = set()
 
@@ -114,7 +105,6 @@ def read_info(folder: Path) -> RunInfo | None:
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    """Replace `run.json` atomically; a PrerequisiteError if it cannot be written."""
     write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
 
 
@@ -132,17 +122,13 @@ def _is_gone(info: RunInfo) -> bool:
         return False
     if info.pid == os.getpid():
         return info.owner not in HELD
-    return not _is_alive(info.pid)
-
-
-def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(info.pid, 0)
     except ProcessLookupError:
-        return False
+        return True
     except PermissionError:  # it lives, as somebody else's
         pass
-    return True
+    return False
 
 
 R = TypeVar("R", bound=Struct)
@@ -247,7 +233,6 @@ class RunReader:
         return read_lines(self.path / "samples.jsonl", TrialRecord)
 
     def turn_lines(self) -> Lines[TurnRecord]:
-        """Read `turns.jsonl` as it is."""
         return read_lines(self.path / "turns.jsonl", TurnRecord)
 
     def trials(self) -> list[TrialRecord]:
@@ -403,7 +388,6 @@ class RunDir(RunReader):
             HELD.discard(self._info.owner)
 
     def __enter__(self) -> Self:
-        """Return the run itself."""
         return self
 
     def __exit__(
@@ -518,8 +502,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, A
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping as it will read back from JSON."""
-    return dict(json.loads(json_bytes(dict(data))))
+    return dict(json.loads(json_bytes(dict(data))))  # as it will read back
 
 
 def transcript_name(sample_id: str, trial: int) -> str:
@@ -530,14 +513,8 @@ def transcript_name(sample_id: str, trial: int) -> str:
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
-
-
 _HASH_START = re.compile(r"[0-9a-f]{4,10}")
-
-
 _PART_LENGTH = 40
-
-
 _PREFIX_LENGTH = 160
 
 
@@ -590,7 +567,6 @@ class RunStore:
         return RunDir.claim(self.root / name, spec, provenance or {}, expected_trials)
 
     def names(self) -> list[str]:
-        """Return the run ids in the folder, sorted."""
         if not self.root.is_dir():
             return []
         return sorted(path.parent.name for path in self.root.glob("*/run.json"))
@@ -613,12 +589,7 @@ class RunStore:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """Return what ends an error about an unknown name: a question, or nothing."""
-    near = nearest(name, known)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three of the known names that hold `name` or are spelled like it."""
+    """Return what ends an error about an unknown name: a question with up to three, or nothing."""
     holding = [candidate for candidate in known if name and name.lower() in candidate.lower()]
-    return holding[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    near = holding[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -19,7 +19,6 @@ KEPT = Path("submissions")
 STANDINGS = KEPT / "checked"
 RERUNS = KEPT / "reruns"
 REPLICATIONS = Path("replications")
-
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\r\n]+$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._@+-]*$", max_length=200)]
 Sha = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

@@ -1,8 +1,6 @@
-"""A run's figures, derived from its records alone.
+"""A run's figures, derived from its records alone, and whether they may be ranked.
 
 `summary.json` holds them for people and other programs: it is output, and nothing here reads it.
-
-Whether a run's figures may be ranked (methods.md, 'What counts as an applied budget').
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from agentbench_kv.accounting import TOTALS
 from agentbench_kv.budget import Budget
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.records import TrialRecord, TrialStatus
@@ -22,11 +21,7 @@ from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.store import Lines, RunInfo, RunReader, RunStatus, latest_trials
 
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
-
-
 DEFAULT_INTERVAL = 128
-
-
 _PARAMETER_FIELDS = ("params", "set", "method_params")
 
 
@@ -95,7 +90,6 @@ def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> lis
 
 
 def triggered_samples(trials: Sequence[TrialRecord]) -> set[str]:
-    """Return the ids of the samples with at least one event."""
     return {record.sample_id for record in trials if record.kv.events}
 
 
@@ -204,7 +198,7 @@ FILE = "summary.json"
 
 
 class _Derived(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SubScore(_Derived):
@@ -232,12 +226,6 @@ class KVSummary(_Derived):
     prefill_tokens: int
     decode_tokens: int
     bytes_read: int  # of K and V, in decode
-
-
-_TOTALS = (
-    "events", "evicted", "restored", "rows_moved", "recomputed", "prefill_tokens",
-    "decode_tokens", "bytes_read",
-)  # fmt: skip
 
 
 class Summary(_Derived):
@@ -349,24 +337,18 @@ def _by_sample(trials: Iterable[TrialRecord]) -> tuple[dict[str, list[float]], d
 
 
 def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
-    asked = {name for record in trials for name in record.metrics if name.endswith("_asked")}
-    names = sorted(name.removesuffix("_asked") for name in asked)
-    scores = {name: _sub_score(trials, name) for name in names}
-    return {name: score for name, score in scores.items() if score is not None}
-
-
-def _sub_score(trials: Sequence[TrialRecord], name: str) -> SubScore | None:
-    counts: dict[str, tuple[float, float]] = {}
+    counts: dict[str, dict[str, tuple[float, float]]] = {}
     for record in trials:
-        right, asked = (record.metrics.get(f"{name}_{part}") for part in ("right", "asked"))
-        if isinstance(right, int | float) and isinstance(asked, int | float):
-            old = counts.get(record.sample_id, (0.0, 0.0))
-            counts[record.sample_id] = (old[0] + right, old[1] + asked)
-    scores = Scores.of_counts(counts, _by_sample(trials)[1])
-    if not scores.parts:
-        return None
-    totals = [sum(part) for part in zip(*scores.parts.values(), strict=True)]
-    return SubScore(right=totals[0], asked=totals[1], interval=level(scores))
+        for name, (right, asked) in record.sub_scores.items():
+            old = counts.setdefault(name, {}).get(record.sample_id, (0.0, 0.0))
+            counts[name][record.sample_id] = (old[0] + right, old[1] + asked)
+    found, clusters = {}, _by_sample(trials)[1]
+    for name in sorted(counts):
+        scores = Scores.of_counts(counts[name], clusters)
+        if scores.parts:
+            right, asked = (sum(part) for part in zip(*scores.parts.values(), strict=True))
+            found[name] = SubScore(right=right, asked=asked, interval=level(scores))
+    return found
 
 
 def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
@@ -379,12 +361,11 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         median_logical=statistics.median(kv.logical for kv in accounts),
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
-        **{name: sum(getattr(kv, name) for kv in accounts) for name in _TOTALS},
+        **{name: sum(getattr(kv, name) for kv in accounts) for name in TOTALS},
     )
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

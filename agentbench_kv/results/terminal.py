@@ -35,7 +35,6 @@ def plain(value: object) -> Text:
 
 
 def new_table(*columns: str, rows: Iterable[Iterable[object]] = ()) -> Table:
-    """Return a table in the house's style."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

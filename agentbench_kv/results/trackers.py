@@ -33,7 +33,6 @@ _ID_LENGTH = 64
 _PARAMS_AT_ONCE = 100
 _MLFLOW_KEY = re.compile(r"[^\w./: -]")
 _OF_SPEC = {"run_id", "task", "method", "budget", "engine", "model"}
-
 Scalar = str | int | float | bool | None
 Errors = tuple[type[Exception], ...]
 
@@ -49,13 +48,11 @@ class Tracked:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The summary's figures."""
         known = self.summary.items()
         return {name: float(value) for name, value in known if isinstance(value, int | float)}
 
     @property
     def texts(self) -> dict[str, str]:
-        """The summary's words."""
         return {name: value for name, value in self.summary.items() if isinstance(value, str)}
 
     def rows(self) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ from typing import Any
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.methods.agentkv import SAMPLERS
 from agentbench_kv.registry import load_method
-from agentbench_kv.results.groups import RunGroup, asked_once
-from agentbench_kv.results.runs import load_run
+from agentbench_kv.results.runs import RunGroup, asked_once, load_run
 from agentbench_kv.results.stats import Change, Interval, change, holm, level
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run.runner import Progress, run_all

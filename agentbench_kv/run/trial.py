@@ -23,7 +23,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
-from agentbench_kv.engines.base import Engine, KVStats
+from agentbench_kv.engines.base import Engine
 from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.gateway import AnyGateway
@@ -250,7 +250,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
         status=outcome.status,
         score=outcome.score if scored else None,
         metrics={**outcome.metrics, **billed},
-        kv=_account(report.stats),
+        kv=KVAccount(**report.stats.recorded()),
         timing=_timing(report.turns, attempt.seconds) if scored else Timing(),
         usage=Usage(**report.usage),
         session_resets=report.resets,
@@ -276,24 +276,6 @@ def transcript_document(attempt: Attempt) -> dict[str, Any]:
         "facts": [asdict(fact) for fact in outcome.facts],
         "generated": [" ".join(map(str, ids)) for ids in report.outputs],
     }
-
-
-def _account(stats: KVStats) -> KVAccount:
-    return KVAccount(
-        peak_live=stats.peak_live,
-        logical=stats.logical,
-        events=len(stats.events),
-        evicted=stats.evicted,
-        restored=stats.restored,
-        bytes_read=stats.bytes_read,
-        prefill_tokens=stats.prefill_tokens,
-        longest_prefill=stats.longest_prefill,
-        decode_tokens=stats.decode_tokens,
-        mean_decode_kv=stats.mean_decode_kv,
-        rows_moved=stats.rows_moved,
-        recomputed=stats.recomputed,
-        budget=stats.budget,
-    )
 
 
 def _timing(turns: Sequence[TurnInfo], seconds: float) -> Timing:

@@ -15,7 +15,6 @@ from agentbench_kv.engines.base import (
     KVStats,
     PhaseLabeller,
     Sampling,
-    merge_stats,
 )
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.methods.base import Phase
@@ -192,10 +191,10 @@ class Losing(EmbeddedEngine):
         super().extend(session, *zip(*self.logs[session], strict=True))
 
     def stats(self, session: str) -> KVStats:
-        return merge_stats(self.carried.get(session, KVStats()), super().stats(session))
+        return self.carried.get(session, KVStats()).followed_by(super().stats(session))
 
     def close(self, session: str) -> KVStats:
-        return merge_stats(self.carried.get(session, KVStats()), super().close(session))
+        return self.carried.get(session, KVStats()).followed_by(super().close(session))
 
 
 class Noted(Generation):

@@ -16,11 +16,10 @@ import pytest
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import drift
-from agentbench_kv.results import gate as aa
 from agentbench_kv.results.baseline import open_sides, read_baseline, save_baseline
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
-from agentbench_kv.results.gate import Verdict
+from agentbench_kv.results.gate import Verdict, describe, repeats
 from agentbench_kv.results.runs import CONDITIONS, load_runs
 from agentbench_kv.results.store import RunStore, read_info, write_info
 
@@ -310,14 +309,14 @@ def test_speed_needs_nine_repetitions_a_side(write_run):
 def test_the_noise_floor_is_two_fulls_that_share_samples(write_run):
     twice = load(write_run("a", [1, 1, 0, 1])), load(write_run("b", [1, 0, 0, 1], folder="o"))
     runs = [run for side in twice for run in side]
-    (pair,) = aa.repeats(runs)
+    (pair,) = repeats(runs)
     assert (pair.change.point, pair.change.n, pair.changed) == (0.25, 4, 1)
-    assert "+25.0 points" in aa.describe([pair])
+    assert "+25.0 points" in describe([pair])
     assert "1 of 4 samples changed" in compare(*twice).noise
     warmer = load(write_run("c", [1] * 4, folder="p", spec={"temperature": 0.7}))
     method = load(write_run("d", [1] * 4, method="agentkv", budget=64, folder="p"))
-    assert aa.repeats([runs[0], runs[0], *warmer, *method]) == []
-    assert "no A/A arm" in aa.describe([])
+    assert repeats([runs[0], runs[0], *warmer, *method]) == []
+    assert "no A/A arm" in describe([])
 
 
 def test_a_run_and_its_own_copy_are_no_a_a_pair(write_run, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from agentbench_kv import load_results
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.frame import COLUMNS, METRIC_PREFIX, problems
+from agentbench_kv.results.frame import COLUMNS, METRIC_PREFIX, OF_TRIAL, problems
 from agentbench_kv.results.records import TrialRecord, encode
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.store import RunReader, RunStore
@@ -99,7 +99,7 @@ def test_every_field_of_a_record_has_a_column(make_trial):
         for inner in msgspec.to_builtins(getattr(make_trial(), outer))
     }
     own = set(TrialRecord.__struct_fields__) - {"kv", "timing", "usage", "metrics", "seed"}
-    assert names | own | {"headline", "trial_seed"} == {c.name for c in COLUMNS if c.source}
+    assert names | own | {"headline", "trial_seed"} == {c.name for c in OF_TRIAL}
 
 
 def test_columns_of_the_run(store):

@@ -11,7 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agentbench_kv.results import index
-from agentbench_kv.results.index import FILE, SORTS, Entry, Query, Score, read_index, select_runs
+from agentbench_kv.results.index import (
+    FILE,
+    SORTS,
+    EntryScore,
+    Query,
+    RunEntry,
+    read_index,
+    select_runs,
+)
 from agentbench_kv.results.store import HELD, RunStatus, RunStore, read_info, write_info
 from agentbench_kv.results.summary import build, summarize
 
@@ -41,7 +49,7 @@ def derived(monkeypatch):
 def test_an_entry_holds_what_the_summary_says(store):
     first = read_index(store.root)[0]
     summary = build(store.find("a"))
-    assert first == Entry(
+    assert first == RunEntry(
         run_id="a",
         status="complete",
         created=store.find("a").info.created,
@@ -54,7 +62,7 @@ def test_an_entry_holds_what_the_summary_says(store):
         samples=2,
         trials=2,
         expected_trials=2,
-        score=Score(0.5, summary.score.low, summary.score.high),
+        score=EntryScore(0.5, summary.score.low, summary.score.high),
         peak_live=400.0,
         logical=1000.0,
         live_over_logical=0.4,
@@ -187,12 +195,13 @@ def test_many_readers_at_once_agree(store):
 
 
 ENTRIES = [
-    Entry("x1", task="t/a", method="snapkv", model="/m/Qwen/", created=3, run_state="valid",
-          status="complete", score=Score(0.2, 0, 1), live_over_logical=0.5, tokens_per_s=9,
+    RunEntry("x1", task="t/a", method="snapkv", model="/m/Qwen/", created=3, run_state="valid",
+          status="complete", score=EntryScore(0.2, 0, 1), live_over_logical=0.5, tokens_per_s=9,
           failures={"timeout": 2}),
-    Entry("x2", task="t/b", method="snapkv@rkv", model="micro", created=1, run_state="incomplete",
-          status="interrupted", score=Score(0.9, 0, 1), live_over_logical=0.1),
-    Entry("x3", task="t/b", method="full", model="micro", created=2, run_state="valid",
+    RunEntry("x2", task="t/b", method="snapkv@rkv", model="micro", created=1,
+          run_state="incomplete", status="interrupted", score=EntryScore(0.9, 0, 1),
+          live_over_logical=0.1),
+    RunEntry("x3", task="t/b", method="full", model="micro", created=2, run_state="valid",
           status="complete", tokens_per_s=11),
 ]  # fmt: skip
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.groups import grouped
 from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, boards, rank
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.runs import Run, load_runs
+from agentbench_kv.results.runs import Run, grouped, load_runs
 from agentbench_kv.results.store import RunStore
 
 Make = Callable[..., Path]

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 
 import msgspec
 import numpy as np
 import pytest
 
+from agentbench_kv import accounting
+from agentbench_kv.accounting import KVEvent, KVStats
+from agentbench_kv.results.frame import COLUMNS
 from agentbench_kv.results.records import (
     KVAccount,
     Timing,
@@ -15,6 +19,7 @@ from agentbench_kv.results.records import (
     TurnRecord,
     encode,
 )
+from agentbench_kv.results.summary import KVSummary
 
 FAILURES = [status for status in TrialStatus if status is not TrialStatus.SCORED]
 
@@ -121,3 +126,30 @@ def test_any_text_is_written(make_trial):
     texts = dict.fromkeys(("prompt_sha", "transcript", "error", "cluster"), bad)
     record = make_trial(bad, **texts, metrics={bad: bad})
     assert encode(record).count(b'"a?"') == 7
+
+
+def test_what_an_engine_counts_reaches_the_record():
+    events = [KVEvent(128, 300, 200, 100, 7), KVEvent(256, 500, 220, 100, 9)]
+    first = KVStats(
+        peak_live=200, logical=300, live=100, evicted=100, decode_tokens=128, decode_kv_sum=1280,
+        longest_prefill=50, rows_moved=7, budget=90, events=events[:1], restarts=[(1, 4)],
+    )  # fmt: skip
+    now = KVStats(
+        peak_live=150, logical=200, live=80, evicted=20, decode_tokens=72, decode_kv_sum=720,
+        longest_prefill=90, rows_moved=9, budget=100, events=events[1:], restarts=[(0, 5)],
+    )  # fmt: skip
+    both = first.followed_by(now)
+    assert (both.live, both.restarts, both.events) == (80, [(1, 4), (1, 5)], events)
+    assert both.as_dict() == {"live": 80, **both.recorded()}
+    assert KVAccount(**both.recorded()) == KVAccount(
+        peak_live=200, logical=200, events=2, evicted=120, decode_tokens=200, mean_decode_kv=10.0,
+        longest_prefill=90, rows_moved=16, budget=100,
+    )  # fmt: skip
+
+
+def test_every_figure_has_a_field_and_a_column():
+    names = [each.name for each in fields(accounting.KVAccount)]
+    assert set(names) == {each.name for each in msgspec.structs.fields(KVAccount)}
+    columns = {each.name: each.meaning for each in COLUMNS}
+    assert all(columns[f"kv_{name}"] for name in names)
+    assert set(KVSummary.model_fields) > set(accounting.TOTALS)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -12,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results import store as rundir
-from agentbench_kv.results import store as runinfo
+from agentbench_kv.results import store as run_store
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.store import (
     STALE_S,
+    RunInfo,
     RunReader,
     RunStatus,
     RunStore,
-    nearest,
     prefix_parts,
     read_info,
     run_id,
+    suggestion,
     write_info,
 )
 
@@ -140,7 +141,7 @@ def test_only_the_time_of_trials_counts_if_they_are_timed(store, spec, monkeypat
     """Starting and stopping an engine is no part of a run's speed."""
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr(rundir, "time", clock)
+    monkeypatch.setattr(run_store, "time", clock)
 
     def play(seconds):
         with store.open("a", spec) as run:
@@ -158,7 +159,7 @@ def test_only_the_time_of_trials_counts_if_they_are_timed(store, spec, monkeypat
 
 def test_annotations_and_expectations_reach_the_disk(store, spec):
     with store.open("a", spec, {"git": "1"}) as run:
-        run.annotate({"template_sha": "abc", "when": rundir.Path("/x")})
+        run.annotate({"template_sha": "abc", "when": run_store.Path("/x")})
         run.expect(12)
         info = RunReader(run.path).info
     assert info.provenance == {"git": "1", "template_sha": "abc", "when": "/x"}
@@ -231,7 +232,7 @@ def test_the_same_pid_after_a_restart_does_not_hold_the_run(store, spec):
 
 
 def test_the_heartbeat_is_refreshed_in_the_background(store, spec, monkeypatch):
-    monkeypatch.setattr(rundir, "BEAT_S", 0.01)
+    monkeypatch.setattr(run_store, "BEAT_S", 0.01)
     with store.open("a", spec) as run:
         before = run.info
         deadline = time.monotonic() + 10
@@ -247,7 +248,7 @@ def test_a_writer_whose_run_was_taken_over_stops(store, spec, make_trial, monkey
     run.append_trial(make_trial("mine"))
     rewrite(run.path, owner="thief", pid=4242, host="elsewhere")
     real = time.time
-    monkeypatch.setattr(rundir.time, "time", lambda: real() + 2 * STALE_S)
+    monkeypatch.setattr(run_store.time, "time", lambda: real() + 2 * STALE_S)
     with pytest.raises(UsageError, match="taken over by pid 4242 on elsewhere"):
         run.append_trial(make_trial("late"))
     with pytest.raises(UsageError, match="taken over"):
@@ -259,7 +260,7 @@ def test_a_writer_whose_run_was_taken_over_stops(store, spec, make_trial, monkey
 def test_a_suspended_writer_that_kept_its_run_goes_on(store, spec, make_trial, monkeypatch):
     with store.open("a", spec) as run:
         real = time.time
-        monkeypatch.setattr(rundir.time, "time", lambda: real() + 2 * STALE_S)
+        monkeypatch.setattr(run_store.time, "time", lambda: real() + 2 * STALE_S)
         run.append_trial(make_trial("late"))
         assert run.finished_trials() == {("late", 0)}
 
@@ -359,7 +360,7 @@ def test_runs_are_found_by_path_and_id_and_near_misses_suggested(store, spec):
     with pytest.raises(UsageError, match="no run 'zzz'"):
         store.find("zzz")
     assert RunStore(store.root / "none").names() == []
-    assert nearest("", ["a"]) == []
+    assert suggestion("", ["a"]) == ""
 
 
 def test_a_run_is_found_by_the_start_of_its_hash(store, spec):
@@ -388,16 +389,18 @@ def test_names_are_sorted_and_suggestions_are_few(store, spec):
     for name in reversed(known):
         store.open(name, spec).close()
     assert store.names() == known
-    assert nearest("AGENTKV", known) == known[:3]
-    assert nearest("b51", known) == ["micro-agentkv-b512"]
+    assert suggestion("AGENTKV", known) == f"; did you mean {' or '.join(known[:3])}?"
+    assert suggestion("b51", known) == "; did you mean micro-agentkv-b512?"
 
 
 def test_a_dead_pid_is_told_from_one_we_may_not_signal(monkeypatch):
     def refuse(_pid, _signal):
         raise PermissionError
 
-    monkeypatch.setattr(runinfo.os, "kill", refuse)
-    assert runinfo._is_alive(1)
+    monkeypatch.setattr(run_store.os, "kill", refuse)
+    facts = {"status": "running", "created": 0, "heartbeat": 0, "pid": 1, "owner": "x"}
+    info = RunInfo(run_id="r", spec={}, host=socket.gethostname(), **facts)
+    assert not run_store._is_gone(info)
 
 
 def test_records_read_back_as_written(store, spec, make_trial):

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.results import show as timeline
+from agentbench_kv.results import show
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.show import Step, draw_timeline, steps, timeline_table
+from agentbench_kv.results.show import TimelineStep, draw_timeline, steps, timeline_table
 
 
 def turn(index: int, live: int, evicted: int = 0, sample: str = "s", events: int = 0) -> TurnRecord:
@@ -29,7 +29,7 @@ def text_of(table) -> list[str]:
 def test_steps_are_medians_and_deciles_over_trials():
     turns = [turn(1, live, 10 * i, f"s{i}", 1) for i, live in enumerate(range(100, 211, 10))]
     first, second = steps([*turns, turn(0, 7)])
-    assert first == Step(turn=0, trials=1, held=7, low=7, high=7, evicted=0, events=0)
+    assert first == TimelineStep(turn=0, trials=1, held=7, low=7, high=7, evicted=0, events=0)
     assert (second.turn, second.trials, second.held, second.evicted) == (1, 12, 155, 55)
     # Of 100, 110, ..., 210: a tenth of the way is 1.1 steps from either end.
     assert (second.low, second.high) == (pytest.approx(111), pytest.approx(199))
@@ -78,7 +78,7 @@ def test_a_run_without_turns_is_an_empty_picture(tmp_path):
 
 
 def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "find_spec", lambda _name: None)
+    monkeypatch.setattr(show, "find_spec", lambda _name: None)
     with pytest.raises(PrerequisiteError, match=r'pip install "\.\[analysis\]"'):
         draw_timeline([], tmp_path / "x.png", "title")
 

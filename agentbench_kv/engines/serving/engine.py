@@ -34,7 +34,6 @@ from agentbench_kv.engines.base import (
     KVStats,
     PhaseLabeller,
     Sampling,
-    merge_stats,
 )
 from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
@@ -141,7 +140,7 @@ class ServingSession:
     def enter(self, epoch: int) -> None:
         """Move to another start of the backend; what the old one held is computed again."""
         if self.epoch:
-            self.carried = merge_stats(self.carried, self.last)
+            self.carried = self.carried.followed_by(self.last)
             self.carried.restarts.append((len(self.carried.events), len(self.tokens)))
             self.carried.recomputed += self.known
             self._rename()
@@ -152,7 +151,7 @@ class ServingSession:
 
     def total(self) -> KVStats:
         """Return the accounting over all backends."""
-        merged = merge_stats(self.carried, self.last)
+        merged = self.carried.followed_by(self.last)
         merged.logical = len(self.tokens)
         return merged
 

@@ -10,10 +10,9 @@ from functools import cached_property
 from markupsafe import Markup
 
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.groups import RunGroup, asked_once, budget_order
 from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
 from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
-from agentbench_kv.results.runs import Run, Setting
+from agentbench_kv.results.runs import Run, RunGroup, Setting, asked_once, budget_order
 from agentbench_kv.results.site import charts
 from agentbench_kv.results.site.charts import NOTHING, kept, percent, visible
 from agentbench_kv.results.stats import (
@@ -196,7 +195,7 @@ class BoardView:
     def parts(self) -> list[tuple[str, list[MatrixRow]]]:
         """Matrices of pass^k and of every sub-score, by name; they rank nobody."""
         entries = self.board.entries
-        names = {name for e in entries for run in e.group.runs for name in run.trials.counts}
+        names = {name for e in entries for run in e.group.runs for name in run.counts}
         return [(name, self._part(name)) for name in [*self._passes(), *sorted(names)]]
 
     @property

@@ -1,7 +1,4 @@
-"""Accuracy against budget for every board: scores, the change against full, pass^k.
-
-Papers' figures: beside ours where the cell is the same, and the papers' own tables.
-"""
+"""Accuracy against budget for every board, with pass^k and the figures that papers publish."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.groups import RunGroup, budget_order, grouped
 from agentbench_kv.results.papers import HEADLINES, PublishedFigure, count_first, figures, leaders
 from agentbench_kv.results.ranking import Board, Entry, boards, rank
-from agentbench_kv.results.runs import SCORE, Run, Setting
+from agentbench_kv.results.runs import SCORE, Run, RunGroup, Setting, budget_order, grouped
 from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
 from agentbench_kv.results.tables.costs import conditions
 from agentbench_kv.results.tables.model import (
@@ -27,11 +23,7 @@ from agentbench_kv.results.tables.model import (
     slug,
 )
 
-OURS = "agentkv"
-
-
-"""The method whose firsts its authors count."""
-
+OURS = "agentkv"  # the method whose firsts its authors count
 
 _LISTED = {
     "locomo_quality": (Kind.ACCURACY, "LoCoMo answer quality"),
@@ -138,20 +130,17 @@ def _accuracy(known: Sequence[PublishedFigure]) -> Table:
 def _listing(file: str) -> Table:
     """Return one row per figure, with every column that any of them fills."""
     kind, what = _LISTED[file]
-    known = [(figure, _description(figure)) for figure in figures(file)]
-    names = list(dict.fromkeys(name for _, texts in known for name in texts))
-    rows = [
-        Row((*(Cell(texts.get(name)) for name in names), _value(figure)), published=True)
-        for figure, texts in known
+    skipped = {"file", "value", "low", "high", "setting"}
+    known = [
+        (f, f.model_dump(exclude=skipped, exclude_none=True) | f.setting) for f in figures(file)
     ]
+    names = list(dict.fromkeys(name for _, facts in known for name in facts))
+    rows = []
+    for figure, facts in known:
+        cells = [Cell(str(facts[name])) if name in facts else Cell() for name in names]
+        rows.append(Row((*cells, _value(figure)), published=True))
     columns = (*map(Column, names), Column("value", Unit.NUMBER))
     return Table(kind, slug("published", file), f"published: {what}", columns, rows)
-
-
-def _description(figure: PublishedFigure) -> dict[str, str]:
-    skipped = {"file", "value", "low", "high", "setting"}
-    texts = figure.model_dump(exclude=skipped, exclude_none=True) | figure.setting
-    return {name: str(text) for name, text in texts.items()}
 
 
 def _value(figure: PublishedFigure) -> Cell:
@@ -166,43 +155,24 @@ LEGEND = (
     "two equal methods are told apart)"
 )
 
-
 OWN_SAMPLES = (
     "samples with an event: each method has its own, so that these rows do not compare; samples: "
     "of the row's smallest cell"
 )
-
-
 PUBLISHED = "published: a paper's figure, from other hardware and prompts; never ranked"
-
-
 GAPS = (
     "p: adjusted for all comparisons of a table with full (Holm); intervals are not: each holds "
     "for itself in 19 of 20 cases"
 )
-
-
 PASSES = (
     "pass^k: the chance that k trials of a sample all succeed: C(c, k) / C(K, k) of its K trials "
     "with c successes, mean over samples (tau2-bench's convention)"
 )
-
-
 NULL = "null agent"
-
-
 NO_BUDGET = "no budget"
-
-
 FEW_GROUPS = 20
-
-
 Budgets = Sequence[int | str | None]
-
-
 Values = Mapping[tuple[str, int | str | None], Cell]
-
-
 """What stands at a row's name and a budget."""
 
 
@@ -222,12 +192,10 @@ class _Page:
 
     @property
     def groups(self) -> int | None:
-        """How many groups the samples are in, where they are grouped."""
         return next((e.level.groups for e in self.board.entries if e.level.groups), None)
 
     @property
     def size(self) -> str:
-        """How many samples, in how many groups."""
         inside = f" in {self.groups} groups" if self.groups else ""
         smaller = ", a smaller set that fewer methods played" if self.smaller else ""
         return f"{len(self.board.samples)} samples{inside}{smaller}"
@@ -289,7 +257,10 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
     }
     rows = [_row(label, budgets, values) for label in _labels(board.entries)]
     rows = published_rows(rows, board, budgets)
-    rows += [_null_row(group, scores, board, budgets) for group, scores in null]
+    for group, scores in null:
+        partial = scores.parts.keys() != board.samples and bool(board.samples)
+        name = f"{NULL} on {len(scores.parts)} samples" if partial else NULL
+        rows.append(_row(name, budgets, {(name, group.budget): _cell(level(scores))}))
     for run, reason in board.out:
         own = _own(run, board.metric)
         found = {(run.label, run.budget): _cell(level(own))} if own else {}
@@ -376,12 +347,6 @@ def _floor(group: RunGroup, board: Board) -> Scores | None:
     scores = group.scores(board.metric)
     own = scores.only(set(board.samples)) if scores and board.samples else scores
     return own if own and own.parts else None
-
-
-def _null_row(group: RunGroup, scores: Scores, board: Board, budgets: Budgets) -> Row:
-    partial = scores.parts.keys() != board.samples and bool(board.samples)
-    name = f"{NULL} on {len(scores.parts)} samples" if partial else NULL
-    return _row(name, budgets, {(name, group.budget): _cell(level(scores))})
 
 
 def _own(run: Run, metric: str) -> Scores | None:

@@ -1,18 +1,13 @@
-"""What a session cost, a row a run, and how fast runs were served, a row for runs served alike.
-
-What a task was run with and its name does not say: route, corpus, encoder, simulated user.
-"""
+"""What a session cost, a row a run, and how fast runs were served, a row for runs served alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median as middle
 
-from agentbench_kv.results.groups import by_setting, variants
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.results.runs import Run, Setting
+from agentbench_kv.results.runs import Run, RunGroup, Setting, by_setting, variants
 from agentbench_kv.results.stats import REPETITIONS, median, speed_change
 from agentbench_kv.results.summary import KVSummary
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
@@ -22,17 +17,13 @@ COSTS = (
     "failures: share of the trials that ended without a score, then trials by kind",
 )
 
-
 SPEEDS = (
     f"speed: a run is one measurement; intervals and ratios from {REPETITIONS} runs served alike, "
     "else the median of those there are, which ranks nobody",
     "in flight: sessions at once on average, of those allowed; TTFT, TPOT: medians of trials",
 )
 
-
 BASES = ("full", "full-constrained")
-
-
 Value = Callable[[Run], float | None]
 
 
@@ -70,7 +61,7 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
 
         def value(run: Run) -> float | None:
             account = run.summary.kv
-            sessions = max(sum(map(len, run.trials.peaks.values())), 1) if shared else 1
+            sessions = max(sum(map(len, run.peaks.values())), 1) if shared else 1
             return of(account) / sessions if account else None
 
         return value
@@ -96,31 +87,19 @@ def _failed(kind: str, run: Run) -> int:
     return run.summary.failures.get(kind, 0)
 
 
-@dataclass(frozen=True)
-class _Repeats:
-    """Runs of one method and budget that were served alike."""
-
-    label: str
-    runs: list[Run]
-
-    @property
-    def speeds(self) -> list[float]:
-        """Output tokens per second of each."""
-        return [run.summary.tokens_per_s or 0.0 for run in self.runs]
-
-
 def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
-    alike: dict[tuple[object, ...], _Repeats] = {}
+    alike: dict[tuple[object, ...], list[Run]] = {}
     for run, label in zip(runs, variants(runs), strict=True):
         # A run that is not valid stands alone, below the line.
         key = (label, run.budget, repr(_served(run)), run.reason and str(run.path))
-        alike.setdefault(key, _Repeats(label, [])).runs.append(run)
-    enough = [each for each in alike.values() if len(each.runs) >= REPETITIONS]
-    bases = [name for name in BASES if any(each.runs[0].method == name for each in enough)]
-    figures: dict[Column, Callable[[_Repeats], Cell]] = {
+        alike.setdefault(key, []).append(run)
+    repeats = [RunGroup(str(label), tuple(same)) for (label, *_), same in alike.items()]
+    enough = [each for each in repeats if len(each.runs) >= REPETITIONS]
+    bases = [name for name in BASES if any(each.first.method == name for each in enough)]
+    figures: dict[Column, Callable[[RunGroup], Cell]] = {
         Column("method"): lambda each: Cell(each.label),
-        Column("budget"): lambda each: Cell(_budget(each.runs[0])),
-        Column("allowed", Unit.NUMBER): lambda each: Cell(_allowed(each.runs[0])),
+        Column("budget"): lambda each: Cell(_budget(each.first)),
+        Column("allowed", Unit.NUMBER): lambda each: Cell(_allowed(each.first)),
         Column("runs", Unit.NUMBER): lambda each: Cell(len(each.runs)),
         Column("in flight", Unit.RATE): _middle(lambda run: run.in_flight),
         Column("output tok/s", Unit.RATE): _speed,
@@ -128,36 +107,37 @@ def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
         Column("TTFT ms", Unit.MILLISECONDS): _middle(lambda run: run.summary.ttft_ms),
         Column("TPOT ms", Unit.MILLISECONDS): _middle(lambda run: run.summary.tpot_ms),
     }
-    rows = [
-        Row(tuple(of(each) for of in figures.values()), each.runs[0].reason)
-        for each in alike.values()
-    ]
+    rows = [Row(tuple(of(each) for of in figures.values()), each.first.reason) for each in repeats]
     what = "throughput and latency"
     return setting_table(Kind.THROUGHPUT, what, setting, figures, rows, legend=SPEEDS)
 
 
-def _middle(of: Value) -> Callable[[_Repeats], Cell]:
-    def cell(repeats: _Repeats) -> Cell:
+def _middle(of: Value) -> Callable[[RunGroup], Cell]:
+    def cell(repeats: RunGroup) -> Cell:
         known = [value for run in repeats.runs if (value := of(run)) is not None]
         return Cell(middle(known)) if known else Cell()
 
     return cell
 
 
-def _speed(repeats: _Repeats) -> Cell:
-    found = median(repeats.speeds)
+def _speeds(repeats: RunGroup) -> list[float]:
+    return [run.summary.tokens_per_s or 0.0 for run in repeats.runs]
+
+
+def _speed(repeats: RunGroup) -> Cell:
+    found = median(_speeds(repeats))
     return Cell(found.point, found.low, found.high) if found.n >= REPETITIONS else Cell(found.point)
 
 
-def _ratio(method: str, enough: Sequence[_Repeats], repeats: _Repeats) -> Cell:
+def _ratio(method: str, enough: Sequence[RunGroup], repeats: RunGroup) -> Cell:
     """Compare with the runs of `method` that were served alike, if both sides have enough."""
-    served = _served(repeats.runs[0])
+    served = _served(repeats.first)
     base = next(
-        (e for e in enough if e.runs[0].method == method and _served(e.runs[0]) == served), None
+        (e for e in enough if e.first.method == method and _served(e.first) == served), None
     )
     if base is None or base is repeats or repeats not in enough:
         return Cell()
-    found = speed_change(base.speeds, repeats.speeds)
+    found = speed_change(_speeds(base), _speeds(repeats))
     return Cell(1 + found.point, 1 + found.low, 1 + found.high)
 
 
@@ -176,8 +156,6 @@ def _budget(run: Run) -> str | None:
 
 
 SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
-
-
 """Keys of a task's provenance or settings that a reader must see beside its scores."""
 
 
@@ -199,10 +177,7 @@ def _value(run: Run, name: str) -> str:
     given = settings.get(name) if isinstance(settings, Mapping) else None
     value = given if recorded is None else recorded
     if isinstance(value, Mapping):
-        parts = (
-            str(value.get("name") or value.get("model") or ""),
-            str(value.get("sha256", ""))[:12],
-        )
-        words = "@".join(filter(None, parts))
+        name, digest = value.get("name") or value.get("model") or "", value.get("sha256", "")
+        words = "@".join(filter(None, (str(name), str(digest)[:12])))
         return f"{words} (synthetic)" if value.get("synthetic") else words
     return "" if value is None else str(value)

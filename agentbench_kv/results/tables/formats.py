@@ -1,12 +1,9 @@
 """One renderer per format, and where what they render goes.
 
-Terminal, Markdown and LaTeX are for people; CSV and JSON keep values exact and unrounded.
-
-Tables as LaTeX, with `booktabs` and `graphicx`, no wider than the text. A marked cell is bold.
-
-A table is set small. One that would have to be scaled to less than 0.85 of that for the text of a
-one-column article is split between columns, the leading text columns repeated; one that is longer
-than a page, between rows. Then each piece is scaled to the column it stands in, if it is too wide.
+Terminal, Markdown and LaTeX are for people; CSV and JSON keep values exact and unrounded. LaTeX
+needs `booktabs` and `graphicx`: a table is set small; one that would have to be scaled to less than
+0.85 of that for the text of a one-column article is split between columns, the leading text columns
+repeated; one that is longer than a page, between rows. Each piece is scaled to its column.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ from agentbench_kv.results.terminal import console, visible
 
 T = TypeVar("T")
 
-
 _SPECIAL = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -59,47 +55,24 @@ _SPECIAL = str.maketrans(
     }
 )
 
-
 _PREAMBLE = r"""% \usepackage{booktabs,graphicx}
 \providecommand{\kvbenchfit}[1]{\sbox0{#1}\ifdim\wd0>\linewidth
   \resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi}
 """
-
-
 # Widths in tenths of an em of Computer Modern; a sign that is not here has 5.4, as most letters.
 _WIDTHS = {
     **dict.fromkeys(" .,:;'|!ijl()[]-/", 3.2), **dict.fromkeys("0123456789rtfsce", 5.0),
     **dict.fromkeys("ABCDEFGHKNOPQRTUVXYZ<>=", 7.8), **dict.fromkeys("mwMW%+@", 8.6),
 }  # fmt: skip
-
-
 _TEXT_WIDTH = 372.0  # 345 pt of a 10 pt article, in tenths of the em of \small, 9.25 pt
-
-
 _SMALLEST = 0.85
-
-
 _GAP = 8.7  # between two columns: 4 pt on either side of each
-
-
 _BOLD = 1.16
-
-
 _PAGE = 35  # lines of \small on a page, less the space about a caption
-
-
 _RULES = 3  # lines that the heading and the rules of a tabular take
-
-
 _MOST_TEXT = 150.0
-
-
 _MINUS = re.compile(r"(?<![\w.])-(?=[\d.])")
-
-
 _BREAK = "\0"
-
-
 _LONG_WORD = re.compile(r"\S{25,}")
 
 
@@ -140,7 +113,6 @@ def _render(table: Table) -> str:
 
 
 def _packed(items: Iterable[T], height: Callable[[T], float], most: float) -> list[list[T]]:
-    """Put items on pages, in order."""
     pages: list[list[T]] = [[]]
     for item in items:
         if pages[-1] and sum(map(height, (*pages[-1], item))) > most:
@@ -257,8 +229,7 @@ def _lines_of(text: str) -> int:
     return 1 + int(1.1 * _width(text) / _TEXT_WIDTH)
 
 
-def _height(line: Line) -> int:
-    """Return how many lines a row takes where its longest text is wrapped."""
+def _height(line: Line) -> int:  # in lines, where the longest text is wrapped
     return 1 + int(1.2 * max(map(_width, line.texts)) / _MOST_TEXT)
 
 
@@ -267,26 +238,14 @@ def _join(cells: Iterable[str]) -> str:
 
 
 SCHEMA = 1
-
-
 _WHERE = ("task", "model", "engine", "metric")
-
-
 _CELL = ("value", "low", "high", "p_value", "mark")
-
-
 CSV_COLUMNS = (
     *("table", "kind", *_WHERE, "row", "column", "unit", *_CELL),
     *("published", "below_the_line"),
 )
-
-
 WIDTH = 200
-
-
 _FORMULA = ("=", "+", "-", "@")
-
-
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>|#~!&$])")
 
 
@@ -357,7 +316,6 @@ def choose_format(name: str | None, out: Path | None) -> str:
 
 
 def show(tables: Sequence[Table], name: str) -> None:
-    """Print the tables on stdout."""
     if name == "terminal":
         _print(console(), tables)
     else:
@@ -478,11 +436,13 @@ def _document(table: Table) -> dict[str, Any]:
         "title": table.title,
         **table.where,
         "columns": [{"title": c.title, "unit": c.unit.value} for c in table.columns],
-        "rows": [_row_document(row) for row in (*table.ranked, *table.unranked)],
+        "rows": [
+            {
+                "cells": [{name: getattr(cell, name) for name in _CELL} for cell in row.cells],
+                "published": row.published,
+                "below_the_line": row.below,
+            }
+            for row in (*table.ranked, *table.unranked)
+        ],
         "notes": [*table.notes, *table.legend],
     }
-
-
-def _row_document(row: Row) -> dict[str, Any]:
-    cells = [{name: getattr(cell, name) for name in _CELL} for cell in row.cells]
-    return {"cells": cells, "published": row.published, "below_the_line": row.below}

@@ -1,7 +1,4 @@
-"""A table before it has a format: columns, rows of cells with intervals and marks, notes.
-
-Values as text, the same for people in every format.
-"""
+"""A table before it has a format: columns, rows of cells with intervals and marks, notes."""
 
 from __future__ import annotations
 
@@ -59,7 +56,6 @@ class Cell:
     text: str | None = None  # what people read instead, where the numbers do not say it all
 
     def __post_init__(self) -> None:
-        """Replace what no format can carry."""
         for name in ("value", "low", "high", "p_value"):
             number = getattr(self, name)
             if isinstance(number, float) and not math.isfinite(number):
@@ -97,23 +93,19 @@ class Table:
     legend: Sequence[str] = ()  # how such tables are read: said once in a document
 
     def __post_init__(self) -> None:
-        """Check the shape."""
         for row in self.rows:
             if len(row.cells) != len(self.columns):
                 raise ValueError(f"{len(row.cells)} cells for {len(self.columns)} columns")
 
     @property
     def ranked(self) -> list[Row]:
-        """Rows above the line."""
         return [row for row in self.rows if row.below is None]
 
     @property
     def unranked(self) -> list[Row]:
-        """Rows below the line."""
         return [row for row in self.rows if row.below is not None]
 
     def cells(self) -> Iterator[tuple[Row, Column, Cell]]:
-        """Go through all cells, rows above the line first."""
         for row in (*self.ranked, *self.unranked):
             for column, cell in zip(self.columns, row.cells, strict=True):
                 yield row, column, cell
@@ -149,8 +141,6 @@ def slug(*parts: str) -> str:
 
 
 REASON = "below the line because"
-
-
 PUBLISHED = "published"
 
 

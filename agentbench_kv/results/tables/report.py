@@ -1,7 +1,4 @@
-"""All tables of a set of runs, in the order people read them.
-
-Curves as tables: area relative to full, smallest budget that keeps 95%, crossovers.
-"""
+"""All tables of a set of runs, in the order people read them; curves over budgets as tables."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ from functools import partial
 from statistics import median
 
 from agentbench_kv.errors import UsageError, unknown_name
-from agentbench_kv.results.curves import CurveSummary, Keeps, Point, curve_summary
-from agentbench_kv.results.groups import RunGroup
+from agentbench_kv.results.curves import CurveSummary, Point, curve_summary
 from agentbench_kv.results.ranking import Board, Entry, boards
-from agentbench_kv.results.runs import SCORE, Run
+from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
@@ -24,14 +20,12 @@ LEGEND = (
     "log2(budget), to full at the length of its longest session, where nothing is evicted",
 )
 
-
 _CURVES = (
     Column("method"),
     Column("budgets", Unit.NUMBER),
     Column("area [95% interval]", Unit.RATIO),
     Column("keeps 95% of full from, tokens", Unit.TOKENS),
 )
-
 
 _CROSSOVERS = (
     Column("leads below"),
@@ -85,7 +79,7 @@ def _lengths(group: RunGroup) -> dict[str, float]:
     """Return how long a sample's session is that keeps everything, median over its trials."""
     found: dict[str, list[int]] = {}
     for run in group.runs:
-        for sample, peaks in run.trials.peaks.items():
+        for sample, peaks in run.peaks.items():
             found.setdefault(sample, []).extend(peaks)
     return {sample: median(peaks) for sample, peaks in found.items()}
 
@@ -96,14 +90,14 @@ def _curves(summary: CurveSummary) -> list[Row]:
         budgets, area = curve.budgets, curve.area
         text = f"{len(budgets)}, {budgets[0]} to {budgets[-1]}"
         over = Cell(area.point, area.low, area.high) if area else Cell()
-        keeps = _keeps(curve.keeps) if curve.keeps else Cell()
+        keeps = Cell()
+        if found := curve.keeps:
+            words = str(found)
+            keeps = Cell(
+                words if found.point is None else found.point, found.low, found.high, text=words
+            )
         rows.append(Row((Cell(curve.label), Cell(len(budgets), text=text), over, keeps)))
     return rows
-
-
-def _keeps(keeps: Keeps) -> Cell:
-    text = str(keeps)
-    return Cell(text if keeps.point is None else keeps.point, keeps.low, keeps.high, text=text)
 
 
 def _crossovers(summary: CurveSummary) -> list[Row]:

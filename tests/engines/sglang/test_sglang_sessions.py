@@ -11,7 +11,7 @@ import pytest
 
 from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.conformance.engines.fixture import prompt, write_model
-from agentbench_kv.engines.base import Engine, EngineOptions, KVStats, Sampling, stats_dict
+from agentbench_kv.engines.base import Engine, EngineOptions, KVStats, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.serving.wire import post_events
 from agentbench_kv.engines.sglang.engine import SglangEngine
@@ -185,7 +185,7 @@ def test_an_answer_of_the_native_endpoint_ends_with_its_accounting(
         after = []
         for number in range(2):
             turn(engine, name, prompt(length, number), 45)
-            after.append(stats_dict(engine.stats(name)))
+            after.append(engine.stats(name).as_dict())
         known = sglang.kept_names(name)
         engine.close(name)
         return known, after
@@ -213,7 +213,7 @@ def test_a_request_without_a_session_is_accounted_for(sglang: SglangEngine, fold
     alone = embedded(folder, method)
     alone.open("one", TokenPhases())
     turn(alone, "one", prompt(140, 0), 45)
-    wanted = stats_dict(alone.close("one"))
+    wanted = alone.close("one").as_dict()
     alone.shutdown()
     sglang.reconfigure(method)
     account = post(sglang, prompt(140, 0), 45)["kvbench"]

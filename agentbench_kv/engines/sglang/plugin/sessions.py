@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentbench_kv.engines.base import KVStats, stats_dict
+from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import MARKERS
@@ -143,4 +143,4 @@ class _Account:
     def __getitem__(self, tokens: slice) -> dict[str, Any] | None:
         """Return the accounting once the turn is over, None before."""
         settled = None if self._session is None else self._session.settled
-        return None if settled is None else stats_dict(settled)
+        return None if settled is None else settled.as_dict()

@@ -1,0 +1,104 @@
+"""KV accounting of a session: one definition, from the engine that counts to the tables.
+
+It imports nothing of kvbench, as it also runs inside the interpreters of serving engines. Token
+counts are per (layer, KV head), bytes are totals over layers and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import add
+from typing import Any
+
+
+def _last(before: Any, now: Any) -> Any:  # noqa: ARG001
+    return now
+
+
+Merge = Callable[[Any, Any], Any]
+
+
+def _figure(meaning: str, merge: Merge, default: Any = 0) -> Any:
+    """Declare a figure: what it is, and what two accounts of one session come to together."""
+    return field(default=default, metadata={"meaning": meaning, "merge": merge})
+
+
+@dataclass(frozen=True)
+class KVEvent:
+    """One compression of one session; live counts are per (layer, KV head)."""
+
+    decoded: int  # tokens generated, and ever seen, at the event
+    logical: int
+    live_before: int
+    live_after: int
+    rows_moved: int
+
+
+@dataclass
+class KVFigures:
+    """What engines count and records keep."""
+
+    peak_live: int = _figure("most tokens held at once", max)
+    logical: int = _figure("tokens ever seen", _last)
+    events: int | list[KVEvent] = _figure("compressions, evictions and restores", add)  # noqa: RUF009
+    evicted: int = _figure("tokens evicted", add)
+    restored: int = _figure("tokens brought back", add)
+    bytes_read: int = _figure("bytes of K and V read while decoding, all layers and heads", add)
+    prefill_tokens: int = _figure("tokens prefilled in all", add)
+    longest_prefill: int = _figure("most tokens in one prefill", max)
+    decode_tokens: int = _figure("tokens generated", add)
+    rows_moved: int = _figure("cache rows moved by compaction", add)
+    recomputed: int = _figure("tokens whose KV was computed a second time", add)
+    # A budget given as a share grows with the session.
+    budget: int | None = _figure("the budget in tokens at the session's end", _last, None)
+
+
+@dataclass
+class KVAccount(KVFigures):
+    """KV accounting of a session on record, the evidence that a budget was applied."""
+
+    events: int = _figure("compressions, evictions and restores", add)
+    mean_decode_kv: float = _figure("mean live tokens over the decode steps", _last, 0.0)
+
+
+# In the order of a record's JSON, where the mean follows the tokens that it is taken over.
+*_FIGURES, _MEAN = fields(KVAccount)
+RECORDED = (*_FIGURES[:9], _MEAN, *_FIGURES[9:])
+TOTALS = [each.name for each in RECORDED if each.metadata["merge"] is add]
+
+
+@dataclass
+class KVStats(KVFigures):
+    """KV accounting of a session while an engine keeps it."""
+
+    live: int = _figure("tokens held now", _last)
+    decode_kv_sum: int = _figure("live tokens, summed over the decode steps", add)
+    events: list[KVEvent] = field(default_factory=list, metadata={"merge": add})
+    # Every time rows were lost: events before it, and tokens then computed again in one pass.
+    restarts: list[tuple[int, int]] = field(default_factory=list, metadata={"merge": add})
+    # A span-level method's own counts.
+    figures: dict[str, int] = field(default_factory=dict, metadata={"merge": _last})
+
+    @property
+    def mean_decode_kv(self) -> float:
+        """Mean live tokens over the decode steps; 0 before the first."""
+        return self.decode_kv_sum / self.decode_tokens if self.decode_tokens else 0.0
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the figures of `KVAccount`; events are counted, not listed."""
+        known = {each.name: getattr(self, each.name) for each in RECORDED}
+        return known | {"events": len(self.events)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the accounting as a JSON object."""
+        return {"live": self.live, **self.recorded()}
+
+    def followed_by(self, now: KVStats) -> KVStats:
+        """Return the accounting of a session that was closed with this and goes on as `now`."""
+        restarts = [(len(self.events) + events, tokens) for events, tokens in now.restarts]
+        merged = {
+            each.name: each.metadata["merge"](getattr(self, each.name), getattr(now, each.name))
+            for each in fields(KVStats)
+        }
+        return KVStats(**merged | {"restarts": self.restarts + restarts})
