@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -105,7 +105,7 @@ def _document(request: Request) -> dict[str, Any]:
     same = ("temperature", "top_p", "top_k", "seed")
     return {
         "session": request.session,
-        "recipe": request.recipe,
+        "phases": asdict(request.prompt),
         "tokens": list(request.tokens[request.known :]),
         "known": request.known,
         "stop": stop,

@@ -1,13 +1,4 @@
-"""The base of engines that run in a process of their own: sessions, restarts, accounting.
-
-One generation of a serving engine, streamed on a thread of its own.
-
-Accounting of an engine as shipped, which has no ledger of ours: what its client can see.
-
-A session as the harness keeps it, so that a backend may die without the session being lost.
-
-Starting a server that loads our plug-in; what vLLM and SGLang have in common there.
-"""
+"""The base of engines that run in a process of their own: sessions, restarts, accounting."""
 
 from __future__ import annotations
 
@@ -53,10 +44,12 @@ from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.full import Full
-from agentbench_kv.phases.machine import recipe_of
+from agentbench_kv.phases.machine import Labeller, PromptPhases, add_run, resumable
 
 # Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
 _AHEAD = 4
+RESTARTS = 3  # restarts one generation waits for before it gives up
+_GONE = (OSError, httpx.TransportError)
 
 
 class ServingGeneration(StreamedGeneration):
@@ -114,14 +107,14 @@ _numbers = itertools.count(1)
 
 @dataclass
 class ServingSession:
-    """One session."""
+    """One session as the harness keeps it, so that a backend may die without its being lost."""
 
     name: str
-    labeller: PhaseLabeller
-    recipe: str = field(init=False)
+    labeller: Labeller
     # What the backend calls it; new after every loss, so that nothing old is taken for it.
     backend_name: str = field(init=False)
     tokens: list[int] = field(default_factory=list)  # everything it was given or generated
+    phases: list[list[int]] = field(default_factory=list)  # of the tokens, as runs
     known: int = 0  # how many of them this backend has seen
     epoch: int = 0  # which start of the backend it lives in; 0: none yet
     carried: KVStats = field(default_factory=KVStats)  # accounting of backends that died
@@ -129,12 +122,16 @@ class ServingSession:
     observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
 
     def __post_init__(self) -> None:
-        self.recipe = recipe_of(self.labeller)
         self._rename()
+
+    def prompt(self) -> PromptPhases:
+        """Return the phases of all tokens, from which the backend goes on labelling."""
+        runs = [run.copy() for run in self.phases]
+        return PromptPhases(self.labeller.labeller_name, self.labeller.document(), runs)
 
     def accept(self, token: int) -> None:
         """Add a generated token."""
-        self.labeller.label(token)
+        add_run(self.phases, [self.labeller.label(token)])
         self.tokens.append(token)
         self.known += 1
         if self.observed is not None:
@@ -171,12 +168,6 @@ def stats_from(document: dict[str, Any]) -> KVStats:
         events=[KVEvent(**event) for event in events],
         restarts=[(before, tokens) for before, tokens in restarts],
     )
-
-
-RESTARTS = 3  # restarts one generation waits for before it gives up
-
-
-_GONE = (OSError, httpx.TransportError)
 
 
 class ServingEngine(Engine):
@@ -223,10 +214,10 @@ class ServingEngine(Engine):
         """Start an empty session."""
         if session in self._sessions:
             raise KVBenchError(f"session {session} is open already")
-        self._sessions[session] = ServingSession(session, labeller)
+        self._sessions[session] = ServingSession(session, resumable(labeller))
 
-    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:  # noqa: ARG002
-        """Append prompt tokens; the backend labels them itself, by the session's labeller."""
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Append prompt tokens; they go to the backend with the next generation."""
         state = self._sessions[session]
         if len(state.tokens) + len(tokens) >= self.info.context_limit:
             raise ContextLimitError(
@@ -234,6 +225,7 @@ class ServingEngine(Engine):
                 f"the model's context is {self.info.context_limit}"
             )
         state.tokens += tokens
+        add_run(state.phases, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         """Prefill what is pending and decode."""
@@ -302,7 +294,7 @@ class ServingEngine(Engine):
         room = self.info.context_limit - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
         request = Request(
-            state.backend_name, state.recipe, tuple(state.tokens), state.known, sampling, left
+            state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left
         )
         state.known = len(state.tokens)
         if not self._wire.stock:

@@ -1,11 +1,7 @@
-"""A backend as the harness sees it: a process with a log, a state of health and an end.
-
-A folder on a backend's import path that holds our package and nothing else of ours.
+"""A backend as the harness sees it: a process with a log, and the harness's end of its channel.
 
 The backend's interpreter has its own torch and transformers. Our site-packages on its path would
 hide them, so it gets links to the packages it needs, and the metadata of its entry points.
-
-The harness's end of the control channel.
 """
 
 from __future__ import annotations
@@ -30,14 +26,8 @@ from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 _TAIL_LINES = 12
-
-
 _POLL_S = 0.2
-
-
 _GRACE_S = 15.0
-
-
 # The first error is the cause; what follows it is each process telling the next.
 _CAUSE = re.compile(r"\b\w*(Error|Exception|Exit): ")
 

@@ -1,8 +1,6 @@
-"""How a serving engine is spoken to: what differs between them, behind one interface.
+"""What differs between serving engines: how one is started and spoken to over HTTP.
 
-What a Hugging Face model folder says about the model, read without its weights.
-
-Server-sent events of a backend's HTTP endpoint.
+With what a model folder says of the model, and the server-sent events of an answer.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, Polic
 from agentbench_kv.engines.serving.process import Launch, link_packages
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -89,7 +88,7 @@ class Request:
     """One generation."""
 
     session: str  # the backend's name of the session
-    recipe: str  # how the backend labels its tokens
+    prompt: PromptPhases  # of all `tokens`
     tokens: Sequence[int]  # all tokens of the session
     known: int  # how many of them the backend was given, or gave, before
     sampling: Sampling

@@ -1,9 +1,4 @@
-"""The SGLang engine: SGLang 0.5.12 in a process of its own, evicting through a plug-in.
-
-SGLang's command line: what every arm gets, and what the compressed ones need.
-
-How SGLang is started and spoken to: streaming sessions that take only the new ids of a turn.
-"""
+"""The SGLang engine: SGLang 0.5.12 in a process of its own, evicting through a plug-in."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ import random
 import socket
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import httpx
@@ -39,9 +35,12 @@ from agentbench_kv.methods.spans import SpanRange
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
-
-
 _CPU_CACHE_BYTES = 1 << 30
+_PLUGIN = "agentbench_kv.engines.sglang.plugin"
+_HOST = "127.0.0.1"
+_PORTS = range(20_000, 30_000)
+_POLL_S = 0.005
+_requests = itertools.count(1)
 
 
 def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) -> list[str]:
@@ -88,21 +87,6 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
     }
 
 
-_BACKEND = "agentbench_kv.engines.sglang.plugin"
-
-
-_HOST = "127.0.0.1"
-
-
-_PORTS = range(20_000, 30_000)
-
-
-_POLL_S = 0.005
-
-
-_requests = itertools.count(1)
-
-
 class SglangWire(PluginWire):
     """One SGLang server on a loopback port.
 
@@ -119,12 +103,12 @@ class SglangWire(PluginWire):
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
-        command = [str(self._setup.python), "-m", f"{_BACKEND}.launch"]
+        command = [str(self._setup.python), "-m", f"{_PLUGIN}.launch"]
         command += ["--model-path", str(self._setup.model), "--host", _HOST, "--port", str(port)]
         command += flags(self._options, self._setup.facts, gpu=self._setup.gpu, stock=self.stock)
-        plugins = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
+        plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.hooks:register"}
         if not self._setup.gpu:
-            plugins["kvbench-cpu"] = f"{_BACKEND}.cpu:register"
+            plugins["kvbench-cpu"] = f"{_PLUGIN}.cpu:register"
         environment = self._environment("sglang.srt.plugins", plugins) | {
             KEY: self._key,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -170,11 +154,12 @@ class SglangWire(PluginWire):
         """Return a turn: what the server's session has not completed, and how it ends."""
         complete = self._complete[request.session]
         if not complete and not self._commands.call("known", session=request.session):
-            self._commands.call("open", session=request.session, recipe=request.recipe)
+            self._commands.call("open", session=request.session)
         new = request.tokens[complete:]
         # A request must bring an id, even to go on from the last one.
         ids = new or request.tokens[-1:]
         wishes = {
+            "phases": asdict(request.prompt),
             "total": len(request.tokens),
             "new": len(request.tokens) - request.known,
             "repeated": len(ids) - len(new),
@@ -309,8 +294,8 @@ class SglangEngine(ServingEngine):
         source = self._sessions[session]
         if new in self._sessions:
             raise KVBenchError(f"session {new} is open already")
-        fork = ServingSession(new, copy.deepcopy(source.labeller))
-        fork.tokens = list(source.tokens)
+        fork = ServingSession(new, copy.copy(source.labeller), source.tokens.copy())
+        fork.phases = [run.copy() for run in source.phases]
         if self._lives(source):
             self._control.call("fork", session=source.backend_name, new=fork.backend_name)
             self._wire.forked(source.backend_name, fork.backend_name)

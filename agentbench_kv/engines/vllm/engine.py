@@ -1,7 +1,4 @@
-"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in.
-
-vLLM's command line and its HTTP surface.
-"""
+"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 import socket
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,15 +27,9 @@ from agentbench_kv.engines.serving.wire import (
 )
 from agentbench_kv.environments import python_of
 
-_BACKEND = "agentbench_kv.engines.vllm.plugin"
-
-
+_PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
-
-
 _CPU_BLOCK = 32
-
-
 _CPU_CACHE_BYTES = 1 << 30
 
 
@@ -70,14 +62,14 @@ class VllmWire(PluginWire):
     def launch(self) -> Launch:
         # A server that was killed leaves its socket, which another could not bind.
         self._socket.unlink(missing_ok=True)
-        plugins = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
+        plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.launch:register"}
         environment = self._environment("vllm.general_plugins", plugins)
         environment |= {"VLLM_API_KEY": self._key, "VLLM_NO_USAGE_STATS": "1"}
         if not self._setup.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        command = [str(self._setup.python), "-m", f"{_BACKEND}.launch", "serve"]
+        command = [str(self._setup.python), "-m", f"{_PLUGIN}.launch", "serve"]
         command += [str(self._setup.model), "--uds", str(self._socket), *self._flags()]
         return Launch(command, self._ready, environment)
 
@@ -96,7 +88,10 @@ class VllmWire(PluginWire):
 
     def _body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
-        extra = {"kvbench_session": request.session, "kvbench_labels": request.recipe}
+        extra = {
+            "kvbench_session": request.session,
+            "kvbench_phases": json.dumps(asdict(request.prompt)),
+        }
         stop = stop_document(sampling)
         if stop is not None:
             extra["kvbench_stop"] = json.dumps(stop)
@@ -145,8 +140,8 @@ class VllmWire(PluginWire):
             arguments["enable-prompt-tokens-details"] = None
         else:
             arguments |= {
-                "scheduler-cls": f"{_BACKEND}.scheduler.Scheduler",
-                "worker-cls": f"{_BACKEND}.worker.Worker",
+                "scheduler-cls": f"{_PLUGIN}.scheduler.EvictingScheduler",
+                "worker-cls": f"{_PLUGIN}.runner.EvictingWorker",
                 "no-enable-prefix-caching": None,
                 "no-async-scheduling": None,
             }

@@ -31,6 +31,7 @@ from agentbench_kv.engines.llamacpp.server.session import (
 from agentbench_kv.engines.serving.plugin import Policy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Queries, QueryKind
+from agentbench_kv.phases.machine import PromptPhases
 
 
 class Admission:
@@ -198,12 +199,12 @@ class Scheduler:
             name = request["session"]
             session = self.sessions.get(name)
             if session is None:
-                recipe = request["recipe"]
-                session = BackendSession(name, recipe, self._method, self.cells, self._bytes)
+                session = BackendSession(name, self._method, self.cells, self._bytes)
                 self.sessions[name] = session
             self._abandon(session)
             self._match(session, request["known"])
             session.tokens += request["tokens"]
+            session.prompt = PromptPhases(**request["phases"])
             # After a loss the whole session is one prefill.
             session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
             self._waiting.append(BackendGeneration(session, sampling, stream))
@@ -373,8 +374,8 @@ class Scheduler:
 
     def _take_in(self, batch: list[BackendGeneration], fed: list[Fed]) -> None:
         """Record where the rows went, and keep the queries that the method wants."""
-        recipes = {each.session.name: each.session.recipe for each in batch}
-        write = self.worker.feed(fed, recipes)
+        prompts = {each.session.name: each.session.prompt for each in batch}
+        write = self.worker.feed(fed, prompts)
         cells = self.context.watch.cells()
         start = 0
         for generation, part in zip(batch, fed, strict=True):

@@ -1,15 +1,8 @@
-"""The hooks themselves: thin, one per target of `hooks`, named as it is without underscores.
+"""The hooks in SGLang: thin, one per target, named as it is without underscores.
 
-Every hook is given the function it wraps, then that function's own arguments.
-
-Everything of SGLang that is hooked, with the parameters it is expected to have.
-
-The targets are private, so a version is only supported if all of them are there as listed. The
-plug-in checks that before it installs anything, and a contract test checks it again.
-
-Which SGLang this adapter was written for, and what a server is told by its environment.
-
-The entry point that SGLang calls in each of its processes: it installs the hooks.
+Every hook is given the function it wraps, then that function's own arguments. The targets are
+private, so a version is only supported if all of them are there as listed: the plug-in checks that
+before it installs anything, and a contract test checks it again.
 """
 
 from __future__ import annotations
@@ -23,9 +16,9 @@ from typing import Any
 import torch
 
 from agentbench_kv.engines.serving.plugin import Policy, refuse_untested
-from agentbench_kv.engines.sglang.plugin import memory as admission
+from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
-from agentbench_kv.engines.sglang.plugin.sessions import Session, attach, wishes
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
 
 Original = Callable[..., Any]
 
@@ -158,12 +151,12 @@ class Patches:
     def add_one_req(
         self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return admission.add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
+        return add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
 
     def get_running_request_total_token_offset(
         self, original: Original, adder: Any, request: Any
     ) -> float:
-        return admission.running_growth(self.runtime.table, original, adder, request)
+        return running_growth(self.runtime.table, original, adder, request)
 
     def create_req(
         self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
@@ -256,7 +249,7 @@ class Patches:
             worker.add_sums(layer.layer_id, queries)
         return output
 
-    def _before_release(self, cache: Any, session: Session) -> None:
+    def _before_release(self, cache: Any, session: SglangSession) -> None:
         runtime, slot = self.runtime, cache.slots.get(session.name)
         request = session.request
         if slot is not None and request is not None and request.req_pool_idx is not None:
@@ -279,17 +272,9 @@ class Patches:
 
 
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-
-
 _REQ = "sglang.srt.managers.schedule_batch.Req."
-
-
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-
-
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-
-
 _STREAMING = "sglang.srt.session.streaming_session.StreamingSession."
 
 

@@ -1,10 +1,6 @@
-"""Everything of ours in one scheduler process, put together once SGLang has its memory.
+"""Everything of ours in one scheduler process: put together, commanded, refused.
 
-The harness's commands, queued to run on the scheduler's own thread between two steps.
-
-What physical eviction in SGLang does not support, said when it starts.
-
-What the harness may ask of the running server.
+The harness's commands are queued, to run on the scheduler's own thread between two steps.
 """
 
 from __future__ import annotations
@@ -12,27 +8,25 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from agentbench_kv.engines.core.rows import RowShape
-from agentbench_kv.engines.serving.plugin import ControlServer, Policy, rope_frequencies
-from agentbench_kv.engines.sglang.plugin.memory import Forks, Memory
-from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
-from agentbench_kv.engines.sglang.plugin.worker import Compactor, Pool, Steps, Worker, shorten
+from agentbench_kv.engines.serving.plugin import (
+    ControlServer,
+    Handler,
+    Policy,
+    SessionCommands,
+    rope_frequencies,
+)
+from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker, Pool, Steps, shorten
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import QueryKind
-
-if TYPE_CHECKING:
-    pass
-
-
-Command = Callable[[Mapping[str, Any]], Any]
-
 
 _PATIENCE_S = 60.0
 
@@ -40,8 +34,8 @@ _PATIENCE_S = 60.0
 class CommandQueue:
     """Takes commands on any thread; `serve` runs them on the scheduler's."""
 
-    def __init__(self, commands: Mapping[str, Command]) -> None:
-        self._waiting: deque[tuple[Command, Mapping[str, Any], Future[Any]]] = deque()
+    def __init__(self, commands: Mapping[str, Handler]) -> None:
+        self._waiting: deque[tuple[Handler, Mapping[str, Any], Future[Any]]] = deque()
         # Readable when a command waits, for whoever sleeps on file descriptors.
         self.bell, self._ring = os.pipe()
         os.set_blocking(self.bell, False)
@@ -57,7 +51,7 @@ class CommandQueue:
             except Exception as error:  # noqa: BLE001  the harness is told; the engine goes on
                 done.set_exception(error)
 
-    def _forwarding(self, command: Command) -> Command:
+    def _forwarding(self, command: Handler) -> Handler:
         def forward(request: Mapping[str, Any]) -> Any:
             done: Future[Any] = Future()
             self._waiting.append((command, request, done))
@@ -115,9 +109,9 @@ class Runtime:
         self._captured = args.device == "cuda" and not args.disable_cuda_graph
         shape = _shape(runner)
         frequencies = rope_frequencies(policy.model_path).to(shape.device)
-        self.worker = Worker(policy, shape, frequencies, _pool(runner))
+        self.worker = DeviceWorker(policy, shape, frequencies, _pool(runner))
         size = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        self.table = SessionTable(policy.method, size, policy.stop_matcher)
+        self.table = SglangSessions(policy.method, size, policy.stop_matcher)
 
     def attach(self, scheduler: Any) -> None:
         """Take over a scheduler that is complete."""
@@ -129,9 +123,9 @@ class Runtime:
         allocator = scheduler.token_to_kv_pool_allocator
         self.compactor = Compactor(self.worker, allocator, forwards)
         self.steps = Steps(self.table, self.worker, self.compactor)
-        self.memory = Memory(self.table, scheduler)
+        self.memory = MemoryPressure(self.table, scheduler)
         self.forks = Forks(self.table, self.worker, self.compactor, scheduler)
-        self.commands = CommandQueue(Commands(self).table())
+        self.commands = CommandQueue(Commands(self).handlers())
         if scheduler.idle_sleeper is not None:
             scheduler.idle_sleeper.poller.register(self.commands.bell)
         self.control = ControlServer(self.policy.control, self.commands.commands)
@@ -167,27 +161,51 @@ def _pool(runner: Any) -> Pool:
 CAPACITY = 1 << 40
 
 
-class Commands:
+class Commands(SessionCommands[SglangSession]):
     """Answers to commands; all run on the scheduler's thread."""
 
     def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.table.sessions)
         self._runtime = runtime
 
-    def table(self) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
-        """Return the commands by name."""
+    def handlers(self) -> dict[str, Handler]:
         return {
-            "ping": lambda _: True,
+            **super().handlers(),
             "open": self._open,
             "known": lambda request: self._find(request) is not None,
             "completed": self._completed,
             "reset": self._reset,
-            "stats": self._stats,
-            "close": self._close,
-            "pool": self._pool,
-            "configure": self._configure,
             "fork": self._fork,
             "evict_spans": self._evict_spans,
         }
+
+    def abort(self, session: SglangSession) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._runtime.scheduler.abort_request(AbortReq(rid=session.request.rid))
+
+    def forget(self, session: SglangSession) -> None:
+        from sglang.srt.managers.io_struct import CloseSessionReqInput
+
+        self._runtime.scheduler.close_session(CloseSessionReqInput(session_id=session.name))
+
+    def figures(self) -> dict[str, int]:
+        runtime, scheduler = self._runtime, self._runtime.scheduler
+        page = scheduler.page_size
+        return {
+            "free_blocks": scheduler.token_to_kv_pool_allocator.available_size() // page,
+            "total_blocks": scheduler.max_total_num_tokens // page,
+            "block_size": page,
+            "running": len(scheduler.running_batch.reqs),
+            "waiting": len(scheduler.waiting_queue),
+            "preempted": runtime.memory.retracted,
+            "dropped": runtime.memory.drops,
+            "fork_shared": runtime.forks.shared,
+            "fork_copied": runtime.forks.copied,
+        }
+
+    def use(self, method: dict[str, Any]) -> None:
+        self._runtime.configure(self._runtime.policy.with_method(method))
 
     def _open(self, request: Mapping[str, Any]) -> None:
         from sglang.srt.managers.io_struct import OpenSessionReqInput
@@ -196,14 +214,14 @@ class Commands:
         opening = OpenSessionReqInput(capacity_of_str_len=CAPACITY, session_id=name, streaming=True)
         if not self._runtime.scheduler.session_controller.open(opening).success:
             raise ValueError(f"session {name} is open already")
-        self._runtime.table.open(name, lasting=True, recipe=request["recipe"])
+        self._runtime.table.open(name, lasting=True)
 
     def _completed(self, request: Mapping[str, Any]) -> int | None:
         """Return how many tokens a session's completed turns have; None while it generates."""
         session = self._find(request)
         if session is None:
             return 0
-        return session.tokens if session.request is None else None
+        return None if session.running else session.tokens
 
     def _reset(self, request: Mapping[str, Any]) -> None:
         """Forget a session's tokens and rows, but for its accounting."""
@@ -212,49 +230,6 @@ class Commands:
         scheduler.tree_cache.release_session(session.name)
         scheduler.session_controller.sessions[session.name].req_nodes.clear()
         session.tokens = 0
-
-    def _stats(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        session = self._find(request)
-        return None if session is None else asdict(session.ledger.snapshot())
-
-    def _close(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput
-
-        session = self._find(request)
-        if session is None:
-            return None
-        scheduler = self._runtime.scheduler
-        stats = asdict(session.ledger.snapshot())
-        if session.request is not None:
-            scheduler.abort_request(AbortReq(rid=session.request.rid))
-        scheduler.close_session(CloseSessionReqInput(session_id=session.name))
-        return stats
-
-    def _pool(self, request: Mapping[str, Any]) -> dict[str, int]:  # noqa: ARG002
-        runtime = self._runtime
-        scheduler, memory = runtime.scheduler, runtime.memory
-        page = scheduler.page_size
-        sessions = runtime.table.sessions.values()
-        return {
-            "free_blocks": scheduler.token_to_kv_pool_allocator.available_size() // page,
-            "total_blocks": scheduler.max_total_num_tokens // page,
-            "block_size": page,
-            "sessions": len(sessions),
-            "resting": sum(session.request is None for session in sessions),
-            "running": len(scheduler.running_batch.reqs),
-            "waiting": len(scheduler.waiting_queue),
-            "preempted": memory.retracted,
-            "dropped": memory.drops,
-            "fork_shared": runtime.forks.shared,
-            "fork_copied": runtime.forks.copied,
-        }
-
-    def _configure(self, request: Mapping[str, Any]) -> None:
-        """Go on with another method; only while no session is open."""
-        runtime = self._runtime
-        if runtime.table.sessions:
-            raise ValueError(f"{len(runtime.table.sessions)} sessions are open; close them first")
-        runtime.configure(runtime.policy.with_method(request["method"]))
 
     def _fork(self, request: Mapping[str, Any]) -> dict[str, int]:
         return self._runtime.forks.make(self._at_rest(request), request["new"])
@@ -273,13 +248,13 @@ class Commands:
         shorten(slot, eviction.live - eviction.keep)
         return eviction.live - eviction.keep
 
-    def _find(self, request: Mapping[str, Any]) -> Session | None:
+    def _find(self, request: Mapping[str, Any]) -> SglangSession | None:
         return self._runtime.table.sessions.get(request["session"])
 
-    def _at_rest(self, request: Mapping[str, Any]) -> Session:
+    def _at_rest(self, request: Mapping[str, Any]) -> SglangSession:
         session = self._find(request)
         if session is None:
             raise ValueError(f"there is no session {request['session']}")
-        if session.request is not None:
+        if session.running:
             raise ValueError(f"session {session.name} is generating")
         return session

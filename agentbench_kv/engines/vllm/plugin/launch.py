@@ -1,13 +1,7 @@
-"""`vllm serve` under either name of the distribution, refusing versions nobody tried.
-
-The entry point that vLLM calls in each of its processes.
-
-Every symbol of vLLM that the engine builds on, with the parameters it relies on.
+"""How vLLM is started with us in it: its launcher, the plug-in, what is refused.
 
 vLLM calls its scheduler and its model runner private. `problems` compares what is installed with
-what the engine was written against; a test runs it inside the environment.
-
-What the vLLM engine cannot do, said when it starts.
+the symbols that the engine was written against; a test runs it inside the environment.
 """
 
 from __future__ import annotations
@@ -59,10 +53,6 @@ def main() -> None:
     sys.exit(vllm())
 
 
-if __name__ == "__main__":
-    main()
-
-
 def register() -> None:
     """Put the query-keeping attention backend in the place of vLLM's own."""
     from vllm.platforms import current_platform
@@ -74,22 +64,11 @@ def register() -> None:
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-
-
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-
-
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
-
-
 _POOL = "vllm.v1.core.block_pool:BlockPool"
-
-
 _REGISTRY = "vllm.v1.attention.backends.registry"
-
-
 _TABLE = "vllm.v1.worker.block_table:MultiGroupBlockTable"
-
 
 # `module:Name.attribute` -> parameters a function must take, or fields a dataclass must have.
 SYMBOLS: Mapping[str, tuple[str, ...]] = {
@@ -192,3 +171,7 @@ def bytes_per_token(cache: Any) -> int:
         // group.kv_cache_spec.block_size
         for group in cache.kv_cache_groups
     )
+
+
+if __name__ == "__main__":
+    main()
