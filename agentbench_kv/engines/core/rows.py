@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite
 from agentbench_kv.engines.core.session import EvictionOrder
-from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.kernels import attention_mass, paged, rope_rotate
 from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
@@ -192,7 +192,7 @@ class WorkerRows:
     RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
     """
 
-    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
+    def __init__(self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy
         self.shape = shape
         plan = policy.method.query_plan()

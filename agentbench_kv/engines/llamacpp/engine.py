@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from agentbench_kv.engines.base import Capability, EngineInfo, EngineOptions
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES, ModelShape, resolve_model
 from agentbench_kv.engines.serving.engine import ServingEngine, scratch_folder
-from agentbench_kv.engines.serving.plugin import VARIABLE, Policy
+from agentbench_kv.engines.serving.plugin import VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving.process import ControlClient, ControlError, Launch, link_packages
-from agentbench_kv.engines.serving.wire import Request, Wire, stop_document
+from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
 from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
@@ -38,7 +38,7 @@ _ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
 
 
 @dataclass(eq=False)
-class LlamaCppWire(Wire):
+class LlamaCppWire(EngineWire):
     """One backend on two Unix sockets in a private folder."""
 
     _options: EngineOptions
@@ -64,7 +64,7 @@ class LlamaCppWire(Wire):
 
     def launch(self) -> Launch:
         options = self._options
-        policy = Policy(options.method, self._tokenizer, self.control, options.trace)
+        policy = BackendPolicy(options.method, self._tokenizer, self.control, options.trace)
         settings = {
             "model": str(self._model),
             "stream": str(self._stream),
@@ -87,7 +87,7 @@ class LlamaCppWire(Wire):
         with closing(ControlClient(self.control)) as control:
             return self._stream.exists() and control.answers()
 
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         document = _document(request)
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
             connection.settimeout(_ANSWER_S)
@@ -100,7 +100,7 @@ class LlamaCppWire(Wire):
                         connection.sendall(b"\n")
 
 
-def _document(request: Request) -> dict[str, Any]:
+def _document(request: GenerationRequest) -> dict[str, Any]:
     sampling, stop = request.sampling, stop_document(request.sampling)
     same = ("temperature", "top_p", "top_k", "seed")
     return {

@@ -33,10 +33,10 @@ from agentbench_kv.engines.sampling import StreamedGeneration
 from agentbench_kv.engines.serving.plugin import method_document
 from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
 from agentbench_kv.engines.serving.wire import (
+    EngineWire,
+    GenerationRequest,
     PluginWire,
-    Request,
     ServerSetup,
-    Wire,
     read_model,
     stop_document,
 )
@@ -180,7 +180,7 @@ class ServingEngine(Engine):
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
 
     def __init__(
-        self, info: EngineInfo, wire: Wire, folder: Path, log: Path, bytes_per_token: int
+        self, info: EngineInfo, wire: EngineWire, folder: Path, log: Path, bytes_per_token: int
     ) -> None:
         self.info = info
         self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
@@ -293,7 +293,7 @@ class ServingEngine(Engine):
         sampling = generation.sampling
         room = self.info.context_limit - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
-        request = Request(
+        request = GenerationRequest(
             state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left
         )
         state.known = len(state.tokens)
@@ -308,7 +308,7 @@ class ServingEngine(Engine):
         return reason
 
     def _read(
-        self, state: ServingSession, generation: ServingGeneration, request: Request
+        self, state: ServingSession, generation: ServingGeneration, request: GenerationRequest
     ) -> FinishReason:
         sampling = generation.sampling
         backend_stops = not self._wire.stock and stop_document(sampling) is not None

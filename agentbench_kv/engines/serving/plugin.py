@@ -149,7 +149,7 @@ VARIABLE = "KVBENCH_BACKEND"  # environment variable with the path of the policy
 
 
 @dataclass(frozen=True)
-class Policy:
+class BackendPolicy:
     """A backend's instructions."""
 
     method: Method
@@ -181,7 +181,7 @@ class Policy:
             trace=None if trace is None else Path(trace),
         )
 
-    def with_method(self, document: dict[str, Any]) -> Policy:
+    def with_method(self, document: dict[str, Any]) -> BackendPolicy:
         """Return the policy with another method."""
         return replace(self, method=method_from(document))
 

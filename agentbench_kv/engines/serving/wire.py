@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
-from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, Policy
+from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving.process import Launch, link_packages
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
@@ -84,7 +84,7 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """One generation."""
 
     session: str  # the backend's name of the session
@@ -97,7 +97,7 @@ class Request:
     usage: dict[str, int] = field(default_factory=dict)
 
 
-class Wire(ABC):
+class EngineWire(ABC):
     """The part of a serving engine that knows its command line and its HTTP surface."""
 
     # The engine as shipped, without our plug-in: nobody answers on the control channel.
@@ -108,7 +108,7 @@ class Wire(ABC):
         """Return how to start the backend."""
 
     @abstractmethod
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         """Yield a generation's ids; closing the iterator ends it in the backend.
 
         Raises OSError or httpx.TransportError if the backend is gone.
@@ -149,7 +149,7 @@ class ServerSetup:
     stock: bool  # as shipped, without our plug-in
 
 
-class PluginWire(Wire):
+class PluginWire(EngineWire):
     """A server of another project that loads our plug-in, or runs as shipped.
 
     Its HTTP surface is locked with a key of its own.
@@ -192,7 +192,7 @@ class PluginWire(Wire):
             "TRANSFORMERS_OFFLINE": "1",
         }
         if not self.stock:
-            policy = Policy(options.method, self._setup.model, self.control, options.trace)
+            policy = BackendPolicy(options.method, self._setup.model, self.control, options.trace)
             environment[VARIABLE] = str(policy.save(folder))
         if options.allow_untested:
             environment[ALLOW_UNTESTED] = "1"

@@ -19,9 +19,9 @@ from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_d
 from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
+    GenerationRequest,
     ModelFacts,
     PluginWire,
-    Request,
     RequestError,
     ServerSetup,
     as_flags,
@@ -87,7 +87,7 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
     }
 
 
-class SglangWire(PluginWire):
+class SglangEngineWire(PluginWire):
     """One SGLang server on a loopback port.
 
     As shipped, its radix cache finds what a session sent before.
@@ -119,7 +119,7 @@ class SglangWire(PluginWire):
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return Launch(command, self._ready, environment)
 
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         name = f"{request.session}.{next(_requests)}"
         body = self._stock_body(request) if self.stock else self._session_body(request)
         read, ended = len(request.tokens), False
@@ -150,7 +150,7 @@ class SglangWire(PluginWire):
         self._commands.close()
         super().close()
 
-    def _session_body(self, request: Request) -> dict[str, Any]:
+    def _session_body(self, request: GenerationRequest) -> dict[str, Any]:
         """Return a turn: what the server's session has not completed, and how it ends."""
         complete = self._complete[request.session]
         if not complete and not self._commands.call("known", session=request.session):
@@ -173,7 +173,7 @@ class SglangWire(PluginWire):
             "stream": True,
         }
 
-    def _stock_body(self, request: Request) -> dict[str, Any]:
+    def _stock_body(self, request: GenerationRequest) -> dict[str, Any]:
         """Return a generation over all tokens, as any client would ask for it."""
         stop_ids = request.sampling.stop_token_ids
         stops = {"stop_token_ids": sorted(stop_ids), "ignore_eos": False} if stop_ids else {}
@@ -205,7 +205,7 @@ class SglangWire(PluginWire):
         return up and (self.stock or self._commands.answers())
 
 
-def _sampling(request: Request) -> dict[str, Any]:
+def _sampling(request: GenerationRequest) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "max_new_tokens": request.max_tokens,
@@ -252,7 +252,7 @@ class SglangEngine(ServingEngine):
     )
     takes_arguments: ClassVar[bool] = True
 
-    _wire: SglangWire
+    _wire: SglangEngineWire
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -266,7 +266,7 @@ class SglangEngine(ServingEngine):
             For a method SGLang's cache cannot hold.
         """
         gpu = pick_device(options.device).type == "cuda"
-        return start_server(cls, SglangWire, "sglang", options, "sglang", gpu=gpu)
+        return start_server(cls, SglangEngineWire, "sglang", options, "sglang", gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:

@@ -18,8 +18,8 @@ from agentbench_kv.engines.serving.engine import ServingEngine, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
+    GenerationRequest,
     PluginWire,
-    Request,
     ServerSetup,
     as_flags,
     post_events,
@@ -33,7 +33,7 @@ _CPU_BLOCK = 32
 _CPU_CACHE_BYTES = 1 << 30
 
 
-class VllmWire(PluginWire):
+class VllmEngineWire(PluginWire):
     """One vLLM server on a Unix socket in a private folder.
 
     As shipped, prefix caching and async scheduling are on.
@@ -73,7 +73,7 @@ class VllmWire(PluginWire):
         command += [str(self._setup.model), "--uds", str(self._socket), *self._flags()]
         return Launch(command, self._ready, environment)
 
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         for event in post_events(self._client, "/v1/completions", self._body(request)):
             details = (event.get("usage") or {}).get("prompt_tokens_details")
             if details is not None:
@@ -86,7 +86,7 @@ class VllmWire(PluginWire):
         version = self._client.get("/version").json().get("version", "unknown")
         return {**super().details(), "version": str(version), "flags": " ".join(self._flags())}
 
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
         extra = {
             "kvbench_session": request.session,
@@ -203,7 +203,7 @@ class VllmEngine(ServingEngine):
             For a method vLLM's cache cannot hold.
         """
         environment, gpu = _environment_for(options.device), on_gpu(options.device)
-        return start_server(cls, VllmWire, "vllm", options, environment, gpu=gpu)
+        return start_server(cls, VllmEngineWire, "vllm", options, environment, gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:

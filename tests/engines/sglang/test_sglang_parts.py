@@ -13,9 +13,9 @@ import torch
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.rows import Fed, RowShape
 from agentbench_kv.engines.core.session import Eviction
-from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.engines.serving.wire import ModelFacts, ServerSetup
-from agentbench_kv.engines.sglang.engine import SglangWire, _refuse_abort, flags
+from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
 from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
@@ -274,7 +274,7 @@ def small_worker(kept: str) -> DeviceWorker:
     buffers = [[torch.zeros(64, 1, 2, 8) for _ in range(2)] for _ in range(2)]
     keys, values = (PagedRows.of(buffer, "brhd") for buffer in buffers)
     pool = Pool(keys, values, torch.zeros(3, 64, dtype=torch.int32), 1)
-    policy = Policy(make_method(kept, 64), Path(), Path())
+    policy = BackendPolicy(make_method(kept, 64), Path(), Path())
     return DeviceWorker(policy, shape, torch.ones(4), pool)
 
 
@@ -344,7 +344,7 @@ def test_no_slots_without_pages() -> None:
 def test_a_command_line_holds_no_key(tmp_path: Path) -> None:
     options = EngineOptions("micro", make_method("full-constrained", None))
     setup = ServerSetup(options, FACTS, Path("python"), tmp_path, tmp_path, gpu=False, stock=False)
-    wire = SglangWire(setup)
+    wire = SglangEngineWire(setup)
     launch = wire.launch()
     wire.close()
     keys = {value for name, value in launch.environment.items() if "KEY" in name}

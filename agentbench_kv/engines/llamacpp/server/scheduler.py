@@ -28,7 +28,7 @@ from agentbench_kv.engines.llamacpp.server.session import (
     Stream,
     error_document,
 )
-from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Queries, QueryKind
 from agentbench_kv.phases.machine import PromptPhases
@@ -159,7 +159,7 @@ class Scheduler:
     events fall on the same tokens.
     """
 
-    def __init__(self, context: Context, policy: Policy) -> None:
+    def __init__(self, context: Context, policy: BackendPolicy) -> None:
         self.context = context
         self.cells = Cells(context)
         self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
@@ -172,7 +172,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
         self._thread.start()
 
-    def _use(self, policy: Policy) -> None:
+    def _use(self, policy: BackendPolicy) -> None:
         shape = self.context.shape
         rows = RowShape(
             shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, torch.float32,
@@ -185,7 +185,7 @@ class Scheduler:
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
-    def configure(self, policy: Policy) -> None:
+    def configure(self, policy: BackendPolicy) -> None:
         """Go on with another method; on the own thread."""
         if self.sessions:
             raise UsageError(f"{len(self.sessions)} sessions are open; close them first")

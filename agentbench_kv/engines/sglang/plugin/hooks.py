@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from agentbench_kv.engines.serving.plugin import Policy, refuse_untested
+from agentbench_kv.engines.serving.plugin import BackendPolicy, refuse_untested
 from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
@@ -26,7 +26,7 @@ Original = Callable[..., Any]
 class Patches:
     """All hooks of a process."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: BackendPolicy) -> None:
         self._policy = policy
         self._runtime: Runtime | None = None
 
@@ -359,7 +359,7 @@ def register() -> None:
     problems = mismatches()
     if problems:
         raise SystemExit("kvbench: this SGLang is not the one expected: " + "; ".join(problems))
-    patches = Patches(Policy.load())
+    patches = Patches(BackendPolicy.load())
     for target in TARGETS:
         HookRegistry.register(target, patches.hook(target), HookType.AROUND)
     HookRegistry.apply_hooks()

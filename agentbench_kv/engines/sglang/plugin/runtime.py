@@ -16,9 +16,9 @@ import torch
 
 from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.serving.plugin import (
+    BackendPolicy,
     ControlServer,
     Handler,
-    Policy,
     SessionCommands,
     rope_frequencies,
 )
@@ -102,7 +102,7 @@ def _model(runner: Any) -> dict[str, bool]:
 class Runtime:
     """Built in two steps, because CUDA graphs are captured before there is a scheduler."""
 
-    def __init__(self, policy: Policy, runner: Any) -> None:
+    def __init__(self, policy: BackendPolicy, runner: Any) -> None:
         refuse_unsupported(runner)
         self.policy = policy
         args = runner.server_args
@@ -130,7 +130,7 @@ class Runtime:
             scheduler.idle_sleeper.poller.register(self.commands.bell)
         self.control = ControlServer(self.policy.control, self.commands.commands)
 
-    def configure(self, policy: Policy) -> None:
+    def configure(self, policy: BackendPolicy) -> None:
         """Go on with another method; CUDA graphs may have been captured without what it needs."""
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         if self._captured and needed and not self.worker.keeps_queries:

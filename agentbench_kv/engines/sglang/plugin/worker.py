@@ -20,7 +20,7 @@ from torch import Tensor
 from agentbench_kv.engines.core.rings import RingWrite
 from agentbench_kv.engines.core.rows import Fed, PagedStore, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder
-from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.spans import SpanRange
@@ -70,7 +70,9 @@ class PrefilledRows:
 class DeviceWorker:
     """What the scheduler's process keeps on the device besides the cache."""
 
-    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor, pool: Pool) -> None:
+    def __init__(
+        self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor, pool: Pool
+    ) -> None:
         self.pool = pool
         self.shape = shape
         self.deficits = torch.zeros(len(pool.table), dtype=torch.int64, device=shape.device)
@@ -80,7 +82,7 @@ class DeviceWorker:
         self._parts: Sequence[PrefilledRows] = ()
         self.configure(policy)
 
-    def configure(self, policy: Policy) -> None:
+    def configure(self, policy: BackendPolicy) -> None:
         """Go on with a policy; no session may be open."""
         self.rows = WorkerRows(policy, self.shape, self._frequencies)
         self.labels = policy.method.compresses

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from agentbench_kv.engines.core.rows import Fed, RowShape, RowStore, WorkerRows
 from agentbench_kv.engines.core.session import EvictionOrder, RowsMoved, StepPlan
-from agentbench_kv.engines.serving.plugin import Policy, rope_frequencies
+from agentbench_kv.engines.serving.plugin import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.vllm.plugin.attention import CAPTURE
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store
 from agentbench_kv.engines.vllm.plugin.launch import register
@@ -42,7 +42,7 @@ class EvictingRunner(BaseRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, then find its layers; graphs are captured after this."""
         super().initialize_kv_cache(*args, **kwargs)
-        self._kvbench_connect(Policy.load())
+        self._kvbench_connect(BackendPolicy.load())
         if self.device.type != "cpu":
             # CUDA graphs copy queries to buffers as large as the largest captured batch.
             rows = max(self.compilation_config.cudagraph_capture_sizes or [0])
@@ -168,7 +168,7 @@ class EvictingRunner(BaseRunner):
         caches = (layer.kv_cache for layer in self._kvbench_layers)
         return [cache if isinstance(cache, Tensor) else cache[0] for cache in caches]
 
-    def _kvbench_connect(self, policy: Policy) -> None:
+    def _kvbench_connect(self, policy: BackendPolicy) -> None:
         layers = self._kvbench_layers
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size

@@ -12,7 +12,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from agentbench_kv.engines.core.session import StepPlan
-from agentbench_kv.engines.serving.plugin import ControlServer, Handler, Policy, SessionCommands
+from agentbench_kv.engines.serving.plugin import (
+    BackendPolicy,
+    ControlServer,
+    Handler,
+    SessionCommands,
+)
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,
@@ -36,7 +41,7 @@ class EvictingScheduler(Scheduler):
         refuse_unknown()
         super().__init__(*args, **kwargs)
         self.lock = threading.RLock()
-        self._policy = Policy.load()
+        self._policy = BackendPolicy.load()
         refuse_unsupported(self.vllm_config, self.kv_cache_config, self._policy.method)
         self._new_method: dict[str, Any] | None = None
         self.preempted = 0
