@@ -335,7 +335,7 @@ class WorkerRows:
             )
         phases = list(session.given[first : first + len(part.tokens)])
         sampled = part.tokens[len(phases) :]
-        if sampled and session.labeller is None:
+        if session.labeller is None:
             raise RuntimeError(f"nobody said how session {part.session} is labelled")
         phases += [session.labeller.label(token) for token in sampled]
         session.phases += [int(phase) for phase in phases]

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -54,13 +54,6 @@ class LlamaCppWire(EngineWire):
 
     def details(self) -> dict[str, str]:
         return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
-
-    def use(self, method: Method) -> None:
-        self._options = replace(self._options, method=method)
-
-    @property
-    def control(self) -> Path:
-        return self._folder / "control"
 
     def launch(self) -> Launch:
         options = self._options

@@ -36,7 +36,6 @@ from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
     PluginWire,
-    ServerSetup,
     read_model,
     stop_document,
 )
@@ -392,7 +391,7 @@ def start_server(
     facts = read_model(path)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
-    wire = wire_class(ServerSetup(options, facts, python, path, folder, gpu, stock))
+    wire = wire_class(options, facts, python, path, folder, gpu, stock)
     info = EngineInfo(
         name=name,
         model=options.model,

@@ -6,15 +6,17 @@ scheduler answers, the refusal of untested versions, the watch over the harness.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pkgutil
 import signal
 import socketserver
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -249,21 +251,53 @@ def refuse_untested(engine: str, version: str, tested: str) -> None:
         )
 
 
+def symbol_problems(symbols: Mapping[str, Sequence[str]], *, exact: bool) -> list[str]:
+    """Return what is missing or different in an engine's insides, in words.
+
+    `symbols` names functions with parameters, and dataclasses with fields, that are relied on; with
+    `exact` there may be no others.
+    """
+    found = []
+    for path, expected in symbols.items():
+        try:
+            actual = _parameters(pkgutil.resolve_name(path)) if expected else []
+        except (ImportError, AttributeError) as error:
+            found.append(f"{path} is gone ({type(error).__name__})")
+            continue
+        if missing := [name for name in expected if name not in actual]:
+            found.append(f"{path} has no {', '.join(missing)}")
+        elif exact and actual != list(expected):
+            found.append(f"{path} takes {', '.join(actual)}; expected {', '.join(expected)}")
+    return found
+
+
+def _parameters(symbol: Any) -> list[str]:
+    if is_dataclass(symbol):
+        return [each.name for each in fields(symbol)]
+    return list(inspect.signature(getattr(symbol, "__func__", symbol)).parameters)
+
+
+def refuse_unsupported(engine: str, problems: Mapping[str, bool]) -> None:
+    """Raise ValueError with the problems that there are."""
+    if found := [name for name, there in problems.items() if there]:
+        raise ValueError(f"kvbench: eviction in {engine} does not support {', '.join(found)}")
+
+
 def follow_parent() -> None:
     """End this process's group once its parent is gone, however that ended.
 
     The harness starts every backend in a group of its own.
     """
     parent = os.getppid()
-    threading.Thread(target=_watch, args=(parent,), name="kvbench-parent", daemon=True).start()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.killpg(0, signal.SIGKILL)
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os.killpg(0, signal.SIGTERM)
-    time.sleep(_GRACE_S)
-    os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=watch, name="kvbench-parent", daemon=True).start()
 
 
 def rope_frequencies(model_path: Path) -> Tensor:

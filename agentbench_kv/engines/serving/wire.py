@@ -102,6 +102,13 @@ class EngineWire(ABC):
 
     # The engine as shipped, without our plug-in: nobody answers on the control channel.
     stock: bool = False
+    _options: EngineOptions
+    _folder: Path  # private, for sockets and files
+
+    @property
+    def control(self) -> Path:
+        """The control channel's socket; nobody listens on it in a stock server."""
+        return self._folder / "control"
 
     @abstractmethod
     def launch(self) -> Launch:
@@ -114,9 +121,9 @@ class EngineWire(ABC):
         Raises OSError or httpx.TransportError if the backend is gone.
         """
 
-    @abstractmethod
     def use(self, method: Method) -> None:
         """Start backends with another method from now on."""
+        self._options = replace(self._options, method=method)
 
     def opened(self, session: str) -> None:  # noqa: ARG002
         """Prepare for a session that is new to the backend."""
@@ -130,60 +137,46 @@ class EngineWire(ABC):
         """Close the connections."""
         return None
 
-    @property
-    @abstractmethod
-    def control(self) -> Path:
-        """The control channel's socket."""
 
-
-@dataclass(frozen=True)
-class ServerSetup:
-    """What a server is started from."""
-
-    options: EngineOptions
-    facts: ModelFacts
-    python: Path  # the environment's interpreter
-    model: Path
-    folder: Path  # private, for sockets and files
-    gpu: bool
-    stock: bool  # as shipped, without our plug-in
-
-
+@dataclass(eq=False)
 class PluginWire(EngineWire):
     """A server of another project that loads our plug-in, or runs as shipped.
 
     Its HTTP surface is locked with a key of its own.
     """
 
-    def __init__(self, setup: ServerSetup, transport: httpx.BaseTransport | None = None) -> None:
-        self.stock = setup.stock
-        self._setup = setup
-        self._options = setup.options
+    _options: EngineOptions
+    _facts: ModelFacts
+    _python: Path  # the environment's interpreter
+    _model: Path
+    _folder: Path  # private, for sockets and files
+    _gpu: bool
+    stock: bool  # as shipped, without our plug-in
+
+    def __post_init__(self) -> None:
         self._key = secrets.token_hex(16)
-        headers = {"Authorization": f"Bearer {self._key}"}
         self._client = httpx.Client(
-            headers=headers, limits=LIMITS, timeout=10.0, transport=transport
+            headers={"Authorization": f"Bearer {self._key}"},
+            limits=LIMITS,
+            timeout=10.0,
+            transport=self._transport(),
         )
 
-    @property
-    def control(self) -> Path:
-        """The control channel's socket; nobody listens on it in a stock server."""
-        return self._setup.folder / "control"
+    def _transport(self) -> httpx.BaseTransport | None:
+        """Return how the server is reached, if not by a port."""
+        return None
 
     @property
     def context_limit(self) -> int:
         """Last position + 1."""
-        return self._setup.facts.context_limit
-
-    def use(self, method: Method) -> None:
-        self._options = replace(self._options, method=method)
+        return self._facts.context_limit
 
     def close(self) -> None:
         self._client.close()
 
     def _environment(self, group: str, plugins: Mapping[str, str]) -> dict[str, str]:
         """Return what any server needs: our package with its entry points, and the policy."""
-        options, folder = self._options, self._setup.folder
+        options, folder = self._options, self._folder
         groups = {group: plugins} if plugins else {}
         links = link_packages(folder / "path", [type(options.method).__module__], groups)
         environment = {
@@ -192,7 +185,7 @@ class PluginWire(EngineWire):
             "TRANSFORMERS_OFFLINE": "1",
         }
         if not self.stock:
-            policy = BackendPolicy(options.method, self._setup.model, self.control, options.trace)
+            policy = BackendPolicy(options.method, self._model, self.control, options.trace)
             environment[VARIABLE] = str(policy.save(folder))
         if options.allow_untested:
             environment[ALLOW_UNTESTED] = "1"

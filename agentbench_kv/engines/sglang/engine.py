@@ -23,7 +23,6 @@ from agentbench_kv.engines.serving.wire import (
     ModelFacts,
     PluginWire,
     RequestError,
-    ServerSetup,
     as_flags,
     post_events,
     stop_document,
@@ -93,8 +92,8 @@ class SglangEngineWire(PluginWire):
     As shipped, its radix cache finds what a session sent before.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
-        super().__init__(setup)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._commands = ControlClient(self.control)
         self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
 
@@ -103,11 +102,11 @@ class SglangEngineWire(PluginWire):
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
-        command = [str(self._setup.python), "-m", f"{_PLUGIN}.launch"]
-        command += ["--model-path", str(self._setup.model), "--host", _HOST, "--port", str(port)]
-        command += flags(self._options, self._setup.facts, gpu=self._setup.gpu, stock=self.stock)
+        command = [str(self._python), "-m", f"{_PLUGIN}.launch"]
+        command += ["--model-path", str(self._model), "--host", _HOST, "--port", str(port)]
+        command += flags(self._options, self._facts, gpu=self._gpu, stock=self.stock)
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.hooks:register"}
-        if not self._setup.gpu:
+        if not self._gpu:
             plugins["kvbench-cpu"] = f"{_PLUGIN}.cpu:register"
         environment = self._environment("sglang.srt.plugins", plugins) | {
             KEY: self._key,
@@ -115,7 +114,7 @@ class SglangEngineWire(PluginWire):
             # Never opened, but derived from the other port and refused if it is too large.
             "SGLANG_GRPC_PORT": str(_free_port()),
         }
-        if not self._setup.gpu:
+        if not self._gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return Launch(command, self._ready, environment)
 

@@ -20,7 +20,6 @@ from agentbench_kv.engines.serving.wire import (
     LIMITS,
     GenerationRequest,
     PluginWire,
-    ServerSetup,
     as_flags,
     post_events,
     stop_document,
@@ -29,6 +28,7 @@ from agentbench_kv.environments import python_of
 
 _PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
+_URL = "http://vllm"  # a name only: the socket decides
 _CPU_BLOCK = 32
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -39,11 +39,12 @@ class VllmEngineWire(PluginWire):
     As shipped, prefix caching and async scheduling are on.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
-        self._socket = setup.folder / "http"
-        transport = httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
-        super().__init__(setup, transport)
-        self._client.base_url = httpx.URL("http://vllm")
+    @property
+    def _socket(self) -> Path:
+        return self._folder / "http"
+
+    def _transport(self) -> httpx.BaseTransport:
+        return httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
 
     @property
     def context_limit(self) -> int:
@@ -53,7 +54,7 @@ class VllmEngineWire(PluginWire):
         """
         asked = self._options.engine_args.get("max-model-len")
         limits = [
-            self._setup.facts.context_limit,
+            self._facts.context_limit,
             self._options.max_live_tokens,
             asked and int(asked),
         ]
@@ -65,16 +66,16 @@ class VllmEngineWire(PluginWire):
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.launch:register"}
         environment = self._environment("vllm.general_plugins", plugins)
         environment |= {"VLLM_API_KEY": self._key, "VLLM_NO_USAGE_STATS": "1"}
-        if not self._setup.gpu:
+        if not self._gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        command = [str(self._setup.python), "-m", f"{_PLUGIN}.launch", "serve"]
-        command += [str(self._setup.model), "--uds", str(self._socket), *self._flags()]
+        command = [str(self._python), "-m", f"{_PLUGIN}.launch", "serve"]
+        command += [str(self._model), "--uds", str(self._socket), *self._flags()]
         return Launch(command, self._ready, environment)
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
-        for event in post_events(self._client, "/v1/completions", self._body(request)):
+        for event in post_events(self._client, f"{_URL}/v1/completions", self._body(request)):
             details = (event.get("usage") or {}).get("prompt_tokens_details")
             if details is not None:
                 request.usage["cached_tokens"] = int(details.get("cached_tokens") or 0)
@@ -83,7 +84,7 @@ class VllmEngineWire(PluginWire):
 
     def details(self) -> dict[str, str]:
         """Return version, set-up and flags, without what is this machine's own."""
-        version = self._client.get("/version").json().get("version", "unknown")
+        version = self._client.get(f"{_URL}/version").json().get("version", "unknown")
         return {**super().details(), "version": str(version), "flags": " ".join(self._flags())}
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class VllmEngineWire(PluginWire):
         if not _listens(self._socket):
             return False
         try:
-            up = self._client.get("/health").status_code == httpx.codes.OK
+            up = self._client.get(f"{_URL}/health").status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
         if not up or self.stock:
@@ -134,7 +135,7 @@ class VllmEngineWire(PluginWire):
             "uvicorn-log-level": "warning",
         }
         arguments |= self._memory()
-        if not self._setup.gpu:
+        if not self._gpu:
             arguments["enforce-eager"] = None
         if self.stock:
             arguments["enable-prompt-tokens-details"] = None
@@ -150,15 +151,15 @@ class VllmEngineWire(PluginWire):
     def _memory(self) -> dict[str, str | None]:
         """Return how large the cache is: what was asked for, or vLLM's own choice on a GPU."""
         arguments: dict[str, str | None] = {}
-        block = 16 if self._setup.gpu else _CPU_BLOCK
+        block = 16 if self._gpu else _CPU_BLOCK
         if self._options.max_live_tokens is not None:
             # One block is vLLM's placeholder.
             blocks = -(-self._options.max_live_tokens // block) + 1
             arguments |= {"block-size": str(block), "num-gpu-blocks-override": str(blocks)}
             arguments["max-model-len"] = str(self.context_limit)
-        elif not self._setup.gpu:
+        elif not self._gpu:
             arguments["block-size"] = str(block)
-        if not self._setup.gpu:
+        if not self._gpu:
             arguments["kv-cache-memory-bytes"] = str(_CPU_CACHE_BYTES)
         return arguments
 

@@ -14,7 +14,7 @@ from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.rows import Fed, RowShape
 from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.engines.serving.plugin import BackendPolicy
-from agentbench_kv.engines.serving.wire import ModelFacts, ServerSetup
+from agentbench_kv.engines.serving.wire import ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
@@ -343,8 +343,7 @@ def test_no_slots_without_pages() -> None:
 
 def test_a_command_line_holds_no_key(tmp_path: Path) -> None:
     options = EngineOptions("micro", make_method("full-constrained", None))
-    setup = ServerSetup(options, FACTS, Path("python"), tmp_path, tmp_path, gpu=False, stock=False)
-    wire = SglangEngineWire(setup)
+    wire = SglangEngineWire(options, FACTS, Path("python"), tmp_path, tmp_path, False, False)
     launch = wire.launch()
     wire.close()
     keys = {value for name, value in launch.environment.items() if "KEY" in name}

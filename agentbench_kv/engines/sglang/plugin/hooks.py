@@ -8,19 +8,15 @@ before it installs anything, and a contract test checks it again.
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from agentbench_kv.engines.serving.plugin import BackendPolicy, refuse_untested
-from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
+from agentbench_kv.engines.serving.plugin import BackendPolicy, refuse_untested, symbol_problems
+from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
-
-Original = Callable[..., Any]
 
 
 class Patches:
@@ -313,24 +309,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 
 def mismatches() -> list[str]:
     """Return what is not as listed, in words; SGLang must be importable."""
-    found = []
-    for target, expected in TARGETS.items():
-        try:
-            actual = _parameters(target)
-        except (ImportError, AttributeError, KeyError) as error:
-            found.append(f"{target} is gone ({type(error).__name__})")
-            continue
-        if actual != expected:
-            found.append(f"{target} takes {', '.join(actual)}; expected {', '.join(expected)}")
-    return found
-
-
-def _parameters(target: str) -> tuple[str, ...]:
-    owner_path, _, name = target.rpartition(".")
-    owner: Any = pkgutil.resolve_name(owner_path)
-    function = owner.__dict__[name]
-    function = getattr(function, "__func__", function)
-    return tuple(inspect.signature(function).parameters)
+    return symbol_problems(TARGETS, exact=True)
 
 
 TESTED = "0.5.12"

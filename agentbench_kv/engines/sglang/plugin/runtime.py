@@ -20,6 +20,7 @@ from agentbench_kv.engines.serving.plugin import (
     ControlServer,
     Handler,
     SessionCommands,
+    refuse_unsupported,
     rope_frequencies,
 )
 from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
@@ -61,16 +62,13 @@ class CommandQueue:
         return forward
 
 
-def refuse_unsupported(runner: Any) -> None:
+def refuse_wrong_results(runner: Any) -> None:
     """Refuse options and models that eviction would make wrong."""
-    found = [name for name, there in {**_options(runner), **_model(runner)}.items() if there]
-    if found:
-        raise ValueError(f"kvbench: eviction in SGLang does not support {', '.join(found)}")
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-
-def _options(runner: Any) -> dict[str, bool]:
-    args = runner.server_args
-    return {
+    args, config, pool = runner.server_args, runner.model_config, runner.token_to_kv_pool
+    window = getattr(runner, "sliding_window_size", None)
+    wrong = {
         "the radix cache (--disable-radix-cache is missing)": not args.disable_radix_cache,
         "running without --enable-streaming-session": not args.enable_streaming_session,
         "prefill without chunks": (args.chunked_prefill_size or 0) < 1,
@@ -82,28 +80,20 @@ def _options(runner: Any) -> dict[str, bool]:
         "two-batch overlap": args.enable_two_batch_overlap,
         "piecewise CUDA graphs": args.device == "cuda" and not args.disable_piecewise_cuda_graph,
         "a quantised KV cache": args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
-    }
-
-
-def _model(runner: Any) -> dict[str, bool]:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    config, pool = runner.model_config, runner.token_to_kv_pool
-    window = getattr(runner, "sliding_window_size", None)
-    return {
         f"this model's cache ({type(pool).__name__})": type(pool) is not MHATokenToKVPool,
         "sliding-window attention": runner.is_hybrid_swa or (window is not None and window > 0),
         "multimodal models": config.is_multimodal or runner.model_is_mrope,
         "encoder-decoder models": config.is_encoder_decoder,
         "attention in chunks": getattr(config, "attention_chunk_size", None) is not None,
     }
+    refuse_unsupported("SGLang", wrong)
 
 
 class Runtime:
     """Built in two steps, because CUDA graphs are captured before there is a scheduler."""
 
     def __init__(self, policy: BackendPolicy, runner: Any) -> None:
-        refuse_unsupported(runner)
+        refuse_wrong_results(runner)
         self.policy = policy
         args = runner.server_args
         self._captured = args.device == "cuda" and not args.disable_cuda_graph

@@ -7,14 +7,16 @@ the symbols that the engine was written against; a test runs it inside the envir
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
-import pkgutil
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-from agentbench_kv.engines.serving.plugin import follow_parent, refuse_untested
+from agentbench_kv.engines.serving.plugin import (
+    follow_parent,
+    refuse_unsupported,
+    refuse_untested,
+    symbol_problems,
+)
 from agentbench_kv.methods.base import Method
 
 TESTED = "0.32.0"
@@ -110,40 +112,23 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
 
 def problems() -> list[str]:
     """Return what is missing or different in the vLLM that is installed here."""
-    found = []
-    for path, expected in SYMBOLS.items():
-        try:
-            symbol = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError) as error:
-            found.append(f"{path}: {error}")
-            continue
-        missing = [name for name in expected if name not in _parameters(symbol)]
-        if missing:
-            found.append(f"{path} has no {', '.join(missing)}")
-    return found
-
-
-def _parameters(symbol: Any) -> set[str]:
-    if is_dataclass(symbol):
-        return {field.name for field in fields(symbol)}
-    return set(inspect.signature(symbol).parameters)
+    return symbol_problems(SYMBOLS, exact=False)
 
 
 def refuse_unknown() -> None:
     """Refuse a vLLM whose insides are not the ones the engine was written against."""
-    found = problems()
-    if found:
+    if found := problems():
         raise ValueError(f"kvbench: this vLLM is not the one the plug-in knows: {'; '.join(found)}")
 
 
-def refuse_unsupported(config: Any, cache: Any, method: Method) -> None:
+def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
     """Refuse what physical eviction would make wrong."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = cache.kv_cache_groups
     parallel = config.parallel_config
     shared = method.kept_set == "shared" and parallel.tensor_parallel_size > 1
-    problems = {
+    wrong = {
         "one kept set for all heads under tensor parallelism": shared,
         "speculative decoding": config.speculative_config is not None,
         "KV connectors": config.kv_transfer_config is not None,
@@ -158,9 +143,7 @@ def refuse_unsupported(config: Any, cache: Any, method: Method) -> None:
         "context parallelism": parallel.decode_context_parallel_size > 1,
         "a quantised KV cache": groups[0].kv_cache_spec.dtype.itemsize < 2,
     }
-    found = [name for name, there in problems.items() if there]
-    if found:
-        raise ValueError(f"kvbench: eviction in vLLM does not support {', '.join(found)}")
+    refuse_unsupported("vLLM", wrong)
 
 
 def bytes_per_token(cache: Any) -> int:

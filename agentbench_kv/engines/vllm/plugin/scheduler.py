@@ -22,7 +22,7 @@ from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,
     refuse_unknown,
-    refuse_unsupported,
+    refuse_wrong_results,
 )
 from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions, extra_arguments
 
@@ -42,7 +42,7 @@ class EvictingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.lock = threading.RLock()
         self._policy = BackendPolicy.load()
-        refuse_unsupported(self.vllm_config, self.kv_cache_config, self._policy.method)
+        refuse_wrong_results(self.vllm_config, self.kv_cache_config, self._policy.method)
         self._new_method: dict[str, Any] | None = None
         self.preempted = 0
         workers = self.vllm_config.parallel_config.tensor_parallel_size
@@ -165,7 +165,7 @@ class _Commands(SessionCommands[VllmSession]):
         self._scheduler = scheduler
 
     def handlers(self) -> dict[str, Handler]:
-        return {name: self.locked(handler) for name, handler in super().handlers().items()}
+        return {name: self._locked(handler) for name, handler in super().handlers().items()}
 
     def _locked(self, handler: Handler) -> Handler:
         def answer(request: Mapping[str, Any]) -> Any:
