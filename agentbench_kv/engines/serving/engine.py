@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -31,7 +31,12 @@ from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
 from agentbench_kv.engines.serving.plugin import method_document
-from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
+from agentbench_kv.engines.serving.process import (
+    BackendProcess,
+    BackendStoppedError,
+    ControlClient,
+    ControlError,
+)
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
@@ -160,13 +165,9 @@ class ServingSession:
 
 def stats_from(document: dict[str, Any]) -> KVStats:
     """Return the accounting a backend sent."""
-    events: Sequence[dict[str, int]] = document.pop("events")
-    restarts: Sequence[Sequence[int]] = document.pop("restarts")
-    return KVStats(
-        **document,
-        events=[KVEvent(**event) for event in events],
-        restarts=[(before, tokens) for before, tokens in restarts],
-    )
+    events = [KVEvent(**event) for event in document["events"]]
+    restarts = [(before, tokens) for before, tokens in document["restarts"]]
+    return KVStats(**{**document, "events": events, "restarts": restarts})
 
 
 class ServingEngine(Engine):
@@ -255,11 +256,9 @@ class ServingEngine(Engine):
         """Return what the backend says of its memory; nothing where it is as shipped, or gone."""
         if self._wire.stock:
             return {}
-        try:
-            pool: dict[str, int] = self._control.call("pool")
-        except OSError:
-            return {}
-        return pool
+        with suppress(OSError):
+            return dict(self._control.call("pool"))
+        return {}
 
     def kept_names(self, session: str) -> str:
         """Return how the backend names a session in its traces."""
@@ -284,7 +283,7 @@ class ServingEngine(Engine):
             except _GONE as error:
                 if process.survives():
                     raise KVBenchError(f"the connection to the backend broke: {error}") from error
-        raise process.stopped()
+        raise BackendStoppedError(process.ended("stopped"))
 
     def _stream(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         if not state.known:

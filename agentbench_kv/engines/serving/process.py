@@ -87,16 +87,12 @@ class BackendProcess:
         deadline = time.monotonic() + self._launch.start_s
         while not self._launch.ready():
             if not self.alive:
-                raise PrerequisiteError(self._ended("did not start"))
+                raise PrerequisiteError(self.ended("did not start"))
             if time.monotonic() > deadline:
                 self.stop()
                 waited = f"did not answer within {self._launch.start_s:.0f} s"
                 raise PrerequisiteError(self._message(waited))
             time.sleep(_POLL_S)
-
-    def stopped(self) -> BackendStoppedError:
-        """Return the error that says how it ended."""
-        return BackendStoppedError(self._ended("stopped"))
 
     def stop(self) -> None:
         """End the process and everything it started."""
@@ -118,7 +114,8 @@ class BackendProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _ended(self, what: str) -> str:
+    def ended(self, what: str) -> str:
+        """Say how it ended: exit code, log, last lines."""
         return self._message(f"{what} (exit code {self._process.poll()})")
 
     def _message(self, what: str) -> str:

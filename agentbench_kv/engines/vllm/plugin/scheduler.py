@@ -121,12 +121,11 @@ class EvictingScheduler(Scheduler):
     ) -> tuple[list[int], bool]:
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         session = self.sessions.by_request.get(request.request_id)
-        if stopped or session is None or session.stop is None:
-            return tokens, stopped
-        if any(session.stop(token) for token in tokens):
-            request.status = RequestStatus.FINISHED_STOPPED
-            return tokens, True
-        return tokens, False
+        if not stopped and session is not None and session.stop is not None:
+            stopped = any(session.stop(token) for token in tokens)
+            if stopped:
+                request.status = RequestStatus.FINISHED_STOPPED
+        return tokens, stopped
 
     def _free_request_blocks(self, request: Any) -> None:
         session = self.sessions.by_request.get(request.request_id)

@@ -52,7 +52,9 @@ class VllmSessions:
         name = _session_name(request)
         session = self.sessions.get(name or request.request_id)
         if session is None:
-            session = self._open(name, request)
+            ledger, number = SessionLedger(self.method, self._bytes), request.request_id
+            session = VllmSession(name or number, ledger, name is not None, number)
+            self.sessions[session.name] = session
         labels = extra_arguments(request).get("kvbench_phases")
         if labels:
             session.prompt = PromptPhases(**json.loads(labels))
@@ -113,12 +115,6 @@ class VllmSessions:
         self.by_request.pop(session.request, None)
         self.blocks.deficits.pop(session.request, None)
         self.sessions.pop(session.name, None)
-
-    def _open(self, name: str | None, request: Any) -> VllmSession:
-        number, ledger = request.request_id, SessionLedger(self.method, self._bytes)
-        session = VllmSession(name or number, ledger, name is not None, number)
-        self.sessions[session.name] = session
-        return session
 
     def _adopt(self, session: VllmSession, request: Any) -> None:
         """Let a request start where its session is."""
