@@ -260,14 +260,15 @@ def symbol_problems(symbols: Mapping[str, Sequence[str]], *, exact: bool) -> lis
     found = []
     for path, expected in symbols.items():
         try:
-            actual = _parameters(pkgutil.resolve_name(path)) if expected else []
+            symbol = pkgutil.resolve_name(path)
         except (ImportError, AttributeError) as error:
             found.append(f"{path} is gone ({type(error).__name__})")
             continue
-        if missing := [name for name in expected if name not in actual]:
-            found.append(f"{path} has no {', '.join(missing)}")
-        elif exact and actual != list(expected):
+        actual = _parameters(symbol) if expected else []
+        if exact and actual != list(expected):
             found.append(f"{path} takes {', '.join(actual)}; expected {', '.join(expected)}")
+        elif missing := [name for name in expected if name not in actual]:
+            found.append(f"{path} has no {', '.join(missing)}")
     return found
 
 
