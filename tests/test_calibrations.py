@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentbench_kv.engines.embedded.calibrate import calibrate
 from agentbench_kv.engines.embedded.model import load_model, model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.registry import make_method
-from agentbench_kv.run.calibration import calibrated, calibration_path, make_calibration
+from agentbench_kv.run.calibration import calibrate, calibrated, calibration_path, make_calibration
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from agentbench_kv.analysis.replay import (
 )
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
-from agentbench_kv.methods.agentkv import AgentKV
+from agentbench_kv.methods.agentkv import SAMPLERS, AgentKV
 from agentbench_kv.methods.base import (
     PHASE_NAMES,
     Method,
@@ -37,7 +37,6 @@ from agentbench_kv.methods.base import (
     ScoreContext,
 )
 from agentbench_kv.methods.oracle import Oracle
-from agentbench_kv.methods.samplers import SAMPLERS
 from agentbench_kv.params import param
 
 ORACLE = "oracle"

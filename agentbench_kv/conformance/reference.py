@@ -79,7 +79,7 @@ class Trace:
 
 
 class TraceRecorder(Observer):
-    """The engine's recorder and observer: one trace per session."""
+    """Keeps one trace per session."""
 
     def __init__(self, sessions: Sequence[str]) -> None:
         self.traces = {session: Trace() for session in sessions}
@@ -138,9 +138,7 @@ def calibrated_for(model: Any, method: Method) -> Method:
 def in_memory_engine(model: Any, method: Method, recorder: TraceRecorder) -> EmbeddedEngine:
     """Start the embedded engine on a copy of a transformers model, watched by a recorder."""
     options = EngineOptions(model="in-memory", method=method, device="cpu", max_live_tokens=10**6)
-    return EmbeddedEngine.create(
-        options, model=copy.deepcopy(model), recorder=recorder, observer=recorder
-    )
+    return EmbeddedEngine.create(options, model=copy.deepcopy(model), recorder=recorder)
 
 
 def feed(engine: Engine, session: str, prompt: Sequence[int], trace: Trace) -> None:

@@ -3,10 +3,6 @@
 An engine never sees messages or text. It is given token ids with their phases, keeps the KV rows of
 each session, evicts what the method tells it to evict, and reports what it holds. The exception are
 engines at text level, see `engines.text`.
-
-What every engine is created from.
-
-The accounting of a session: added up over several caches, and as a JSON object.
 """
 
 from __future__ import annotations

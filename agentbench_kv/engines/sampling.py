@@ -1,7 +1,4 @@
-"""Picking the next token.
-
-A generation whose tokens come from another thread than the one that reads them.
-"""
+"""Picking the next token, and handing tokens from the thread that makes them to their reader."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import Generation, Sampling
+from agentbench_kv.engines.base import FinishReason, Generation, Sampling
 
 
 class Sampler:
@@ -46,7 +43,7 @@ class Sampler:
         return allowed
 
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 30.0  # between two looks whether a reader that fell behind has cancelled
 
 
 class StreamedGeneration(Generation):
@@ -77,6 +74,15 @@ class StreamedGeneration(Generation):
         self.last_token_s = now
         self.produced += 1
         self._hand_over(token)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the stream."""
+        self.finish_reason = reason
+        self._hand_over(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, which the reader gets."""
+        self._hand_over(error)
 
     def _hand_over(self, item: int | BaseException | None) -> None:
         """Queue a token, the end (None) or an error; who cancelled may never read it."""

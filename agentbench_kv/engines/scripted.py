@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +26,7 @@ from agentbench_kv.engines.base import (
     Sampling,
     ScriptSource,
 )
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, unknown_name
 from agentbench_kv.methods.base import Phase
 
@@ -36,7 +36,9 @@ _CONTEXT_LIMIT = 1 << 24  # scripts are not a model: their length is up to the t
 
 
 @dataclass
-class _Session:
+class ScriptedSession:
+    """What a session was given and said."""
+
     labeller: PhaseLabeller
     stats: KVStats = field(default_factory=KVStats)
     pending: int = 0
@@ -66,7 +68,7 @@ class ScriptedEngine(Engine):
             str(tokenizer_path), local_files_only=True
         )
         self._scripts = scripts
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, ScriptedSession] = {}
         self._turns: defaultdict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
         self.info = EngineInfo(
@@ -92,7 +94,7 @@ class ScriptedEngine(Engine):
                 "the scripted engine replays a task's scripts, and there is no task here; "
                 "use it through `kvbench selftest task NAME`"
             )
-        path = Path(str(files("agentbench_kv.models"))) / "micro"
+        path = model_path("micro")
         if not (path / "tokenizer.json").is_file():
             raise PrerequisiteError(f"no tokenizer in {path}; reinstall agentbench-kv")
         return cls(options.scripts, tokenizer_path=path, model=options.model)
@@ -101,7 +103,7 @@ class ScriptedEngine(Engine):
         with self._lock:
             if session in self._sessions:
                 raise ValueError(f"session {session!r} is open already")
-            self._sessions[session] = _Session(labeller)
+            self._sessions[session] = ScriptedSession(labeller)
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._sessions[session]
@@ -150,8 +152,10 @@ class ScriptedEngine(Engine):
 class ScriptedGeneration(Generation):
     """One text being replayed."""
 
-    def __init__(self, state: _Session, ids: Sequence[int], sampling: Sampling, room: int) -> None:
-        self._state = state
+    def __init__(
+        self, session: ScriptedSession, ids: Sequence[int], sampling: Sampling, room: int
+    ) -> None:
+        self._session = session
         self._ids = ids
         self._sampling = sampling
         self._room = room
@@ -159,7 +163,7 @@ class ScriptedGeneration(Generation):
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[int]:
-        state, stats = self._state, self._state.stats
+        state, stats = self._session, self._session.stats
         stats.prefill_tokens += state.pending
         stats.longest_prefill = max(stats.longest_prefill, state.pending)
         state.pending = 0
@@ -193,5 +197,5 @@ class ScriptedGeneration(Generation):
         return FinishReason.LENGTH if count >= self._sampling.max_tokens else None
 
     def _count_live(self) -> None:
-        stats = self._state.stats
-        stats.logical = stats.live = stats.peak_live = len(self._state.tokens)
+        stats = self._session.stats
+        stats.logical = stats.live = stats.peak_live = len(self._session.tokens)

@@ -1,14 +1,8 @@
-"""The common base of token-level methods.
+"""The common base of token-level methods, and what they are given and return.
 
 Every such method is: which queries represent the future, a score per cached token, what is always
 kept, which set granularity, and when. A method declares the first and implements the second; the
 rest is here (shared specification: methods.md, notation).
-
-What a method is given at an event and what it returns.
-
-When a session's cache is compressed: the trigger's state, one object per session.
-
-The four phases of an agent's token stream (AgentKV, section 3.2 and appendix D.2).
 """
 
 from __future__ import annotations
@@ -27,6 +21,24 @@ from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.kernels import ascending_rows, by_position, select_top
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.params import ParamSpec, param, param_specs, parse_settings
+
+GQA_MODES = ("mean_prob", "max_prob", "max_logit")
+KEPT_SETS = ("per_head", "per_kv_head", "shared")
+POSITIONS = ("logical", "cache")
+TRIGGERS = ("every", "slack", "turn", "prefill+every")
+ENDLESS = 1 << 40  # a budget larger than any session
+
+
+class Phase(IntEnum):
+    """What a token of an agent's stream is part of (AgentKV, section 3.2)."""
+
+    THINK = 0
+    ACT = 1
+    TOOL = 2
+    OTHERS = 3
+
+
+PHASE_NAMES = tuple(phase.name.lower() for phase in Phase)
 
 
 class QueryKind(StrEnum):
@@ -120,21 +132,6 @@ class Selection:
         if self.positions is None:
             return self.values
         return self.values.gather(-1, self.positions.argsort(-1))
-
-
-GQA_MODES = ("mean_prob", "max_prob", "max_logit")
-
-
-KEPT_SETS = ("per_head", "per_kv_head", "shared")
-
-
-POSITIONS = ("logical", "cache")
-
-
-TRIGGERS = ("every", "slack", "turn", "prefill+every")
-
-
-ENDLESS = 1 << 40  # a budget larger than any session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,15 +410,3 @@ class Schedule:
             return False
         budget = self._method.budget_at(logical)
         return live >= budget + slack if slack else live > budget
-
-
-class Phase(IntEnum):
-    """What a token is part of; the values are the ones capture files use."""
-
-    THINK = 0
-    ACT = 1
-    TOOL = 2
-    OTHERS = 3
-
-
-PHASE_NAMES = tuple(phase.name.lower() for phase in Phase)

@@ -1,10 +1,7 @@
-"""What TriAttention knows of a model: means of its queries before RoPE.
+"""What TriAttention knows of a model, made by `kvbench calibrate`: means of queries before RoPE.
 
-Made once per model from plain text by `kvbench calibrate`; methods.md, section triattention.
-
-Rotary position embedding in the half-split convention of Llama, Mistral and Qwen.
-
-A pair is (x[f], x[f + d/2]); position p turns it by p · inverse_frequency[f] (Su et al., RoFormer).
+RoPE is in the half-split convention of Llama, Mistral and Qwen: a pair is (x[f], x[f + d/2]), and
+position p turns it by p · inverse_frequency[f] (Su et al., RoFormer).
 """
 
 from __future__ import annotations

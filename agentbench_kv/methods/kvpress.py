@@ -4,8 +4,6 @@ A press scores the tokens of one layer after a prefill. Here it is called at eve
 an engine keeps: keys, values and the last queries. Those queries are post-RoPE, so the attention
 module a press is handed is a stand-in that neither projects nor rotates. Budget, trigger, kept sets
 and everything else are the base's.
-
-Which presses of NVIDIA's kvpress 0.5 run as methods, and why the others do not.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ FIT: Mapping[str, Traits] = {
     "StreamingLLMPress": Traits(first="n_sink"),
     "TOVAPress": Traits(last=1, queries=True),
 }
-
-
 # Reason -> the presses that are refused for it, by name.
 UNFIT: Mapping[str, str] = {
     "it needs the hidden states of every token, which no engine keeps": (
@@ -79,17 +75,9 @@ UNFIT: Mapping[str, str] = {
 
 
 PREFIX = "kvpress:"
-
-
 EXAMPLE = "kvpress:SnapKVPress(window_size=32)"
-
-
 INSTALL = "pip install kvpress==0.5.5, in an environment of its own: it needs transformers < 5.3"
-
-
 LARGEST_TRIAL = 4096  # tokens of the largest cache on which a press is tried before anything starts
-
-
 HINT = (
     f"{EXAMPLE} runs a scorer press of NVIDIA's kvpress where that is installed "
     f"({', '.join(FIT)}); see docs/add-a-method.md"

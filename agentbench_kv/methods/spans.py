@@ -1,12 +1,8 @@
-"""What span-level methods and engines say to each other: spans, saved blocks, notes, the session.
+"""The base of span-level methods, and what they and engines say to each other.
 
 A token-level method ranks rows inside an engine (`methods.base`). A span-level one is outside:
 between two generations it decides which logical spans to evict, save and restore, for all layers
 and heads alike. It sees token ids, who wrote them, embeddings and attention; never text.
-
-The base of span-level methods: whole spans of tokens leave the cache and may come back.
-
-The spans themselves, and what manages one session, are in `methods.spans`.
 """
 
 from __future__ import annotations

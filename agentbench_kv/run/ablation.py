@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.errors import UsageError, unknown_name
-from agentbench_kv.methods.samplers import SAMPLERS
+from agentbench_kv.methods.agentkv import SAMPLERS
 from agentbench_kv.registry import load_method
 from agentbench_kv.results.groups import RunGroup, asked_once
 from agentbench_kv.results.runs import load_run

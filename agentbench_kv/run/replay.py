@@ -87,7 +87,7 @@ def _find(samples: list[Sample], name: str) -> Sample:
 
 def capture_size(model: LoadedModel, layers: int, heads: int, tokens: int, bits: int) -> int:
     """Return the bytes a capture of so many tokens takes: Q, K and V of the chosen heads."""
-    group = model.query_heads // model.shape.kv_heads
+    group = model.shape.q_heads // model.shape.kv_heads
     return layers * heads * (group + 2) * model.shape.head_dim * tokens * bits // 8
 
 
@@ -115,7 +115,7 @@ def capture_session(
     q, k, v = recorder.arrays()
     method = calibrated(make_method("triattention", 1 << 20), spec.model, spec.dtype, spec.device)
     statistics = getattr(method, "calibration")  # noqa: B009
-    group = model.query_heads // model.shape.kv_heads
+    group = model.shape.q_heads // model.shape.kv_heads
     chosen = [head * group + i for head in heads for i in range(group)]
     return Capture(
         q=q,

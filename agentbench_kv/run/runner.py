@@ -82,7 +82,7 @@ def build_engine(
     )
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {engine!r} cannot be looked into; use --engine embedded")
-    extra = {} if observer is None else {"observer": observer}
+    extra = {} if observer is None else {"recorder": observer}
     if isinstance(built, SpanMethod):
         below: Engine = cls.create(replace(options, method=built.below()), **extra)
         return BlockEngine(below, built)

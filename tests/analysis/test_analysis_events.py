@@ -155,10 +155,10 @@ class Watch(Observer):
         self.rows = [[] for _ in range(layers)]
         self.tokens, self.phases, self.events = [], [], []
 
-    def on_rows(self, _session, tokens, phases, _generated, position):
-        assert position == len(self.tokens)
-        self.tokens += tokens
-        self.phases += phases
+    def on_rows(self, rows):
+        assert rows.position == len(self.tokens)
+        self.tokens += rows.tokens
+        self.phases += rows.phases
 
     def on_attention(self, layer, query, key, value):
         self.rows[layer].append([rows.clone() for rows in (query, key, value)])
@@ -182,7 +182,7 @@ def watched(method, turns):
     model = tiny_model(q_heads=4, kv_heads=2, layers=2)
     watch, decoded = Watch(2), []
     options = EngineOptions(model="in-memory", method=method, device="cpu", max_live_tokens=10**5)
-    engine = EmbeddedEngine.create(options, model=copy.deepcopy(model), observer=watch)
+    engine = EmbeddedEngine.create(options, model=copy.deepcopy(model), recorder=watch)
     label = TokenPhases().label
     try:
         engine.open("s", TokenPhases())

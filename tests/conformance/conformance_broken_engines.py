@@ -97,7 +97,7 @@ class CompanyMatters(Watched):
 
     def spoil(self, state: Any) -> None:
         if len(self._scheduler._sessions) > 1:
-            state.schedule._since_due = 5
+            state.ledger._schedule._since_due = 5
 
 
 class Leaky(EmbeddedEngine):

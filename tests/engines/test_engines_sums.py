@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from agentbench_kv.engines.embedded.cache import SMALLEST, CachePools, CacheShape, SessionCache
+from agentbench_kv.engines.core.rows import RowShape
+from agentbench_kv.engines.embedded.cache import SMALLEST, CachePools, SessionCache
 
-SHAPE = CacheShape(
+SHAPE = RowShape(
     layers=1,
+    q_heads=1,
     kv_heads=1,
     head_dim=4,
     dtype=torch.float32,

@@ -9,10 +9,10 @@ import torch
 
 from agentbench_kv.conformance.scenes import Scene, Shape, make_scene
 from agentbench_kv.kernels import torch_backend
+from agentbench_kv.methods.agentkv import sample
 from agentbench_kv.methods.base import LayerView, Queries
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.methods.rkv import redundancy
-from agentbench_kv.methods.samplers import sample
 from agentbench_kv.registry import make_method
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from agentbench_kv.conformance.reference import ReferenceTensors, reference_logits, tiny_model
-from agentbench_kv.engines.embedded.calibrate import calibrate
 from agentbench_kv.engines.embedded.model import wrap_model
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.run.calibration import calibrate
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 

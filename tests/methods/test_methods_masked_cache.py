@@ -19,7 +19,7 @@ from agentbench_kv.conformance.reference import (
     short_turns,
     tiny_model,
 )
-from agentbench_kv.engines.embedded import cache as pool
+from agentbench_kv.engines.embedded import cache
 from agentbench_kv.registry import load_method, make_method, names
 
 BUDGETS = {
@@ -177,7 +177,7 @@ class PoisonedTorch:
 @pytest.mark.parametrize("spec", ["full", "agentkv"])
 def test_uninitialised_cache_memory_never_reaches_the_logits(monkeypatch, spec):
     """Two sessions of unequal length decode together; rows past the shorter are never read."""
-    monkeypatch.setattr(pool, "torch", PoisonedTorch())
+    monkeypatch.setattr(cache, "torch", PoisonedTorch())
     assert_equal(build(spec), tiny_model(layers=2), turns=short_turns())
 
 

@@ -24,8 +24,8 @@ from agentbench_kv.conformance.reference import (
 )
 from agentbench_kv.conformance.replay import check_replay, moments
 from agentbench_kv.conformance.scenes import held_queries
-from agentbench_kv.engines.core import rings as queries
-from agentbench_kv.engines.embedded import cache, scheduler
+from agentbench_kv.engines.core import rings
+from agentbench_kv.engines.embedded import attention, scheduler
 from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
 from agentbench_kv.registry import load_method, make_method, names
 
@@ -258,9 +258,9 @@ def test_prefill_in_chunks_of_any_size_is_one_prefill(model, monkeypatch, spec, 
 
 def test_blocks_of_the_prefill_sums_do_not_matter(model, monkeypatch):
     method = build("h2o", recent_share="0")
-    monkeypatch.setattr(cache, "MASS_BLOCK", 1)
+    monkeypatch.setattr(rings, "MASS_BLOCK", 1)
     single = traced(model, method).events[0].scores
-    monkeypatch.setattr(cache, "MASS_BLOCK", 10**6)
+    monkeypatch.setattr(rings, "MASS_BLOCK", 10**6)
     torch.testing.assert_close(single, traced(model, method).events[0].scores)
 
 
@@ -284,23 +284,23 @@ def test_replay_finds_a_kept_token_exchanged(model):
 
 
 def test_replay_finds_rings_that_miss_a_query(model, monkeypatch):
-    plain = queries.QueryStore.place
+    plain = rings.QueryStore.place
 
     def late(self, phases, first_position, first_row):
         rows, slots = plain(self, phases, first_position, first_row)
         return (rows[:-1], slots[:-1]) if first_position == 120 else (rows, slots)
 
-    monkeypatch.setattr(queries.QueryStore, "place", late)
+    monkeypatch.setattr(rings.QueryStore, "place", late)
     assert broken(model, build("agentkv"))
 
 
 def test_replay_finds_sums_that_miss_a_prefill(model, monkeypatch):
-    monkeypatch.setattr(cache.SessionCache, "add_mass", lambda *_: None)
+    monkeypatch.setattr(attention, "add_attention", lambda *_: None)
     assert broken(model, build("h2o"))
 
 
 def test_replay_finds_stored_queries_that_were_not_shifted(model, monkeypatch):
-    monkeypatch.setattr(queries.QueryStore, "shift", lambda *_: None)
+    monkeypatch.setattr(rings.QueryStore, "shift", lambda *_: None)
     assert broken(model, build("agentkv", positions="cache"))
     assert not broken(model, build("agentkv"))
 

@@ -19,8 +19,8 @@ from agentbench_kv.conformance.reference import (
 )
 from agentbench_kv.conformance.spans import check_spans, drive_spans
 from agentbench_kv.conformance.suite import method_suite, passed
+from agentbench_kv.engines.embedded import spans as embedded_spans
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.contract import contract_problem
 from agentbench_kv.methods.evoke.method import Evoke, EvokeSession
@@ -73,15 +73,13 @@ def test_a_block_with_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_keys_that_turned_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentbench_kv.engines.embedded import blocks
-
-    original = blocks._rows_of
+    original = embedded_spans._rows_of
 
     def turned(block: Any, cache: Any) -> Any:
         keys, values, places = original(block, cache)
         return torch.roll(keys, 1, -1), values, places
 
-    monkeypatch.setattr(blocks, "_rows_of", turned)
+    monkeypatch.setattr(embedded_spans, "_rows_of", turned)
     assert failed(evoke()) == {"masked-cache equality"}
 
 
@@ -103,13 +101,13 @@ def test_a_restored_block_lies_at_the_end_of_a_compact_cache(family: str) -> Non
 
 
 def test_a_block_one_position_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    spot = EmbeddedSession.restore_target
+    target = embedded_spans.restore_target
 
-    def wrong(self: Any, places: list[int], at: int | None) -> tuple[list[int], int]:
-        targets, row = spot(self, places, at)
+    def wrong(session: Any, positions: list[int], at: int | None) -> tuple[list[int], int]:
+        targets, row = target(session, positions, at)
         return [target + 1 for target in targets], row
 
-    monkeypatch.setattr(EmbeddedSession, "restore_target", wrong)
+    monkeypatch.setattr(embedded_spans, "restore_target", wrong)
     assert failed(evoke(positions="compact")) == {"masked-cache equality"}
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from agentbench_kv.conformance.reference import Event, Trace, feed
 from agentbench_kv.engines.base import EngineOptions, FinishReason, KVStats, Sampling
+from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenCodec, TokenPhases
@@ -75,14 +76,11 @@ def epochs(trace: EngineTrace) -> list[tuple[list[int], Trace]]:
     return found
 
 
-class KeptRecorder:
+class KeptRecorder(Observer):
     """Kept sets of an engine that runs in this process."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[Tensor]] = defaultdict(list)
-
-    def on_logits(self, session: str, logical: int, logits: Tensor) -> None:
-        """Logits are not compared: other engines do not show theirs."""
 
     def on_event(self, session: str, logical: int, kept_positions: Tensor) -> None:  # noqa: ARG002
         self._kept[session].append(kept_positions.detach().cpu().clone())

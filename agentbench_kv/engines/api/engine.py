@@ -20,8 +20,8 @@ from agentbench_kv.engines.api.http import (
     Endpoint,
     HttpTransport,
     LitellmTransport,
-    Policy,
     Prices,
+    RetryPolicy,
     Spending,
     Transport,
     check_litellm,
@@ -44,11 +44,11 @@ class ApiEngine(TextEngine):
         endpoint: Endpoint,
         *,
         model: str,
-        policy: Policy | None = None,
+        policy: RetryPolicy | None = None,
         prices: Prices | None = None,
         spending: Spending | None = None,
     ) -> None:
-        policy = policy or Policy.from_environment()
+        policy = policy or RetryPolicy.from_environment()
         self._endpoint = endpoint
         self._prices = prices
         kind = LitellmTransport if endpoint.litellm else HttpTransport
@@ -65,7 +65,7 @@ class ApiEngine(TextEngine):
         """Refuse a name of another form, a missing key, wrong variables, a limit without prices."""
         if parse_model(model).litellm:
             check_litellm()
-        Policy.from_environment()
+        RetryPolicy.from_environment()
         prices = Prices.from_environment()
         if spending_of_this_command().limit is not None and prices is None:
             raise UsageError(

@@ -1,13 +1,4 @@
-"""One request, one answer: over HTTP, or through litellm. No retries here.
-
-Which endpoint a model name means, and its key; keys come from the environment only.
-
-What requests cost, at prices the user gives, and where to stop.
-
-From a response's JSON to a `TextReply`; what is not one is rubbish, never an answer.
-
-Asking again: which failures pass, how long to wait, when to give up.
-"""
+"""Asking an endpoint: which one, over HTTP or litellm, at what price, and again when it fails."""
 
 from __future__ import annotations
 
@@ -40,17 +31,12 @@ from agentbench_kv.errors import (
 )
 
 OPENAI = "https://api.openai.com/v1"
-
-
+# Keys come from the environment only.
 BASE, KEY, OPENAI_KEY = "KVBENCH_API_BASE", "KVBENCH_API_KEY", "OPENAI_API_KEY"
-
-
 _FORMS = (
     "expected openai/NAME, http(s)://HOST/v1#NAME or litellm/NAME, e.g. openai/gpt-4.1-mini "
     "or http://127.0.0.1:8000/v1#qwen3"
 )
-
-
 _SHORTEST_SECRET = 4
 
 
@@ -128,13 +114,11 @@ def _checked(base: str) -> str:
 
 
 NO_ANSWER = 0  # status of an answer that never came
-
-
 _CONNECT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class EndpointAnswer:
     """What came back."""
 
     status: int  # of HTTP, or `NO_ANSWER`
@@ -155,21 +139,21 @@ class HttpTransport:
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(headers=key, timeout=timeout, limits=limits)
 
-    async def send(self, body: Mapping[str, Any]) -> Answer:
+    async def send(self, body: Mapping[str, Any]) -> EndpointAnswer:
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._client.post(self._url, json=dict(body))
         except TimeoutError:
-            return Answer(NO_ANSWER, f"no answer within {self._timeout_s:g} s")
+            return EndpointAnswer(NO_ANSWER, f"no answer within {self._timeout_s:g} s")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return Answer(NO_ANSWER, _named(error), refused=True)
+            return EndpointAnswer(NO_ANSWER, _named(error), refused=True)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return Answer(NO_ANSWER, _named(error))
+            return EndpointAnswer(NO_ANSWER, _named(error))
         try:
             data = response.json()
         except (ValueError, RecursionError):
             data = None
-        return Answer(response.status_code, response.text, data, response.headers)
+        return EndpointAnswer(response.status_code, response.text, data, response.headers)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -186,16 +170,16 @@ class LitellmTransport:
         self._model = endpoint.model
         self._timeout_s = timeout_s
 
-    async def send(self, body: Mapping[str, Any]) -> Answer:
+    async def send(self, body: Mapping[str, Any]) -> EndpointAnswer:
         fields = {**body, "model": self._model, "timeout": self._timeout_s, "num_retries": 0}
         try:
             # Newer releases want the mcp package for any call with tools.
             reply = await self._litellm.acompletion(**fields, _skip_mcp_handler=True)
         except Exception as error:  # noqa: BLE001  every provider has errors of its own
             status = getattr(error, "status_code", NO_ANSWER)
-            return Answer(status if isinstance(status, int) else NO_ANSWER, _named(error))
+            return EndpointAnswer(status if isinstance(status, int) else NO_ANSWER, _named(error))
         data = reply.model_dump()
-        return Answer(200, json.dumps(data, default=str), data)
+        return EndpointAnswer(200, json.dumps(data, default=str), data)
 
     async def close(self) -> None:
         return None
@@ -216,8 +200,6 @@ def _named(error: Exception) -> str:
 
 
 PRICES = "KVBENCH_API_PRICES"
-
-
 _PER = 1_000_000
 
 
@@ -301,8 +283,6 @@ def spending_of_this_command() -> Spending:
 
 
 _NOT_SENT = frozenset({"reasoning_content", "reasoning"})
-
-
 _SEEDS = 1 << 31
 
 
@@ -397,17 +377,9 @@ def _count(value: object) -> int:
 
 # One more than a trial's attempts: a single sample that the endpoint chokes on ends no run.
 _MOST_FAILURES = 4
-
-
 _SHOWN = 160
-
-
 _CONTEXT_WORDS = ("context_length", "context length", "maximum context", "context window")
-
-
 _PASSING = (NO_ANSWER, 408, 409, 425, 429)  # failures that may be over the next time, as >= 500
-
-
 _WRONG_SETUP = {
     401: "refuses the key; set {keys} to a valid one",
     402: "wants to be paid first",
@@ -417,7 +389,7 @@ _WRONG_SETUP = {
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetryPolicy:
     """How patient to be."""
 
     retries: int = 5  # times a request that failed is sent again
@@ -438,7 +410,7 @@ class Policy:
             per_minute=_number("KVBENCH_API_RPM", 0, 0) or None,
         )
 
-    def pause(self, attempt: int, answer: Answer, chance: float) -> float | None:
+    def pause(self, attempt: int, answer: EndpointAnswer, chance: float) -> float | None:
         """Seconds to wait before attempt number `attempt` + 1; None to give up.
 
         `chance` in [0, 1) spreads clients that failed together.
@@ -457,7 +429,7 @@ class Asker:
         self,
         endpoint: Endpoint,
         transport: Transport,
-        policy: Policy,
+        policy: RetryPolicy,
         prices: Prices | None,
         spending: Spending,
     ) -> None:
@@ -466,7 +438,9 @@ class Asker:
         self._policy = policy
         self._prices = prices
         self._spending = spending
-        self._pace = _Pace(policy.per_minute)
+        # Requests begin no closer together than the rate allows.
+        self._interval = 60.0 / policy.per_minute if policy.per_minute else 0.0
+        self._next_start = 0.0
         self._failures = 0
         self._answered = False
         self._lock = threading.Lock()
@@ -478,7 +452,7 @@ class Asker:
             self._spending.check()
             if self._failures >= _MOST_FAILURES:
                 raise PrerequisiteError(self._dead(f"failed {self._failures} requests in a row"))
-            await self._pace.wait()
+            await self._wait_for_turn()
             answer = await self._transport.send(body)
             problem = answer.text if answer.status != 200 else ""
             if not problem:
@@ -494,13 +468,21 @@ class Asker:
             await asyncio.sleep(pause)
             attempt += 1
 
+    async def _wait_for_turn(self) -> None:
+        """Wait for a request's turn; called in one event loop only."""
+        now = time.monotonic()
+        start = max(now, self._next_start)
+        self._next_start = start + self._interval
+        if start > now:
+            await asyncio.sleep(start - now)
+
     def _good(self, reply: TextReply) -> TextReply:
         self._spending.add(reply.cost)
         with self._lock:
             self._failures, self._answered = 0, True
         return reply
 
-    def _failed(self, answer: Answer, problem: str, attempts: int) -> KVBenchError:
+    def _failed(self, answer: EndpointAnswer, problem: str, attempts: int) -> KVBenchError:
         with self._lock:
             self._failures += 1
             lost = self._failures >= _MOST_FAILURES or (answer.refused and not self._answered)
@@ -516,7 +498,7 @@ class Asker:
             "goes on"
         )
 
-    def _refused(self, answer: Answer) -> KVBenchError:
+    def _refused(self, answer: EndpointAnswer) -> KVBenchError:
         """Return what an answer means that asking again will not change."""
         if any(words in answer.text.lower() for words in _CONTEXT_WORDS):
             return ContextLimitError(_short(answer.text))
@@ -529,22 +511,6 @@ class Asker:
         said = f"{where} refused the request with HTTP {answer.status}: {_short(answer.text)}"
         # A request that is wrong before any was right is a wrong set-up.
         return KVBenchError(said) if self._answered else PrerequisiteError(said)
-
-
-class _Pace:
-    """Lets requests begin no closer together than the rate allows."""
-
-    def __init__(self, per_minute: float | None) -> None:
-        self._interval = 60.0 / per_minute if per_minute else 0.0
-        self._next = 0.0
-
-    async def wait(self) -> None:
-        """Wait for this request's turn; called in one event loop only."""
-        now = time.monotonic()
-        start = max(now, self._next)
-        self._next = start + self._interval
-        if start > now:
-            await asyncio.sleep(start - now)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

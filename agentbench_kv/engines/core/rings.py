@@ -1,16 +1,20 @@
-"""The queries a method wants kept, in rings on the device, all sessions in one buffer."""
+"""What is kept of past queries for a method: the last ones in rings, or what they attended to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.kernels import ring_write
+from agentbench_kv.kernels import attention_mass, ring_write
 from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.calibration import rotate
+
+if TYPE_CHECKING:
+    from agentbench_kv.engines.core.rows import RowShape
 
 _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
 
@@ -29,23 +33,15 @@ class QueryBuffer:
     One scatter per layer and forward serves every session.
     """
 
-    def __init__(
-        self,
-        plan: QueryPlan,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: QueryPlan, shape: RowShape) -> None:
         self.plan = plan
-        self.kv_heads = kv_heads
+        self.kv_heads = shape.kv_heads
+        self.device = shape.device
         self.rings = _RINGS.get(plan.kind, 0)
         self.per_session = self.rings * plan.size
-        self.device = device
         self._free: list[int] = []
-        self._vectors = torch.zeros(layers, 0, heads, head_dim, dtype=dtype, device=device)
+        size = (shape.layers, 0, shape.q_heads, shape.head_dim)
+        self._vectors = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def take(self) -> int:
         """Take a session's place, doubling the buffer if it is full."""
@@ -132,3 +128,58 @@ class QueryStore:
         if self._place >= 0:
             self._buffer.give_back(self._place)
             self._place = -1
+
+
+class AttentionSums:
+    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
+
+    Serving engines do not keep attention probabilities, so every forward's are computed again from
+    its queries and the cached keys: exact, and slow on long contexts.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
+        self._shape = (layers, kv_heads)
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def of(self, session: str, live: int) -> Tensor:
+        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
+        sums = self._sums.get(session)
+        if sums is None or sums.shape[-1] < live:
+            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
+            if sums is not None:
+                grown[:, :, : sums.shape[-1]] = sums
+            sums = self._sums[session] = grown
+        return sums[:, :, :live]
+
+    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
+        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
+
+        Attention is causal; the last n rows are the queries' own.
+        """
+        n, live = queries.shape[1], keys.shape[1]
+        sums = self.of(session, live)[layer]
+        sums[:, live - n :] = 0.0
+        add_attention(sums, queries, keys)
+
+    def drop(self, session: str) -> None:
+        self._sums.pop(session, None)
+
+
+MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
+
+
+def add_attention(sums: Tensor, queries: Tensor, keys: Tensor) -> None:
+    """Add what queries [q_heads, n, head_dim] attend to to the sums [kv_heads, live] of the rows.
+
+    `keys` are [kv_heads, live, head_dim]; attention is causal, the last n rows are the queries'.
+    """
+    live = keys.shape[1]
+    positions = torch.arange(live, device=keys.device)
+    first = live - queries.shape[1]
+    for block in torch.split(queries, MASS_BLOCK, 1):
+        seen_from = positions[first : first + block.shape[1]]
+        everywhere = positions.expand(keys.shape[0], -1)
+        mass = attention_mass(block, keys, query_positions=seen_from, key_positions=everywhere)
+        sums += mass * block.shape[1]
+        first += block.shape[1]

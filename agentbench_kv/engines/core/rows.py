@@ -1,9 +1,4 @@
-"""One worker's view of its sessions: queries, original positions, phases; selecting and moving.
-
-Rows of a session in a paged cache whose rows are contiguous in memory, moved in place.
-
-Attention every cached row has got so far, for methods that rank by it (H2O).
-"""
+"""One worker's view of its sessions: queries, original positions, phases; selecting and moving."""
 
 from __future__ import annotations
 
@@ -17,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
 from agentbench_kv.engines.core.session import EvictionOrder
 from agentbench_kv.engines.serving.plugin import BackendPolicy
-from agentbench_kv.kernels import attention_mass, paged, rope_rotate
 from agentbench_kv.kernels import compact as compact_rows
+from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, QueryKind
 from agentbench_kv.methods.spans import SpanRange
@@ -81,55 +76,6 @@ class PagedStore:
         paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
 
 
-BLOCK = 64  # queries whose attention probabilities exist at the same time
-
-
-class AttentionSums:
-    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
-
-    Serving engines do not keep attention probabilities, so every forward's are computed again from
-    its queries and the cached keys: exact, and slow on long contexts.
-    """
-
-    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
-        self._shape = (layers, kv_heads)
-        self._device = device
-        self._sums: dict[str, Tensor] = {}
-
-    def of(self, session: str, live: int) -> Tensor:
-        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
-        sums = self._sums.get(session)
-        if sums is None or sums.shape[-1] < live:
-            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
-            if sums is not None:
-                grown[:, :, : sums.shape[-1]] = sums
-            sums = self._sums[session] = grown
-        return sums[:, :, :live]
-
-    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
-
-        Attention is causal; the last n rows are the queries' own.
-        """
-        n, live = queries.shape[1], keys.shape[1]
-        sums = self.of(session, live)[layer]
-        sums[:, live - n :] = 0.0
-        rows = torch.arange(live, device=keys.device)
-        for first in range(0, n, BLOCK):
-            block = queries[:, first : first + BLOCK]
-            size = block.shape[1]
-            mass = attention_mass(
-                block,
-                keys,
-                query_positions=rows[live - n + first :][:size],
-                key_positions=rows.expand(keys.shape[0], -1),
-            )
-            sums += mass * size
-
-    def drop(self, session: str) -> None:
-        self._sums.pop(session, None)
-
-
 @dataclass(frozen=True)
 class RowShape:
     """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
@@ -140,6 +86,12 @@ class RowShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    with_sums: bool = False  # whether the cache keeps the attention every row has got
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class RowStore(Protocol):
@@ -198,15 +150,7 @@ class WorkerRows:
         plan = policy.method.query_plan()
         self.sums = AttentionSums(shape.layers, shape.kv_heads, shape.device)
         self.wants_sums = plan.kind is QueryKind.SUMS
-        self.rings = QueryBuffer(
-            plan,
-            shape.layers,
-            shape.q_heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            shape.device,
-        )
+        self.rings = QueryBuffer(plan, shape)
         self._frequencies = frequencies if policy.method.positions == "cache" else None
         self._labellers: dict[str, Callable[[dict[str, Any]], Labeller]] = {}
         self._sessions: dict[str, SessionRows] = {}

@@ -1,6 +1,6 @@
-"""One session as a scheduler sees it: lengths, events that fall due, accounting. No tensors.
+"""One session as a scheduler sees it, without tensors: lengths, events that fall due, accounting.
 
-What a scheduler tells its workers about one step: plain data, pickled between processes.
+And what a scheduler in another process tells its workers about a step: plain data, pickled.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ class SessionLedger:
         self._prefilling = tokens > 0
         self._prompt = self._prompt or tokens
 
+    def rows_needed(self, pending: int, left: int) -> int:
+        """Return the rows the session may hold before it ends or an event frees some.
+
+        It has `pending` tokens to feed and generates at most `left`.
+        """
+        start, method = self.live + pending, self._method
+        if not method.compresses or method.trigger == "turn":
+            return start + left
+        budget = method.budget_at(self.fed + pending + left)
+        return min(start + left, max(start, budget) + method.interval)
+
     def forward(self, rows: int) -> None:
         """Count a forward that writes `rows` rows."""
         self.fed += rows
@@ -108,6 +119,13 @@ class SessionLedger:
         self._evicted_last = True
         return eviction
 
+    def restore(self, rows: int, moved: int = 0) -> None:
+        """Count rows that came back to the cache, and how many others moved for them."""
+        self.live += rows
+        self.stats.restored += rows
+        self.stats.rows_moved += moved
+        self.stats.peak_live = max(self.stats.peak_live, self.live)
+
     def fork(self) -> SessionLedger:
         """Return the ledger of a session that starts from this one's rows; it has done nothing."""
         twin = SessionLedger(self._method, self._bytes)
@@ -123,7 +141,7 @@ class SessionLedger:
         self._schedule = Schedule(self._method)
 
     def moved(self, number: int, rows: int) -> None:
-        """Add the rows an event moved, which only the worker knows."""
+        """Add the rows that event `number` moved, which only the worker knows; -1 is the last."""
         events = self.stats.events
         events[number] = replace(events[number], rows_moved=rows)
         self.stats.rows_moved += rows

@@ -66,15 +66,16 @@ class BlockEngine(Engine):
         return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
 
     def stats(self, session: str) -> KVStats:
-        stats, figures = self.below.stats(session), self._managed[session].figures()
-        return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
+        return self._with_figures(self.below.stats(session), self._managed[session].figures())
 
     def close(self, session: str) -> KVStats:
         managed = self._managed.pop(session)
         self._notes.pop(session, None)
         figures = managed.figures()
         managed.close()
-        stats = self.below.close(session)
+        return self._with_figures(self.below.close(session), figures)
+
+    def _with_figures(self, stats: KVStats, figures: dict[str, int]) -> KVStats:
         return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
 
     def shutdown(self) -> None:

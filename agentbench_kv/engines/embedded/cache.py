@@ -1,46 +1,25 @@
-"""A session's KV rows: a slot of a pool, compacted in place.
+"""A session's KV rows, compacted in place: a slot of a pool of equal ones, so that decodes batch.
 
-Where KV rows live: pools of equal slots, one per capacity, so that decode attention batches.
-
-A session has one slot. It moves to a slot of twice the capacity when it outgrows its own, and to a
-smaller one when an event left it nearly empty, so allocated memory follows live memory within a
-small factor and pools shrink when their slots are given back.
+A session moves to a slot of twice the capacity when it outgrows its own, and to a smaller one when
+an event left it nearly empty: allocated memory follows live memory within a small factor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from agentbench_kv.kernels import attention_mass, compact, rope_rotate
+from agentbench_kv.engines.core.rows import RowShape
+from agentbench_kv.kernels import compact, rope_rotate
 from agentbench_kv.methods.base import LayerView
 
-SMALLEST = 256
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What a model's cache rows look like."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    with_sums: bool = False  # whether every row carries the attention it has got
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+SMALLEST = 256  # rows of a slot
 
 
 class CachePool:
     """Slots of one capacity."""
 
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
+    def __init__(self, shape: RowShape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
         self._used: set[int] = set()
@@ -89,7 +68,7 @@ class CachePool:
 class CachePools:
     """All pools of an engine, by capacity: powers of two from `SMALLEST`."""
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: RowShape) -> None:
         self.shape = shape
         self._pools: dict[int, CachePool] = {}
 
@@ -105,9 +84,6 @@ class CachePools:
     @property
     def nbytes(self) -> int:
         return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())
-
-
-MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
 class SessionCache:
@@ -164,21 +140,6 @@ class SessionCache:
         if self.shape.with_sums:
             self.pool.sums[self.slot, layer, :, self.length : end] = 0.0
         return end
-
-    def add_mass(self, layer: int, queries: Tensor, end: int) -> None:
-        """Add what the newest rows' queries [q_heads, n, head_dim] attend to, causally."""
-        n = queries.shape[1]
-        rows = torch.arange(end, device=self.shape.device)
-        for first in range(0, n, MASS_BLOCK):
-            block = queries[:, first : first + MASS_BLOCK]
-            size = block.shape[1]
-            mass = attention_mass(
-                block,
-                self.keys[layer, :, :end],
-                query_positions=rows[end - n + first :][:size],
-                key_positions=rows.expand(self.shape.kv_heads, -1),
-            )
-            self.pool.sums[self.slot, layer, :, :end] += mass * size
 
     def advance(self, first_position: int, rows: int) -> None:
         end = self.length + rows

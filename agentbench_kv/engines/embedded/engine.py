@@ -1,7 +1,6 @@
 """The embedded engine: a Hugging Face decoder with a session cache of our own.
 
-It is the reference every other engine is checked against: token-exact, batched over sessions,
-every method, CPU or GPU.
+It is the reference that every other engine is checked against.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.embedded import blocks
-from agentbench_kv.engines.embedded.cache import CacheShape
+from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
     cache_shape,
@@ -39,8 +37,17 @@ from agentbench_kv.engines.embedded.model import (
     wrap_model,
 )
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, Scheduler, StepTimes
-from agentbench_kv.engines.embedded.session import Recorder
+from agentbench_kv.engines.embedded.scheduler import (
+    EmbeddedGeneration,
+    EmbeddedScheduler,
+    StepTimes,
+)
+from agentbench_kv.engines.embedded.spans import (
+    evict_spans,
+    restore_block,
+    save_block,
+    span_attention,
+)
 from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange
@@ -68,15 +75,13 @@ class EmbeddedEngine(Engine):
         *,
         name: str = "",
         max_live_tokens: int | None = None,
-        recorder: Recorder | None = None,
-        observer: Observer | None = None,
+        recorder: Observer | None = None,
     ) -> None:
         self._model = model
         self._shape = cache_shape(model, method)
-        self._recorder = recorder
         self._mean_embedding: Tensor | None = None
         limit = max_live_tokens or _free_tokens(self._shape)
-        self._scheduler = Scheduler(model, method, limit, recorder, observer)
+        self._scheduler = EmbeddedScheduler(model, method, limit, recorder)
         device = model.shape.device
         self.info = EngineInfo(
             name="embedded",
@@ -96,8 +101,7 @@ class EmbeddedEngine(Engine):
         options: EngineOptions,
         *,
         model: Any = None,
-        recorder: Recorder | None = None,
-        observer: Observer | None = None,
+        recorder: Observer | None = None,
     ) -> Self:
         """Build the engine; `model` may be a network already in memory."""
         if model is None:
@@ -110,7 +114,6 @@ class EmbeddedEngine(Engine):
             name=options.model,
             max_live_tokens=options.max_live_tokens,
             recorder=recorder,
-            observer=observer,
         )
 
     @classmethod
@@ -168,21 +171,19 @@ class EmbeddedEngine(Engine):
         return generation
 
     def save_block(self, session: str, start: int, end: int) -> Block:
-        return self._scheduler.between_turns(session, blocks.save_block, start, end)
+        return self._scheduler.between_turns(session, save_block, start, end)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        recorder = self._recorder
-        return self._scheduler.between_turns(session, blocks.evict_spans, spans, recorder)
+        return self._scheduler.between_turns(session, evict_spans, spans)
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
-        work, arguments = blocks.restore_block, (block, at, self._recorder)
-        self._scheduler.between_turns(session, work, *arguments, more=block.tokens)
+        more = block.tokens
+        self._scheduler.between_turns(session, restore_block, block, at, more=more)
 
     def span_attention(
         self, session: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
     ) -> list[float]:
-        arguments = (spans, layers, decay)
-        return self._scheduler.between_turns(session, blocks.span_attention, *arguments)
+        return self._scheduler.between_turns(session, span_attention, spans, layers, decay)
 
     def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         weight: Tensor = self._model.network.get_input_embeddings().weight.detach()
@@ -202,7 +203,7 @@ class EmbeddedEngine(Engine):
         self._scheduler.stop()
 
 
-def _free_tokens(shape: CacheShape) -> int:
+def _free_tokens(shape: RowShape) -> int:
     """How many cached tokens fit in half of the memory that is free now."""
     if shape.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(shape.device)

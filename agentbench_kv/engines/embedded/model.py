@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
-from agentbench_kv.engines.embedded.cache import CacheShape
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
 
@@ -31,8 +31,7 @@ class LoadedModel:
     network: Any
     path: Path
     sha: str
-    shape: CacheShape
-    query_heads: int
+    shape: RowShape
     frequencies: Tensor
     rope_type: str
     rope_scale: float
@@ -40,7 +39,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def cache_shape(model: LoadedModel, method: Method) -> CacheShape:
+def cache_shape(model: LoadedModel, method: Method) -> RowShape:
     """Return the shape of rows under a method; UsageError if its keys cannot be moved."""
     if method.positions == "cache" and model.rope_type in MOVING_ROPE:
         raise UsageError(
@@ -48,7 +47,7 @@ def cache_shape(model: LoadedModel, method: Method) -> CacheShape:
         )
     return replace(
         model.shape,
-        kv_heads=model.query_heads if method.per_query_head else model.shape.kv_heads,
+        kv_heads=model.shape.q_heads if method.per_query_head else model.shape.kv_heads,
         with_sums=method.query_plan().kind is QueryKind.SUMS,
     )
 
@@ -123,8 +122,9 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     parameter = next(network.parameters())
     rotary = network.model.rotary_emb
     heads = int(config.num_attention_heads)
-    shape = CacheShape(
+    shape = RowShape(
         layers=int(config.num_hidden_layers),
+        q_heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         dtype=parameter.dtype,
@@ -135,7 +135,6 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
         path=path,
         sha=sha,
         shape=shape,
-        query_heads=heads,
         frequencies=rotary.inv_freq.to(parameter.device),
         rope_type=str(getattr(rotary, "rope_type", "default")),
         rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),

@@ -1,16 +1,25 @@
-"""Looking inside a running engine: what captures and audits are made of.
-
-Observers that keep what they see: queries, keys and values, or events.
-"""
+"""Looking inside a running engine: what captures, audits and conformance checks are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.methods.base import Selection
+
+
+@dataclass(frozen=True)
+class FedRows:
+    """Tokens of one session that the next forward is fed."""
+
+    session: str
+    position: int  # logical, of the first
+    tokens: list[int]
+    phases: list[int]
+    generated: list[bool]  # by the model; a turn's last one is fed with the next prompt
 
 
 class Observer:
@@ -20,24 +29,17 @@ class Observer:
     is kept.
     """
 
+    def on_rows(self, rows: FedRows) -> None:
+        """See what a session feeds into the next forward."""
+
     def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See one layer's new rows, all sessions' one after the other, post-RoPE.
 
         `query` [q_heads, rows, head_dim], `key` and `value` [kv_heads, rows, head_dim].
         """
 
-    def on_rows(
-        self,
-        session: str,
-        tokens: list[int],
-        phases: list[int],
-        generated: list[bool],
-        position: int,
-    ) -> None:
-        """See which tokens a session feeds into the next forward, from logical `position` on.
-
-        `generated` says which the model wrote; a turn's last one is fed with the next prompt.
-        """
+    def on_logits(self, session: str, logical: int, logits: Tensor) -> None:
+        """See the logits [vocab] that predict logical position `logical`."""
 
     def on_selection(
         self, session: str, logical: int, positions: Tensor, selection: Selection
@@ -45,6 +47,12 @@ class Observer:
         """See an event before rows move; `logical` tokens were ever seen.
 
         `positions` [layers, kv_heads, live] are in cache order, which `selection.kept` indexes.
+        """
+
+    def on_event(self, session: str, logical: int, kept_positions: Tensor) -> None:
+        """See what an event or a restored block left, as original positions [layers, kv_heads, n].
+
+        Earlier rows that are not in it are invisible to later queries until a call has them again.
         """
 
 
@@ -56,26 +64,17 @@ class SessionLog(Observer):
         self.phases: list[int] = []
         self.decoded: list[bool] = []
 
-    def on_rows(
-        self,
-        session: str,
-        tokens: list[int],
-        phases: list[int],
-        generated: list[bool],
-        position: int,
-    ) -> None:
+    def on_rows(self, rows: FedRows) -> None:
         """Add a chunk; a session that starts over starts the log over."""
-        del session
-        if position == 0:
+        if rows.position == 0:
             self.clear()
-        self.tokens += tokens
-        self.phases += phases
-        self.decoded += generated
+        self.tokens += rows.tokens
+        self.phases += rows.phases
+        self.decoded += rows.generated
 
     def clear(self) -> None:
-        self.tokens.clear()
-        self.phases.clear()
-        self.decoded.clear()
+        for part in (self.tokens, self.phases, self.decoded):
+            part.clear()
 
     @property
     def prompt(self) -> int:

@@ -1,35 +1,20 @@
-"""One session of the embedded engine: pending tokens, cache, kept queries, accounting."""
+"""One session of the embedded engine: pending tokens, cache, kept queries, RoPE positions."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import KVEvent, KVStats, PhaseLabeller
+from agentbench_kv.engines.base import KVStats, PhaseLabeller
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
+from agentbench_kv.engines.core.session import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.cache import CachePools, SessionCache
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import Method, Phase, Schedule
-
-
-class Recorder(Protocol):
-    """Watches an engine at work; used by conformance checks and captures."""
-
-    def on_logits(self, session: str, logical: int, logits: Tensor) -> None:
-        """See the logits [vocab] that predict logical position `logical`."""
-
-    def on_event(self, session: str, logical: int, kept_positions: Tensor) -> None:
-        """See what an event or a restored block left, as original positions [layers, kv_heads, n].
-
-        Earlier rows that are not in it are invisible to later queries until a call has them again.
-        """
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.methods.base import Method, Phase
 
 
 class EmbeddedSession:
@@ -43,27 +28,30 @@ class EmbeddedSession:
         pools: CachePools,
         queries: QueryBuffer,
         frequencies: Tensor | None,
+        recorder: Observer | None,
     ) -> None:
         self.name = name
         self.labeller = labeller
         self.method = method
         self.cache = SessionCache(pools)
         self.queries = QueryStore(queries)
-        self.schedule = Schedule(method)
+        self.ledger = SessionLedger(method, pools.shape.bytes_per_token)
         self.pending: deque[tuple[int, Phase]] = deque()
-        self.fed = 0  # tokens the model has seen: the next logical position
-        self.prompt = 0  # tokens of the first prefill
-        self.prompt_pending = 0
-        self.prefilling = False
+        self.prompt_pending = 0  # how many of them the next turn's prompt adds
         self.generated: set[int] = set()  # positions of all the model wrote
-        self._phases: list[int] = []
         self.frequencies = frequencies  # None if the model's RoPE changes with the length
         self.packed_frequencies = frequencies if method.positions == "cache" else None
-        self._rope: list[int] = []  # RoPE position of every token seen
-        self._next = 0
+        self.rope: list[int] = []  # RoPE position of every token seen, where they are logical
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
-        self._stats = KVStats()
+        self._next = 0
+        self._phases: list[int] = []
+        self._recorder = recorder
+
+    @property
+    def fed(self) -> int:
+        """Tokens the model has seen: the next logical position."""
+        return self.ledger.fed
 
     @property
     def logical(self) -> int:
@@ -79,11 +67,7 @@ class EmbeddedSession:
         self.prompt_pending += len(tokens)
 
     def begin_turn(self) -> None:
-        stats = self._stats
-        stats.prefill_tokens += self.prompt_pending
-        stats.longest_prefill = max(stats.longest_prefill, self.prompt_pending)
-        self.prefilling = self.prompt_pending > 0
-        self.prompt = self.prompt or self.prompt_pending
+        self.ledger.begin_turn(self.prompt_pending)
         self.prompt_pending = 0
 
     def take(self, limit: int) -> list[tuple[int, Phase]]:
@@ -91,83 +75,61 @@ class EmbeddedSession:
         self._phases += [int(phase) for _, phase in taken]
         return taken
 
-    def fed_rows(self, rows: int, decoding: bool) -> None:
+    def fed_rows(self, rows: int) -> None:
         self.cache.advance(self.fed, rows)
-        self.fed += rows
-        self._rope += range(self._next, self._next + rows)
+        self.ledger.forward(rows)
+        self.rope += range(self._next, self._next + rows)
         self._next += rows
-        stats, live = self._stats, self.cache.length
-        stats.peak_live = max(stats.peak_live, live)
-        if decoding:
-            stats.bytes_read += live * self.cache.shape.bytes_per_token
 
-    def accept(self, token: int) -> None:
-        """Add a generated token: labelled now, fed by the next forward."""
+    def accept(self, token: int) -> Eviction | None:
+        """Add a generated token: labelled now, fed by the next forward. Return the event due."""
         self.generated.add(self.logical)
         self.pending.append((token, self.labeller.label(token)))
-        self._stats.decode_tokens += 1
-        self._stats.decode_kv_sum += self.cache.length
+        return self.ledger.sampled()
 
-    def compress(self, recorder: Recorder | None = None, observer: Observer | None = None) -> None:
-        before = self.cache.length
+    def compress(self, eviction: Eviction) -> None:
+        """Carry out an event that the ledger has counted."""
+        layers = self.cache.shape.layers
+        phases = torch.tensor(self._phases, device=self.cache.shape.device)
         selection = self.method.select(
             self.cache.layer_views(),
-            self.queries.layer_queries(self.cache.shape.layers),
-            self.fed,
-            self.prompt,
-            torch.tensor(self._phases, device=self.cache.shape.device),
+            self.queries.layer_queries(layers),
+            eviction.logical,
+            eviction.prompt,
+            phases,
         )
-        if observer is not None:
-            live = self.cache.positions[:, :, :before]
-            observer.on_selection(self.name, self.fed, live, selection)
-        moved = self.cache.keep(selection.kept, self.packed_frequencies)
-        self.end_event(before, moved, recorder)
+        kept = selection.kept.shape[-1]
+        if kept != eviction.keep:
+            raise KVBenchError(
+                f"{self.method.label} kept {kept} rows, its budget is {eviction.keep}"
+            )
+        if self._recorder is not None:
+            live = self.cache.positions[:, :, : eviction.live]
+            self._recorder.on_selection(self.name, eviction.logical, live, selection)
+        self.ledger.moved(-1, self.cache.keep(selection.kept, self.packed_frequencies))
+        self.rows_changed(eviction.live)
 
-    def end_event(self, before: int, moved: int, recorder: Recorder | None) -> None:
-        """Account for rows that left, or came back to, a cache of `before` tokens."""
-        stats, live = self._stats, self.cache.length
+    def evict(self, kept: Tensor) -> None:
+        """Keep rows [n] in all layers and heads, in their order; one event."""
+        cache, before = self.cache, self.cache.length
+        everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
+        moved = cache.keep(everywhere, self.packed_frequencies, ordered=True)
+        self.ledger.evict(cache.length)
+        self.ledger.moved(-1, moved)
+        self.rows_changed(before)
+
+    def rows_changed(self, before: int) -> None:
+        """Follow rows that left, or came back to, a cache of `before` tokens."""
+        live = self.cache.length
         if self.packed_frequencies is not None:
             # The end of the cache is another position now: the kept queries turn along.
             self.queries.shift(live - before, self.packed_frequencies)
-        stats.rows_moved += moved
-        if live > before:
-            stats.restored += live - before
-            stats.peak_live = max(stats.peak_live, live)
-        else:
-            stats.evicted += before - live
-            stats.events.append(KVEvent(stats.decode_tokens, self.fed, before, live, moved))
-        if recorder is not None:
-            recorder.on_event(self.name, self.fed, self.cache.positions[:, :, :live].clone())
-
-    def rope_positions(self, start: int, rows: Tensor) -> list[int]:
-        """RoPE positions of cached tokens: logical ones from `start`, in `rows`."""
-        if self.packed_frequencies is not None:
-            positions: list[int] = rows.tolist()
-            return positions
-        return self._rope[start : start + len(rows)]
-
-    def restore_target(self, positions: list[int], at: int | None) -> tuple[list[int], int]:
-        """RoPE positions and first row where tokens saved at RoPE `positions` may return.
-
-        Raises UsageError if they cannot be there.
-        """
-        end, count = self.cache.length, len(positions)
-        if self.packed_frequencies is not None:
-            if at not in (None, end):
-                raise UsageError("where positions are the cache's, blocks come back at its end")
-            return list(range(end, end + count)), end
-        targets = positions if at is None else list(range(at, at + count))
-        if targets != positions and self.frequencies is None:
-            raise UsageError("this model's RoPE changes with the length: its keys cannot be moved")
-        taken = [self._rope[label] for label in self.cache.positions[0, 0, :end].tolist()]
-        row = bisect_left(taken, targets[0])
-        if targets[0] < 0 or (row < end and taken[row] <= targets[-1]):
-            raise UsageError(f"RoPE positions {targets[0]} to {targets[-1]} are taken")
-        return targets, row
+        if self._recorder is not None:
+            self._recorder.on_event(self.name, self.fed, self.cache.positions[:, :, :live].clone())
 
     def restored_at(self, start: int, targets: list[int]) -> None:
-        """Remember where the tokens from logical position `start` on came back to."""
-        self._rope[start : start + len(targets)] = targets
+        """Remember at which RoPE positions the tokens from logical `start` on came back."""
+        self.rope[start : start + len(targets)] = targets
         self._next = max(self._next, targets[-1] + 1)
 
     def free(self) -> None:
@@ -175,10 +137,7 @@ class EmbeddedSession:
         self.queries.free()
 
     def stats(self) -> KVStats:
-        return replace(
-            self._stats,
-            events=list(self._stats.events),
-            logical=self.logical,
-            live=self.cache.length,
-            budget=self.method.budget_at(self.fed) if self.method.compresses else None,
-        )
+        """Return the accounting as of now; what is live is counted in the cache."""
+        snapshot = self.ledger.snapshot()
+        snapshot.logical, snapshot.live = self.logical, self.cache.length
+        return snapshot

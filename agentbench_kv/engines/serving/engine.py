@@ -68,11 +68,9 @@ class ServingGeneration(StreamedGeneration):
 
     def _run(self) -> None:
         try:
-            self.finish_reason = self._play(self)
+            self.finish(self._play(self))
         except BaseException as error:  # noqa: BLE001  the reader is told, on its own thread
-            self._hand_over(error)
-            return
-        self._hand_over(None)
+            self.fail(error)
 
 
 class ObservedLedger(SessionLedger):

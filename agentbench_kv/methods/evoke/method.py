@@ -1,7 +1,4 @@
-"""EVOKE: blocks leave the cache under pressure and come back without a forward pass.
-
-EVOKE in one session: what is a block, which leave, which come back.
-"""
+"""EVOKE: blocks leave the cache under pressure and come back without a forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,13 +37,7 @@ from agentbench_kv.methods.spans import (
 )
 from agentbench_kv.params import param
 
-if TYPE_CHECKING:
-    pass
-
-
 RECOVERIES = ("discard", "breadcrumb", "kv_restore")
-
-
 MIB = 1 << 20
 
 
@@ -171,7 +162,7 @@ class EvokeSessions:
 
 
 @dataclass(eq=False)
-class Span:
+class EvokeSpan:
     """A block of a session: at most `block` tokens of one message."""
 
     start: int  # logical positions
@@ -192,7 +183,7 @@ class EvokeSession(SpanSession):
     """Blocks of one session under the watermarks; all sessions share the store of evicted ones."""
 
     def __init__(self, method: Evoke, cache: SpanCache, store: HostStore, encoder: Encoder) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[EvokeSpan] = []
         self.tokens: list[int] = []
         self._method = method
         self._cache = cache
@@ -207,16 +198,13 @@ class EvokeSession(SpanSession):
 
     @property
     def low(self) -> int:
-        """Tokens in the cache after an eviction, at the most."""
         return int(self._method.low * self._method.budget_at(len(self.tokens)))
 
     @property
     def high(self) -> int:
-        """Tokens in the cache above which blocks leave."""
         return int(self._method.high * self._method.budget_at(len(self.tokens)))
 
     def check(self, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Refuse pins that would leave the newest block no room."""
         if not notes.hints.pinned:
             return
         fixed = sum(len(span) for span in self.spans if self._is_fixed(span))
@@ -228,7 +216,6 @@ class EvokeSession(SpanSession):
             )
 
     def recalls(self, tokens: Sequence[int], notes: TurnNotes) -> list[SpanRange]:
-        """Return the evicted blocks to mention, in the order they were said."""
         if self._method.recovery != "breadcrumb" or not _by_user(notes):
             return []
         query = self._message_vector(tokens, notes)
@@ -283,7 +270,7 @@ class EvokeSession(SpanSession):
         """Tokens whose rows the next forward passes will add."""
         return len(self.tokens) - self._cache.fed
 
-    def _key(self, span: Span) -> tuple[str, int]:
+    def _key(self, span: EvokeSpan) -> tuple[str, int]:
         return self._cache.name, span.start
 
     def _cut(self, start: int, end: int, source: Source, hints: Hints) -> None:
@@ -291,7 +278,7 @@ class EvokeSession(SpanSession):
         count = -(-(end - start) // self._method.block)
         ends = [start + (end - start) * i // count for i in range(1, count + 1)]
         for first, last in pairwise([start, *ends]):
-            self.spans.append(Span(first, last, source, hints, self._turn))
+            self.spans.append(EvokeSpan(first, last, source, hints, self._turn))
 
     def _take_answer(self, generated: Sequence[int]) -> None:
         """Append what is new of the answer, filling its last block first.
@@ -333,7 +320,7 @@ class EvokeSession(SpanSession):
             for span in self.spans:
                 span.resident = True
 
-    def _evict(self, leaving: Sequence[Span]) -> None:
+    def _evict(self, leaving: Sequence[EvokeSpan]) -> None:
         if not leaving:
             return
         for span in leaving:
@@ -361,8 +348,8 @@ class EvokeSession(SpanSession):
                 gap -= len(span)
 
     def _less_like(
-        self, query: Vector, span: Span, wanted: Sequence[Span], excess: int
-    ) -> list[Span]:
+        self, query: Vector, span: EvokeSpan, wanted: Sequence[EvokeSpan], excess: int
+    ) -> list[EvokeSpan]:
         """Return the lowest-scored blocks that may leave for `span`; none if they are too few."""
         fed = self._cache.fed
         most = cosine(self._embed(span), query) - self._method.margin
@@ -377,7 +364,7 @@ class EvokeSession(SpanSession):
         leaving = _first(self._ranked(free), excess)
         return leaving if sum(map(len, leaving)) >= excess else []
 
-    def _restore(self, span: Span) -> bool:
+    def _restore(self, span: EvokeSpan) -> bool:
         block = self._store.take(self._key(span))
         if block is None:
             return False
@@ -386,8 +373,7 @@ class EvokeSession(SpanSession):
         self._counts["recovered_blocks"] += 1
         return True
 
-    def _most_like(self, query: Vector, eligible: Callable[[Span], bool]) -> list[Span]:
-        """Return the `topk` evicted blocks whose embeddings are most like a query."""
+    def _most_like(self, query: Vector, eligible: Callable[[EvokeSpan], bool]) -> list[EvokeSpan]:
         away = [span for span in self.spans if not span.resident and eligible(span)]
         ranked = sorted(away, key=lambda span: -cosine(self._embed(span), query))
         return ranked[: self._method.topk]
@@ -400,18 +386,16 @@ class EvokeSession(SpanSession):
             if source is Source.USER:
                 wanted += tokens[at : at + size]
             at += size
-        if wanted:
-            return self._encoder(wanted, self._cache)
-        return self._focus.vector
+        return self._encoder(wanted, self._cache) if wanted else self._focus.vector
 
-    def _embed(self, span: Span) -> Vector:
+    def _embed(self, span: EvokeSpan) -> Vector:
         """Return a block's embedding, made anew if it has grown."""
         if span.vector is None or span.embedded != len(span):
             span.vector = self._encoder(self.tokens[span.start : span.end], self._cache)
             span.embedded = len(span)
         return span.vector
 
-    def _may_leave(self, span: Span, fed: int) -> bool:
+    def _may_leave(self, span: EvokeSpan, fed: int) -> bool:
         """Whether all its rows are in the cache and nothing forbids to evict them.
 
         The newest token's block stays: an engine may go on from resident positions only.
@@ -419,14 +403,14 @@ class EvokeSession(SpanSession):
         newest = span.end == len(self.tokens)
         return span.resident and span.end <= fed and not newest and not self._is_fixed(span)
 
-    def _is_fixed(self, span: Span) -> bool:
+    def _is_fixed(self, span: EvokeSpan) -> bool:
         return span.resident and (span.hints.pinned or span.start < self._method.sinks)
 
-    def _is_soft(self, span: Span) -> bool:
+    def _is_soft(self, span: EvokeSpan) -> bool:
         """Whether it leaves only if nothing else is left: this turn's answer."""
         return span.source is Source.ASSISTANT and span.turn == self._turn
 
-    def _ranked(self, spans: Sequence[Span]) -> list[Span]:
+    def _ranked(self, spans: Sequence[EvokeSpan]) -> list[EvokeSpan]:
         """Return blocks by ascending score, older first among equals."""
         if not spans:
             return []
@@ -434,8 +418,7 @@ class EvokeSession(SpanSession):
         attention = None
         if method.w_attention:
             ranges = [(span.start, span.end) for span in spans]
-            found = self._cache.attention(ranges, method.chosen_layers, method.ewma)
-            attention = np.array(found)
+            attention = np.array(self._cache.attention(ranges, method.chosen_layers, method.ewma))
         ages = np.array([now - span.end for span in spans], dtype=np.float64)
         cosines = [NO_COSINE if focus is None else cosine(self._embed(s), focus) for s in spans]
         priorities = np.array([span.hints.priority for span in spans])
@@ -444,7 +427,7 @@ class EvokeSession(SpanSession):
         return [spans[index] for index in np.argsort(scores, kind="stable")]
 
 
-def _first(ranked: Sequence[Span], excess: int) -> list[Span]:
+def _first(ranked: Sequence[EvokeSpan], excess: int) -> list[EvokeSpan]:
     """Return the first blocks that together have at least `excess` tokens, or all."""
     ends = accumulate(map(len, ranked), initial=0)
     return [span for span, before in zip(ranked, ends, strict=False) if before < excess]

@@ -1,7 +1,4 @@
-"""How much an EVOKE block is worth: recency, coherence, attention, floors and priority.
-
-Embeddings of token spans: from the model's own table, from a sentence encoder, from a hash.
-"""
+"""How much an EVOKE block is worth: by recency, attention, and how like the task its tokens are."""
 
 from __future__ import annotations
 
@@ -18,14 +15,12 @@ from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.spans import Source, SpanCache
 
 TOKENS, HASH = "tokens", "hash"
-
-
 HASH_SIZE = 64
-
+FLOOR_MODES = ("rescale", "clamp")
+NO_COSINE = 0.0  # cosine where there is no task focus yet: a coherence of one half
 
 Vector = NDArray[np.float32]
-
-
+Floats = NDArray[np.float64]
 # Makes one vector [size] of some ids of a session; equal ids give equal vectors.
 Encoder = Callable[[Sequence[int], SpanCache], Vector]
 
@@ -76,15 +71,6 @@ def make_encoder(name: str) -> Encoder:
 @lru_cache(maxsize=65536)
 def _hashed(token: int) -> Vector:
     return np.random.default_rng(token).standard_normal(HASH_SIZE, dtype=np.float32)
-
-
-Floats = NDArray[np.float64]
-
-
-FLOOR_MODES = ("rescale", "clamp")
-
-
-NO_COSINE = 0.0  # cosine where there is no task focus yet: a coherence of one half
 
 
 @dataclass(frozen=True)

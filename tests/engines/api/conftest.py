@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from agentbench_kv.engines.api.engine import ApiEngine
-from agentbench_kv.engines.api.http import Policy, Prices, Spending, parse_model
+from agentbench_kv.engines.api.http import Prices, RetryPolicy, Spending, parse_model
 
 Messages = list[dict[str, Any]]
 Answers = Callable[[Messages], dict[str, Any]]
-QUICK = Policy(retries=2, timeout_s=20.0, first_pause_s=0.01)
+QUICK = RetryPolicy(retries=2, timeout_s=20.0, first_pause_s=0.01)
 KEY = "sk-local-secret-0123456789"
 
 
@@ -112,7 +112,7 @@ def engine_for(server: FakeServer) -> Iterator[Callable[..., ApiEngine]]:
     made: list[ApiEngine] = []
 
     def build(
-        policy: Policy = QUICK, prices: Prices | None = None, limit: float | None = None
+        policy: RetryPolicy = QUICK, prices: Prices | None = None, limit: float | None = None
     ) -> ApiEngine:
         model = f"{server.url}#fake"
         endpoint = parse_model(model)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.engines.api.engine import ApiEngine
-from agentbench_kv.engines.api.http import Policy, parse_model
+from agentbench_kv.engines.api.http import RetryPolicy, parse_model
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway import TextGateway
 
@@ -54,7 +54,7 @@ def gateway_of(
     engines: list[ApiEngine] = []
 
     def build(model: str) -> TextGateway:
-        policy = Policy(retries=1, first_pause_s=0.0)
+        policy = RetryPolicy(retries=1, first_pause_s=0.0)
         engines.append(ApiEngine(parse_model(model), model=model, policy=policy))
         return TextGateway(engines[-1])
 

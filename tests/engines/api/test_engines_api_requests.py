@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.api import http as retries
+from agentbench_kv.engines.api import http
 from agentbench_kv.engines.api.engine import ApiEngine
-from agentbench_kv.engines.api.http import Answer, Policy, Prices
+from agentbench_kv.engines.api.http import EndpointAnswer, Prices, RetryPolicy
 from agentbench_kv.errors import EndpointError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Options, TextGateway, open_gateway
 
@@ -113,7 +113,7 @@ def test_what_passes_is_tried_again(
 def test_what_does_not_pass_is_one_line_and_no_answer(
     fault: Any, said: str, server: Any, engine_for: EngineFor, chat: Chat
 ) -> None:
-    gateway = gateway_of(engine_for(Policy(retries=1, timeout_s=0.2, first_pause_s=0.01)))
+    gateway = gateway_of(engine_for(RetryPolicy(retries=1, timeout_s=0.2, first_pause_s=0.01)))
     server.always = fault
     with pytest.raises(EndpointError, match=said) as caught:
         gateway.chat("s", chat("hi"))
@@ -129,7 +129,7 @@ def test_what_does_not_pass_is_one_line_and_no_answer(
 def test_an_endpoint_that_only_fails_ends_the_run(
     server: Any, engine_for: EngineFor, chat: Chat
 ) -> None:
-    gateway = gateway_of(engine_for(Policy(retries=0, first_pause_s=0.0)))
+    gateway = gateway_of(engine_for(RetryPolicy(retries=0, first_pause_s=0.0)))
     server.always = 500
     for _ in range(3):
         with pytest.raises(EndpointError):
@@ -210,7 +210,7 @@ def test_a_cancelled_request_ends_soon(server: Any, engine_for: EngineFor, chat:
 def test_usage_is_needed_and_raw_prompts_are_refused(
     server: Any, engine_for: EngineFor, chat: Chat
 ) -> None:
-    gateway = gateway_of(engine_for(Policy(retries=0)))
+    gateway = gateway_of(engine_for(RetryPolicy(retries=0)))
     server.usage = None
     with pytest.raises(EndpointError, match="no usage"):
         gateway.chat("s", chat("hi"))
@@ -226,21 +226,23 @@ def test_requests_keep_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     async def note(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(retries.asyncio, "sleep", note)
-    monkeypatch.setattr(retries.time, "monotonic", lambda: 0.0)
-    pace = retries._Pace(per_minute=60)
+    monkeypatch.setattr(http.asyncio, "sleep", note)
+    monkeypatch.setattr(http.time, "monotonic", lambda: 0.0)
+    transport: Any = None
+    policy = RetryPolicy(per_minute=60)
+    asker = http.Asker(http.Endpoint("http://x", "m"), transport, policy, None, http.Spending())
     for _ in range(3):
-        asyncio.run(pace.wait())
+        asyncio.run(asker._wait_for_turn())
     assert waits == [1.0, 2.0]
 
 
 def test_pauses_grow_to_a_limit_and_do_what_the_server_asks() -> None:
-    policy = Policy(retries=9, first_pause_s=1.0, longest_pause_s=4.0)
-    plain = Answer(500, "")
+    policy = RetryPolicy(retries=9, first_pause_s=1.0, longest_pause_s=4.0)
+    plain = EndpointAnswer(500, "")
     assert [policy.pause(n, plain, 0.0) for n in range(4)] == [1.0, 2.0, 4.0, 4.0]
     assert policy.pause(1, plain, 0.5) == 1.5
-    assert policy.pause(0, Answer(429, "", None, {"retry-after": "3"}), 0.0) == 3.0
-    assert policy.pause(0, Answer(429, "", None, {"retry-after": "soon"}), 0.0) == 1.0
+    assert policy.pause(0, EndpointAnswer(429, "", None, {"retry-after": "3"}), 0.0) == 3.0
+    assert policy.pause(0, EndpointAnswer(429, "", None, {"retry-after": "soon"}), 0.0) == 1.0
     past = {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    assert policy.pause(0, Answer(429, "", None, past), 0.0) == 1.0
+    assert policy.pause(0, EndpointAnswer(429, "", None, past), 0.0) == 1.0
     assert policy.pause(9, plain, 0.0) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort,
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
 from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
-from agentbench_kv.engines.sglang.plugin.runtime import CommandQueue
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions, attach
 from agentbench_kv.engines.sglang.plugin.worker import (
     DecodedRow,
@@ -239,34 +237,6 @@ def test_working_ahead_changes_nothing(name: str) -> None:
     # Ahead, the last event comes before the forward that is one too many; its row goes.
     freed = ([(11, 11)], [(8, 9)]) if compresses else ([(25, 25)], [(25, 26)])
     assert (plain[2].freed, ahead[2].freed) == freed
-
-
-def test_commands_run_on_the_scheduler_s_thread() -> None:
-    done: list[tuple[str, int]] = []
-
-    def note(order: Any) -> str:
-        done.append((order["what"], threading.get_ident()))
-        return "done"
-
-    def fail(_order: Any) -> None:
-        raise ValueError("no")
-
-    queue = CommandQueue({"note": note, "fail": fail})
-    answers: list[Any] = []
-
-    def ask() -> None:
-        answers.append(queue.commands["note"]({"what": "this"}))
-        with pytest.raises(ValueError, match="no"):
-            queue.commands["fail"]({})
-        answers.append("failed")
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while asking.is_alive():
-        queue.serve()
-        asking.join(0.01)
-    assert answers == ["done", "failed"]
-    assert done == [("this", threading.get_ident())]
 
 
 def small_worker(kept: str) -> DeviceWorker:

@@ -48,7 +48,7 @@ class Patches:
 
     def process_input_requests(self, original: Original, scheduler: Any, requests: Any) -> None:
         original(scheduler, requests)
-        self.runtime.commands.serve()
+        self.runtime.serve()
 
     def init_req_max_new_tokens(self, _: Original, scheduler: Any, request: Any) -> None:
         """Bound an answer by the context alone: only live rows need room in the pool."""

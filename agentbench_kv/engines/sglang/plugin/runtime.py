@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.serving.plugin import (
     BackendPolicy,
@@ -29,37 +28,9 @@ from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker, 
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import QueryKind
 
-_PATIENCE_S = 60.0
-
-
-class CommandQueue:
-    """Takes commands on any thread; `serve` runs them on the scheduler's."""
-
-    def __init__(self, commands: Mapping[str, Handler]) -> None:
-        self._waiting: deque[tuple[Handler, Mapping[str, Any], Future[Any]]] = deque()
-        # Readable when a command waits, for whoever sleeps on file descriptors.
-        self.bell, self._ring = os.pipe()
-        os.set_blocking(self.bell, False)
-        self.commands = {name: self._forwarding(command) for name, command in commands.items()}
-
-    def serve(self) -> None:
-        while self._waiting:
-            command, request, done = self._waiting.popleft()
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.bell, 1)
-            try:
-                done.set_result(command(request))
-            except Exception as error:  # noqa: BLE001  the harness is told; the engine goes on
-                done.set_exception(error)
-
-    def _forwarding(self, command: Handler) -> Handler:
-        def forward(request: Mapping[str, Any]) -> Any:
-            done: Future[Any] = Future()
-            self._waiting.append((command, request, done))
-            os.write(self._ring, b"!")
-            return done.result(_PATIENCE_S)
-
-        return forward
+_PATIENCE_S = 60.0  # for the scheduler to come to a command
+# Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
+CAPACITY = 1 << 40
 
 
 def refuse_wrong_results(runner: Any) -> None:
@@ -100,8 +71,7 @@ class Runtime:
         shape = _shape(runner)
         frequencies = rope_frequencies(policy.model_path).to(shape.device)
         self.worker = DeviceWorker(policy, shape, frequencies, _pool(runner))
-        size = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        self.table = SglangSessions(policy.method, size, policy.stop_matcher)
+        self.table = SglangSessions(policy.method, shape.bytes_per_token, policy.stop_matcher)
 
     def attach(self, scheduler: Any) -> None:
         """Take over a scheduler that is complete."""
@@ -115,10 +85,24 @@ class Runtime:
         self.steps = Steps(self.table, self.worker, self.compactor)
         self.memory = MemoryPressure(self.table, scheduler)
         self.forks = Forks(self.table, self.worker, self.compactor, scheduler)
-        self.commands = CommandQueue(Commands(self).handlers())
+        # Readable when a command waits, for a scheduler that sleeps on file descriptors.
+        self._bell, ring = os.pipe()
+        os.set_blocking(self._bell, False)
+        self._commands = CommandQueue(lambda: os.write(ring, b"!"))
         if scheduler.idle_sleeper is not None:
-            scheduler.idle_sleeper.poller.register(self.commands.bell)
-        self.control = ControlServer(self.policy.control, self.commands.commands)
+            scheduler.idle_sleeper.poller.register(self._bell)
+        handlers = Commands(self).handlers()
+        queued = {name: self._queued(handler) for name, handler in handlers.items()}
+        self.control = ControlServer(self.policy.control, queued)
+
+    def serve(self) -> None:
+        """Answer the commands that wait."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._bell, 1 << 16)
+        self._commands.run()
+
+    def _queued(self, handler: Handler) -> Handler:
+        return lambda request: self._commands.call(lambda: handler(request), _PATIENCE_S)
 
     def configure(self, policy: BackendPolicy) -> None:
         """Go on with another method; CUDA graphs may have been captured without what it needs."""
@@ -145,10 +129,6 @@ def _pool(runner: Any) -> Pool:
     )
     table: torch.Tensor = runner.req_to_token_pool.req_to_token
     return Pool(keys, values, table, page)
-
-
-# Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
-CAPACITY = 1 << 40
 
 
 class Commands(SessionCommands[SglangSession]):

@@ -1,18 +1,19 @@
-"""Saving, evicting and restoring whole tokens of a session, over all layers and heads.
+"""Saving, evicting and restoring spans of a session: whole tokens, over all layers and heads.
 
 Rows stay in the order of their RoPE positions, so that a block that comes back to where it was
-leaves the cache as it had never been away. Called on the engine's thread only.
+leaves the cache as if it had never been away. Called on the engine's thread only.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.cache import SessionCache
-from agentbench_kv.engines.embedded.session import EmbeddedSession, Recorder
+from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
 from agentbench_kv.methods.spans import Block, SpanRange
@@ -27,30 +28,24 @@ def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
             f"cannot save positions {start} to {end} of session {session.name}: "
             f"{len(rows)} of {end - start} are in the cache"
         )
-    positions = session.rope_positions(start, rows)
+    packed = session.packed_frequencies is not None
+    positions: list[int] = rows.tolist() if packed else session.rope[start:end]
     both = torch.stack([cache.keys[:, :, rows], cache.values[:, :, rows]])
     parts = (both.cpu().flatten(), torch.tensor(positions))
     data = torch.cat([part.view(torch.uint8) for part in parts]).numpy()
     return Block(start, end, positions[0], data)
 
 
-def evict_spans(
-    session: EmbeddedSession, spans: Sequence[SpanRange], recorder: Recorder | None = None
-) -> int:
+def evict_spans(session: EmbeddedSession, spans: Sequence[SpanRange]) -> int:
     _check_whole_tokens(session)
-    cache, before = session.cache, session.cache.length
-    kept = (~_marked(cache, spans)).nonzero()[:, 0]
-    if len(kept) == before:
-        return 0
-    everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
-    moved = cache.keep(everywhere, session.packed_frequencies, ordered=True)
-    session.end_event(before, moved, recorder)
-    return before - cache.length
+    before = session.cache.length
+    kept = (~_marked(session.cache, spans)).nonzero()[:, 0]
+    if len(kept) < before:
+        session.evict(kept)
+    return before - len(kept)
 
 
-def restore_block(
-    session: EmbeddedSession, block: Block, at: int | None = None, recorder: Recorder | None = None
-) -> None:
+def restore_block(session: EmbeddedSession, block: Block, at: int | None = None) -> None:
     _check_whole_tokens(session)
     cache, before = session.cache, session.cache.length
     if block.end > session.fed or bool(_marked(cache, [(block.start, block.end)]).any()):
@@ -59,13 +54,36 @@ def restore_block(
             f"they are in the cache, or past its {session.fed} tokens"
         )
     keys, values, positions = _rows_of(block, cache)
-    targets, row = session.restore_target(positions, at)
+    targets, row = restore_target(session, positions, at)
     if targets != positions and session.frequencies is not None:
         shifts = torch.tensor(targets) - torch.tensor(positions)
         rope_rotate(keys, shifts.to(keys.device), session.frequencies)
     moved = cache.insert(row, keys, values, block.start)
     session.restored_at(block.start, targets)
-    session.end_event(before, moved, recorder)
+    session.ledger.restore(block.tokens, moved)
+    session.rows_changed(before)
+
+
+def restore_target(
+    session: EmbeddedSession, positions: list[int], at: int | None
+) -> tuple[list[int], int]:
+    """RoPE positions and first row where tokens saved at RoPE `positions` may return.
+
+    Raises UsageError if they cannot be there.
+    """
+    end, count = session.cache.length, len(positions)
+    if session.packed_frequencies is not None:
+        if at not in (None, end):
+            raise UsageError("where positions are the cache's, blocks come back at its end")
+        return list(range(end, end + count)), end
+    targets = positions if at is None else list(range(at, at + count))
+    if targets != positions and session.frequencies is None:
+        raise UsageError("this model's RoPE changes with the length: its keys cannot be moved")
+    taken = [session.rope[label] for label in _labels(session.cache).tolist()]
+    row = bisect_left(taken, targets[0])
+    if targets[0] < 0 or (row < end and taken[row] <= targets[-1]):
+        raise UsageError(f"RoPE positions {targets[0]} to {targets[-1]} are taken")
+    return targets, row
 
 
 def span_attention(

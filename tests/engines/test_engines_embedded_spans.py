@@ -18,7 +18,7 @@ from agentbench_kv.methods.spans import Block, Resident
 SPAN = (100, 200)
 
 
-class Logits:
+class Logits(Observer):
     """Keeps the logits of every session by the position they predict."""
 
     def __init__(self) -> None:
@@ -26,9 +26,6 @@ class Logits:
 
     def on_logits(self, session: str, logical: int, logits: torch.Tensor) -> None:
         self.seen[session, logical] = logits.clone()
-
-    def on_event(self, session: str, logical: int, kept_positions: torch.Tensor) -> None:
-        pass
 
     def difference(self, first: str, second: str, after: int = 0) -> float:
         """Largest difference of two sessions' logits that predict positions from `after` on."""
@@ -43,13 +40,13 @@ def resident(tiny_model: Any) -> Any:
     """Build engines that keep all rows; shut down afterwards."""
     made: list[EmbeddedEngine] = []
 
-    def build(network: Any = None, recorder: Any = None, observer: Any = None, **options: Any):
+    def build(network: Any = None, recorder: Any = None, **options: Any):
         method = Resident(
             positions=options.pop("positions", "logical"), recent_queries=options.pop("queries", 0)
         )
         chosen = EngineOptions(model="tiny", method=method, device="cpu", **options)
         network = tiny_model("qwen3") if network is None else network
-        engine = EmbeddedEngine.create(chosen, model=network, recorder=recorder, observer=observer)
+        engine = EmbeddedEngine.create(chosen, model=network, recorder=recorder)
         made.append(engine)
         return engine
 
@@ -217,7 +214,7 @@ def test_everything_may_leave_and_the_session_goes_on(resident: Any) -> None:
 @pytest.mark.parametrize("layers", [(), (1,), (-2, 1)])
 def test_attention_of_spans_is_that_of_the_kept_queries(resident: Any, layers: Any) -> None:
     queries = _Queries()
-    engine = resident(observer=queries, queries=8)
+    engine = resident(recorder=queries, queries=8)
     engine.open("a", _Modulo())
     ask(engine, "a", ids(1, 120), 12)
     engine.evict_spans("a", [(20, 50)])

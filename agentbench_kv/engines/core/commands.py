@@ -1,0 +1,57 @@
+"""Work that any thread may ask of the one thread that owns an engine's cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Command = tuple[Callable[[], Any], Future[Any]]
+
+
+class CommandQueue:
+    """Takes commands on any thread; the owner runs them between two steps.
+
+    `wake` is called after every command is queued, by the thread that queued it.
+    """
+
+    def __init__(self, wake: Callable[[], Any]) -> None:
+        self._wake = wake
+        self._waiting: list[_Command] = []
+        self._lock = threading.Lock()
+        self._closed: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def call(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Wait until the owner has run `work`; return or raise what it did."""
+        done: Future[T] = Future()
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            self._waiting.append((work, done))
+        self._wake()
+        return done.result(timeout)
+
+    def run(self) -> None:
+        """Run what is waiting; on the owner's thread."""
+        for work, done in self._take():
+            try:
+                done.set_result(work())
+            except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
+                done.set_exception(error)
+
+    def close(self, error: Exception) -> None:
+        """Raise `error` in those who wait, and in whoever calls from now on."""
+        with self._lock:
+            self._closed = error
+        for _, done in self._take():
+            done.set_exception(error)
+
+    def _take(self) -> list[_Command]:
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken
