@@ -18,7 +18,7 @@ from agentbench_kv.cli.options import NATURAL, POSITIVE, json_option, local, opt
 
 if TYPE_CHECKING:
     from agentbench_kv.engines.llamacpp.restore_bench import RestoreTimes
-    from agentbench_kv.kernels.benchmark import Cell, Measurement
+    from agentbench_kv.kernels.benchmark import KernelCase, KernelTimes
     from agentbench_kv.results.papers import PublishedFigure
 
 
@@ -178,7 +178,7 @@ def kernels(as_json: bool, **options: Any) -> None:
     repeats = options.pop("repeats")
     cells, left_out = _cells(**options)
     native = active_backend(cells[0].device if cells else "cpu")
-    found: list[Measurement] = []
+    found: list[KernelTimes] = []
     if not as_json:
         click.echo(f"{native.name} kernels: {native.about}")
         click.echo(f"| {' | '.join(HEADER)} |\n|{'---|' * 2}{'--:|' * (len(HEADER) - 2)}")
@@ -202,12 +202,12 @@ def _cells(
     dtype: str,
     device: str,
     memory: int,
-) -> tuple[list[Cell], list[str]]:
+) -> tuple[list[KernelCase], list[str]]:
     """Return what to measure, and what is left out with the reason."""
     import torch
 
     from agentbench_kv.errors import PrerequisiteError, unknown_name
-    from agentbench_kv.kernels.benchmark import MODELS, Cell
+    from agentbench_kv.kernels.benchmark import MODELS, KernelCase
 
     if device == "cuda" and not torch.cuda.is_available():
         raise PrerequisiteError("--device cuda: PyTorch sees no GPU; see kvbench doctor")
@@ -216,12 +216,14 @@ def _cells(
     for model in models:
         if model not in MODELS:
             raise unknown_name("model shape", model, MODELS)
-    cells: list[Cell] = []
+    cells: list[KernelCase] = []
     left_out: list[str] = []
     for operation in operations or OPERATIONS:
         for model, count, length, budget in _grid(operation, models, sessions, tokens, budgets):
             size = block or length
-            cell = Cell(operation, model, count, length, budget, size, getattr(torch, dtype), where)
+            cell = KernelCase(
+                operation, model, count, length, budget, size, getattr(torch, dtype), where
+            )
             name = f"{operation} {model}, {count} sessions, T={length}, B={budget}"
             if cell.cache_bytes > memory << 30:
                 left_out.append(f"{name}: {cell.cache_bytes / 2**30:.0f} GiB of cache (--memory)")
@@ -247,8 +249,8 @@ def _grid(
             yield model, count, length, budget
 
 
-def _row(each: Measurement) -> str:
-    cell = each.cell
+def _row(each: KernelTimes) -> str:
+    cell = each.case
     library = "" if each.library_us is None else f"{each.library_us:,.0f}"
     cells = (
         cell.operation, cell.model, str(cell.sessions), f"{cell.tokens:,}", f"{cell.budget:,}",
@@ -259,9 +261,9 @@ def _row(each: Measurement) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _plain(found: Sequence[Measurement]) -> list[dict[str, Any]]:
+def _plain(found: Sequence[KernelTimes]) -> list[dict[str, Any]]:
     rows = [asdict(each) for each in found]
     for row in rows:
-        row |= row.pop("cell")
+        row |= row.pop("case")
         row |= {"dtype": str(row["dtype"]).removeprefix("torch."), "device": str(row["device"])}
     return rows

@@ -16,23 +16,11 @@ from agentbench_kv.kernels.layout import PagedRows
 REPRESENTATIVES = 32
 INDEX_BLOCK = 16
 COPY_BYTES = 1 << 28
-MOST_SIMILARITY_TOKENS = 8192
+MODELS = {"qwen3-8b": (32, 8, 128), "qwen3-32b": (64, 8, 128)}  # query and KV heads, head_dim
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Attention heads of a model."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-
-
-MODELS = {"qwen3-8b": ModelShape(32, 8, 128), "qwen3-32b": ModelShape(64, 8, 128)}
-
-
-@dataclass(frozen=True)
-class Cell:
+class KernelCase:
     """What is measured: one layer of a model's cache, of some sessions at once."""
 
     operation: str
@@ -45,21 +33,17 @@ class Cell:
     device: torch.device
 
     @property
-    def shape(self) -> ModelShape:
-        return MODELS[self.model]
-
-    @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values of the layer."""
-        rows = self.sessions * self.shape.kv_heads * self.tokens
-        return 2 * rows * self.shape.head_dim * self.dtype.itemsize
+        _, kv_heads, head_dim = MODELS[self.model]
+        return 2 * self.sessions * kv_heads * self.tokens * head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Medians of one cell, in microseconds."""
+class KernelTimes:
+    """Medians of one case, in microseconds."""
 
-    cell: Cell
+    case: KernelCase
     native_us: float  # the compiled kernel
     torch_us: float  # the PyTorch reference
     library_us: float | None  # one library call that does the nearest thing, where there is one
@@ -77,82 +61,76 @@ class Work:
     library: Callable[[], object] | None = None
 
 
-class Scene:
-    """Random data of one cell: a paged cache, queries, scores and a choice of rows to keep."""
+class KernelData:
+    """Random data of one case: a paged cache, queries, scores and a choice of rows to keep."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
+    def __init__(self, case: KernelCase) -> None:
+        self.case = case
+        self.sessions, self.tokens, self.budget = case.sessions, case.tokens, case.budget
+        self.device = case.device
+        self.q_heads, self.kv_heads, self.head_dim = MODELS[case.model]
         self.draw = torch.Generator().manual_seed(0)
-        shape = cell.shape
-        self.blocks_each = -(-cell.tokens // cell.block)
-        blocks = cell.sessions * self.blocks_each
-        shuffled = torch.randperm(blocks, generator=self.draw).to(cell.device, torch.int32)
-        self.table = shuffled.reshape(cell.sessions, self.blocks_each)
-        self.lengths = torch.full((cell.sessions,), cell.tokens, device=cell.device)
+        blocks_each = -(-self.tokens // case.block)
+        blocks = self.sessions * blocks_each
+        shuffled = torch.randperm(blocks, generator=self.draw).to(self.device, torch.int32)
+        self.table = shuffled.reshape(self.sessions, blocks_each)
+        self.lengths = torch.full((self.sessions,), self.tokens, device=self.device)
         # Keys and values of a token lie side by side, as in vLLM.
-        cache = self.normal(blocks, shape.kv_heads, cell.block, 2 * shape.head_dim)
-        self.keys = PagedRows.of(cache[..., : shape.head_dim], "bhrd")
-        self.values = PagedRows.of(cache[..., shape.head_dim :], "bhrd")
-        positions = torch.zeros(blocks, shape.kv_heads, cell.block, dtype=torch.int64)
-        self.positions = PagedRows.of(positions.to(cell.device), "bhr")
+        cache = self.normal(blocks, self.kv_heads, case.block, 2 * self.head_dim)
+        self.keys = PagedRows.of(cache[..., : self.head_dim], "bhrd")
+        self.values = PagedRows.of(cache[..., self.head_dim :], "bhrd")
+        positions = torch.zeros(blocks, self.kv_heads, case.block, dtype=torch.int64)
+        self.positions = PagedRows.of(positions.to(self.device), "bhr")
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        cell = self.cell
-        return torch.empty(shape, dtype=dtype or cell.dtype, device=cell.device).normal_()
+        return torch.empty(shape, dtype=dtype or self.case.dtype, device=self.device).normal_()
 
-    def kept(self) -> Tensor:
-        """Choose `budget` rows of every head at random, ascending."""
-        cell = self.cell
-        scores = torch.rand(cell.sessions, 1, cell.shape.kv_heads, cell.tokens, generator=self.draw)
-        return scores.topk(cell.budget, -1).indices.sort(-1).values.to(cell.device)
+    def flat_keys(self) -> Tensor:
+        return self.normal(self.sessions * self.kv_heads, self.tokens, self.head_dim)
 
 
-def _compact(scene: Scene) -> Work:
-    kept = scene.kept()
-    late = int((kept >= scene.cell.budget).sum())
-    tensors = (scene.keys, scene.values, scene.positions)
-    row = sum(each.row_bytes for each in tensors)
-    flat = scene.normal(scene.cell.tokens, scene.cell.shape.head_dim)
-    index = kept[0, 0, 0]
-    heads = kept[:, 0, :, 0].numel()
+def _compact(data: KernelData) -> Work:
+    # Rows of every head at random, ascending.
+    scores = torch.rand(data.sessions, 1, data.kv_heads, data.tokens, generator=data.draw)
+    kept = scores.topk(data.budget, -1).indices.sort(-1).values.to(data.device)
+    late = int((kept >= data.budget).sum())
+    tensors = (data.keys, data.values, data.positions)
+    flat, index = data.normal(data.tokens, data.head_dim), kept[0, 0, 0]
 
     def rewrite() -> None:
-        for _ in range(2 * heads):
+        for _ in range(2 * data.sessions * data.kv_heads):
             flat.index_select(0, index)
 
     return Work(
-        lambda backend: backend.compact_paged(tensors, scene.table, kept, None, False),
-        2 * late * row,
+        lambda backend: backend.compact_paged(tensors, data.table, kept, None, False),
+        2 * late * sum(each.row_bytes for each in tensors),
         library=rewrite,
     )
 
 
-def _attention_mass(scene: Scene) -> Work:
-    cell, shape = scene.cell, scene.cell.shape
-    queries = scene.normal(cell.sessions, 1, shape.q_heads, REPRESENTATIVES, shape.head_dim)
-    arguments = (scene.keys, scene.table, scene.lengths, cell.tokens, "mean_prob", None, None, None)
+def _attention_mass(data: KernelData) -> Work:
+    queries = data.normal(data.sessions, 1, data.q_heads, REPRESENTATIVES, data.head_dim)
+    arguments = (data.keys, data.table, data.lengths, data.tokens, "mean_prob", None, None, None)
+    scores = data.sessions * data.kv_heads * data.tokens * 4
     return Work(
         lambda backend: backend.attention_mass_paged(queries, *arguments),
-        cell.cache_bytes // 2 + queries.nbytes + cell.sessions * shape.kv_heads * cell.tokens * 4,
+        data.case.cache_bytes // 2 + queries.nbytes + scores,
     )
 
 
-def _select_top(scene: Scene) -> Work:
-    cell = scene.cell
-    scores = scene.normal(cell.sessions, cell.shape.kv_heads, cell.tokens, dtype=torch.float32)
-    rows = cell.sessions * cell.shape.kv_heads
+def _select_top(data: KernelData) -> Work:
+    scores = data.normal(data.sessions, data.kv_heads, data.tokens, dtype=torch.float32)
     return Work(
-        lambda backend: backend.select_top(scores, cell.budget, None, None),
-        scores.nbytes + rows * cell.budget * 8,
-        library=lambda: scores.topk(cell.budget, -1).indices.sort(-1).values,
+        lambda backend: backend.select_top(scores, data.budget, None, None),
+        scores.nbytes + data.sessions * data.kv_heads * data.budget * 8,
+        library=lambda: scores.topk(data.budget, -1).indices.sort(-1).values,
     )
 
 
-def _ring_write(scene: Scene) -> Work:
-    cell, shape = scene.cell, scene.cell.shape
-    rows = scene.normal(cell.sessions, shape.q_heads, shape.head_dim)
-    ring = scene.normal(cell.sessions * REPRESENTATIVES, shape.q_heads, shape.head_dim)
-    slots = torch.arange(cell.sessions, device=cell.device) * REPRESENTATIVES
+def _ring_write(data: KernelData) -> Work:
+    rows = data.normal(data.sessions, data.q_heads, data.head_dim)
+    ring = data.normal(data.sessions * REPRESENTATIVES, data.q_heads, data.head_dim)
+    slots = torch.arange(data.sessions, device=data.device) * REPRESENTATIVES
     return Work(
         lambda backend: backend.ring_write(ring, rows, slots),
         2 * rows.nbytes,
@@ -160,54 +138,41 @@ def _ring_write(scene: Scene) -> Work:
     )
 
 
-def _rope_rotate(scene: Scene) -> Work:
-    cell, shape = scene.cell, scene.cell.shape
+def _rope_rotate(data: KernelData) -> Work:
     # Blocks of 128 tokens that move by a distance each, as restored ones do.
-    index = torch.arange(cell.budget, device=cell.device)
-    shifts = (-97 * (1 + index // 128)).expand(cell.sessions, 1, shape.kv_heads, -1)
-    lengths = torch.full_like(scene.lengths, cell.budget)
-    frequencies = 1e6 ** -torch.linspace(0, 1, shape.head_dim // 2, device=cell.device)
-    rows = cell.sessions * shape.kv_heads * cell.budget
+    index = torch.arange(data.budget, device=data.device)
+    shifts = (-97 * (1 + index // 128)).expand(data.sessions, 1, data.kv_heads, -1)
+    lengths = torch.full_like(data.lengths, data.budget)
+    frequencies = 1e6 ** -torch.linspace(0, 1, data.head_dim // 2, device=data.device)
+    arguments = (data.keys, data.table, lengths, shifts, frequencies, False)
     return Work(
-        lambda backend: backend.rope_rotate(
-            scene.keys, scene.table, lengths, shifts, frequencies, False
-        ),
-        2 * rows * scene.keys.row_bytes,
+        lambda backend: backend.rope_rotate(*arguments),
+        2 * data.sessions * data.kv_heads * data.budget * data.keys.row_bytes,
     )
 
 
-def _flat_keys(scene: Scene) -> Tensor:
-    cell = scene.cell
-    return scene.normal(cell.sessions * cell.shape.kv_heads, cell.tokens, cell.shape.head_dim)
-
-
-def _aabb(scene: Scene) -> Work:
-    keys = _flat_keys(scene)
-    boxes = 2 * keys.shape[0] * -(-keys.shape[1] // INDEX_BLOCK) * keys.shape[2] * 4
+def _aabb(data: KernelData) -> Work:
+    keys = data.flat_keys()
+    boxes = 2 * keys.shape[0] * -(-data.tokens // INDEX_BLOCK) * data.head_dim * 4
     return Work(lambda backend: backend.aabb(keys, INDEX_BLOCK)[0], keys.nbytes + boxes)
 
 
-def _aabb_score(scene: Scene) -> Work:
-    cell, shape = scene.cell, scene.cell.shape
-    heads = cell.sessions * shape.kv_heads
-    blocks = -(-cell.tokens // INDEX_BLOCK)
-    corners = scene.normal(2, heads, blocks, shape.head_dim, dtype=torch.float32)
-    queries = scene.normal(
-        heads * shape.q_heads // shape.kv_heads, 8, shape.head_dim, dtype=torch.float32
-    )
-    scores = queries.shape[0] * 8 * blocks * 4
+def _aabb_score(data: KernelData) -> Work:
+    blocks, head_dim, single = -(-data.tokens // INDEX_BLOCK), data.head_dim, torch.float32
+    corners = data.normal(2, data.sessions * data.kv_heads, blocks, head_dim, dtype=single)
+    queries = data.normal(data.sessions * data.q_heads, 8, head_dim, dtype=single)
     return Work(
         lambda backend: backend.aabb_score(queries, corners.amin(0), corners.amax(0)),
-        corners.nbytes + queries.nbytes + scores,
+        corners.nbytes + queries.nbytes + queries.shape[0] * 8 * blocks * 4,
     )
 
 
-def _similarity(scene: Scene) -> Work:
-    keys = _flat_keys(scene)
+def _similarity(data: KernelData) -> Work:
+    keys = data.flat_keys()
     return Work(lambda backend: backend.similarity_column_mean(keys, 0.5), keys.nbytes)
 
 
-OPERATIONS: dict[str, Callable[[Scene], Work]] = {
+OPERATIONS: dict[str, Callable[[KernelData], Work]] = {
     "compact": _compact,
     "attention_mass": _attention_mass,
     "select_top": _select_top,
@@ -236,19 +201,19 @@ class Copy:
 
 
 def measure(
-    cells: Sequence[Cell], native: Backend, reference: Backend, repeats: int
-) -> Iterator[Measurement]:
-    """Measure cell by cell; arms are interleaved, and a repetition before `repeats` warms up."""
+    cases: Sequence[KernelCase], native: Backend, reference: Backend, repeats: int
+) -> Iterator[KernelTimes]:
+    """Measure case by case; arms are interleaved, and a repetition before `repeats` warms up."""
     copy = None
-    for cell in cells:
-        copy = copy or Copy(cell.device)
-        yield _measured(cell, native, reference, repeats, copy)
+    for case in cases:
+        copy = copy or Copy(case.device)
+        yield _measured(case, native, reference, repeats, copy)
 
 
 def _measured(
-    cell: Cell, native: Backend, reference: Backend, repeats: int, copy: Copy
-) -> Measurement:
-    work = OPERATIONS[cell.operation](Scene(cell))
+    case: KernelCase, native: Backend, reference: Backend, repeats: int, copy: Copy
+) -> KernelTimes:
+    work = OPERATIONS[case.operation](KernelData(case))
     arms: dict[str, Callable[[], object]] = {
         # Half of the bytes are read, half are written.
         "copy": lambda: copy.run(work.bytes_moved // 2),
@@ -260,13 +225,14 @@ def _measured(
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeats + 1):
         for name, run in arms.items():
-            times[name].append(_timed(run, cell.device) * 1e6)
+            times[name].append(_timed(run, case.device) * 1e6)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-    moved = work.run(native) if cell.operation == "compact" else 0
-    copy_us, native_us, torch_us = (medians[name] for name in ("copy", "native", "torch"))
-    library_us, share = medians.get("library"), copy_us / native_us
-    rows_moved = 0 if moved is None else int(moved)
-    return Measurement(cell, native_us, torch_us, library_us, work.bytes_moved, share, rows_moved)
+    moved = work.run(native) if case.operation == "compact" else 0
+    return KernelTimes(
+        *(case, medians["native"], medians["torch"], medians.get("library"), work.bytes_moved),
+        share_of_copy=medians["copy"] / medians["native"],
+        rows_moved=int(moved or 0),
+    )
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

@@ -1,13 +1,8 @@
-"""Compiling the kernels on first use, into a cache of the user.
+"""Compiling the kernels on first use, into a cache of the user, and finding the threads they share.
 
 A library is named after everything it depends on (sources, compiler, processor, flags), is built
 in a folder of its own and renamed into place, so that a build that is killed or runs twice at once
 does no harm.
-
-Finding the OpenMP team that PyTorch's operations run on, for the CPU kernels to share.
-
-Threads of an OpenMP runtime wait actively for some time after each parallel operation. Kernels with
-threads of their own would compete with them for the same cores.
 """
 
 from __future__ import annotations
@@ -34,25 +29,15 @@ import torch
 
 from agentbench_kv.errors import PrerequisiteError
 
-SOURCES = Path(__file__).parent / "csrc"
-
-
-CACHE_VARIABLE = "KVBENCH_KERNEL_CACHE"
-
-
-FLAGS_VARIABLE = "KVBENCH_KERNEL_FLAGS"
-
-
-TIMEOUT_S = 600
-
-
-STALE_S = 3600
-
-
-PATIENCE_S = 1.0
-
-
 logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+CACHE_VARIABLE = "KVBENCH_KERNEL_CACHE"
+FLAGS_VARIABLE = "KVBENCH_KERNEL_FLAGS"
+TIMEOUT_S = 600
+STALE_S = 3600
+PATIENCE_S = 1.0
+_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
 
 
 @dataclass(frozen=True)
@@ -231,13 +216,11 @@ def _install(built: Path, target: Path) -> Path:
     return built.replace(kept)
 
 
-_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
-
-
 def team_function() -> int | None:
-    """Return the address of `GOMP_parallel` in the runtime this process has loaded, if any.
+    """Return the address of `GOMP_parallel` in the OpenMP runtime that PyTorch runs on, if any.
 
-    GNU's, Intel's and LLVM's runtimes all have it; of several, the one in PyTorch's folder counts.
+    GNU's, Intel's and LLVM's runtimes all have it. Their threads wait actively for some time after
+    each parallel operation: kernels with threads of their own would compete with them for cores.
     """
     for path in _loaded_runtimes():
         try:

@@ -24,9 +24,8 @@ CHOICES = ("auto", "torch", "cpu", "cuda")
 
 logger = logging.getLogger(__name__)
 
-
+# Shapes and meaning of the operations are those of `kernels.ops` and `kernels.paged`.
 Backend = NativeBackend | TorchBackend
-"""Shapes and meaning of the operations are those of `kernels.ops` and `kernels.paged`."""
 
 _TORCH = TorchBackend()
 _chosen: list[str] = []
@@ -36,12 +35,7 @@ _loaded: dict[str, Backend] = {}
 def use_backend(name: str) -> None:
     """Switch to the backend called `name` (see the module) for the rest of the process.
 
-    Raises
-    ------
-    UsageError
-        If there is no such backend.
-    PrerequisiteError
-        If `cpu` or `cuda` cannot be built here.
+    UsageError if there is no such backend, PrerequisiteError if it cannot be built here.
     """
     if name not in CHOICES:
         raise UsageError(

@@ -1,7 +1,4 @@
-"""KV rows that lie in blocks: the memory layouts of the engines, as views of one form.
-
-Cached rows and the order of their positions, by PyTorch's operations on any device.
-"""
+"""KV rows that lie in blocks: the memory layouts of the engines, as views of one form."""
 
 from __future__ import annotations
 
@@ -12,18 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+SPARSE = 16  # positions seen per row, above which sorting rows is cheaper than a table of positions
+
 
 @dataclass(frozen=True)
 class PagedRows:
     """Keys, values, positions, or anything else of which every cached token has a row per head.
 
-    Attributes
-    ----------
-    layers : tuple of Tensor [kv_heads, blocks, block_size, ...]
-        One view per layer, all of the same strides; dimensions after the third are contiguous.
-
-    Notes
-    -----
     Row `r` of a session lies in block `table[session, r // block_size]`. vLLM's
     `[blocks, heads, block, 2·d]` is `of(cache[..., :d], "bhrd")` for keys, SGLang's
     `[slots, heads, d]` is `of(cache[:, None], "brhd")` with blocks of one row (or
@@ -31,6 +23,8 @@ class PagedRows:
     `[sessions, heads, capacity, d]` is a cache whose sessions have one block each.
     """
 
+    # One view [kv_heads, blocks, block_size, ...] per layer, all of the same strides; dimensions
+    # after the third are contiguous.
     layers: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
@@ -49,24 +43,18 @@ class PagedRows:
     def of(cls, layers: Tensor | Sequence[Tensor], order: str) -> PagedRows:
         """Build from one tensor per layer, or one of all layers, with dimensions in any order.
 
-        Parameters
-        ----------
-        layers : Tensor or sequence of Tensor
-        order : str
-            A letter for each dimension: `l` layer (one tensor of all layers only), `h` head, `b`
-            block, `r` row in the block, `d` what a row holds (may be absent).
+        `order` has a letter for each dimension: `l` layer (one tensor of all layers only), `h`
+        head, `b` block, `r` row in the block, `d` what a row holds (may be absent).
         """
-        rest = "d" if "d" in order else ""
-        if sorted(order.replace("l", "")) != sorted("hbr" + rest):
+        wanted, left = "hbrd" if "d" in order else "hbr", order.replace("l", "")
+        if sorted(left) != sorted(wanted):
             raise ValueError(
                 f"order {order!r}: expected h, b, r, and if present d and l, once each"
             )
-        if isinstance(layers, Tensor) and "l" in order:
-            layers = layers.unbind(order.index("l"))
-        each = [layers] if isinstance(layers, Tensor) else list(layers)
-        left = order.replace("l", "")
-        wanted = [left.index(letter) for letter in "hbr" + rest]
-        return cls(tuple(layer.permute(wanted) for layer in each))
+        if isinstance(layers, Tensor):
+            layers = layers.unbind(order.index("l")) if "l" in order else [layers]
+        places = [left.index(letter) for letter in wanted]
+        return cls(tuple(layer.permute(places) for layer in layers))
 
     @property
     def layer_step(self) -> int:
@@ -145,24 +133,10 @@ def _where(rows: PagedRows, table: Tensor, session: int, length: int) -> tuple[T
     return table[session, index // rows.block_size].long(), index % rows.block_size
 
 
-SPARSE = 16
-
-
-"""Positions seen per row held, above which sorting rows is cheaper than a table of positions."""
-
-
 def by_position(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort every head's rows by position.
+    """Return every head's positions ascending, and the row of each.
 
-    Parameters
-    ----------
-    positions : Tensor [layers, kv_heads, tokens], int64
-        Distinct in every head, not negative.
-
-    Returns
-    -------
-    positions, order : Tensor [layers, kv_heads, tokens], int64
-        Ascending positions, and the row of each.
+    All are [layers, kv_heads, tokens], int64; positions are distinct in every head, not negative.
     """
     layers, heads, tokens = positions.shape
     seen = int(positions.max()) + 1 if positions.numel() else 0

@@ -18,12 +18,12 @@ from agentbench_kv.kernels.torch_backend import TorchBackend
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GQA = {"mean_prob": 0, "max_prob": 1, "max_logit": 2, "per_head": 3}
-
-
 _P, _L, _I = c_void_p, c_int64, c_int32
 
 
 class _Rows(Structure):
+    """`PagedRows.in_bytes`, whose tensors have to outlive the call."""
+
     _fields_: ClassVar = [
         *((name, _P) for name in ("base", "layer_offsets")),
         *((name, _L) for name in ("layer", "head", "block", "row", "bytes")),
@@ -56,9 +56,7 @@ class _Mass(Structure):
     ]
 
 
-_ENDING = [_I, _P]
-"""Threads and stream, the last arguments of every operation."""
-
+_ENDING = [_I, _P]  # threads and stream, the last arguments of every operation
 _SIGNATURES: dict[str, list[Any]] = {
     "kvb_compact": [POINTER(_Rows), _I, _Table, _Shape, _P, _L, _P, _I, _P],
     "kvb_attention_mass": [POINTER(_Mass)],
@@ -68,6 +66,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "kvb_aabb": [_P, _I, _L, _L, _L, _L, _L, _L, _P, _P],
     "kvb_aabb_score": [_P, _P, _P, _L, _L, _L, _L, _L, _P],
     "kvb_similarity": [_P, _I, _L, _L, _L, _L, _L, c_float, _P, _P],
+}
+_WORKSPACES: dict[str, list[Any]] = {  # bytes that an operation needs
+    "kvb_attention_mass_workspace": [POINTER(_Mass)],
+    "kvb_similarity_workspace": [_L, _L, _L],
 }
 
 
@@ -82,11 +84,8 @@ class NativeBackend:
         for symbol, arguments in _SIGNATURES.items():
             getattr(self._library, symbol).argtypes = [*arguments, *_ENDING]
         self._library.kvb_error.restype = c_char_p
-        for symbol, sizes in (
-            ("kvb_attention_mass_workspace", [POINTER(_Mass)]),
-            ("kvb_similarity_workspace", [_L, _L, _L]),
-        ):
-            getattr(self._library, symbol).argtypes = sizes
+        for symbol, arguments in _WORKSPACES.items():
+            getattr(self._library, symbol).argtypes = arguments
             getattr(self._library, symbol).restype = c_int64
         self._library.kvb_use_team.argtypes = [c_void_p]
         self._library.kvb_use_team(team_function())
@@ -147,10 +146,10 @@ class NativeBackend:
         lengths, table = _maybe(lengths, torch.int64), _maybe(table, torch.int32)
         query_positions = _maybe(query_positions, torch.int64)
         valid = _maybe(valid, torch.bool)
-        at = _rows(key_positions) if key_positions is not None else _Rows()
+        at = _Rows() if key_positions is None else _Rows(*key_positions.in_bytes)
         job = _Mass(
             *(queries.data_ptr(), DTYPES[queries.dtype], DTYPES[keys.layers[0].dtype]),
-            *(GQA[gqa], group, n, head_dim, _rows(keys), _table(table, keys)),
+            *(GQA[gqa], group, n, head_dim, _Rows(*keys.in_bytes), _table(table, keys)),
             *(_Shape(sessions, layers, keys.kv_heads), _address(lengths), length),
             *(_address(query_positions), at, _address(valid), mass.data_ptr()),
         )
@@ -194,7 +193,7 @@ class NativeBackend:
         sort: bool,
     ) -> Tensor:
         table = _maybe(table, torch.int32)
-        rows = [_rows(each) for each in tensors]
+        rows = [_Rows(*each.in_bytes) for each in tensors]
         return self._compact(rows, _table(table, tensors[0]), kept, counts, sort)
 
     def _compact(
@@ -231,7 +230,7 @@ class NativeBackend:
         self._call(
             "kvb_rope_rotate",
             shifts.device,
-            *(_rows(keys), DTYPES[keys.layers[0].dtype], _table(table, keys)),
+            *(_Rows(*keys.in_bytes), DTYPES[keys.layers[0].dtype], _table(table, keys)),
             *(_Shape(sessions, layers, heads), _address(lengths), length),
             *(shifts.data_ptr(), shifts.stride(0), shifts.stride(1), shifts.stride(2)),
             *(frequencies.data_ptr(), len(frequencies), int(interleaved)),
@@ -318,9 +317,8 @@ def _address(tensor: Tensor | None) -> int | None:
 def _table(table: Tensor | None, rows: PagedRows) -> _Table:
     size = rows.block_size
     shift = size.bit_length() - 1 if size & (size - 1) == 0 else -1
-    if table is None:
-        return _Table(None, 0, size, shift)
-    return _Table(table.data_ptr(), table.stride(0), size, shift)
+    where = (None, 0) if table is None else (table.data_ptr(), table.stride(0))
+    return _Table(*where, size, shift)
 
 
 def _plain_rows(cache: Tensor) -> _Rows:
@@ -328,8 +326,3 @@ def _plain_rows(cache: Tensor) -> _Rows:
     layer, head, row = (stride * cache.itemsize for stride in cache.stride()[:3])
     size = cache.shape[3:].numel() * cache.itemsize
     return _Rows(cache.data_ptr(), None, layer, head, 0, row, size)
-
-
-def _rows(rows: PagedRows) -> _Rows:
-    """Describe rows, which have to outlive the call, with all that belongs to them."""
-    return _Rows(*rows.in_bytes)

@@ -1,7 +1,8 @@
-"""The operations on paged caches, over many sessions and layers at once.
+"""The operations of `kernels.ops` on paged caches, over many sessions and layers at once.
 
-What serving engines hold: rows in blocks, found through a table. `kernels.layout.PagedRows`
-describes any of their memory layouts; `kernels.ops` has the same operations for contiguous caches.
+What serving engines hold: rows in blocks, found through a table [sessions, blocks], int32.
+`kernels.layout.PagedRows` describes any of their memory layouts. `lengths` [sessions], int64, says
+how many rows are in use.
 """
 
 from __future__ import annotations
@@ -14,46 +15,22 @@ from agentbench_kv.kernels.dispatch import active_backend
 from agentbench_kv.kernels.layout import PagedRows, check_blocks
 from agentbench_kv.kernels.ops import GqaMode
 
-__all__ = ["attention_mass", "compact", "rope_rotate"]
-
 
 def compact(
-    tensors: Sequence[PagedRows],
+    tensors: Sequence[PagedRows],  # keys, values, positions and whatever else moves along
     table: Tensor,
-    kept: Tensor,
+    kept: Tensor,  # [sessions, layers, kv_heads, budget], int64: ascending and distinct rows
     lengths: Tensor,
     *,
-    counts: Tensor | None = None,
+    counts: Tensor | None = None,  # [sessions], int64: how many entries of `kept` count
     sort: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """Move the kept rows of every session to its first rows, in place.
+    """Move the kept rows of every session to its first rows, in place; return the rows moved.
 
-    Parameters
-    ----------
-    tensors : sequence of PagedRows
-        Keys, values, positions and whatever else moves along.
-    table : Tensor [sessions, blocks], int32
-    kept : Tensor [sessions, layers, kv_heads, budget], int64
-        Rows to keep, ascending and distinct.
-    lengths : Tensor [sessions], int64
-        Rows in use before.
-    counts : Tensor [sessions], int64, optional
-        How many entries of `kept` count, if sessions keep different numbers.
-    sort : bool
-        Keep the order of `kept` instead of filling holes; moves more rows.
-    check : bool
-        Refuse blocks in use twice. Waits for a GPU; engines that own their blocks may skip it.
-
-    Returns
-    -------
-    Tensor, int64
-        Rows moved, on the device of the cache; reading it waits for a GPU.
-
-    Raises
-    ------
-    ValueError
-        For a shared block.
+    The number, int64, is on the device of the cache; reading it waits for a GPU. `sort` keeps the
+    order of `kept` instead of filling holes, and moves more rows. `check` refuses blocks in use
+    twice (ValueError), and waits for a GPU; engines that own their blocks may skip it.
     """
     if check:
         check_blocks(table, lengths, tensors[0].block_size)
@@ -61,41 +38,22 @@ def compact(
 
 
 def attention_mass(
-    queries: Tensor,
+    queries: Tensor,  # [sessions, layers, q_heads, n, head_dim]
     keys: PagedRows,
     table: Tensor,
     lengths: Tensor,
     *,
-    longest: int,
+    longest: int,  # the largest of `lengths`, given so that a GPU need not be waited for
     gqa: GqaMode = "mean_prob",
-    query_positions: Tensor | None = None,
-    key_positions: PagedRows | None = None,
-    valid: Tensor | None = None,
+    query_positions: Tensor | None = None,  # [sessions, n], int64
+    key_positions: PagedRows | None = None,  # of int64
+    valid: Tensor | None = None,  # [sessions, n], bool
 ) -> Tensor:
-    """Score every cached key of every session by the mean attention it gets.
+    """Return the mean attention every cached key gets [sessions, layers, kv_heads, longest].
 
-    Parameters
-    ----------
-    queries : Tensor [sessions, layers, q_heads, n, head_dim]
-        Representative queries.
-    keys : PagedRows
-    table : Tensor [sessions, blocks], int32
-    lengths : Tensor [sessions], int64
-        Rows in use.
-    longest : int
-        The largest of `lengths` (given, so that a GPU need not be waited for).
-    gqa : str
-        As for `kernels.ops.attention_mass`.
-    query_positions : Tensor [sessions, n], int64, optional
-    key_positions : PagedRows of int64, optional
-        If both are given, a query does not see keys at later positions.
-    valid : Tensor [sessions, n], bool, optional
-        False for empty ring slots: they give no mass and do not count in the mean.
-
-    Returns
-    -------
-    Tensor [sessions, layers, kv_heads, longest], float32
-        0 past a session's length; with `per_head`: [..., kv_heads, group, longest].
+    float32, 0 past a session's length; with `per_head`: [..., kv_heads, group, longest]. Positions
+    are those of `ops.attention_mass`. Queries that are not `valid`, in empty ring slots, give no
+    mass and do not count in the mean.
     """
     backend = active_backend(queries.device)
     return backend.attention_mass_paged(
@@ -107,24 +65,11 @@ def rope_rotate(
     keys: PagedRows,
     table: Tensor,
     lengths: Tensor,
-    shifts: Tensor,
+    shifts: Tensor,  # [sessions, layers, kv_heads, longest], int64; may be expanded
     frequencies: Tensor,
     *,
     interleaved: bool = False,
 ) -> None:
-    """Move the keys of every session by some positions, in place.
-
-    Parameters
-    ----------
-    keys : PagedRows
-        Keys that carry RoPE.
-    table : Tensor [sessions, blocks], int32
-    lengths : Tensor [sessions], int64
-        Rows in use.
-    shifts : Tensor [sessions, layers, kv_heads, longest], int64
-        Expanded dimensions are read where they lie.
-    frequencies, interleaved
-        As for `kernels.ops.rope_rotate`.
-    """
+    """Move the keys of every session, which carry RoPE, by some positions, in place."""
     backend = active_backend(shifts.device)
     backend.rope_rotate(keys, table, lengths, shifts, frequencies, interleaved)

@@ -16,8 +16,8 @@ from agentbench_kv.kernels.layout import (
     scatter_rows,
 )
 
+# Bytes of similarities that exist at a time; a CPU works best inside its cache.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Bytes of similarities that exist at a time; a CPU works best inside its cache."""
 
 
 class TorchBackend:
@@ -128,15 +128,11 @@ class TorchBackend:
             gathered = gather_rows(keys, whole, s, own)
             at = None if key_positions is None else gather_rows(key_positions, whole, s, own)
             used = slice(None) if valid is None else valid[s].bool()
-            places = None if query_positions is None else query_positions[s][used]
-            for layer in range(layers):
-                mass[s, layer, ..., :own] = self.attention_mass(
-                    queries[s, layer][:, used],
-                    gathered[layer],
-                    gqa,
-                    places,
-                    None if at is None else at[layer],
-                )
+            seen = None if query_positions is None else query_positions[s][used]
+            for i in range(layers):
+                chosen, places = queries[s, i][:, used], None if at is None else at[i]
+                own_mass = self.attention_mass(chosen, gathered[i], gqa, seen, places)
+                mass[s, i, ..., :own] = own_mass
         return mass
 
     def compact_paged(
@@ -245,10 +241,7 @@ def _sortable(scores: Tensor) -> Tensor:
     return ordered.masked_fill(torch.isnan(scores), torch.iinfo(torch.int64).min)
 
 
-_Moves = tuple[Tensor, Tensor, Tensor]
-
-
-def _hole_moves(kept: Tensor, length: int) -> _Moves:
+def _hole_moves(kept: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pair the kept rows past the new end with the holes before it: (row of kept, from, to)."""
     budget = kept.shape[1]
     is_kept = torch.zeros(kept.shape[0], length, dtype=torch.bool, device=kept.device)
@@ -258,7 +251,7 @@ def _hole_moves(kept: Tensor, length: int) -> _Moves:
     return row, late + budget, hole
 
 
-def _sorted_moves(kept: Tensor) -> _Moves:
+def _sorted_moves(kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Every kept row whose index changes: (row of kept, from, to)."""
     index = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
     row, slot = (kept != index).nonzero(as_tuple=True)

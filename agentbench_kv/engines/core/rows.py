@@ -18,7 +18,7 @@ from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
-from agentbench_kv.methods.base import LayerView, Phase, QueryKind
+from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
 
@@ -166,6 +166,17 @@ class WorkerRows:
         if rows is not None:
             rows.queries.free()
         self.sums.drop(session)
+
+    def queries(self, session: str) -> list[Queries]:
+        """Return a session's kept queries, oldest first, for every layer; empty before any."""
+        rows = self._sessions.get(session)
+        return [] if rows is None else rows.queries.layer_queries(self.shape.layers)
+
+    def shift_queries(self, session: str, by: int) -> None:
+        """Turn a session's kept queries by some positions, as the end of its cache moved."""
+        rows = self._sessions.get(session)
+        if rows is not None and self._frequencies is not None:
+            rows.queries.shift(by, self._frequencies)
 
     def feed(self, fed: Sequence[Fed], prompts: Mapping[str, PromptPhases]) -> RingWrite | None:
         """Take in a forward's tokens, in the order of its rows, and plan which queries to store.

@@ -1,7 +1,4 @@
-"""The llama.cpp engine: a GGUF model on a CPU, in a process of its own.
-
-How the harness starts the backend and takes tokens from it.
-"""
+"""The llama.cpp engine: a GGUF model on a CPU, in a process of its own (`server.app`)."""
 
 from __future__ import annotations
 
@@ -17,63 +14,54 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentbench_kv.engines.base import Capability, EngineInfo, EngineOptions
+from agentbench_kv.engines.base import Capability, EngineOptions
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES, ModelShape, resolve_model
-from agentbench_kv.engines.serving.engine import ServingEngine, scratch_folder
-from agentbench_kv.engines.serving.plugin import VARIABLE, BackendPolicy
-from agentbench_kv.engines.serving.process import ControlClient, ControlError, Launch, link_packages
-from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
-from agentbench_kv.environments import home, python_of
+from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
+from agentbench_kv.engines.serving.engine import (
+    ServingEngine,
+    refuse_method,
+    run_server,
+    scratch_folder,
+)
+from agentbench_kv.engines.serving.process import ControlClient, ControlError, Launch
+from agentbench_kv.engines.serving.wire import (
+    EngineWire,
+    GenerationRequest,
+    ModelFacts,
+    stop_document,
+)
+from agentbench_kv.environments import python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
-from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import Block, SpanRange
 
-SETTINGS = "KVBENCH_LLAMACPP"  # environment variable of the backend; see `backend.server.Settings`
-
-
 _START_S = 300.0
-
-
 _ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
+SMALLEST_CELLS = 1024
+# Cached tokens if nothing else is said; the cache is taken from memory at the start.
+MOST_CELLS = 65536
 
 
 @dataclass(eq=False)
 class LlamaCppWire(EngineWire):
-    """One backend on two Unix sockets in a private folder."""
+    """One server on two Unix sockets in a private folder."""
 
-    _options: EngineOptions
-    _python: Path  # the environment's interpreter
-    _model: Path  # GGUF file
-    _tokenizer: Path  # its folder
-    _cells: int  # cached tokens of all sessions together
-    _folder: Path
+    file: Path  # GGUF
+    cells: int  # cached tokens of all sessions together
 
     @property
     def _stream(self) -> Path:
-        return self._folder / "stream"
+        return self.folder / "stream"
 
     def details(self) -> dict[str, str]:
-        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
+        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self.cells)}
 
     def launch(self) -> Launch:
-        options = self._options
-        policy = BackendPolicy(options.method, self._tokenizer, self.control, options.trace)
-        settings = {
-            "model": str(self._model),
-            "stream": str(self._stream),
-            "dtype": options.dtype,
-            "cells": self._cells,
-            "sessions": options.concurrency,
-        }
-        links = link_packages(self._folder / "path", [type(options.method).__module__], {})
-        environment = {
-            VARIABLE: str(policy.save(self._folder)),
-            SETTINGS: json.dumps(settings),
-            "PYTHONPATH": str(links),
-            "TRANSFORMERS_OFFLINE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        command = [str(self._python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
+        options, cells = self.options, self.cells
+        settings = Settings(
+            str(self.file), str(self._stream), options.dtype, cells, options.concurrency
+        )
+        environment = self._environment("", {}) | {SETTINGS: json.dumps(asdict(settings))}
+        command = [str(self.python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
         return Launch(command, self._ready, environment, _START_S)
 
     def _ready(self) -> bool:
@@ -123,13 +111,6 @@ def _answer(line: bytes) -> int | None:
     return int(document["token"]) if "token" in document else None
 
 
-# Cached tokens if nothing else is said; the cache is taken from memory at the start.
-MOST_CELLS = 65536
-
-
-SMALLEST_CELLS = 1024
-
-
 class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
@@ -144,32 +125,22 @@ class LlamaCppEngine(ServingEngine):
         }
     )
 
-    _wire: LlamaCppWire
-
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
         refuse_method(options.method)
         cls.check_compute(options.dtype, options.device)
         python = python_of("llamacpp")
         model = resolve_model(options.model, python)
-        cells = options.max_live_tokens or default_cells(model.shape, options.dtype)
-        folder = scratch_folder()
-        wire = LlamaCppWire(options, python, model.file, model.tokenizer, cells, folder)
-        log = home() / "logs"
-        log.mkdir(parents=True, exist_ok=True)
-        info = EngineInfo(
-            name="llamacpp",
-            model=options.model,
-            model_path=model.tokenizer,
-            model_sha=model.sha,
-            device="cpu",
-            dtype=options.dtype,
-            context_limit=model.shape.context_limit,
-            eos_token_ids=model.shape.eos_token_ids,
-            capabilities=cls.capabilities,
+        shape, folder = model.shape, scratch_folder()
+        facts = ModelFacts(
+            *(shape.architecture, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim),
+            *(shape.context_limit, shape.eos_token_ids),
         )
-        size = model.shape.bytes_per_token(options.dtype)
-        return cls(info, wire, folder, log / f"llamacpp-{folder.name}.log", size)
+        cells = options.max_live_tokens or default_cells(shape, options.dtype)
+        wire = LlamaCppWire(
+            *(options, facts, python, model.tokenizer, folder, False, False), model.file, cells
+        )
+        return run_server(cls, wire, "llamacpp", model.sha)
 
     @classmethod
     def check_model(cls, model: str) -> None:
@@ -226,15 +197,6 @@ class LlamaCppEngine(ServingEngine):
             if kind in kinds:
                 raise kinds[kind](text) from None
             raise KVBenchError(str(error)) from None
-
-
-def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache llama.cpp cannot hold: all KV heads have one number of rows."""
-    if method.per_query_head:
-        raise UsageError(
-            f"{method.label} keeps a set per query head, llama.cpp's cache has rows per KV head; "
-            "use another preset or --engine embedded"
-        )
 
 
 def default_cells(shape: ModelShape, dtype: str) -> int:

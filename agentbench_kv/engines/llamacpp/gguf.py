@@ -1,21 +1,7 @@
-"""A Hugging Face model folder as a GGUF file, for models small enough to check to the bit.
+"""GGUF files: read their headers, make them of Hugging Face folders, or of random weights.
 
-The families are those whose attention the engine knows: Qwen2, Qwen3, Llama and Mistral. Real
-models are better converted, and quantised, with llama.cpp's own tools.
-
-The key-value header of a GGUF file, read without any package for it.
-
-The package gguf needs 8.6 s for the header of a model with 152,000 tokens, this 0.2 s (it makes a
-numpy view of every string), and it is not installed where only the environment `llamacpp` has it.
-
-The format is the specification's version 3 (and 2, which is equal as far as it is read here):
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-
-Pre-tokenizers that both tokenizer.json and GGUF can name.
-
-A Hugging Face tokenizer folder out of a GGUF file: the gateway speaks that language.
-
-Models of any shape with random weights, for measuring and testing what does not read them.
+Conversion is for models small enough to check to the bit, of the families whose attention the
+engine knows. Real models are better converted, and quantised, with llama.cpp's own tools.
 """
 
 from __future__ import annotations
@@ -36,23 +22,42 @@ import torch
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
+Array = npt.NDArray[np.float32]
+
 MAGIC = b"GGUF"
-
-
-VERSIONS = (2, 3)
-
-
+VERSIONS = (2, 3)  # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; equal as read here
 STRING, ARRAY = 8, 9
-
-
 _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
 }  # fmt: skip
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+
+# Hugging Face's model types with llama.cpp's name of the architecture.
+ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
+NO_TOKENIZER = "--no-tokenizer"
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's names with the regular expression each splits text by before byte-level BPE.
+PRETOKENIZERS: Mapping[str, str] = {
+    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
+    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def read_metadata(path: Path) -> Mapping[str, Any]:
-    """Return the keys and values of a GGUF file; arrays become lists."""
+    """Return the keys and values of a GGUF file; arrays become lists.
+
+    The package gguf makes a numpy view of every string and needs 8.6 s for a model with 152,000
+    tokens, this 0.2 s; and outside of the environment `llamacpp` it need not be installed.
+    """
     try:
         with path.open("rb") as file:
             magic, version = file.read(4), _scalar(file, 4)
@@ -96,29 +101,6 @@ def _scalar(file: BinaryIO, kind: int) -> Any:
     return struct.unpack(form, file.read(struct.calcsize(form)))[0]
 
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-
-
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-PRETOKENIZERS: Mapping[str, str] = {
-    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
-    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-}
-
-
-"""Names of llama.cpp with the regular expression each splits text by before byte-level BPE."""
-
-
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": False,
-}
-
-
 def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
     """Return what llama.cpp calls the pre-tokenizer of a tokenizer.json.
 
@@ -142,16 +124,9 @@ def pretokenizer_of(name: str) -> dict[str, Any]:
     if name not in PRETOKENIZERS:
         known = ", ".join(PRETOKENIZERS)
         raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": PRETOKENIZERS[name]},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    pattern = {"Regex": PRETOKENIZERS[name]}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
-
-
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> Path:
@@ -179,8 +154,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         "tokenizer.json": json.dumps(_tokenizer(metadata, tokens, types), ensure_ascii=False),
         "tokenizer_config.json": json.dumps(_config(metadata, tokens)),
     }
-    template = metadata.get("tokenizer.chat_template")
-    if template:
+    if template := metadata.get("tokenizer.chat_template"):
         files["chat_template.jinja"] = template
     return files
 
@@ -193,13 +167,10 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int])
         if kind in (CONTROL, USER_DEFINED)
     ]
     pre = str(metadata.get("tokenizer.ggml.pre", ""))
-    model = {
-        "type": "BPE",
-        "ignore_merges": pre == "llama-bpe",
-        # Added tokens too: one that the vocabulary lacks would get the next free id.
-        "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
-        "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
-    }
+    # Added tokens too: one that the vocabulary lacks would get the next free id.
+    words = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
+    bpe = {"type": "BPE", "ignore_merges": pre == "llama-bpe", "vocab": words, "merges": merges}
     return {
         "version": "1.0",
         "added_tokens": added,
@@ -207,7 +178,7 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int])
         "pre_tokenizer": pretokenizer_of(pre),
         "post_processor": None,
         "decoder": BYTE_LEVEL,
-        "model": model,
+        "model": bpe,
     }
 
 
@@ -221,18 +192,6 @@ def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
         if index is not None:
             config[f"{role}_token"] = tokens[index]
     return config
-
-
-Array = npt.NDArray[np.float32]
-
-
-ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
-
-
-"""Model types of Hugging Face with llama.cpp's name of the architecture."""
-
-
-NO_TOKENIZER = "--no-tokenizer"
 
 
 def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
@@ -333,8 +292,7 @@ def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
     merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
     writer.add_token_merges(merges)
     writer.add_add_bos_token(False)
-    template = _chat_template(folder)
-    if template:
+    if template := _chat_template(folder):
         writer.add_chat_template(template)
 
 
@@ -413,6 +371,71 @@ def _interleaved(key: str, tensor: Array, config: Mapping[str, Any]) -> Array:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
+@dataclass(frozen=True)
+class MadeConfig:
+    """What `config.json` says of a Qwen3, in its words; weights are float32 or float16."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    dtype: str = "float32"
+
+
+TINY = MadeConfig(4, 128, 4, 2, 32, 256, 512, 8192)
+# 8 KiB of float16 keys and values per token; large enough that a prefill costs something.
+MID = MadeConfig(8, 512, 8, 4, 64, 1536, 4096, 32768, dtype="float16")
+
+
+def make_model(path: Path, config: MadeConfig, seed: int = 0) -> Path:
+    """Write a GGUF file with random weights and without a tokenizer; return its path."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "qwen3")
+    write_shape(writer, vars(config), "qwen3")
+    writer.add_tokenizer_model("none")
+    for name, tensor in _weights(config, seed):
+        writer.add_tensor(f"{name}.weight", tensor)
+    write_file(writer)
+    return path
+
+
+def _weights(config: MadeConfig, seed: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    draw = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> npt.NDArray[Any]:
+        values: npt.NDArray[Any] = draw.standard_normal((rows, columns), np.float32)
+        return np.asarray(values * (scale / columns**0.5), config.dtype)
+
+    yield "token_embd", matrix(vocabulary, hidden, hidden**0.5)
+    yield "output_norm", np.ones(hidden, np.float32)
+    yield "output", matrix(vocabulary, hidden, 2.0)
+    # Above 1, so that attention is uneven enough for an eviction to show in the logits.
+    gain = np.full(config.head_dim, 1.5, np.float32)
+    for layer in range(config.num_hidden_layers):
+        block = f"blk.{layer}"
+        yield f"{block}.attn_norm", np.ones(hidden, np.float32)
+        yield f"{block}.ffn_norm", np.ones(hidden, np.float32)
+        yield f"{block}.attn_q", matrix(queries, hidden)
+        yield f"{block}.attn_k", matrix(keys, hidden)
+        yield f"{block}.attn_v", matrix(keys, hidden)
+        yield f"{block}.attn_output", matrix(hidden, queries)
+        yield f"{block}.attn_q_norm", gain
+        yield f"{block}.attn_k_norm", gain
+        yield f"{block}.ffn_gate", matrix(inner, hidden)
+        yield f"{block}.ffn_up", matrix(inner, hidden)
+        yield f"{block}.ffn_down", matrix(hidden, inner)
+
+
 def main() -> int:
     """Convert FOLDER to OUT; errors of the user are one line on stderr and exit code 2."""
     folder, out = map(Path, sys.argv[1:3])
@@ -426,85 +449,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main())
-
-
-MadeModelArray = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class MadeShape:
-    """A Qwen3's shape; weights are float32 or float16."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    feed_forward: int
-    vocabulary: int
-    context: int
-    rope_base: float = 1e6
-    dtype: str = "float32"
-
-
-TINY = MadeShape(4, 128, 4, 2, 32, 256, 512, 8192)
-
-
-MID = MadeShape(8, 512, 8, 4, 64, 1536, 4096, 32768, dtype="float16")
-
-
-"""8 KiB of float16 keys and values per token; large enough that a prefill costs something."""
-
-
-def make_model(path: Path, shape: MadeShape, seed: int = 0) -> Path:
-    """Write a GGUF file without a tokenizer; return its path."""
-    import gguf
-
-    config = {
-        "num_hidden_layers": shape.layers,
-        "max_position_embeddings": shape.context,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.feed_forward,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rope_theta": shape.rope_base,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": shape.vocabulary,
-    }
-    writer = gguf.GGUFWriter(path, "qwen3")
-    write_shape(writer, config, "qwen3")
-    writer.add_tokenizer_model("none")
-    for name, tensor in _weights(shape, seed):
-        writer.add_tensor(f"{name}.weight", tensor)
-    write_file(writer)
-    return path
-
-
-def _weights(shape: MadeShape, seed: int) -> Iterator[tuple[str, MadeModelArray]]:
-    hidden, inner, vocabulary = shape.hidden, shape.feed_forward, shape.vocabulary
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    draw = np.random.default_rng(seed)
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> MadeModelArray:
-        values: MadeModelArray = draw.standard_normal((rows, columns), np.float32)
-        return np.asarray(values * (scale / columns**0.5), shape.dtype)
-
-    yield "token_embd", matrix(vocabulary, hidden, hidden**0.5)
-    yield "output_norm", np.ones(hidden, np.float32)
-    yield "output", matrix(vocabulary, hidden, 2.0)
-    # Above 1, so that attention is uneven enough for an eviction to show in the logits.
-    gain = np.full(shape.head_dim, 1.5, np.float32)
-    for layer in range(shape.layers):
-        block = f"blk.{layer}"
-        yield f"{block}.attn_norm", np.ones(hidden, np.float32)
-        yield f"{block}.ffn_norm", np.ones(hidden, np.float32)
-        yield f"{block}.attn_q", matrix(queries, hidden)
-        yield f"{block}.attn_k", matrix(keys, hidden)
-        yield f"{block}.attn_v", matrix(keys, hidden)
-        yield f"{block}.attn_output", matrix(hidden, queries)
-        yield f"{block}.attn_q_norm", gain
-        yield f"{block}.attn_k_norm", gain
-        yield f"{block}.ffn_gate", matrix(inner, hidden)
-        yield f"{block}.ffn_up", matrix(inner, hidden)
-        yield f"{block}.ffn_down", matrix(hidden, inner)

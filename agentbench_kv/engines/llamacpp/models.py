@@ -1,9 +1,4 @@
-"""Which model is meant: a GGUF file, or a Hugging Face folder that is converted once.
-
-What a GGUF model looks like to the engine, and which models it must refuse.
-
-Running a module of ours in the environment's interpreter.
-"""
+"""The models the engine can load: their shapes, those it must refuse, and where their files are."""
 
 from __future__ import annotations
 
@@ -22,18 +17,12 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
-from agentbench_kv.engines.llamacpp.gguf import read_metadata, write_tokenizer
+from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES, read_metadata, write_tokenizer
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import home
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-
 ROW_TYPES = {"float32": 0, "float16": 1}  # of cached rows, with ggml's number
-
-
-ELSEWHERE = "run it with llama.cpp's own server and measure that through --engine api"
 
 
 @dataclass(frozen=True)
@@ -69,14 +58,15 @@ class ModelShape:
 
 def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
     """Describe a model from the header of its file; UsageError where `refusal` has a reason."""
-    reason = refusal(metadata)
-    if reason:
-        raise UsageError(f"{reason}; {ELSEWHERE}")
+    if reason := refusal(metadata):
+        raise UsageError(
+            f"{reason}; run it with llama.cpp's own server and measure that through --engine api"
+        )
     name = str(metadata["general.architecture"])
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     heads = int(own["attention.head_count"])
     width = int(own["embedding_length"])
-    named = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot"))
+    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")]
     ends = metadata.get("kvbench.eos_token_ids") or dict.fromkeys(named)
     return ModelShape(
         architecture=name,
@@ -105,8 +95,8 @@ def refusal(metadata: Mapping[str, Any]) -> str:
         return f"{name} has M-RoPE: a token has several positions, and keys cannot be re-anchored"
     if metadata.get(f"{name}.attention.sliding_window"):
         return f"{name} has sliding-window layers, which forget rows that a method means to keep"
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if name not in ARCHITECTURES.values():
+        known = ", ".join(sorted(set(ARCHITECTURES.values())))
         return f"{name} is not among the architectures whose attention was checked ({known})"
     key = metadata.get(f"{name}.attention.key_length")
     value = metadata.get(f"{name}.attention.value_length", key)
@@ -119,37 +109,6 @@ def refusal(metadata: Mapping[str, Any]) -> str:
     if kind != "none":
         return f"{name} scales RoPE ({kind}), so rotating a key by a distance would be wrong"
     return ""
-
-
-@contextmanager
-def environment_of() -> Iterator[dict[str, str]]:
-    """Yield variables under which the interpreter finds our package and no other of ours."""
-    with tempfile.TemporaryDirectory(prefix="kvbench-") as place:
-        links = link_packages(Path(place) / "path", [], {})
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
-        yield {**kept, "PYTHONPATH": str(links)}
-
-
-def lines_of(python: Path, module: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Run `python -m module` and yield its lines as they come."""
-    command = (str(python), "-m", module, *arguments)
-    with (
-        environment_of() as environment,
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        try:
-            for line in process.stdout or ():
-                yield line.rstrip("\n")
-        except GeneratorExit:
-            process.kill()
-            raise
-        if process.wait():
-            errors.seek(0)
-            said = errors.read().strip().splitlines() or [f"exit code {process.returncode}"]
-            raise KVBenchError(said[-1])
 
 
 @dataclass(frozen=True)
@@ -210,3 +169,34 @@ def _from_file(path: Path) -> LlamaCppModel:
 def _file_sha(path: Path, size: int, modified_ns: int) -> str:  # noqa: ARG001  the cache's key
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def environment_of() -> Iterator[dict[str, str]]:
+    """Yield variables under which the interpreter finds our package and no other of ours."""
+    with tempfile.TemporaryDirectory(prefix="kvbench-") as place:
+        links = link_packages(Path(place) / "path", [], {})
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        yield {**kept, "PYTHONPATH": str(links)}
+
+
+def lines_of(python: Path, module: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Run `python -m module` and yield its lines as they come."""
+    command = (str(python), "-m", module, *arguments)
+    with (
+        environment_of() as environment,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                yield line.rstrip("\n")
+        except GeneratorExit:
+            process.kill()
+            raise
+        if process.wait():
+            errors.seek(0)
+            said = errors.read().strip().splitlines() or [f"exit code {process.returncode}"]
+            raise KVBenchError(said[-1])

@@ -40,7 +40,6 @@ from agentbench_kv.engines.serving.process import (
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
-    PluginWire,
     read_model,
     stop_document,
 )
@@ -375,7 +374,7 @@ _Engine = TypeVar("_Engine", bound=ServingEngine)
 
 def start_server(
     engine: type[_Engine],
-    wire_class: type[PluginWire],
+    wire_class: type[EngineWire],
     name: str,
     options: EngineOptions,
     environment: str,
@@ -389,12 +388,18 @@ def start_server(
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
     wire = wire_class(options, facts, python, path, folder, gpu, stock)
+    return run_server(engine, wire, name, folder_sha(path))
+
+
+def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:
+    """Return an engine over the server that `wire` starts."""
+    options, facts, folder = wire.options, wire.facts, wire.folder
     info = EngineInfo(
         name=name,
         model=options.model,
-        model_path=path,
-        model_sha=folder_sha(path),
-        device="cuda" if gpu else "cpu",
+        model_path=wire.model,
+        model_sha=model_sha,
+        device="cuda" if wire.gpu else "cpu",
         dtype=options.dtype,
         context_limit=wire.context_limit,
         eos_token_ids=facts.eos_token_ids,

@@ -74,7 +74,7 @@ class _CommandConnection(socketserver.StreamRequestHandler):
 
 
 @dataclass
-class BackendSession(ABC):
+class SchedulerSession(ABC):
     """One session as a scheduler knows it, or one request without a session."""
 
     name: str
@@ -88,7 +88,7 @@ class BackendSession(ABC):
         """Whether a request of it is queued or generates."""
 
 
-_Session = TypeVar("_Session", bound=BackendSession)
+_Session = TypeVar("_Session", bound=SchedulerSession)
 
 
 class SessionCommands(ABC, Generic[_Session]):

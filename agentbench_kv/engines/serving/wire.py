@@ -97,61 +97,20 @@ class GenerationRequest:
     usage: dict[str, int] = field(default_factory=dict)
 
 
-class EngineWire(ABC):
-    """The part of a serving engine that knows its command line and its HTTP surface."""
-
-    # The engine as shipped, without our plug-in: nobody answers on the control channel.
-    stock: bool = False
-    _options: EngineOptions
-    _folder: Path  # private, for sockets and files
-
-    @property
-    def control(self) -> Path:
-        """The control channel's socket; nobody listens on it in a stock server."""
-        return self._folder / "control"
-
-    @abstractmethod
-    def launch(self) -> Launch:
-        """Return how to start the backend."""
-
-    @abstractmethod
-    def stream(self, request: GenerationRequest) -> Generator[int]:
-        """Yield a generation's ids; closing the iterator ends it in the backend.
-
-        Raises OSError or httpx.TransportError if the backend is gone.
-        """
-
-    def use(self, method: Method) -> None:
-        """Start backends with another method from now on."""
-        self._options = replace(self._options, method=method)
-
-    def opened(self, session: str) -> None:  # noqa: ARG002
-        """Prepare for a session that is new to the backend."""
-        return None
-
-    def details(self) -> dict[str, str]:
-        """Return what a run's record says of the backend: version, set-up, flags."""
-        return {"setup": "as shipped" if self.stock else "plug-in"}
-
-    def close(self) -> None:
-        """Close the connections."""
-        return None
-
-
 @dataclass(eq=False)
-class PluginWire(EngineWire):
-    """A server of another project that loads our plug-in, or runs as shipped.
+class EngineWire(ABC):
+    """What a serving engine's server is started from, its command line and its HTTP surface.
 
-    Its HTTP surface is locked with a key of its own.
+    It is locked with a key of its own.
     """
 
-    _options: EngineOptions
-    _facts: ModelFacts
-    _python: Path  # the environment's interpreter
-    _model: Path
-    _folder: Path  # private, for sockets and files
-    _gpu: bool
-    stock: bool  # as shipped, without our plug-in
+    options: EngineOptions
+    facts: ModelFacts
+    python: Path  # the environment's interpreter
+    model: Path
+    folder: Path  # private, for sockets and files
+    gpu: bool
+    stock: bool  # as shipped, without our plug-in: nobody answers on the control channel
 
     def __post_init__(self) -> None:
         self._key = secrets.token_hex(16)
@@ -167,16 +126,45 @@ class PluginWire(EngineWire):
         return None
 
     @property
+    def control(self) -> Path:
+        """The control channel's socket."""
+        return self.folder / "control"
+
+    @property
     def context_limit(self) -> int:
         """Last position + 1."""
-        return self._facts.context_limit
+        return self.facts.context_limit
+
+    @abstractmethod
+    def launch(self) -> Launch:
+        """Return how to start the backend."""
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> Generator[int]:
+        """Yield a generation's ids; closing the iterator ends it in the backend.
+
+        Raises OSError or httpx.TransportError if the backend is gone.
+        """
+
+    def use(self, method: Method) -> None:
+        """Start backends with another method from now on."""
+        self.options = replace(self.options, method=method)
+
+    def opened(self, session: str) -> None:  # noqa: ARG002
+        """Prepare for a session that is new to the backend."""
+        return None
+
+    def details(self) -> dict[str, str]:
+        """Return what a run's record says of the backend: version, set-up, flags."""
+        return {"setup": "as shipped" if self.stock else "plug-in"}
 
     def close(self) -> None:
+        """Close the connections."""
         self._client.close()
 
     def _environment(self, group: str, plugins: Mapping[str, str]) -> dict[str, str]:
         """Return what any server needs: our package with its entry points, and the policy."""
-        options, folder = self._options, self._folder
+        options, folder = self.options, self.folder
         groups = {group: plugins} if plugins else {}
         links = link_packages(folder / "path", [type(options.method).__module__], groups)
         environment = {
@@ -185,7 +173,7 @@ class PluginWire(EngineWire):
             "TRANSFORMERS_OFFLINE": "1",
         }
         if not self.stock:
-            policy = BackendPolicy(options.method, self._model, self.control, options.trace)
+            policy = BackendPolicy(options.method, self.model, self.control, options.trace)
             environment[VARIABLE] = str(policy.save(folder))
         if options.allow_untested:
             environment[ALLOW_UNTESTED] = "1"

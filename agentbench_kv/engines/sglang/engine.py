@@ -19,9 +19,9 @@ from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_d
 from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
+    EngineWire,
     GenerationRequest,
     ModelFacts,
-    PluginWire,
     RequestError,
     as_flags,
     post_events,
@@ -86,7 +86,7 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
     }
 
 
-class SglangEngineWire(PluginWire):
+class SglangEngineWire(EngineWire):
     """One SGLang server on a loopback port.
 
     As shipped, its radix cache finds what a session sent before.
@@ -102,11 +102,11 @@ class SglangEngineWire(PluginWire):
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
-        command = [str(self._python), "-m", f"{_PLUGIN}.launch"]
-        command += ["--model-path", str(self._model), "--host", _HOST, "--port", str(port)]
-        command += flags(self._options, self._facts, gpu=self._gpu, stock=self.stock)
+        command = [str(self.python), "-m", f"{_PLUGIN}.launch"]
+        command += ["--model-path", str(self.model), "--host", _HOST, "--port", str(port)]
+        command += flags(self.options, self.facts, gpu=self.gpu, stock=self.stock)
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.hooks:register"}
-        if not self._gpu:
+        if not self.gpu:
             plugins["kvbench-cpu"] = f"{_PLUGIN}.cpu:register"
         environment = self._environment("sglang.srt.plugins", plugins) | {
             KEY: self._key,
@@ -114,7 +114,7 @@ class SglangEngineWire(PluginWire):
             # Never opened, but derived from the other port and refused if it is too large.
             "SGLANG_GRPC_PORT": str(_free_port()),
         }
-        if not self._gpu:
+        if not self.gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return Launch(command, self._ready, environment)
 

@@ -18,8 +18,8 @@ from agentbench_kv.engines.serving.engine import ServingEngine, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
+    EngineWire,
     GenerationRequest,
-    PluginWire,
     as_flags,
     post_events,
     stop_document,
@@ -33,7 +33,7 @@ _CPU_BLOCK = 32
 _CPU_CACHE_BYTES = 1 << 30
 
 
-class VllmEngineWire(PluginWire):
+class VllmEngineWire(EngineWire):
     """One vLLM server on a Unix socket in a private folder.
 
     As shipped, prefix caching and async scheduling are on.
@@ -41,7 +41,7 @@ class VllmEngineWire(PluginWire):
 
     @property
     def _socket(self) -> Path:
-        return self._folder / "http"
+        return self.folder / "http"
 
     def _transport(self) -> httpx.BaseTransport:
         return httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
@@ -52,10 +52,10 @@ class VllmEngineWire(PluginWire):
 
         vLLM wants room for one whole context, as if nothing were ever evicted.
         """
-        asked = self._options.engine_args.get("max-model-len")
+        asked = self.options.engine_args.get("max-model-len")
         limits = [
-            self._facts.context_limit,
-            self._options.max_live_tokens,
+            self.facts.context_limit,
+            self.options.max_live_tokens,
             asked and int(asked),
         ]
         return min(limit for limit in limits if limit)
@@ -66,12 +66,12 @@ class VllmEngineWire(PluginWire):
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.launch:register"}
         environment = self._environment("vllm.general_plugins", plugins)
         environment |= {"VLLM_API_KEY": self._key, "VLLM_NO_USAGE_STATS": "1"}
-        if not self._gpu:
+        if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        command = [str(self._python), "-m", f"{_PLUGIN}.launch", "serve"]
-        command += [str(self._model), "--uds", str(self._socket), *self._flags()]
+        command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
+        command += [str(self.model), "--uds", str(self._socket), *self._flags()]
         return Launch(command, self._ready, environment)
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
@@ -125,7 +125,7 @@ class VllmEngineWire(PluginWire):
             return control.answers()
 
     def _flags(self) -> list[str]:
-        options = self._options
+        options = self.options
         arguments: dict[str, str | None] = {
             "served-model-name": _SERVED,
             "dtype": options.dtype,
@@ -135,7 +135,7 @@ class VllmEngineWire(PluginWire):
             "uvicorn-log-level": "warning",
         }
         arguments |= self._memory()
-        if not self._gpu:
+        if not self.gpu:
             arguments["enforce-eager"] = None
         if self.stock:
             arguments["enable-prompt-tokens-details"] = None
@@ -151,15 +151,15 @@ class VllmEngineWire(PluginWire):
     def _memory(self) -> dict[str, str | None]:
         """Return how large the cache is: what was asked for, or vLLM's own choice on a GPU."""
         arguments: dict[str, str | None] = {}
-        block = 16 if self._gpu else _CPU_BLOCK
-        if self._options.max_live_tokens is not None:
+        block = 16 if self.gpu else _CPU_BLOCK
+        if self.options.max_live_tokens is not None:
             # One block is vLLM's placeholder.
-            blocks = -(-self._options.max_live_tokens // block) + 1
+            blocks = -(-self.options.max_live_tokens // block) + 1
             arguments |= {"block-size": str(block), "num-gpu-blocks-override": str(blocks)}
             arguments["max-model-len"] = str(self.context_limit)
-        elif not self._gpu:
+        elif not self.gpu:
             arguments["block-size"] = str(block)
-        if not self._gpu:
+        if not self.gpu:
             arguments["kv-cache-memory-bytes"] = str(_CPU_CACHE_BYTES)
         return arguments
 

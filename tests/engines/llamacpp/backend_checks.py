@@ -18,16 +18,18 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.gguf import TINY, make_model
-from agentbench_kv.engines.llamacpp.server import watch as library
-from agentbench_kv.engines.llamacpp.server.context import Batch, Context
+from agentbench_kv.engines.llamacpp.server import library, rows
+from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Blob, Cells, RowFormat, SequenceRows
-from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch, find_plugin
+from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError
 
 F32, F16, Q8 = 0, 1, 8
+LAYERS, HEADS = TINY.num_hidden_layers, TINY.num_attention_heads
+KV_HEADS = TINY.num_key_value_heads
 DRAW = torch.Generator().manual_seed(5)
-TEXT = torch.randint(0, TINY.vocabulary, (400,), generator=DRAW).tolist()
-NEXT = torch.randint(0, TINY.vocabulary, (16,), generator=DRAW).tolist()
+TEXT = torch.randint(0, TINY.vocab_size, (400,), generator=DRAW).tolist()
+NEXT = torch.randint(0, TINY.vocab_size, (16,), generator=DRAW).tolist()
 START, END = 100, 200
 MODEL = Path()
 
@@ -59,7 +61,7 @@ class Scene:
     def feed(self, tokens: list[int], rows: SequenceRows | None = None) -> torch.Tensor:
         rows = rows or self.rows
         first, count = rows.next, len(tokens)
-        batch = Batch(tokens, list(range(first, first + count)), [rows.sequence] * count,
+        batch = DecodeBatch(tokens, list(range(first, first + count)), [rows.sequence] * count,
                       list(range(count)))  # fmt: skip
         logits = self.context.decode(batch)
         rows.append(self.context.watch.cells(), first)
@@ -86,7 +88,7 @@ def largest(left: torch.Tensor, right: torch.Tensor) -> float:
 def rotated(keys: torch.Tensor, by: int) -> torch.Tensor:
     """Rotate keys [tokens, heads, head_dim] in numpy and float64, halves paired."""
     half = keys.shape[-1] // 2
-    angles = by * TINY.rope_base ** (-2.0 * np.arange(half) / keys.shape[-1])
+    angles = by * TINY.rope_theta ** (-2.0 * np.arange(half) / keys.shape[-1])
     first, second = np.split(keys.double().numpy(), 2, -1)
     cosine, sine = np.cos(angles), np.sin(angles)
     turned = [first * cosine - second * sine, first * sine + second * cosine]
@@ -149,7 +151,7 @@ def check_restore_other_cells() -> Any:
 def check_rotated_keys() -> Any:
     scene = Scene()
     blob, _ = scene.evict()
-    saved = [blob.keys(layer).clone() for layer in range(TINY.layers)]
+    saved = [blob.keys(layer).clone() for layer in range(LAYERS)]
     blob.rotate(300)
     numpy = max(largest(blob.keys(i), rotated(keys, 300)) for i, keys in enumerate(saved))
     moved = blob.positions.tolist() == list(range(400, 500))
@@ -163,26 +165,26 @@ def check_rotated_keys() -> Any:
 
 
 def check_attention_rows() -> Any:
-    names = [f"kq_soft_max-{layer}" for layer in range(TINY.layers)]
-    watch = PythonWatch(TINY.layers, True, names)
+    names = [f"kq_soft_max-{layer}" for layer in range(LAYERS)]
+    watch = PythonWatch(LAYERS, True, names)
     scene = Scene(watch=watch, tokens=300)
     scene.feed(NEXT)
     worst, sums, beyond = 0.0, 0.0, 0.0
-    for layer in range(TINY.layers):
+    for layer in range(LAYERS):
         seen = torch.from_numpy(watch.kept[f"kq_soft_max-{layer}"][0][0])
         sums = max(sums, float((seen.sum(-1) - 1).abs().max()))
         beyond = max(beyond, float(seen[..., 316:].abs().sum()))
         keys = scene.cells.keys[layer][:, scene.rows.cells]
         values = scene.cells.values[layer][:, scene.rows.cells]
-        shares, _ = attention(watch.queries(layer, TINY.heads), keys, values, 315)
+        shares, _ = attention(watch.queries(layer, HEADS), keys, values, 315)
         worst = max(worst, float(np.abs(shares - seen[..., scene.rows.cells].numpy()).max()))
     scene.close()
     return {"sums": sums, "beyond": beyond, "numpy": worst}
 
 
 def check_per_head_sets() -> Any:
-    names = [f"kqv-{layer}" for layer in range(TINY.layers)]
-    watch = PythonWatch(TINY.layers, True, names)
+    names = [f"kqv-{layer}" for layer in range(LAYERS)]
+    watch = PythonWatch(LAYERS, True, names)
     scene = Scene(watch=watch, tokens=300)
     keys, values = scene.cells.read(scene.rows.cells)
     kept = random_sets(300, 96)
@@ -190,13 +192,13 @@ def check_per_head_sets() -> Any:
     scene.rows.keep_last(96)
     scene.feed(NEXT[:8])
     worst = 0.0
-    for layer in range(TINY.layers):
+    for layer in range(LAYERS):
         new = scene.cells.read(scene.rows.cells[-8:])
         own = [
             torch.cat([chosen(whole[layer], kept[layer]), fresh[layer]], 1)
             for whole, fresh in zip((keys, values), new, strict=True)
         ]
-        _, outputs = attention(watch.queries(layer, TINY.heads), *own, 103)
+        _, outputs = attention(watch.queries(layer, HEADS), *own, 103)
         seen = watch.kept[f"kqv-{layer}"][0][0]
         worst = max(worst, float(np.abs(outputs - seen).max()))
     scene.close()
@@ -206,9 +208,9 @@ def check_per_head_sets() -> Any:
 def random_sets(rows: int, budget: int) -> torch.Tensor:
     sets = [
         torch.randperm(rows, generator=DRAW)[:budget].sort().values
-        for _ in range(TINY.layers * TINY.kv_heads)
+        for _ in range(LAYERS * KV_HEADS)
     ]
-    return torch.stack(sets).reshape(TINY.layers, TINY.kv_heads, budget)
+    return torch.stack(sets).reshape(LAYERS, KV_HEADS, budget)
 
 
 def chosen(rows: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -221,7 +223,7 @@ def check_compaction_bytes() -> Any:
         scene = Scene(F16, flash, tokens=300)
         keys, values = scene.cells.read(scene.rows.cells)
         kept = random_sets(300, 96)
-        positions = torch.arange(300).expand(TINY.layers, TINY.kv_heads, -1).clone()
+        positions = torch.arange(300).expand(LAYERS, KV_HEADS, -1).clone()
         scene.cells.compact(scene.rows.cells, kept, [positions], sort=sort)
         scene.rows.keep_last(96)
         front = positions[..., :96]
@@ -247,7 +249,7 @@ def check_one_set_for_all_heads() -> Any:
     wanted = plain.feed(NEXT)
     plain.close()
     scene = Scene(tokens=300)
-    kept = (~gone).nonzero().flatten().expand(TINY.layers, TINY.kv_heads, -1).contiguous()
+    kept = (~gone).nonzero().flatten().expand(LAYERS, KV_HEADS, -1).contiguous()
     scene.cells.compact(scene.rows.cells, kept)
     scene.rows.keep_last(100)
     difference = largest(scene.feed(NEXT), wanted)
@@ -256,16 +258,23 @@ def check_one_set_for_all_heads() -> Any:
 
 
 def check_watches_agree() -> Any:
-    python, native = Scene(watch=PythonWatch(TINY.layers, True)), Scene()
+    python, native = Scene(watch=PythonWatch(LAYERS, True)), Scene()
     if not isinstance(native.context.watch, NativeWatch):
         return {"native": False}
     same = [torch.equal(python.context.watch.cells(), native.context.watch.cells())]
-    for layer in range(TINY.layers):
-        pair = (each.context.watch.queries(layer, TINY.heads) for each in (python, native))
+    for layer in range(LAYERS):
+        pair = (each.context.watch.queries(layer, HEADS) for each in (python, native))
         same.append(bool(torch.equal(*pair)))
     python.close()
     native.close()
     return {"native": True, "same": all(same)}
+
+
+def empty_state(form: RowFormat, tokens: int) -> bytearray:
+    """A state whose rows, and the headers that `Blob` does not read, are zero."""
+    data = bytearray(rows._size(form, tokens))
+    rows._HEADER.pack_into(data, 0, rows.MAGIC, 0, 1, tokens)
+    return data
 
 
 def check_plugin_turns_as_the_kernels() -> Any:
@@ -278,7 +287,8 @@ def check_plugin_turns_as_the_kernels() -> Any:
         for interleaved in (False, True):
             width = shape.kv_heads * shape.head_dim
             form = RowFormat(replace(shape, interleaved=interleaved), row_type, width * size, True)
-            ours = Blob.empty(form, torch.arange(37))
+            ours = Blob(form, empty_state(form, 37))
+            ours.set_positions(torch.arange(37))
             ours._all_keys().copy_(torch.randn(ours._all_keys().shape, generator=DRAW))
             theirs, before = Blob(form, bytearray(ours.data)), ours._all_keys().clone()
             ours.rotate(-1234)
@@ -288,7 +298,7 @@ def check_plugin_turns_as_the_kernels() -> Any:
                 "turned": largest(ours._all_keys(), before),
                 "moved": ours.positions.tolist() == list(range(-1234, -1197)),
             }
-    return {"native": find_plugin() is not None, "forms": found}
+    return {"native": library.find_plugin() is not None, "forms": found}
 
 
 def check_plugin_loads_as_python() -> Any:
@@ -312,7 +322,7 @@ def check_trap_2_saving_before_a_shift_is_done() -> Any:
     context.remove(0, START, END)
     binding.llama_memory_seq_add(context.memory, 0, END, -1, START - END)
     pending = Blob(scene.cells.form, context.state(0)).keys(0).clone()
-    context.decode(Batch([1], [300], [0], []))
+    context.decode(DecodeBatch([1], [300], [0], []))
     done = Blob(scene.cells.form, context.state(0)).keys(0)[: len(pending)]
     scene.close()
     ours = Scene()
@@ -352,7 +362,7 @@ def check_trap_4_the_last_token_evicted() -> Any:
     scene.context.remove(0, 280, 300)
     refused = False
     try:
-        scene.context.decode(Batch([1], [300], [0], []))
+        scene.context.decode(DecodeBatch([1], [300], [0], []))
     except KVBenchError:
         refused = True
     scene.close()

@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from agentbench_kv.engines.llamacpp.server.context import Batch, Context
-from agentbench_kv.engines.llamacpp.server.watch import llama
+from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
+from agentbench_kv.engines.llamacpp.server.library import llama
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     vocabulary = binding.llama_model_get_vocab(context._model)
     count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
     every = list(range(len(ids)))
-    logits = context.decode(Batch(ids, every, [0] * len(ids), every))
+    logits = context.decode(DecodeBatch(ids, every, [0] * len(ids), every))
     document = {
         "ids": list(found[:count]),
         "logits": logits.tolist(),

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.llamacpp.server.app import Blocks, main
-from agentbench_kv.engines.llamacpp.server.scheduler import Scheduler
+from agentbench_kv.engines.llamacpp.server.app import SpanCommands, main
+from agentbench_kv.engines.llamacpp.server.scheduler import BatchScheduler
 
 TRACE = "KVBENCH_TEST_TRACE"
 
@@ -24,17 +24,17 @@ def write(document: dict[str, Any]) -> None:
 
 
 def trace_logits() -> None:
-    advance = Scheduler._advance
+    advance = BatchScheduler._advance
 
     def traced(self: Any, generation: Any, logits: Any) -> None:
         write({"position": len(generation.session.tokens), "logits": logits.tolist()})
         advance(self, generation, logits)
 
-    Scheduler._advance = traced  # type: ignore[method-assign]
+    BatchScheduler._advance = traced  # type: ignore[method-assign]
 
 
 def trace_rows(name: str) -> None:
-    change = getattr(Blocks, name)
+    change = getattr(SpanCommands, name)
 
     def traced(self: Any, session: str, *arguments: Any) -> Any:
         answer = change(self, session, *arguments)
@@ -43,7 +43,7 @@ def trace_rows(name: str) -> None:
         write({"fed": state.ledger.fed, "restored": name == "restore", "rows": rows})
         return answer
 
-    setattr(Blocks, name, traced)
+    setattr(SpanCommands, name, traced)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, refuse_method
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
 from agentbench_kv.engines.llamacpp.gguf import (
     PRETOKENIZERS,
     pretokenizer_name,
@@ -17,6 +17,7 @@ from agentbench_kv.engines.llamacpp.gguf import (
     tokenizer_files,
 )
 from agentbench_kv.engines.llamacpp.models import model_shape
+from agentbench_kv.engines.serving.engine import refuse_method
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 

@@ -1,12 +1,4 @@
-"""The backend's process: a context, a scheduler, and two sockets to speak to them.
-
-The model's input embeddings, read from its file.
-
-Saving, evicting and restoring whole tokens of a session; called on the scheduler's thread.
-
-Positions are logical, as in `engines.base.Engine`. No forward pass runs, and llama.cpp is never
-asked to shift positions: that would rotate keys of all cells of the cache, whoever's they are.
-"""
+"""The server's process: what it answers about sessions, spans of them and the model."""
 
 from __future__ import annotations
 
@@ -29,20 +21,240 @@ from torch import Tensor
 from agentbench_kv.engines.base import KVEvent, KVStats, Sampling
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES
 from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
-from agentbench_kv.engines.llamacpp.server.rows import Blob
-from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, Scheduler
+from agentbench_kv.engines.llamacpp.server.rows import Blob, SequenceRows
+from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
 from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
 from agentbench_kv.engines.serving.plugin import BackendPolicy, ControlServer, follow_parent
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.spans import SpanRange
-from agentbench_kv.phases import TokenCodec, load_tokenizer
-from agentbench_kv.phases.tokens import StopMatcher
 
+SETTINGS = "KVBENCH_LLAMACPP"  # environment variable with the settings as JSON
 PART = 4096  # rows that are float32 at the same time
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What the server is started with, besides its `BackendPolicy`."""
+
+    model: str  # GGUF file
+    stream: str  # Unix socket for generations
+    dtype: str  # of cached rows
+    cells: int  # cached tokens of all sessions together
+    sessions: int  # that generate at once
+
+
+class Backend:
+    """Answers the harness."""
+
+    def __init__(self, settings: Settings, policy: BackendPolicy) -> None:
+        self._folder = Path(settings.stream).parent
+        self._policy = policy
+        context = Context(
+            Path(settings.model),
+            cells=settings.cells,
+            # One for every session that generates, some that rest, and the scratch sequence.
+            sequences=2 * settings.sessions + 2,
+            row_type=ROW_TYPES[settings.dtype],
+            batch=STEP_TOKENS,
+            threads=free_threads(),
+        )
+        self.scheduler = BatchScheduler(context, policy)
+        self._spans = SpanCommands(self.scheduler)
+        self._embeddings = Embeddings(Path(settings.model))
+        self._files = 0
+
+    def commands(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
+        """Return what the control channel answers; `call` works on the scheduler's thread."""
+        scheduler, spans, call = self.scheduler, self._spans, self.scheduler.call
+        return {
+            "ping": lambda _: True,
+            "stats": lambda r: _plain(call(lambda: scheduler.stats(r["session"]))),
+            "close": lambda r: _plain(call(lambda: scheduler.close_session(r["session"]))),
+            "pool": lambda _: call(scheduler.pool),
+            "save_block": self._save,
+            "evict_spans": lambda r: call(lambda: spans.evict(r["session"], r["spans"])),
+            "restore_block": self._restore,
+            "span_attention": lambda r: call(
+                lambda: spans.attention(r["session"], r["spans"], r["layers"], r["decay"])
+            ),
+            "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
+            "configure": self._configure,
+        }
+
+    def start(self, request: dict[str, Any], stream: Stream) -> None:
+        """Start a generation."""
+        texts, chosen = request["stop"], request["sampling"]
+        stop = None if texts is None else self._policy.stop_matcher(texts)
+        ends = frozenset(chosen["stop_token_ids"])
+        sampling = Sampling(**{**chosen, "stop_token_ids": ends, "stop": stop})
+        self.scheduler.start(request, sampling, stream)
+
+    def _configure(self, request: Mapping[str, Any]) -> None:
+        policy = self._policy.with_method(request["method"])
+        self.scheduler.call(lambda: self.scheduler.configure(policy))
+
+    def _save(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Save a block; its bytes go through a file, whose reader deletes it."""
+        at, data = self.scheduler.call(
+            lambda: self._spans.save(request["session"], request["start"], request["end"])
+        )
+        self._files += 1
+        path = self._folder / f"block-{self._files}.saved"
+        path.write_bytes(data)
+        return {"at": at, "path": str(path)}
+
+    def _restore(self, request: Mapping[str, Any]) -> None:
+        path = Path(request["path"])
+        data = bytearray(path.read_bytes())
+        path.unlink()
+        session, start, at = request["session"], request["start"], request["at"]
+        self.scheduler.call(lambda: self._spans.restore(session, start, data, at))
+
+
+def _plain(stats: KVStats | None) -> dict[str, Any] | None:
+    return None if stats is None else asdict(stats)
+
+
+class SpanCommands:
+    """Saving, evicting and restoring whole tokens of a session; called on the scheduler's thread.
+
+    Positions are logical, as in `engines.base.Engine`. No forward pass runs, and llama.cpp is never
+    asked to shift positions: that would rotate keys of all cells of the cache, whoever's they are.
+    """
+
+    def __init__(self, scheduler: BatchScheduler) -> None:
+        self._scheduler = scheduler
+
+    def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
+        """Return the RoPE position of the first token of [start, end), and the rows' bytes.
+
+        UsageError if a token is not in the cache, or they are no neighbours.
+        """
+        rows = self._session(name).rows
+        chosen = _inside(rows.logical, [(start, end)])
+        found = rows.logical[chosen].tolist()
+        if start >= end or found != list(range(start, end)):
+            raise UsageError(
+                f"cannot save positions {start} to {end} of session {name}: "
+                f"{len(found)} of {end - start} are in the cache"
+            )
+        rope = rows.rope[chosen]
+        if int(rope[-1] - rope[0]) != len(rope) - 1:
+            raise UsageError(f"positions {start} to {end} are no neighbours any more")
+        blob = rows.save(chosen)
+        blob.set_positions(rope)
+        return int(rope[0]), blob.data
+
+    def evict(self, name: str, spans: Sequence[SpanRange]) -> int:
+        """Remove spans from all layers and heads; return the tokens removed."""
+        session = self._session(name)
+        rows, ledger, before = session.rows, session.ledger, session.rows.live
+        gone = _inside(rows.logical, spans)
+        if not bool(gone.any()):
+            return 0
+        rows.drop(gone)
+        if self._packed:  # close the gap that the rows left
+            rows.pack()
+        self._settle(session, before)
+        ledger.stats.evicted += before - rows.live
+        ledger.stats.events.append(
+            KVEvent(ledger.stats.decode_tokens, ledger.fed, before, rows.live, 0)
+        )
+        return before - rows.live
+
+    def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
+        """Put saved rows back, as logical positions from `start`, without a forward pass.
+
+        UsageError if the positions are in the cache, were never seen, or are taken.
+        """
+        blob = Blob(self._scheduler.cells.form, data)
+        session = self._session(name, more=blob.tokens)
+        rows, ledger, before = session.rows, session.ledger, session.rows.live
+        end = start + blob.tokens
+        if end > ledger.fed or bool(_inside(rows.logical, [(start, end)]).any()):
+            raise UsageError(
+                f"cannot restore positions {start} to {end} of session {name}: "
+                f"they are in the cache, or past its {ledger.fed} tokens"
+            )
+        shift = self._target(rows, blob, at) - int(blob.positions[0])
+        if shift:
+            blob.rotate(shift)
+        rows.restore(blob, torch.arange(start, end))
+        self._settle(session, before)
+        ledger.stats.restored += blob.tokens
+        ledger.stats.peak_live = max(ledger.stats.peak_live, rows.live)
+
+    def attention(
+        self, name: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
+    ) -> list[float]:
+        """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
+        rows = self._session(name).rows
+        queries = self._scheduler.worker.queries(name)
+        if not queries or not len(queries[0].positions) or not rows.live:
+            return [0.0] * len(spans)
+        seen = queries[0].positions
+        hidden = rows.logical[None] > seen[:, None]
+        weights = torch.pow(torch.tensor(decay), torch.arange(len(seen) - 1, -1, -1))
+        keys, _ = self._scheduler.cells.read(rows.cells)
+        chosen = layers or range(len(keys))
+        mass = torch.stack([_mass(queries[n].vectors, keys[n], hidden) for n in chosen]).mean(0)
+        each = weights @ mass / weights.sum()
+        return [float(each[_inside(rows.logical, [span])].sum()) for span in spans]
+
+    @property
+    def _packed(self) -> bool:
+        """Whether positions are the cache's, without gaps."""
+        return self._scheduler.policy.method.positions == "cache"
+
+    def _session(self, name: str, more: int = 0) -> BackendSession:
+        """Return a session at rest, with room for `more` tokens in the cache."""
+        method = self._scheduler.policy.method
+        if method.compresses:
+            raise UsageError(
+                f"method {method.label!r} keeps other tokens in every head; spans can be evicted "
+                "or saved under methods that keep whole tokens only"
+            )
+        return self._scheduler.idle_session(name, more)
+
+    def _target(self, rows: SequenceRows, blob: Blob, at: int | None) -> int:
+        """Return the RoPE position at which a block comes back."""
+        if self._packed:
+            if at not in (None, rows.live):
+                raise UsageError("where positions are the cache's, blocks come back at its end")
+            return rows.live
+        first = int(blob.positions[0]) if at is None else at
+        taken = (rows.rope >= first) & (rows.rope < first + blob.tokens)
+        if first < 0 or bool(taken.any()):
+            raise UsageError(f"RoPE positions {first} to {first + blob.tokens} are taken")
+        return first
+
+    def _settle(self, session: BackendSession, before: int) -> None:
+        """Account for a session that had `before` rows."""
+        if self._packed:
+            self._scheduler.worker.shift_queries(session.name, session.rows.live - before)
+        session.ledger.live = session.rows.live
+        self._scheduler.admission.settle(session)
+
+
+def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
+    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
+    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
+    # A query whose every key has left sees nothing, not NaN.
+    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
+    return mass
+
+
+def _inside(logical: Tensor, spans: Sequence[SpanRange]) -> Tensor:
+    """Return which logical positions [rows] lie in any of the spans, bool."""
+    inside = torch.zeros_like(logical, dtype=torch.bool)
+    for start, end in spans:
+        inside |= (logical >= start) & (logical < end)
+    return inside
+
+
 class Embeddings:
-    """Rows of `token_embd.weight`, turned into float32 one by one: it may be quantised."""
+    """Rows of the file's `token_embd.weight`, made float32 one by one: it may be quantised."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,235 +283,6 @@ class Embeddings:
 
         tensors = GGUFReader(self._path).tensors
         return next(each for each in tensors if each.name == "token_embd.weight")
-
-
-class Blocks:
-    """The primitives over a scheduler's sessions."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
-        """Return the RoPE position of the first token of [start, end), and the rows' bytes.
-
-        UsageError if a token is not in the cache, or they are no neighbours.
-        """
-        session = self._session(name)
-        rows = session.rows
-        chosen = _inside(rows.logical, [(start, end)])
-        found = rows.logical[chosen].tolist()
-        if start >= end or found != list(range(start, end)):
-            raise UsageError(
-                f"cannot save positions {start} to {end} of session {name}: "
-                f"{len(found)} of {end - start} are in the cache"
-            )
-        rope = rows.rope[chosen]
-        if int(rope[-1] - rope[0]) != len(rope) - 1:
-            raise UsageError(f"positions {start} to {end} are no neighbours any more")
-        blob = rows.save(chosen)
-        blob.set_positions(rope)
-        return int(rope[0]), blob.data
-
-    def evict(self, name: str, spans: Sequence[SpanRange]) -> int:
-        """Remove spans from all layers and heads; return the tokens removed."""
-        session = self._session(name)
-        rows, before = session.rows, session.rows.live
-        gone = _inside(rows.logical, spans)
-        if not bool(gone.any()):
-            return 0
-        rows.drop(gone)
-        if self._packed:  # close the gap that the rows left
-            rows.pack()
-            self._scheduler.worker.shift_queries(session.name, rows.live - before)
-        ledger = session.ledger
-        ledger.live = rows.live
-        ledger.stats.evicted += before - rows.live
-        ledger.stats.events.append(
-            KVEvent(ledger.stats.decode_tokens, ledger.fed, before, rows.live, 0)
-        )
-        self._scheduler.admission.settle(session)
-        return before - rows.live
-
-    def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
-        """Put saved rows back, as logical positions from `start`, without a forward pass.
-
-        UsageError if the positions are in the cache, were never seen, or are taken.
-        """
-        blob = Blob(self._scheduler.cells.form, data)
-        session = self._session(name, more=blob.tokens)
-        rows, before = session.rows, session.rows.live
-        logical = torch.arange(start, start + blob.tokens)
-        inside = _inside(rows.logical, [(start, start + blob.tokens)])
-        if start + blob.tokens > session.ledger.fed or bool(inside.any()):
-            raise UsageError(
-                f"cannot restore positions {start} to {start + blob.tokens} of session {name}: "
-                f"they are in the cache, or past its {session.ledger.fed} tokens"
-            )
-        where = self._spot(session, blob, at)
-        own = int(blob.positions[0])
-        if where != own:
-            blob.rotate(where - own)
-        rows.restore(blob, logical)
-        if self._packed:
-            self._scheduler.worker.shift_queries(session.name, rows.live - before)
-        ledger = session.ledger
-        ledger.live = rows.live
-        ledger.stats.restored += blob.tokens
-        ledger.stats.peak_live = max(ledger.stats.peak_live, rows.live)
-        self._scheduler.admission.settle(session)
-
-    def attention(
-        self, name: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
-    ) -> list[float]:
-        """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
-        session = self._session(name)
-        rows, shape = session.rows, self._scheduler.context.shape
-        queries = self._scheduler.worker.queries(name)
-        if not queries or not len(queries[0].positions) or not rows.live:
-            return [0.0] * len(spans)
-        seen = queries[0].positions
-        hidden = rows.logical[None] > seen[:, None]
-        weights = torch.pow(torch.tensor(decay), torch.arange(len(seen) - 1, -1, -1))
-        keys, _ = self._scheduler.cells.read(rows.cells)
-        chosen = layers or range(shape.layers)
-        mass = torch.stack([_mass(queries[n].vectors, keys[n], hidden) for n in chosen]).mean(0)
-        each = weights @ mass / weights.sum()
-        return [float(each[_inside(rows.logical, [span])].sum()) for span in spans]
-
-    @property
-    def _packed(self) -> bool:
-        """Whether positions are the cache's, without gaps."""
-        return self._scheduler.policy.method.positions == "cache"
-
-    def _session(self, name: str, more: int = 0) -> BackendSession:
-        method = self._scheduler.policy.method
-        if method.compresses:
-            raise UsageError(
-                f"method {method.label!r} keeps other tokens in every head; spans can be evicted "
-                "or saved under methods that keep whole tokens only"
-            )
-        return self._scheduler.idle_session(name, more)
-
-    def _spot(self, session: BackendSession, blob: Blob, at: int | None) -> int:
-        rows = session.rows
-        if self._packed:
-            if at not in (None, rows.live):
-                raise UsageError("where positions are the cache's, blocks come back at its end")
-            return rows.live
-        first = int(blob.positions[0]) if at is None else at
-        taken = (rows.rope >= first) & (rows.rope < first + blob.tokens)
-        if first < 0 or bool(taken.any()):
-            raise UsageError(f"RoPE positions {first} to {first + blob.tokens} are taken")
-        return first
-
-
-def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
-    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
-    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
-    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
-    # A query whose every key has left sees nothing, not NaN.
-    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
-    return mass
-
-
-def _inside(logical: Tensor, spans: Sequence[SpanRange]) -> Tensor:
-    """Return which logical positions [rows] lie in any of the spans, bool."""
-    inside = torch.zeros_like(logical, dtype=torch.bool)
-    for start, end in spans:
-        inside |= (logical >= start) & (logical < end)
-    return inside
-
-
-SETTINGS = "KVBENCH_LLAMACPP"  # environment variable with the settings as JSON
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the backend is started with, besides its `BackendPolicy`."""
-
-    model: str  # GGUF file
-    stream: str  # Unix socket for generations
-    dtype: str  # of cached rows
-    cells: int  # cached tokens of all sessions together
-    sessions: int  # that generate at once
-
-
-class Backend:
-    """Answers the harness."""
-
-    def __init__(self, settings: Settings, policy: BackendPolicy) -> None:
-        self._settings = settings
-        self._policy = policy
-        context = Context(
-            Path(settings.model),
-            cells=settings.cells,
-            # One for every session that generates, some that rest, and the scratch sequence.
-            sequences=2 * settings.sessions + 2,
-            row_type=ROW_TYPES[settings.dtype],
-            batch=STEP_TOKENS,
-            threads=free_threads(),
-        )
-        self.scheduler = Scheduler(context, policy)
-        self._blocks = Blocks(self.scheduler)
-        self._embeddings = Embeddings(Path(settings.model))
-        self._codec: TokenCodec | None = None
-        self._files = 0
-
-    def commands(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
-        """Return what the control channel answers; `call` works on the scheduler's thread."""
-        scheduler, blocks = self.scheduler, self._blocks
-        call = scheduler.call
-        return {
-            "ping": lambda _: True,
-            "stats": lambda r: _plain(call(lambda: scheduler.stats(r["session"]))),
-            "close": lambda r: _plain(call(lambda: scheduler.close_session(r["session"]))),
-            "pool": lambda _: call(scheduler.pool),
-            "save_block": self._save,
-            "evict_spans": lambda r: call(lambda: blocks.evict(r["session"], r["spans"])),
-            "restore_block": self._restore,
-            "span_attention": lambda r: call(
-                lambda: blocks.attention(r["session"], r["spans"], r["layers"], r["decay"])
-            ),
-            "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
-            "configure": self._configure,
-        }
-
-    def start(self, request: dict[str, Any], stream: Stream) -> None:
-        """Start a generation."""
-        stop = None
-        if request["stop"] is not None:
-            if self._codec is None:
-                self._codec = TokenCodec(load_tokenizer(self._policy.model_path))
-            stop = StopMatcher.from_document(request["stop"], self._codec)
-        chosen = request["sampling"]
-        ends = frozenset(chosen["stop_token_ids"])
-        sampling = Sampling(**{**chosen, "stop_token_ids": ends, "stop": stop})
-        self.scheduler.start(request, sampling, stream)
-
-    def _configure(self, request: Mapping[str, Any]) -> None:
-        policy = self._policy.with_method(request["method"])
-        self.scheduler.call(lambda: self.scheduler.configure(policy))
-
-    def _save(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Save a block; its bytes go through a file, whose reader deletes it."""
-        at, data = self.scheduler.call(
-            lambda: self._blocks.save(request["session"], request["start"], request["end"])
-        )
-        self._files += 1
-        path = Path(self._settings.stream).with_name(f"block-{self._files}.saved")
-        path.write_bytes(data)
-        return {"at": at, "path": str(path)}
-
-    def _restore(self, request: Mapping[str, Any]) -> None:
-        path = Path(request["path"])
-        data = bytearray(path.read_bytes())
-        path.unlink()
-        session, start, at = request["session"], request["start"], request["at"]
-        self.scheduler.call(lambda: self._blocks.restore(session, start, data, at))
-
-
-def _plain(stats: KVStats | None) -> dict[str, Any] | None:
-    return None if stats is None else asdict(stats)
 
 
 def main() -> int:

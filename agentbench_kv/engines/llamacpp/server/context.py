@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,17 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.gguf import read_metadata
-from agentbench_kv.engines.llamacpp.models import ModelShape, model_shape
-from agentbench_kv.engines.llamacpp.server.watch import Tensor, Watch, ggml, llama, make_watch
+from agentbench_kv.engines.llamacpp.models import model_shape
+from agentbench_kv.engines.llamacpp.server.library import GgmlTensor, ggml, llama, tensor_at
+from agentbench_kv.engines.llamacpp.server.watch import Watch, make_watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 
 MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
-
-
 ROPE_TYPES = {False: 2, True: 0}  # llama.cpp's numbers for halves and for neighbouring pairs
 
 
 @dataclass
-class Batch:
+class DecodeBatch:
     """Tokens of one decode: sequence by sequence, positions ascending within each."""
 
     tokens: list[int]
@@ -51,7 +49,7 @@ class Context:
     ) -> None:
         self._llama = llama()
         ggml()
-        self.shape: ModelShape = model_shape(read_metadata(path))
+        self.shape = model_shape(read_metadata(path))
         self.watch = watch or make_watch(self.shape.layers, queries)
         self.row_type = row_type
         self.flash = flash
@@ -64,13 +62,13 @@ class Context:
         self._warm_up()
 
     def _load(self, path: Path) -> Any:
-        options = self._llama.llama_model_default_params()
+        binding, shape = self._llama, self.shape
+        options = binding.llama_model_default_params()
         options.n_gpu_layers = 0
-        model = self._llama.llama_model_load_from_file(str(path).encode(), options)
+        model = binding.llama_model_load_from_file(str(path).encode(), options)
         if not model:
             raise PrerequisiteError(f"llama.cpp cannot load {path}; make or download it again")
         # What the file's header did not give away.
-        binding, shape = self._llama, self.shape
         if binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model):
             raise UsageError("the model has recurrent layers, which have no rows to save")
         if binding.llama_model_n_swa(model):
@@ -100,20 +98,20 @@ class Context:
 
     def _warm_up(self) -> None:
         """Decode one token, so that the watch learns where the cache lies; forget it again."""
-        self.decode(Batch([0], [0], [self.scratch], []))
+        self.decode(DecodeBatch([0], [0], [self.scratch], []))
         self._llama.llama_memory_clear(self.memory, True)
         for kind in "kv":
             if not ggml().ggml_backend_buffer_is_host(self.tensor(kind, 0).buffer):
                 raise PrerequisiteError("the cache is not in host memory; build without a GPU")
 
-    def tensor(self, kind: str, layer: int) -> Tensor:
+    def tensor(self, kind: str, layer: int) -> GgmlTensor:
         """Return the cache tensor of `kind` `k` or `v` in a layer."""
         address = self.watch.base(kind, layer)
         if not address:
             raise KVBenchError("the cache has not been seen yet")
-        return ctypes.cast(address, ctypes.POINTER(Tensor)).contents
+        return tensor_at(address)
 
-    def decode(self, batch: Batch) -> torch.Tensor:
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """Run the model; return logits [wanted, vocabulary], a copy.
 
         A CapacityError if too few cells are free, a KVBenchError if llama.cpp refuses the batch: a
@@ -132,14 +130,11 @@ class Context:
             raise CapacityError(f"the cache of {self.cells} tokens is full")
         if code:
             raise KVBenchError(f"llama.cpp refused a batch (code {code})")
-        return self._logits(batch.wanted)
-
-    def _logits(self, wanted: Sequence[int]) -> torch.Tensor:
-        rows = np.empty((len(wanted), self.shape.vocabulary), np.float32)
-        for row, index in zip(rows, wanted, strict=True):
+        logits = np.empty((len(batch.wanted), self.shape.vocabulary), np.float32)
+        for row, index in zip(logits, batch.wanted, strict=True):
             found = self._llama.llama_get_logits_ith(self.handle, index)
-            row[:] = np.ctypeslib.as_array(found, (self.shape.vocabulary,))
-        return torch.from_numpy(rows)
+            row[:] = np.ctypeslib.as_array(found, row.shape)
+        return torch.from_numpy(logits)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> None:
         """Drop a sequence's cells whose positions are in [start, end); -1: from or to the end."""

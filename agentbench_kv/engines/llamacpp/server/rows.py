@@ -1,18 +1,4 @@
-"""One session's rows in the cache: which cells, under which labels, at which positions.
-
-Three numbers belong to a row. Its *logical* position counts the tokens the session has ever seen;
-its *RoPE* position is what its key is rotated to; its *label* is the position llama.cpp knows of
-the cell. Labels only serve the mask (a query sees labels up to its own position), so they may
-differ from the other two, except that the largest must precede the next token's position.
-
-llama.cpp's state format for one sequence, whose rows are read and written in place.
-
-The format (llama_kv_cache::state_write at the pinned version): a magic number, the sequence, the
-number of streams and of cells; per cell its position and the sequences it is in; how values lie;
-per layer the type, the row size and the rows of keys, then the same of values.
-
-The cells of the cache as tensors: rows of any session, read, moved, copied out and put back.
-"""
+"""Rows of keys and values: in llama.cpp's state format, in the cells of its cache, per session."""
 
 from __future__ import annotations
 
@@ -28,31 +14,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentbench_kv.engines.llamacpp.models import ModelShape
-from agentbench_kv.engines.llamacpp.server import watch as plugin
 from agentbench_kv.engines.llamacpp.server.context import Context
+from agentbench_kv.engines.llamacpp.server.library import (
+    NO_ROOM,
+    PluginCells,
+    PluginKeys,
+    PluginState,
+    find_plugin,
+)
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows
 
+_DTYPES = {0: torch.float32, 1: torch.float16}  # by ggml's number
+
+# The state format of one sequence (llama_kv_cache::state_write at the pinned version), in order:
 MAGIC = 0xAF143CD8
+_HEADER = struct.Struct("<IiII")  # magic number, sequence, number of streams, of cells
+CELL_NUMBERS = 3  # int32 per cell: its position, the number of its sequences, its sequence
+_KIND = struct.Struct("<II")  # whether values are transposed, number of layers
+_ROWS = struct.Struct("<iQ")  # per layer, before the keys and again before the values: type, size
+_COLUMNS = struct.Struct("<iII")  # before transposed values instead: type, element size, channels
 
-
-_HEADER = struct.Struct("<IiII")
-
-
-CELL_NUMBERS = 3  # of a cell: its position, the number of its sequences, its sequence
-
-
-_KIND = struct.Struct("<II")
-
-
-_ROWS = struct.Struct("<iQ")
-
-
-_COLUMNS = struct.Struct("<iII")
-
-
-_DTYPES = {0: torch.float32, 1: torch.float16}
+# Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes.
+TAG = 0x6B76_6265 << 32
+LOST = "a restored block is not where it was put"
+SEARCHED = 1024  # cells that are searched at once; llama.cpp takes low ones first
 
 
 @dataclass(frozen=True)
@@ -77,6 +64,11 @@ class RowFormat:
         """Channels of a token in one layer, all KV heads."""
         return self.shape.kv_heads * self.shape.head_dim
 
+    @property
+    def values_header(self) -> int:
+        """Bytes before a layer's values in a state."""
+        return _COLUMNS.size if self.transposed else _ROWS.size
+
     @cached_property
     def frequencies(self) -> Tensor:
         """Inverse RoPE frequencies [head_dim / 2], float64."""
@@ -86,7 +78,10 @@ class RowFormat:
 
 
 class Blob:
-    """Rows of some tokens, outside the cache, in the bytes that llama.cpp wrote."""
+    """Rows of some tokens, outside the cache, in the bytes that llama.cpp wrote.
+
+    They are read and written in place.
+    """
 
     def __init__(self, form: RowFormat, data: bytearray) -> None:
         self.form = form
@@ -94,27 +89,6 @@ class Blob:
         magic, _sequence, streams, self.tokens = _HEADER.unpack_from(data)
         if (magic, streams) != (MAGIC, 1) or len(data) != _size(form, self.tokens):
             raise KVBenchError("llama.cpp's state format is not the pinned version's")
-
-    @classmethod
-    def empty(cls, form: RowFormat, positions: Tensor) -> Blob:
-        """Make a blob for tokens at some positions, rows all zero."""
-        count, shape = len(positions), form.shape
-        data = bytearray(_size(form, count))
-        _HEADER.pack_into(data, 0, MAGIC, 0, 1, count)
-        _KIND.pack_into(data, _cells_end(count), int(form.transposed), shape.layers)
-        for layer in range(shape.layers):
-            at = _keys_at(form, count, layer) - _ROWS.size
-            _ROWS.pack_into(data, at, form.row_type, form.row_bytes)
-            at = _values_at(form, count, layer)
-            if form.transposed:
-                element = form.row_bytes // form.width
-                _COLUMNS.pack_into(data, at - _COLUMNS.size, form.row_type, element, form.width)
-            else:
-                _ROWS.pack_into(data, at - _ROWS.size, form.row_type, form.row_bytes)
-        made = cls(form, data)
-        made._cells[:] = torch.tensor([0, 1, 0], dtype=torch.int32)
-        made.set_positions(positions)
-        return made
 
     @property
     def positions(self) -> Tensor:
@@ -150,7 +124,8 @@ class Blob:
 
     def reordered(self, order: Tensor) -> Blob:
         """Return a blob with the tokens in another order [tokens], int64."""
-        made = Blob.empty(self.form, self.positions[order])
+        made = Blob(self.form, bytearray(self.data))
+        made.set_positions(self.positions[order])
         for layer in range(self.form.shape.layers):
             made.keys(layer).copy_(self.keys(layer)[order])
             made.values(layer).copy_(self.values(layer)[order])
@@ -158,28 +133,28 @@ class Blob:
 
     def rotate(self, by: int) -> None:
         """Move the tokens by some positions: keys rotate, labels follow."""
-        native = plugin.find_plugin()
-        if native is None:
+        plugin = find_plugin()
+        if plugin is None:
             self._rotate_by_kernels(by)
         else:
             form, shape = self.form, self.form.shape
             first = _address(self.data) + _keys_at(form, self.tokens, 0)
             layer_bytes = _ROWS.size + self.tokens * form.row_bytes
-            keys = plugin.Keys(
+            keys = PluginKeys(
                 *(first, shape.layers, layer_bytes, self.tokens, shape.kv_heads, shape.head_dim),
                 *(form.dtype is torch.float16, shape.interleaved),
             )
-            native.kvb_turn(ctypes.byref(keys), by, form.frequencies.data_ptr())
+            plugin.kvb_turn(ctypes.byref(keys), by, form.frequencies.data_ptr())
         self._cells[:, 0] += by
 
     def _rotate_by_kernels(self, by: int) -> None:
         frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
         rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
 
-    def described(self) -> plugin.State:
+    def described(self) -> PluginState:
         """Return where the blob lies, for the plug-in; valid while the blob lives."""
         first = _keys_at(self.form, self.tokens, 0)
-        return plugin.State(_address(self.data), len(self.data), first, self.tokens)
+        return PluginState(_address(self.data), len(self.data), first, self.tokens)
 
     def _all_keys(self) -> Tensor:
         """Return every layer's keys [layers, kv_heads, tokens, head_dim], a view."""
@@ -216,24 +191,12 @@ def _keys_at(form: RowFormat, count: int, layer: int) -> int:
 
 
 def _values_at(form: RowFormat, count: int, layer: int) -> int:
-    header = _COLUMNS.size if form.transposed else _ROWS.size
     keys_end = _keys_at(form, count, form.shape.layers) - _ROWS.size
-    return keys_end + layer * (header + count * form.row_bytes) + header
+    return keys_end + layer * (form.values_header + count * form.row_bytes) + form.values_header
 
 
 def _size(form: RowFormat, count: int) -> int:
-    header = _COLUMNS.size if form.transposed else _ROWS.size
-    return _values_at(form, count, form.shape.layers) - header
-
-
-# Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes.
-TAG = 0x6B76_6265 << 32
-
-
-LOST = "a restored block is not where it was put"
-
-
-SEARCHED = 1024  # cells that are searched at once; llama.cpp takes low ones first
+    return _values_at(form, count, form.shape.layers) - form.values_header
 
 
 class Cells:
@@ -249,22 +212,19 @@ class Cells:
     @cached_property
     def keys(self) -> tuple[Tensor, ...]:
         """Keys [kv_heads, cells, head_dim] of every layer."""
-        form = self.form
-        return self._views("k", (form.shape.head_dim, form.width, 1))
+        return self._views("k", by_channels=False)
 
     @cached_property
     def values(self) -> tuple[Tensor, ...]:
         """Values [kv_heads, cells, head_dim] of every layer."""
-        form, head_dim = self.form, self.form.shape.head_dim
-        by_rows, by_channels = (head_dim, form.width, 1), (head_dim * self.count, 1, self.count)
-        return self._views("v", by_channels if form.transposed else by_rows)
+        return self._views("v", by_channels=self.form.transposed)
 
-    def _views(self, kind: str, steps: tuple[int, int, int]) -> tuple[Tensor, ...]:
-        shape = self.form.shape
-        size = (shape.kv_heads, self.count, shape.head_dim)
-        return tuple(
-            self._elements(kind, layer).as_strided(size, steps) for layer in range(shape.layers)
-        )
+    def _views(self, kind: str, *, by_channels: bool) -> tuple[Tensor, ...]:
+        shape, count = self.form.shape, self.count
+        size = (shape.kv_heads, count, shape.head_dim)
+        row = (shape.head_dim, self.form.width, 1)
+        steps = (shape.head_dim * count, 1, count) if by_channels else row
+        return tuple(self._elements(kind, i).as_strided(size, steps) for i in range(shape.layers))
 
     def _elements(self, kind: str, layer: int) -> Tensor:
         count = self.count * self.form.width
@@ -351,15 +311,15 @@ class Cells:
         They go into a scratch sequence first: llama.cpp empties the one it writes to. Where too few
         cells are free, a CapacityError leaves everything as it was.
         """
-        native = plugin.find_plugin()
-        if native is None:
+        plugin = find_plugin()
+        if plugin is None:
             return self._load_by_python(sequence, blob)
         found = np.empty(blob.tokens, np.int64)
-        code = native.kvb_load(
+        code = plugin.kvb_load(
             *(self.context.handle, ctypes.byref(blob.described()), ctypes.byref(self._described)),
             *(TAG, self.context.scratch, sequence, found.ctypes.data),
         )
-        if code == plugin.NO_ROOM:
+        if code == NO_ROOM:
             raise self.context.no_room()
         if code:
             raise KVBenchError(LOST)
@@ -380,9 +340,9 @@ class Cells:
         return torch.from_numpy(cells)
 
     @cached_property
-    def _described(self) -> plugin.Cells:
+    def _described(self) -> PluginCells:
         first = self._memory("k", 0, self.form.row_bytes).data_ptr()
-        return plugin.Cells(first, self.count, self.form.row_bytes)
+        return PluginCells(first, self.count, self.form.row_bytes)
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
@@ -411,7 +371,13 @@ def _move(tensors: Sequence[PagedRows], table: Tensor, plan: Tensor, rows: int, 
 
 
 class SequenceRows:
-    """Rows of one session, by ascending label.
+    """Rows of one session, by ascending label: a `RowStore` of `engines.core.rows`.
+
+    Three numbers belong to a row. Its *logical* position counts the tokens the session has ever
+    seen; its *RoPE* position is what its key is rotated to; its *label* is the position llama.cpp
+    knows of the cell. Labels only serve the mask (a query sees labels up to its own position), so
+    they may differ from the other two, except that the largest must precede the next token's
+    position.
 
     After a per-head compaction a row's heads hold different tokens, so that `rope` and `logical`
     mean nothing any more; cells and labels do.
@@ -487,9 +453,31 @@ class SequenceRows:
             self._cells.context.remove(self.sequence)
         self._clear()
 
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Copy keys and values [layers, kv_heads, live, head_dim]; see `Cells.read`."""
+        return self._cells.read(self.cells)
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        """Move the kept rows to the session's last cells and let go of the others."""
+        moved = self._cells.compact(self.cells, kept, (positions, *extras), sort=sort)
+        self.keep_last(kept.shape[-1])
+        return moved
+
     def keep_last(self, budget: int) -> None:
         """Drop all rows but those with the largest labels, which a compaction filled."""
         self._select(torch.arange(self.live) >= self.live - budget)
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor | None = None) -> None:  # noqa: ARG002
+        """Turn the keys to the positions of their places, and number rows by them."""
+        self._cells.rotate(self.cells, shifts)
+        places = torch.arange(self.live)
+        if self.live:
+            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
+            blob.set_positions(places)
+            self._cells.context.remove(self.sequence)
+            self._table[0] = self._cells.load(self.sequence, blob)
+        self._table[1:3] = places
+        self.next = self.live
 
     def drop(self, gone: Tensor) -> None:
         """Drop rows [live], bool."""
@@ -501,10 +489,7 @@ class SequenceRows:
         return self._sorted(self._cells.save(self.sequence, runs(self.labels[chosen].tolist())))
 
     def restore(self, blob: Blob, logical: Tensor) -> None:
-        """Put rows back at the positions the blob names, neighbours that no row has.
-
-        `logical` [tokens] says which of the session's tokens they are.
-        """
+        """Put the rows of tokens `logical` back at the blob's positions, neighbours and free."""
         rope = blob.positions
         if self._stand_ins:
             self._free_labels(rope)
@@ -522,19 +507,7 @@ class SequenceRows:
         places = torch.arange(self.live)
         shape = self._cells.form.shape
         shifts = (places - self.rope).expand(shape.layers, shape.kv_heads, -1)
-        self._cells.rotate(self.cells, shifts)
-        self.renumber()
-
-    def renumber(self) -> None:
-        """Give rows the positions of their places; their keys are turned to them already."""
-        places = torch.arange(self.live)
-        if self.live:
-            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
-            blob.set_positions(places)
-            self._cells.context.remove(self.sequence)
-            self._table[0] = self._cells.load(self.sequence, blob)
-        self._table[1:3] = places
-        self.next = self.live
+        self.rotate(shifts)
 
     def _select(self, kept: Tensor) -> None:
         for start, end in runs(self.labels[~kept].tolist()):

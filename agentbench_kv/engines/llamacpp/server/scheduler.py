@@ -1,9 +1,4 @@
-"""Continuous batching over one llama.cpp context: one thread owns it and does all work on it.
-
-Who is in the cache: admission against its size, and parking of sessions at rest.
-
-What the backend knows of its sessions' rows besides keys and values.
-"""
+"""Continuous batching over one llama.cpp context: one thread owns it and does all work on it."""
 
 from __future__ import annotations
 
@@ -15,23 +10,28 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder
-from agentbench_kv.engines.llamacpp.server.context import Batch, Context
+from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Cells
 from agentbench_kv.engines.llamacpp.server.session import (
     BackendGeneration,
     BackendSession,
-    EventStore,
     Stream,
-    error_document,
 )
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
-from agentbench_kv.methods.base import Method, Queries, QueryKind
+from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.phases.machine import PromptPhases
+
+PREFILL_CHUNK = 512
+STEP_TOKENS = 1024
+ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
+
+T = TypeVar("T")
 
 
 class Admission:
@@ -54,7 +54,7 @@ class Admission:
         """
         session = generation.session
         need = self._need(generation)
-        if not self._bring_in(session, need, sessions):
+        if not self.bring_in(session, need, sessions):
             if any(each.generating for each in sessions):
                 return False
             raise CapacityError(
@@ -65,14 +65,30 @@ class Admission:
         return True
 
     def bring_in(
-        self, session: BackendSession, cells: int, sessions: Collection[BackendSession]
-    ) -> None:
-        """Put a resting session's rows back into the cache, with room for `cells` in all."""
-        if not self._bring_in(session, cells, sessions):
-            raise CapacityError(
-                f"the KV cache holds {self._context.cells} tokens and has no room for "
-                f"{cells} of session {session.name}"
-            )
+        self, session: BackendSession, need: int, sessions: Collection[BackendSession]
+    ) -> bool:
+        """Park resting sessions, oldest first, until `need` cells are free; bring `session` in.
+
+        False if there is no room while those that generate go on.
+        """
+        others = [each for each in sessions if each is not session]
+        taken = sum(each.reserved for each in others if each.generating)
+        if taken + need > self._context.cells:
+            return False
+        resting = [each for each in others if not each.generating and each.rows.sequence >= 0]
+        resting.sort(key=lambda each: each.used)
+        taken += sum(each.rows.resident for each in resting)
+        while resting and (taken + need > self._context.cells or self._lacks_sequence(session)):
+            leaving = resting.pop(0)
+            taken -= leaving.rows.resident
+            self._sequences.append(leaving.rows.sequence)
+            leaving.rows.park()
+            self.parkings += 1
+        if self._lacks_sequence(session):
+            return False
+        if session.rows.sequence < 0:
+            session.rows.unpark(self._sequences.pop())
+        return True
 
     def settle(self, session: BackendSession) -> None:
         """Take back what a session reserved for its turn and does not hold."""
@@ -95,64 +111,11 @@ class Admission:
         longest = session.ledger.fed + whole
         return min(whole, max(start, method.budget_at(longest)) + method.interval)
 
-    def _bring_in(
-        self, session: BackendSession, need: int, sessions: Collection[BackendSession]
-    ) -> bool:
-        """Park resting sessions, oldest first, until `need` cells are free; bring `session` in."""
-        others = [each for each in sessions if each is not session]
-        resting = sorted(
-            (each for each in others if not each.generating and each.rows.sequence >= 0),
-            key=lambda each: each.used,
-        )
-        taken = sum(each.reserved for each in others if each.generating)
-        if taken + need > self._context.cells:
-            return False
-        taken += sum(each.rows.resident for each in resting)
-        while resting and (taken + need > self._context.cells or self._lacks_sequence(session)):
-            leaving = resting.pop(0)
-            taken -= leaving.rows.resident
-            sequence = leaving.rows.sequence
-            leaving.rows.park()
-            self._sequences.append(sequence)
-            self.parkings += 1
-        if self._lacks_sequence(session):
-            return False
-        if session.rows.sequence < 0:
-            session.rows.unpark(self._sequences.pop())
-        return True
-
     def _lacks_sequence(self, session: BackendSession) -> bool:
         return session.rows.sequence < 0 and not self._sequences
 
 
-class KeptRows(WorkerRows):
-    """The common part, and what span-level methods ask of it."""
-
-    def queries(self, session: str) -> list[Queries]:
-        """Return a session's kept queries, oldest first, for every layer; empty before any."""
-        rows = self._sessions.get(session)
-        return [] if rows is None else rows.queries.layer_queries(self.shape.layers)
-
-    def shift_queries(self, session: str, by: int) -> None:
-        """Turn a session's kept queries by some positions, as the end of its cache moved."""
-        rows = self._sessions.get(session)
-        if rows is not None and self._frequencies is not None:
-            rows.queries.shift(by, self._frequencies)
-
-
-PREFILL_CHUNK = 512
-
-
-STEP_TOKENS = 1024
-
-
-ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
-
-
-T = TypeVar("T")
-
-
-class Scheduler:
+class BatchScheduler:
     """Runs the sessions of one context.
 
     Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
@@ -174,13 +137,10 @@ class Scheduler:
 
     def _use(self, policy: BackendPolicy) -> None:
         shape = self.context.shape
-        rows = RowShape(
-            shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, torch.float32,
-            torch.device("cpu"),
-        )  # fmt: skip
+        sizes = (shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim)
+        rows = RowShape(*sizes, torch.float32, torch.device("cpu"))
         self.policy = policy
-        self._method = policy.method
-        self.worker = KeptRows(policy, rows, self.cells.form.frequencies.float())
+        self.worker = WorkerRows(policy, rows, self.cells.form.frequencies.float())
         self.admission = Admission(self.context, policy.method)
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
@@ -199,7 +159,7 @@ class Scheduler:
             name = request["session"]
             session = self.sessions.get(name)
             if session is None:
-                session = BackendSession(name, self._method, self.cells, self._bytes)
+                session = BackendSession(name, self.policy.method, self.cells, self._bytes)
                 self.sessions[name] = session
             self._abandon(session)
             self._match(session, request["known"])
@@ -241,7 +201,12 @@ class Scheduler:
         if session is None:
             raise KVBenchError(f"session {name} is not open")
         self._abandon(session)
-        self.admission.bring_in(session, session.rows.live + more, self.sessions.values())
+        need = session.rows.live + more
+        if not self.admission.bring_in(session, need, self.sessions.values()):
+            raise CapacityError(
+                f"the KV cache holds {self.context.cells} tokens and has no room for "
+                f"{need} of session {name}"
+            )
         return session
 
     def stats(self, name: str) -> KVStats | None:
@@ -319,15 +284,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting:
-            generation = self._waiting[0]
             try:
-                if not self.admission.admit(generation, self.sessions.values()):
+                if not self.admission.admit(self._waiting[0], self.sessions.values()):
                     return
             except KVBenchError as error:
-                self._waiting.popleft()
-                self._fail(generation, error)
-                continue
-            self._running.append(self._waiting.popleft())
+                self._fail(self._waiting.popleft(), error)
+            else:
+                self._running.append(self._waiting.popleft())
 
     def _abandon(self, session: BackendSession) -> None:
         """End what is left of a session's last generation: its caller has gone on already."""
@@ -340,7 +303,7 @@ class Scheduler:
             self._finish(generation)
         else:
             self._waiting.remove(generation)
-            generation.stream.finish({"done": True})
+            generation.stream.send({"done": True})
 
     def _plan(self) -> list[BackendGeneration]:
         batch: list[BackendGeneration] = []
@@ -352,63 +315,48 @@ class Scheduler:
                 left -= rows
         return batch
 
-    def _forward(
-        self, batch: list[BackendGeneration]
-    ) -> tuple[torch.Tensor, list[BackendGeneration]]:
+    def _forward(self, batch: list[BackendGeneration]) -> tuple[Tensor, list[BackendGeneration]]:
         """Feed a chunk of every session; return logits [ready, vocabulary] of those fully fed."""
-        packed, fed, ready = Batch([], [], [], []), [], []
+        packed, parts, ready = DecodeBatch([], [], [], []), [], []
         for generation in batch:
-            session = generation.session
+            session, start = generation.session, len(packed.tokens)
             seen, first = session.ledger.fed, session.rows.next
             tokens = session.tokens[seen : seen + PREFILL_CHUNK]
             packed.tokens += tokens
             packed.positions += range(first, first + len(tokens))
             packed.sequences += [session.rows.sequence] * len(tokens)
-            fed.append(Fed(session.name, seen, tokens))
+            part = slice(start, len(packed.tokens))
+            parts.append((session, Fed(session.name, seen, tokens), part))
             if len(tokens) == session.pending:
-                packed.wanted.append(len(packed.tokens) - 1)
+                packed.wanted.append(part.stop - 1)
                 ready.append(generation)
         logits = self.context.decode(packed)
-        self._take_in(batch, fed)
+        self._take_in(parts)
         return logits, ready
 
-    def _take_in(self, batch: list[BackendGeneration], fed: list[Fed]) -> None:
+    def _take_in(self, parts: list[tuple[BackendSession, Fed, slice]]) -> None:
         """Record where the rows went, and keep the queries that the method wants."""
-        prompts = {each.session.name: each.session.prompt for each in batch}
-        write = self.worker.feed(fed, prompts)
-        cells = self.context.watch.cells()
-        start = 0
-        for generation, part in zip(batch, fed, strict=True):
-            end = start + len(part.tokens)
-            generation.session.fed(cells[start:end])
-            start = end
-        if self.context.watch.wants_queries:
-            self._keep_queries(batch, fed, write)
-
-    def _keep_queries(self, batch: list[BackendGeneration], fed: list[Fed], write: Any) -> None:
-        shape = self.context.shape
+        prompts = {session.name: session.prompt for session, _, _ in parts}
+        write = self.worker.feed([fed for _, fed, _ in parts], prompts)
+        watch, shape = self.context.watch, self.context.shape
+        cells = watch.cells()
+        for session, _, part in parts:
+            session.fed(cells[part])
+        if not watch.wants_queries:
+            return
         for layer in range(shape.layers):
-            queries = shape.in_halves(self.context.watch.queries(layer, shape.query_heads))
+            queries = shape.in_halves(watch.queries(layer, shape.query_heads))
             if write is not None:
                 self.worker.rings.write(layer, queries, write)
             if self.worker.wants_sums:
-                self._add_sums(layer, queries, batch, fed)
+                for session, _, part in parts:
+                    keys = shape.in_halves(self.cells.keys[layer][:, session.rows.cells])
+                    self.worker.sums.add(session.name, layer, queries[:, part], keys.float())
 
-    def _add_sums(
-        self, layer: int, queries: torch.Tensor, batch: list[BackendGeneration], fed: list[Fed]
-    ) -> None:
-        start = 0
-        for generation, part in zip(batch, fed, strict=True):
-            own = queries[:, start : start + len(part.tokens)]
-            start += len(part.tokens)
-            rows = generation.session.rows
-            keys = self.context.shape.in_halves(self.cells.keys[layer][:, rows.cells])
-            self.worker.sums.add(part.session, layer, own, keys.float())
-
-    def _advance(self, generation: BackendGeneration, logits: torch.Tensor) -> None:
+    def _advance(self, generation: BackendGeneration, logits: Tensor) -> None:
         """Sample one token for a session whose pending tokens are all fed; run a due event."""
         session = generation.session
-        token = generation.sample(logits)
+        token = generation.sampler.draw(logits)
         session.tokens.append(token)
         self._event(session, session.ledger.sampled())
         if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
@@ -418,8 +366,8 @@ class Scheduler:
         if eviction is None:
             return
         number = len(session.ledger.stats.events) - 1
-        order = EvictionOrder(session.name, number, eviction=eviction, blocks=[])
-        moved = self.worker.remove(order, EventStore(self.cells, session.rows))
+        order = EvictionOrder(session.name, number, eviction, blocks=[])
+        moved = self.worker.remove(order, session.rows)
         session.ledger.moved(number, moved)
 
     def _finish(self, generation: BackendGeneration) -> None:
@@ -427,12 +375,12 @@ class Scheduler:
         self._running.remove(generation)
         self._event(session, session.ledger.end_turn())
         self.admission.settle(session)
-        generation.stream.finish({"done": True})
+        generation.stream.send({"done": True})
 
     def _fail(self, generation: BackendGeneration, error: Exception) -> None:
         if generation in self._running:
             self._running.remove(generation)
-        generation.stream.finish(error_document(error))
+        generation.stream.fail(error)
 
     def _break(self, batch: list[BackendGeneration], error: Exception) -> None:
         """End the generations of a failed step; their sessions are computed again when asked."""

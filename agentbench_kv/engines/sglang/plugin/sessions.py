@@ -9,7 +9,7 @@ from typing import Any
 
 from agentbench_kv.engines.base import KVStats, stats_dict
 from agentbench_kv.engines.core.session import SessionLedger
-from agentbench_kv.engines.serving.plugin import BackendSession
+from agentbench_kv.engines.serving.plugin import SchedulerSession
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
@@ -31,7 +31,7 @@ class StopRule:
 
 
 @dataclass
-class SglangSession(BackendSession):
+class SglangSession(SchedulerSession):
     """One session, or one request without a session."""
 
     request: Any = None  # the SGLang request in flight, or None

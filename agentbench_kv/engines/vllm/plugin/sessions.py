@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder, SessionLedger
-from agentbench_kv.engines.serving.plugin import BackendSession
+from agentbench_kv.engines.serving.plugin import SchedulerSession
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
@@ -17,7 +17,7 @@ from agentbench_kv.phases.tokens import StopMatcher
 
 
 @dataclass
-class VllmSession(BackendSession):
+class VllmSession(SchedulerSession):
     """One session, or one request without a session."""
 
     request: str  # the request that runs, or the one it rested with
