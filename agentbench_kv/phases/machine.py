@@ -12,15 +12,17 @@ in one piece, in any chunks, or token by token while decoding gets the same labe
 * Think and act spans count in the assistant's messages only. They nest: a call inside a thought is
   `act`, what follows it is `think` again. Opening what is already open or closing what is not
   changes nothing. A span without an end ends with its message, whose end marker is the message's.
+
+A labeller has a name and a JSON document of its state, from which another process goes on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
@@ -76,7 +78,6 @@ CHATML = Family(
     spans=(_THINK, _CALL, SpanRule("<tool_response>", "</tool_response>", Phase.TOOL, r"user\Z")),
 )
 
-
 LLAMA3 = Family(
     name="llama3",
     detect="<|start_header_id|>",
@@ -86,7 +87,6 @@ LLAMA3 = Family(
     headers=(HeaderRule(r"(ipython|tool)\Z", Phase.TOOL),),
     spans=(_THINK, _CALL, SpanRule("<|python_tag|>", None, Phase.ACT, _ASSISTANT)),
 )
-
 
 HARMONY = Family(
     name="harmony",
@@ -101,7 +101,6 @@ HARMONY = Family(
     ),
     spans=(),
 )
-
 
 PLAIN = Family("plain", "", "", "", (), (), ())
 FAMILIES = (HARMONY, LLAMA3, CHATML)
@@ -155,8 +154,13 @@ class PhaseState:
         return self.open[-1].phase if self.open else self.base
 
 
+_RULES = {"spans", "open"}  # the state's fields that hold span rules
+
+
 class PhaseMachine:
     """Labels one session's tokens in order. Satisfies `engines.base.PhaseLabeller`."""
+
+    labeller_name = "markers"
 
     def __init__(self, table: PhaseTable, state: PhaseState | None = None) -> None:
         self.table = table
@@ -165,6 +169,22 @@ class PhaseMachine:
     def copy(self) -> PhaseMachine:
         """Return a machine that goes on from here on its own."""
         return PhaseMachine(self.table, self.state)
+
+    def document(self) -> dict[str, Any]:
+        """Return the state as JSON; span rules by their place in the family's."""
+        rule = self.table.family.spans.index
+        spans = {name: [rule(each) for each in getattr(self.state, name)] for name in _RULES}
+        return {**vars(self.state), **spans}
+
+    @classmethod
+    def from_document(cls, table: PhaseTable, document: dict[str, Any]) -> Self:
+        """Return a machine that goes on from a state; from the start if the document is empty."""
+        state = dict(document)
+        for name in _RULES & state.keys():
+            state[name] = tuple(table.family.spans[rule] for rule in state[name])
+        if state:
+            state["base"] = Phase(state["base"])
+        return cls(table, PhaseState(**state))
 
     def label(self, token: int) -> Phase:
         marker = self.table.atomic.get(token)
@@ -236,43 +256,58 @@ def _completed(markers: tuple[str, ...], window: str, start: int) -> list[str]:
     return [marker for _, marker in sorted(ends)]
 
 
-MARKERS = "markers"  # the recipe of `PhaseMachine` over the model's own tokenizer
-
-
-class Labeller(Protocol):
-    """Labels a session's tokens one by one."""
-
-    def label(self, token: int) -> Phase:
-        """Return the phase of the next token of the session."""
-        ...
-
-
 class TokenPhases:
     """Labels a token by its id, so that all four phases occur in random ids. For tests."""
 
-    recipe = "token-id"
+    labeller_name = "token-id"
 
     def label(self, token: int) -> Phase:
         return Phase(token % len(Phase))
 
+    def document(self) -> dict[str, Any]:
+        return {}
 
-def recipe_of(labeller: Any) -> str:
-    """Return the name under which `make_labeller` makes another one of the kind.
 
-    UsageError for a labeller that only exists in this process.
-    """
-    if isinstance(labeller, PhaseMachine):
-        return MARKERS
-    if getattr(labeller, "recipe", None) == TokenPhases.recipe:
-        return TokenPhases.recipe
+Labeller = PhaseMachine | TokenPhases  # what another process can make again
+
+
+def resumable(labeller: Any) -> Labeller:
+    """Return the labeller; UsageError for one that only exists in this process."""
+    if isinstance(labeller, PhaseMachine | TokenPhases):
+        return labeller
     raise UsageError(
         f"{type(labeller).__name__} cannot label tokens in another process; use --engine embedded"
     )
 
 
-def make_labeller(recipe: str, model_path: Path) -> Callable[[], Labeller]:
-    """Return what makes labellers that start before a session's first token."""
-    if recipe == TokenPhases.recipe:
-        return TokenPhases
+def labeller_source(name: str, model_path: Path) -> Callable[[dict[str, Any]], Labeller]:
+    """Return what makes the labellers of a name from their documents."""
+    if name == TokenPhases.labeller_name:
+        return lambda _: TokenPhases()
     table = PhaseTable.for_tokenizer(TokenCodec(load_tokenizer(model_path)))
-    return lambda: PhaseMachine(table)
+    return lambda document: PhaseMachine.from_document(table, document)
+
+
+@dataclass(frozen=True)
+class PromptPhases:
+    """Phases of a session's tokens up to a generation, and the labeller that goes on from there.
+
+    An engine labels only what it samples itself. Without arguments nothing is labelled yet.
+    """
+
+    labeller_name: str = PhaseMachine.labeller_name
+    state: dict[str, Any] = field(default_factory=dict)  # the labeller's document
+    runs: Sequence[Sequence[int]] = ()  # [phase, tokens] of every run, in order
+
+    def expand(self) -> list[Phase]:
+        """Return the phase of every token."""
+        return [phase for code, tokens in self.runs for phase in [Phase(code)] * tokens]
+
+
+def add_run(runs: list[list[int]], phases: Iterable[Phase]) -> None:
+    """Append tokens of these phases to runs."""
+    for phase in phases:
+        if runs and runs[-1][0] == phase:
+            runs[-1][1] += 1
+        else:
+            runs.append([int(phase), 1])

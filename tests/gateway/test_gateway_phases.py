@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from agentbench_kv.methods.base import Phase
-from agentbench_kv.phases.machine import CHATML, HARMONY, LLAMA3, PLAIN, PhaseMachine, PhaseTable
+from agentbench_kv.phases.machine import (
+    CHATML,
+    HARMONY,
+    LLAMA3,
+    PLAIN,
+    Family,
+    PhaseMachine,
+    PhaseTable,
+    PromptPhases,
+    add_run,
+)
 from agentbench_kv.phases.tokens import TokenCodec
 
 OPEN = {"<think>": Phase.THINK, "<tool_call>": Phase.ACT, "<tool_response>": Phase.TOOL}
@@ -151,6 +165,41 @@ def test_any_split_gives_the_same_labels(kind: str, request: pytest.FixtureReque
         assert labels == whole
         one = PhaseMachine(table)
         assert [one.label(token) for token in tokens] == whole
+
+
+NAMES = {
+    LLAMA3: ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+    HARMONY: ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"],
+}
+MARKUP = ["assistant", "user", "tool", "ipython", "functions.f", " to=functions.f", "analysis"]
+MARKUP += ["\n", "x", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_", "response>"]
+
+
+@pytest.mark.parametrize("family", [CHATML, LLAMA3, HARMONY], ids=lambda family: family.name)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_machine_resumed_from_its_document_goes_on_as_the_original(
+    family: Family, data: st.DataObject, tokenizer: Any
+) -> None:
+    """Whatever came before and whatever comes after, through JSON as a backend gets it."""
+    codec = tokenizer if family is CHATML else Vocabulary(NAMES[family])
+    table = PhaseTable.for_tokenizer(TokenCodec(tokenizer) if family is CHATML else codec)
+    assert table.family is family
+    words = st.sampled_from([*MARKUP, *NAMES.get(family, STRUCTURE)])
+    encode = table.codec.encode
+    tokens = encode("".join(data.draw(st.lists(words, max_size=30))))
+    at = data.draw(st.integers(0, len(tokens)))
+    original = PhaseMachine(table)
+    runs: list[list[int]] = []
+    before = original.label_many(tokens[:at])
+    for phase in before:
+        add_run(runs, [phase])
+    said = json.dumps(asdict(PromptPhases("markers", original.document(), runs)))
+    prompt = PromptPhases(**json.loads(said))
+    resumed = PhaseMachine.from_document(table, prompt.state)
+    assert prompt.expand() == before
+    assert resumed.state == original.state
+    assert resumed.label_many(tokens[at:]) == original.label_many(tokens[at:])
 
 
 def labelled(tokenizer: Any, text: str) -> list[tuple[str, str]]:

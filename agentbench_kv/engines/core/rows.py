@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
 from agentbench_kv.engines.core.session import EvictionOrder
-from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
 from agentbench_kv.methods.spans import SpanRange
-from agentbench_kv.phases.machine import Labeller, make_labeller
+from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
 
 
 class CopiedStore:
@@ -127,9 +127,11 @@ class Fed:
 class SessionRows:
     """What a worker knows of one session besides keys and values."""
 
-    labeller: Labeller
     queries: QueryStore
-    phases: list[int] = field(default_factory=list)
+    prompt: PromptPhases | None = None
+    given: Sequence[Phase] = ()  # the prompt's phases; `labeller` goes on behind them
+    labeller: Labeller | None = None
+    phases: list[int] = field(default_factory=list)  # of the tokens fed so far
     # [layers, kv_heads, budget], int64: original positions of the rows the last event left. The
     # rows after them are in order.
     kept: Tensor | None = None
@@ -142,7 +144,7 @@ class WorkerRows:
     RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
     """
 
-    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor) -> None:
+    def __init__(self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy
         self.shape = shape
         plan = policy.method.query_plan()
@@ -150,7 +152,7 @@ class WorkerRows:
         self.wants_sums = plan.kind is QueryKind.SUMS
         self.rings = QueryBuffer(plan, shape)
         self._frequencies = frequencies if policy.method.positions == "cache" else None
-        self._labellers: dict[str, Callable[[], Labeller]] = {}
+        self._labellers: dict[str, Callable[[dict[str, Any]], Labeller]] = {}
         self._sessions: dict[str, SessionRows] = {}
 
     @property
@@ -176,16 +178,17 @@ class WorkerRows:
         if rows is not None and self._frequencies is not None:
             rows.queries.shift(by, self._frequencies)
 
-    def feed(self, fed: Sequence[Fed], recipes: dict[str, str]) -> RingWrite | None:
-        """Label a forward's tokens, in the order of its rows, and plan which queries to store.
+    def feed(self, fed: Sequence[Fed], prompts: Mapping[str, PromptPhases]) -> RingWrite | None:
+        """Take in a forward's tokens, in the order of its rows, and plan which queries to store.
 
-        `recipes` says how a session's labeller is made.
+        `prompts` has the phases of sessions whose generation begins, or begins again; others may
+        be in it too.
         """
         rows: list[int] = []
         slots: list[int] = []
         start = 0
         for part in fed:
-            phases = self._label(part, recipes[part.session])
+            phases = self._label(part, prompts.get(part.session))
             session = self._sessions[part.session]
             stored, where = session.queries.place(phases, part.first_position, start)
             rows += stored
@@ -212,16 +215,14 @@ class WorkerRows:
         self._settle(order, store, selection.kept, positions)
         return moved
 
-    def outside(
-        self, session: str, recipe: str, live: int, logical: int, spans: Sequence[SpanRange]
-    ) -> Tensor:
+    def outside(self, session: str, live: int, logical: int, spans: Sequence[SpanRange]) -> Tensor:
         """Return the rows [n] of a session's tokens that lie outside some logical spans.
 
         ValueError if heads keep different tokens.
         """
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
-        rows = self._sessions.setdefault(session, self._open(recipe))
+        rows = self._open(session)
         labels = self._positions(rows, live, logical)[0, 0]
         inside = torch.zeros_like(labels, dtype=torch.bool)
         for start, end in spans:
@@ -277,23 +278,35 @@ class WorkerRows:
             raise RuntimeError(f"{positions.shape[-1]} rows are known, the scheduler has {live}")
         return positions.contiguous()
 
-    def _label(self, part: Fed, recipe: str) -> list[Phase]:
-        session = self._sessions.get(part.session)
-        if session is None:
-            session = self._sessions[part.session] = self._open(recipe)
-        if part.first_position != len(session.phases):
+    def _label(self, part: Fed, prompt: PromptPhases | None) -> list[Phase]:
+        """Return the phases of a session's next tokens: as given, then by the labeller."""
+        session, first = self._open(part.session), part.first_position
+        if prompt is not None and prompt is not session.prompt:
+            self._begin(session, prompt)
+        if first != len(session.phases):
             raise RuntimeError(
-                f"session {part.session} goes on at {part.first_position}, "
+                f"session {part.session} goes on at {first}, "
                 f"{len(session.phases)} tokens are labelled"
             )
-        phases = [session.labeller.label(token) for token in part.tokens]
+        phases = list(session.given[first : first + len(part.tokens)])
+        sampled = part.tokens[len(phases) :]
+        if session.labeller is None:
+            raise RuntimeError(f"nobody said how session {part.session} is labelled")
+        phases += [session.labeller.label(token) for token in sampled]
         session.phases += [int(phase) for phase in phases]
         return phases
 
-    def _open(self, recipe: str) -> SessionRows:
-        if recipe not in self._labellers:
-            self._labellers[recipe] = make_labeller(recipe, self.policy.model_path)
-        return SessionRows(self._labellers[recipe](), QueryStore(self.rings))
+    def _begin(self, session: SessionRows, prompt: PromptPhases) -> None:
+        name = prompt.labeller_name
+        if name not in self._labellers:
+            self._labellers[name] = labeller_source(name, self.policy.model_path)
+        session.prompt, session.given = prompt, prompt.expand()
+        session.labeller = self._labellers[name](prompt.state)
+
+    def _open(self, session: str) -> SessionRows:
+        if session not in self._sessions:
+            self._sessions[session] = SessionRows(QueryStore(self.rings))
+        return self._sessions[session]
 
 
 def _write_trace(folder: Path, order: EvictionOrder, kept: Tensor) -> None:

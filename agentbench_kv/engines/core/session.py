@@ -10,6 +10,7 @@ from typing import Any
 
 from agentbench_kv.engines.base import KVEvent, KVStats
 from agentbench_kv.methods.base import Method, Schedule
+from agentbench_kv.phases.machine import PromptPhases
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,9 @@ class StepPlan:
     dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
     # Events of sessions at rest; the step's forward may reuse their blocks.
     before: list[EvictionOrder] = field(default_factory=list)
-    # Request -> (session, labeller recipe) for every request of the step.
-    sessions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)  # request -> session, for all of a step
+    # Session -> phases of its tokens, where a generation begins or its rows are computed again.
+    prompts: dict[str, PromptPhases] = field(default_factory=dict)
     # Request -> logical minus physical length during the forward, where it is not 0.
     deficits: dict[str, int] = field(default_factory=dict)
     after: dict[str, EvictionOrder] = field(default_factory=dict)  # request -> its event

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,10 +25,9 @@ from agentbench_kv.engines.serving.engine import (
 )
 from agentbench_kv.engines.serving.process import ControlClient, ControlError, Launch
 from agentbench_kv.engines.serving.wire import (
+    EngineWire,
+    GenerationRequest,
     ModelFacts,
-    PluginWire,
-    Request,
-    ServerSetup,
     stop_document,
 )
 from agentbench_kv.environments import python_of
@@ -42,32 +41,34 @@ SMALLEST_CELLS = 1024
 MOST_CELLS = 65536
 
 
-class LlamaCppWire(PluginWire):
+@dataclass(eq=False)
+class LlamaCppWire(EngineWire):
     """One server on two Unix sockets in a private folder."""
 
-    def __init__(self, setup: ServerSetup, file: Path, cells: int) -> None:
-        super().__init__(setup)
-        self._file = file  # GGUF
-        self._cells = cells  # cached tokens of all sessions together
-        self._stream = setup.folder / "stream"
+    file: Path  # GGUF
+    cells: int  # cached tokens of all sessions together
+
+    @property
+    def _stream(self) -> Path:
+        return self.folder / "stream"
 
     def details(self) -> dict[str, str]:
-        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self._cells)}
+        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self.cells)}
 
     def launch(self) -> Launch:
-        options, cells = self._options, self._cells
+        options, cells = self.options, self.cells
         settings = Settings(
-            str(self._file), str(self._stream), options.dtype, cells, options.concurrency
+            str(self.file), str(self._stream), options.dtype, cells, options.concurrency
         )
         environment = self._environment("", {}) | {SETTINGS: json.dumps(asdict(settings))}
-        command = [str(self._setup.python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
+        command = [str(self.python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
         return Launch(command, self._ready, environment, _START_S)
 
     def _ready(self) -> bool:
         with closing(ControlClient(self.control)) as control:
             return self._stream.exists() and control.answers()
 
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         document = _document(request)
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
             connection.settimeout(_ANSWER_S)
@@ -80,12 +81,12 @@ class LlamaCppWire(PluginWire):
                         connection.sendall(b"\n")
 
 
-def _document(request: Request) -> dict[str, Any]:
+def _document(request: GenerationRequest) -> dict[str, Any]:
     sampling, stop = request.sampling, stop_document(request.sampling)
     same = ("temperature", "top_p", "top_k", "seed")
     return {
         "session": request.session,
-        "recipe": request.recipe,
+        "phases": asdict(request.prompt),
         "tokens": list(request.tokens[request.known :]),
         "known": request.known,
         "stop": stop,
@@ -135,10 +136,11 @@ class LlamaCppEngine(ServingEngine):
             *(shape.architecture, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim),
             *(shape.context_limit, shape.eos_token_ids),
         )
-        setup = ServerSetup(options, facts, python, model.tokenizer, folder, gpu=False, stock=False)
         cells = options.max_live_tokens or default_cells(shape, options.dtype)
-        wire = LlamaCppWire(setup, model.file, cells)
-        return run_server(cls, wire, setup, "llamacpp", model.sha)
+        wire = LlamaCppWire(
+            *(options, facts, python, model.tokenizer, folder, False, False), model.file, cells
+        )
+        return run_server(cls, wire, "llamacpp", model.sha)
 
     @classmethod
     def check_model(cls, model: str) -> None:

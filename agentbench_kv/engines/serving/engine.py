@@ -1,13 +1,4 @@
-"""The base of engines that run in a process of their own: sessions, restarts, accounting.
-
-One generation of a serving engine, streamed on a thread of its own.
-
-Accounting of an engine as shipped, which has no ledger of ours: what its client can see.
-
-A session as the harness keeps it, so that a backend may die without the session being lost.
-
-Starting a server that loads our plug-in; what vLLM and SGLang have in common there.
-"""
+"""The base of engines that run in a process of their own: sessions, restarts, accounting."""
 
 from __future__ import annotations
 
@@ -16,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -39,12 +30,15 @@ from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
 from agentbench_kv.engines.serving.plugin import method_document
-from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
+from agentbench_kv.engines.serving.process import (
+    BackendProcess,
+    BackendStoppedError,
+    ControlClient,
+    ControlError,
+)
 from agentbench_kv.engines.serving.wire import (
-    PluginWire,
-    Request,
-    ServerSetup,
-    Wire,
+    EngineWire,
+    GenerationRequest,
     read_model,
     stop_document,
 )
@@ -52,10 +46,12 @@ from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.full import Full
-from agentbench_kv.phases.machine import recipe_of
+from agentbench_kv.phases.machine import Labeller, PromptPhases, add_run, resumable
 
 # Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
 _AHEAD = 4
+RESTARTS = 3  # restarts one generation waits for before it gives up
+_GONE = (OSError, httpx.TransportError)
 
 
 class ServingGeneration(StreamedGeneration):
@@ -111,14 +107,14 @@ _numbers = itertools.count(1)
 
 @dataclass
 class ServingSession:
-    """One session."""
+    """One session as the harness keeps it, so that a backend may die without its being lost."""
 
     name: str
-    labeller: PhaseLabeller
-    recipe: str = field(init=False)
+    labeller: Labeller
     # What the backend calls it; new after every loss, so that nothing old is taken for it.
     backend_name: str = field(init=False)
     tokens: list[int] = field(default_factory=list)  # everything it was given or generated
+    phases: list[list[int]] = field(default_factory=list)  # of the tokens, as runs
     known: int = 0  # how many of them this backend has seen
     epoch: int = 0  # which start of the backend it lives in; 0: none yet
     carried: KVStats = field(default_factory=KVStats)  # accounting of backends that died
@@ -126,12 +122,16 @@ class ServingSession:
     observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
 
     def __post_init__(self) -> None:
-        self.recipe = recipe_of(self.labeller)
         self._rename()
+
+    def prompt(self) -> PromptPhases:
+        """Return the phases of all tokens, from which the backend goes on labelling."""
+        runs = [run.copy() for run in self.phases]
+        return PromptPhases(self.labeller.labeller_name, self.labeller.document(), runs)
 
     def accept(self, token: int) -> None:
         """Add a generated token."""
-        self.labeller.label(token)
+        add_run(self.phases, [self.labeller.label(token)])
         self.tokens.append(token)
         self.known += 1
         if self.observed is not None:
@@ -161,19 +161,9 @@ class ServingSession:
 
 def stats_from(document: dict[str, Any]) -> KVStats:
     """Return the accounting a backend sent."""
-    events: Sequence[dict[str, int]] = document.pop("events")
-    restarts: Sequence[Sequence[int]] = document.pop("restarts")
-    return KVStats(
-        **document,
-        events=[KVEvent(**event) for event in events],
-        restarts=[(before, tokens) for before, tokens in restarts],
-    )
-
-
-RESTARTS = 3  # restarts one generation waits for before it gives up
-
-
-_GONE = (OSError, httpx.TransportError)
+    events = [KVEvent(**event) for event in document["events"]]
+    restarts = [(before, tokens) for before, tokens in document["restarts"]]
+    return KVStats(**{**document, "events": events, "restarts": restarts})
 
 
 class ServingEngine(Engine):
@@ -186,7 +176,7 @@ class ServingEngine(Engine):
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
 
     def __init__(
-        self, info: EngineInfo, wire: Wire, folder: Path, log: Path, bytes_per_token: int
+        self, info: EngineInfo, wire: EngineWire, folder: Path, log: Path, bytes_per_token: int
     ) -> None:
         self.info = info
         self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
@@ -220,10 +210,10 @@ class ServingEngine(Engine):
         """Start an empty session."""
         if session in self._sessions:
             raise KVBenchError(f"session {session} is open already")
-        self._sessions[session] = ServingSession(session, labeller)
+        self._sessions[session] = ServingSession(session, resumable(labeller))
 
-    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:  # noqa: ARG002
-        """Append prompt tokens; the backend labels them itself, by the session's labeller."""
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Append prompt tokens; they go to the backend with the next generation."""
         state = self._sessions[session]
         if len(state.tokens) + len(tokens) >= self.info.context_limit:
             raise ContextLimitError(
@@ -231,6 +221,7 @@ class ServingEngine(Engine):
                 f"the model's context is {self.info.context_limit}"
             )
         state.tokens += tokens
+        add_run(state.phases, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         """Prefill what is pending and decode."""
@@ -261,11 +252,9 @@ class ServingEngine(Engine):
         """Return what the backend says of its memory; nothing where it is as shipped, or gone."""
         if self._wire.stock:
             return {}
-        try:
-            pool: dict[str, int] = self._control.call("pool")
-        except OSError:
-            return {}
-        return pool
+        with suppress(OSError):
+            return dict(self._control.call("pool"))
+        return {}
 
     def kept_names(self, session: str) -> str:
         """Return how the backend names a session in its traces."""
@@ -290,7 +279,7 @@ class ServingEngine(Engine):
             except _GONE as error:
                 if process.survives():
                     raise KVBenchError(f"the connection to the backend broke: {error}") from error
-        raise process.stopped()
+        raise BackendStoppedError(process.ended("stopped"))
 
     def _stream(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         if not state.known:
@@ -298,8 +287,8 @@ class ServingEngine(Engine):
         sampling = generation.sampling
         room = self.info.context_limit - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
-        request = Request(
-            state.backend_name, state.recipe, tuple(state.tokens), state.known, sampling, left
+        request = GenerationRequest(
+            state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left
         )
         state.known = len(state.tokens)
         if not self._wire.stock:
@@ -313,7 +302,7 @@ class ServingEngine(Engine):
         return reason
 
     def _read(
-        self, state: ServingSession, generation: ServingGeneration, request: Request
+        self, state: ServingSession, generation: ServingGeneration, request: GenerationRequest
     ) -> FinishReason:
         sampling = generation.sampling
         backend_stops = not self._wire.stock and stop_document(sampling) is not None
@@ -384,7 +373,7 @@ _Engine = TypeVar("_Engine", bound=ServingEngine)
 
 def start_server(
     engine: type[_Engine],
-    wire_class: type[PluginWire],
+    wire_class: type[EngineWire],
     name: str,
     options: EngineOptions,
     environment: str,
@@ -397,21 +386,19 @@ def start_server(
     facts = read_model(path)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
-    setup = ServerSetup(options, facts, python, path, folder, gpu, stock)
-    return run_server(engine, wire_class(setup), setup, name, folder_sha(path))
+    wire = wire_class(options, facts, python, path, folder, gpu, stock)
+    return run_server(engine, wire, name, folder_sha(path))
 
 
-def run_server(
-    engine: type[_Engine], wire: PluginWire, setup: ServerSetup, name: str, model_sha: str
-) -> _Engine:
+def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:
     """Return an engine over the server that `wire` starts."""
-    options, facts, folder = setup.options, setup.facts, setup.folder
+    options, facts, folder = wire.options, wire.facts, wire.folder
     info = EngineInfo(
         name=name,
         model=options.model,
-        model_path=setup.model,
+        model_path=wire.model,
         model_sha=model_sha,
-        device="cuda" if setup.gpu else "cpu",
+        device="cuda" if wire.gpu else "cpu",
         dtype=options.dtype,
         context_limit=wire.context_limit,
         eos_token_ids=facts.eos_token_ids,

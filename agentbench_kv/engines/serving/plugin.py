@@ -1,31 +1,33 @@
-"""The control channel: JSON lines over a Unix socket, answered inside the engine's process.
+"""What every engine of ours runs inside a backend's process.
 
-What a backend is told when it starts: the method, the model, where to write traces.
-
-What a backend's first process does: refuse an untested version, end with its harness.
-
-RoPE's inverse frequencies, as transformers computes them from a model's config.
+Its policy (method, model, where to write traces), the control channel and the commands that every
+scheduler answers, the refusal of untested versions, the watch over the harness.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pkgutil
 import signal
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
+from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher, TokenCodec, load_tokenizer
 
 Handler = Callable[[Mapping[str, Any]], Any]
@@ -41,7 +43,7 @@ class ControlServer:
 
     def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
         path.unlink(missing_ok=True)
-        self._server = _Server(str(path), _Connection)
+        self._server = _CommandServer(str(path), _CommandConnection)
         self._server.commands = commands
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -50,14 +52,14 @@ class ControlServer:
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingUnixStreamServer):
+class _CommandServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 128
     commands: Mapping[str, Handler]
 
 
-class _Connection(socketserver.StreamRequestHandler):
-    server: _Server
+class _CommandConnection(socketserver.StreamRequestHandler):
+    server: _CommandServer
 
     def handle(self) -> None:
         for line in self.rfile:
@@ -71,11 +73,85 @@ class _Connection(socketserver.StreamRequestHandler):
             return {"error": f"{type(error).__name__}: {error}"}
 
 
+@dataclass
+class SchedulerSession(ABC):
+    """One session as a scheduler knows it, or one request without a session."""
+
+    name: str
+    ledger: SessionLedger
+    lasting: bool  # it outlives its request; a request without a session does not
+    prompt: PromptPhases = field(default_factory=PromptPhases, kw_only=True)
+
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """Whether a request of it is queued or generates."""
+
+
+_Session = TypeVar("_Session", bound=SchedulerSession)
+
+
+class SessionCommands(ABC, Generic[_Session]):
+    """What the harness may ask of a scheduler with our plug-in."""
+
+    def __init__(self, sessions: Mapping[str, _Session]) -> None:
+        self._sessions = sessions  # by name; the scheduler's own
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return the commands by name."""
+        return {
+            "ping": lambda _: True,
+            "stats": self._stats,
+            "close": self._close,
+            "pool": self._pool,
+            "configure": self._configure,
+        }
+
+    @abstractmethod
+    def abort(self, session: _Session) -> None:
+        """End the request of a running session."""
+
+    @abstractmethod
+    def forget(self, session: _Session) -> None:
+        """Free the rows of a session and forget it."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, int]:
+        """Return what there is of memory and requests."""
+
+    @abstractmethod
+    def use(self, method: dict[str, Any]) -> None:
+        """Go on with the method of a document; no session is open."""
+
+    def _stats(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        session = self._sessions.get(request["session"])
+        return None if session is None else asdict(session.ledger.snapshot())
+
+    def _close(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        session = self._sessions.get(request["session"])
+        if session is None:
+            return None
+        if session.running:
+            self.abort(session)
+        stats = asdict(session.ledger.snapshot())
+        self.forget(session)
+        return stats
+
+    def _pool(self, request: Mapping[str, Any]) -> dict[str, int]:  # noqa: ARG002
+        resting = sum(not session.running for session in self._sessions.values())
+        return {**self.figures(), "sessions": len(self._sessions), "resting": resting}
+
+    def _configure(self, request: Mapping[str, Any]) -> None:
+        if self._sessions:
+            raise ValueError(f"{len(self._sessions)} sessions are open; close them first")
+        self.use(request["method"])
+
+
 VARIABLE = "KVBENCH_BACKEND"  # environment variable with the path of the policy's JSON file
 
 
 @dataclass(frozen=True)
-class Policy:
+class BackendPolicy:
     """A backend's instructions."""
 
     method: Method
@@ -107,7 +183,7 @@ class Policy:
             trace=None if trace is None else Path(trace),
         )
 
-    def with_method(self, document: dict[str, Any]) -> Policy:
+    def with_method(self, document: dict[str, Any]) -> BackendPolicy:
         """Return the policy with another method."""
         return replace(self, method=method_from(document))
 
@@ -162,11 +238,7 @@ def _codec(model_path: Path) -> TokenCodec:
 
 
 ALLOW_UNTESTED = "KVBENCH_ALLOW_UNTESTED_ENGINE"
-
-
 _LOOK_S = 1.0
-
-
 _GRACE_S = 10.0
 
 
@@ -179,21 +251,54 @@ def refuse_untested(engine: str, version: str, tested: str) -> None:
         )
 
 
+def symbol_problems(symbols: Mapping[str, Sequence[str]], *, exact: bool) -> list[str]:
+    """Return what is missing or different in an engine's insides, in words.
+
+    `symbols` names functions with parameters, and dataclasses with fields, that are relied on; with
+    `exact` there may be no others.
+    """
+    found = []
+    for path, expected in symbols.items():
+        try:
+            symbol = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{path} is gone ({type(error).__name__})")
+            continue
+        actual = _parameters(symbol) if expected else []
+        if exact and actual != list(expected):
+            found.append(f"{path} takes {', '.join(actual)}; expected {', '.join(expected)}")
+        elif missing := [name for name in expected if name not in actual]:
+            found.append(f"{path} has no {', '.join(missing)}")
+    return found
+
+
+def _parameters(symbol: Any) -> list[str]:
+    if is_dataclass(symbol):
+        return [each.name for each in fields(symbol)]
+    return list(inspect.signature(getattr(symbol, "__func__", symbol)).parameters)
+
+
+def refuse_unsupported(engine: str, problems: Mapping[str, bool]) -> None:
+    """Raise ValueError with the problems that there are."""
+    if found := [name for name, there in problems.items() if there]:
+        raise ValueError(f"kvbench: eviction in {engine} does not support {', '.join(found)}")
+
+
 def follow_parent() -> None:
     """End this process's group once its parent is gone, however that ended.
 
     The harness starts every backend in a group of its own.
     """
     parent = os.getppid()
-    threading.Thread(target=_watch, args=(parent,), name="kvbench-parent", daemon=True).start()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.killpg(0, signal.SIGKILL)
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os.killpg(0, signal.SIGTERM)
-    time.sleep(_GRACE_S)
-    os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=watch, name="kvbench-parent", daemon=True).start()
 
 
 def rope_frequencies(model_path: Path) -> Tensor:

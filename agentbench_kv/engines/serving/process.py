@@ -1,11 +1,7 @@
-"""A backend as the harness sees it: a process with a log, a state of health and an end.
-
-A folder on a backend's import path that holds our package and nothing else of ours.
+"""A backend as the harness sees it: a process with a log, and the harness's end of its channel.
 
 The backend's interpreter has its own torch and transformers. Our site-packages on its path would
 hide them, so it gets links to the packages it needs, and the metadata of its entry points.
-
-The harness's end of the control channel.
 """
 
 from __future__ import annotations
@@ -30,14 +26,8 @@ from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 _TAIL_LINES = 12
-
-
 _POLL_S = 0.2
-
-
 _GRACE_S = 15.0
-
-
 # The first error is the cause; what follows it is each process telling the next.
 _CAUSE = re.compile(r"\b\w*(Error|Exception|Exit): ")
 
@@ -97,16 +87,12 @@ class BackendProcess:
         deadline = time.monotonic() + self._launch.start_s
         while not self._launch.ready():
             if not self.alive:
-                raise PrerequisiteError(self._ended("did not start"))
+                raise PrerequisiteError(self.ended("did not start"))
             if time.monotonic() > deadline:
                 self.stop()
                 waited = f"did not answer within {self._launch.start_s:.0f} s"
                 raise PrerequisiteError(self._message(waited))
             time.sleep(_POLL_S)
-
-    def stopped(self) -> BackendStoppedError:
-        """Return the error that says how it ended."""
-        return BackendStoppedError(self._ended("stopped"))
 
     def stop(self) -> None:
         """End the process and everything it started."""
@@ -128,7 +114,8 @@ class BackendProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _ended(self, what: str) -> str:
+    def ended(self, what: str) -> str:
+        """Say how it ended: exit code, log, last lines."""
         return self._message(f"{what} (exit code {self._process.poll()})")
 
     def _message(self, what: str) -> str:

@@ -1,8 +1,6 @@
-"""How a serving engine is spoken to: what differs between them, behind one interface.
+"""What differs between serving engines: how one is started and spoken to over HTTP.
 
-What a Hugging Face model folder says about the model, read without its weights.
-
-Server-sent events of a backend's HTTP endpoint.
+With what a model folder says of the model, and the server-sent events of an answer.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ from typing import Any
 import httpx
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
-from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, Policy
+from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving.process import Launch, link_packages
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,11 +84,11 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """One generation."""
 
     session: str  # the backend's name of the session
-    recipe: str  # how the backend labels its tokens
+    prompt: PromptPhases  # of all `tokens`
     tokens: Sequence[int]  # all tokens of the session
     known: int  # how many of them the backend was given, or gave, before
     sampling: Sampling
@@ -98,26 +97,58 @@ class Request:
     usage: dict[str, int] = field(default_factory=dict)
 
 
-class Wire(ABC):
-    """The part of a serving engine that knows its command line and its HTTP surface."""
+@dataclass(eq=False)
+class EngineWire(ABC):
+    """What a serving engine's server is started from, its command line and its HTTP surface.
 
-    # The engine as shipped, without our plug-in: nobody answers on the control channel.
-    stock: bool = False
+    It is locked with a key of its own.
+    """
+
+    options: EngineOptions
+    facts: ModelFacts
+    python: Path  # the environment's interpreter
+    model: Path
+    folder: Path  # private, for sockets and files
+    gpu: bool
+    stock: bool  # as shipped, without our plug-in: nobody answers on the control channel
+
+    def __post_init__(self) -> None:
+        self._key = secrets.token_hex(16)
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {self._key}"},
+            limits=LIMITS,
+            timeout=10.0,
+            transport=self._transport(),
+        )
+
+    def _transport(self) -> httpx.BaseTransport | None:
+        """Return how the server is reached, if not by a port."""
+        return None
+
+    @property
+    def control(self) -> Path:
+        """The control channel's socket."""
+        return self.folder / "control"
+
+    @property
+    def context_limit(self) -> int:
+        """Last position + 1."""
+        return self.facts.context_limit
 
     @abstractmethod
     def launch(self) -> Launch:
         """Return how to start the backend."""
 
     @abstractmethod
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         """Yield a generation's ids; closing the iterator ends it in the backend.
 
         Raises OSError or httpx.TransportError if the backend is gone.
         """
 
-    @abstractmethod
     def use(self, method: Method) -> None:
         """Start backends with another method from now on."""
+        self.options = replace(self.options, method=method)
 
     def opened(self, session: str) -> None:  # noqa: ARG002
         """Prepare for a session that is new to the backend."""
@@ -129,62 +160,11 @@ class Wire(ABC):
 
     def close(self) -> None:
         """Close the connections."""
-        return None
-
-    @property
-    @abstractmethod
-    def control(self) -> Path:
-        """The control channel's socket."""
-
-
-@dataclass(frozen=True)
-class ServerSetup:
-    """What a server is started from."""
-
-    options: EngineOptions
-    facts: ModelFacts
-    python: Path  # the environment's interpreter
-    model: Path
-    folder: Path  # private, for sockets and files
-    gpu: bool
-    stock: bool  # as shipped, without our plug-in
-
-
-class PluginWire(Wire):
-    """A server of another project that loads our plug-in, or runs as shipped.
-
-    Its HTTP surface is locked with a key of its own.
-    """
-
-    def __init__(self, setup: ServerSetup, transport: httpx.BaseTransport | None = None) -> None:
-        self.stock = setup.stock
-        self._setup = setup
-        self._options = setup.options
-        self._key = secrets.token_hex(16)
-        headers = {"Authorization": f"Bearer {self._key}"}
-        self._client = httpx.Client(
-            headers=headers, limits=LIMITS, timeout=10.0, transport=transport
-        )
-
-    @property
-    def control(self) -> Path:
-        """The control channel's socket; nobody listens on it in a stock server."""
-        return self._setup.folder / "control"
-
-    @property
-    def context_limit(self) -> int:
-        """Last position + 1."""
-        return self._setup.facts.context_limit
-
-    def use(self, method: Method) -> None:
-        self._options = replace(self._options, method=method)
-
-    def close(self) -> None:
         self._client.close()
 
     def _environment(self, group: str, plugins: Mapping[str, str]) -> dict[str, str]:
         """Return what any server needs: our package with its entry points, and the policy."""
-        options, folder = self._options, self._setup.folder
+        options, folder = self.options, self.folder
         groups = {group: plugins} if plugins else {}
         links = link_packages(folder / "path", [type(options.method).__module__], groups)
         environment = {
@@ -193,7 +173,7 @@ class PluginWire(Wire):
             "TRANSFORMERS_OFFLINE": "1",
         }
         if not self.stock:
-            policy = Policy(options.method, self._setup.model, self.control, options.trace)
+            policy = BackendPolicy(options.method, self.model, self.control, options.trace)
             environment[VARIABLE] = str(policy.save(folder))
         if options.allow_untested:
             environment[ALLOW_UNTESTED] = "1"

@@ -1,9 +1,4 @@
-"""The SGLang engine: SGLang 0.5.12 in a process of its own, evicting through a plug-in.
-
-SGLang's command line: what every arm gets, and what the compressed ones need.
-
-How SGLang is started and spoken to: streaming sessions that take only the new ids of a turn.
-"""
+"""The SGLang engine: SGLang 0.5.12 in a process of its own, evicting through a plug-in."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ import random
 import socket
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import httpx
@@ -23,11 +19,10 @@ from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_d
 from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
+    EngineWire,
+    GenerationRequest,
     ModelFacts,
-    PluginWire,
-    Request,
     RequestError,
-    ServerSetup,
     as_flags,
     post_events,
     stop_document,
@@ -39,9 +34,12 @@ from agentbench_kv.methods.spans import SpanRange
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
-
-
 _CPU_CACHE_BYTES = 1 << 30
+_PLUGIN = "agentbench_kv.engines.sglang.plugin"
+_HOST = "127.0.0.1"
+_PORTS = range(20_000, 30_000)
+_POLL_S = 0.005
+_requests = itertools.count(1)
 
 
 def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) -> list[str]:
@@ -88,29 +86,14 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
     }
 
 
-_BACKEND = "agentbench_kv.engines.sglang.plugin"
-
-
-_HOST = "127.0.0.1"
-
-
-_PORTS = range(20_000, 30_000)
-
-
-_POLL_S = 0.005
-
-
-_requests = itertools.count(1)
-
-
-class SglangWire(PluginWire):
+class SglangEngineWire(EngineWire):
     """One SGLang server on a loopback port.
 
     As shipped, its radix cache finds what a session sent before.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
-        super().__init__(setup)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._commands = ControlClient(self.control)
         self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
 
@@ -119,23 +102,23 @@ class SglangWire(PluginWire):
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
-        command = [str(self._setup.python), "-m", f"{_BACKEND}.launch"]
-        command += ["--model-path", str(self._setup.model), "--host", _HOST, "--port", str(port)]
-        command += flags(self._options, self._setup.facts, gpu=self._setup.gpu, stock=self.stock)
-        plugins = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
-        if not self._setup.gpu:
-            plugins["kvbench-cpu"] = f"{_BACKEND}.cpu:register"
+        command = [str(self.python), "-m", f"{_PLUGIN}.launch"]
+        command += ["--model-path", str(self.model), "--host", _HOST, "--port", str(port)]
+        command += flags(self.options, self.facts, gpu=self.gpu, stock=self.stock)
+        plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.hooks:register"}
+        if not self.gpu:
+            plugins["kvbench-cpu"] = f"{_PLUGIN}.cpu:register"
         environment = self._environment("sglang.srt.plugins", plugins) | {
             KEY: self._key,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             # Never opened, but derived from the other port and refused if it is too large.
             "SGLANG_GRPC_PORT": str(_free_port()),
         }
-        if not self._setup.gpu:
+        if not self.gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return Launch(command, self._ready, environment)
 
-    def stream(self, request: Request) -> Generator[int]:
+    def stream(self, request: GenerationRequest) -> Generator[int]:
         name = f"{request.session}.{next(_requests)}"
         body = self._stock_body(request) if self.stock else self._session_body(request)
         read, ended = len(request.tokens), False
@@ -166,15 +149,16 @@ class SglangWire(PluginWire):
         self._commands.close()
         super().close()
 
-    def _session_body(self, request: Request) -> dict[str, Any]:
+    def _session_body(self, request: GenerationRequest) -> dict[str, Any]:
         """Return a turn: what the server's session has not completed, and how it ends."""
         complete = self._complete[request.session]
         if not complete and not self._commands.call("known", session=request.session):
-            self._commands.call("open", session=request.session, recipe=request.recipe)
+            self._commands.call("open", session=request.session)
         new = request.tokens[complete:]
         # A request must bring an id, even to go on from the last one.
         ids = new or request.tokens[-1:]
         wishes = {
+            "phases": asdict(request.prompt),
             "total": len(request.tokens),
             "new": len(request.tokens) - request.known,
             "repeated": len(ids) - len(new),
@@ -188,7 +172,7 @@ class SglangWire(PluginWire):
             "stream": True,
         }
 
-    def _stock_body(self, request: Request) -> dict[str, Any]:
+    def _stock_body(self, request: GenerationRequest) -> dict[str, Any]:
         """Return a generation over all tokens, as any client would ask for it."""
         stop_ids = request.sampling.stop_token_ids
         stops = {"stop_token_ids": sorted(stop_ids), "ignore_eos": False} if stop_ids else {}
@@ -220,7 +204,7 @@ class SglangWire(PluginWire):
         return up and (self.stock or self._commands.answers())
 
 
-def _sampling(request: Request) -> dict[str, Any]:
+def _sampling(request: GenerationRequest) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "max_new_tokens": request.max_tokens,
@@ -267,7 +251,7 @@ class SglangEngine(ServingEngine):
     )
     takes_arguments: ClassVar[bool] = True
 
-    _wire: SglangWire
+    _wire: SglangEngineWire
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -281,7 +265,7 @@ class SglangEngine(ServingEngine):
             For a method SGLang's cache cannot hold.
         """
         gpu = pick_device(options.device).type == "cuda"
-        return start_server(cls, SglangWire, "sglang", options, "sglang", gpu=gpu)
+        return start_server(cls, SglangEngineWire, "sglang", options, "sglang", gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:
@@ -309,8 +293,8 @@ class SglangEngine(ServingEngine):
         source = self._sessions[session]
         if new in self._sessions:
             raise KVBenchError(f"session {new} is open already")
-        fork = ServingSession(new, copy.deepcopy(source.labeller))
-        fork.tokens = list(source.tokens)
+        fork = ServingSession(new, copy.copy(source.labeller), source.tokens.copy())
+        fork.phases = [run.copy() for run in source.phases]
         if self._lives(source):
             self._control.call("fork", session=source.backend_name, new=fork.backend_name)
             self._wire.forked(source.backend_name, fork.backend_name)

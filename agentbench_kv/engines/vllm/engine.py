@@ -1,7 +1,4 @@
-"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in.
-
-vLLM's command line and its HTTP surface.
-"""
+"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 import socket
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,38 +18,33 @@ from agentbench_kv.engines.serving.engine import ServingEngine, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
-    PluginWire,
-    Request,
-    ServerSetup,
+    EngineWire,
+    GenerationRequest,
     as_flags,
     post_events,
     stop_document,
 )
 from agentbench_kv.environments import python_of
 
-_BACKEND = "agentbench_kv.engines.vllm.plugin"
-
-
+_PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
-
-
+_URL = "http://vllm"  # a name only: the socket decides
 _CPU_BLOCK = 32
-
-
 _CPU_CACHE_BYTES = 1 << 30
 
 
-class VllmWire(PluginWire):
+class VllmEngineWire(EngineWire):
     """One vLLM server on a Unix socket in a private folder.
 
     As shipped, prefix caching and async scheduling are on.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
-        self._socket = setup.folder / "http"
-        transport = httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
-        super().__init__(setup, transport)
-        self._client.base_url = httpx.URL("http://vllm")
+    @property
+    def _socket(self) -> Path:
+        return self.folder / "http"
+
+    def _transport(self) -> httpx.BaseTransport:
+        return httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
 
     @property
     def context_limit(self) -> int:
@@ -59,10 +52,10 @@ class VllmWire(PluginWire):
 
         vLLM wants room for one whole context, as if nothing were ever evicted.
         """
-        asked = self._options.engine_args.get("max-model-len")
+        asked = self.options.engine_args.get("max-model-len")
         limits = [
-            self._setup.facts.context_limit,
-            self._options.max_live_tokens,
+            self.facts.context_limit,
+            self.options.max_live_tokens,
             asked and int(asked),
         ]
         return min(limit for limit in limits if limit)
@@ -70,19 +63,19 @@ class VllmWire(PluginWire):
     def launch(self) -> Launch:
         # A server that was killed leaves its socket, which another could not bind.
         self._socket.unlink(missing_ok=True)
-        plugins = {} if self.stock else {"kvbench": f"{_BACKEND}.plugin:register"}
+        plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.launch:register"}
         environment = self._environment("vllm.general_plugins", plugins)
         environment |= {"VLLM_API_KEY": self._key, "VLLM_NO_USAGE_STATS": "1"}
-        if not self._setup.gpu:
+        if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        command = [str(self._setup.python), "-m", f"{_BACKEND}.launch", "serve"]
-        command += [str(self._setup.model), "--uds", str(self._socket), *self._flags()]
+        command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
+        command += [str(self.model), "--uds", str(self._socket), *self._flags()]
         return Launch(command, self._ready, environment)
 
-    def stream(self, request: Request) -> Generator[int]:
-        for event in post_events(self._client, "/v1/completions", self._body(request)):
+    def stream(self, request: GenerationRequest) -> Generator[int]:
+        for event in post_events(self._client, f"{_URL}/v1/completions", self._body(request)):
             details = (event.get("usage") or {}).get("prompt_tokens_details")
             if details is not None:
                 request.usage["cached_tokens"] = int(details.get("cached_tokens") or 0)
@@ -91,12 +84,15 @@ class VllmWire(PluginWire):
 
     def details(self) -> dict[str, str]:
         """Return version, set-up and flags, without what is this machine's own."""
-        version = self._client.get("/version").json().get("version", "unknown")
+        version = self._client.get(f"{_URL}/version").json().get("version", "unknown")
         return {**super().details(), "version": str(version), "flags": " ".join(self._flags())}
 
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
-        extra = {"kvbench_session": request.session, "kvbench_labels": request.recipe}
+        extra = {
+            "kvbench_session": request.session,
+            "kvbench_phases": json.dumps(asdict(request.prompt)),
+        }
         stop = stop_document(sampling)
         if stop is not None:
             extra["kvbench_stop"] = json.dumps(stop)
@@ -120,7 +116,7 @@ class VllmWire(PluginWire):
         if not _listens(self._socket):
             return False
         try:
-            up = self._client.get("/health").status_code == httpx.codes.OK
+            up = self._client.get(f"{_URL}/health").status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
         if not up or self.stock:
@@ -129,7 +125,7 @@ class VllmWire(PluginWire):
             return control.answers()
 
     def _flags(self) -> list[str]:
-        options = self._options
+        options = self.options
         arguments: dict[str, str | None] = {
             "served-model-name": _SERVED,
             "dtype": options.dtype,
@@ -139,14 +135,14 @@ class VllmWire(PluginWire):
             "uvicorn-log-level": "warning",
         }
         arguments |= self._memory()
-        if not self._setup.gpu:
+        if not self.gpu:
             arguments["enforce-eager"] = None
         if self.stock:
             arguments["enable-prompt-tokens-details"] = None
         else:
             arguments |= {
-                "scheduler-cls": f"{_BACKEND}.scheduler.Scheduler",
-                "worker-cls": f"{_BACKEND}.worker.Worker",
+                "scheduler-cls": f"{_PLUGIN}.scheduler.EvictingScheduler",
+                "worker-cls": f"{_PLUGIN}.runner.EvictingWorker",
                 "no-enable-prefix-caching": None,
                 "no-async-scheduling": None,
             }
@@ -155,15 +151,15 @@ class VllmWire(PluginWire):
     def _memory(self) -> dict[str, str | None]:
         """Return how large the cache is: what was asked for, or vLLM's own choice on a GPU."""
         arguments: dict[str, str | None] = {}
-        block = 16 if self._setup.gpu else _CPU_BLOCK
-        if self._options.max_live_tokens is not None:
+        block = 16 if self.gpu else _CPU_BLOCK
+        if self.options.max_live_tokens is not None:
             # One block is vLLM's placeholder.
-            blocks = -(-self._options.max_live_tokens // block) + 1
+            blocks = -(-self.options.max_live_tokens // block) + 1
             arguments |= {"block-size": str(block), "num-gpu-blocks-override": str(blocks)}
             arguments["max-model-len"] = str(self.context_limit)
-        elif not self._setup.gpu:
+        elif not self.gpu:
             arguments["block-size"] = str(block)
-        if not self._setup.gpu:
+        if not self.gpu:
             arguments["kv-cache-memory-bytes"] = str(_CPU_CACHE_BYTES)
         return arguments
 
@@ -208,7 +204,7 @@ class VllmEngine(ServingEngine):
             For a method vLLM's cache cannot hold.
         """
         environment, gpu = _environment_for(options.device), on_gpu(options.device)
-        return start_server(cls, VllmWire, "vllm", options, environment, gpu=gpu)
+        return start_server(cls, VllmEngineWire, "vllm", options, environment, gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:

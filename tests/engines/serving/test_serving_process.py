@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentbench_kv.engines.serving import process
-from agentbench_kv.engines.serving.plugin import VARIABLE, ControlServer, Policy
+from agentbench_kv.engines.serving.plugin import VARIABLE, BackendPolicy, ControlServer
 from agentbench_kv.engines.serving.process import (
     BackendProcess,
     ControlClient,
@@ -129,9 +129,9 @@ def test_a_policy_survives_the_way_to_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = make_method("agentkv", "25%", {"interval": 16, "gqa": "max_prob"})
-    policy = Policy(method, tmp_path, tmp_path / "c", tmp_path / "t")
+    policy = BackendPolicy(method, tmp_path, tmp_path / "c", tmp_path / "t")
     monkeypatch.setenv(VARIABLE, str(policy.save(tmp_path)))
-    assert Policy.load() == policy
+    assert BackendPolicy.load() == policy
 
 
 def test_a_backend_finds_the_kernels_built_before(tmp_path: Path) -> None:
@@ -166,7 +166,8 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
         "import os, pathlib, sys, time\n"
         "from agentbench_kv.engines.serving.process import BackendProcess, Launch\n"
         f"ready = pathlib.Path({str(ready)!r})\n"
-        f"launch = Launch([sys.executable, '-c', {backend!r}], ready.exists)\n"
+        f"path = {{'PYTHONPATH': {str(Path(process.__file__).parents[3])!r}}}\n"
+        f"launch = Launch([sys.executable, '-c', {backend!r}], ready.exists, path)\n"
         f"BackendProcess('toy', launch, pathlib.Path({str(tmp_path / 'log')!r})).wait_ready()\n"
         "os.kill(os.getpid(), 9)\n"
     )

@@ -66,12 +66,12 @@ def written_down(folder: Path) -> Iterator[None]:
     """Let servers that are started meanwhile write their logits to `folder`."""
     import pytest
 
-    from agentbench_kv.engines.sglang.engine import SglangWire
+    from agentbench_kv.engines.sglang.engine import SglangEngineWire
 
     path = _plug_in(folder / "path")
-    launch = SglangWire.launch
+    launch = SglangEngineWire.launch
 
-    def with_logits(wire: SglangWire) -> Any:
+    def with_logits(wire: SglangEngineWire) -> Any:
         plain = launch(wire)
         more = {
             "PYTHONPATH": f"{plain.environment['PYTHONPATH']}{os.pathsep}{path}",
@@ -80,7 +80,7 @@ def written_down(folder: Path) -> Iterator[None]:
         return replace(plain, environment={**plain.environment, **more})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SglangWire, "launch", with_logits)
+        patch.setattr(SglangEngineWire, "launch", with_logits)
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,25 +12,24 @@ import torch
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.rows import Fed, RowShape
 from agentbench_kv.engines.core.session import Eviction
-from agentbench_kv.engines.serving.plugin import Policy
-from agentbench_kv.engines.serving.wire import ModelFacts, ServerSetup
-from agentbench_kv.engines.sglang.engine import SglangWire, _refuse_abort, flags
-from agentbench_kv.engines.sglang.plugin import launch as cpu
-from agentbench_kv.engines.sglang.plugin import memory as admission
+from agentbench_kv.engines.serving.plugin import BackendPolicy
+from agentbench_kv.engines.serving.wire import ModelFacts
+from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
+from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
-from agentbench_kv.engines.sglang.plugin.runtime import CommandQueue
-from agentbench_kv.engines.sglang.plugin.sessions import SessionTable, attach
+from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions, attach
 from agentbench_kv.engines.sglang.plugin.worker import (
     DecodedRow,
+    DeviceWorker,
     Pool,
     PrefilledRows,
     Steps,
-    Worker,
 )
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import Method
-from agentbench_kv.phases import TokenPhases
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.registry import make_method
 
 FACTS = ModelFacts("qwen3", 4, 4, 2, 64, 2048, (2,))
@@ -93,8 +91,8 @@ def request(rid: str, tokens: int, limit: int, session: str | None = None) -> An
     )
 
 
-def table_of(method: Method) -> SessionTable:
-    return SessionTable(method, 1, lambda _: pytest.fail("no stop text was asked for"))
+def table_of(method: Method) -> SglangSessions:
+    return SglangSessions(method, 1, lambda _: pytest.fail("no stop text was asked for"))
 
 
 def test_a_session_is_its_request_in_flight_only() -> None:
@@ -161,14 +159,14 @@ def test_admission_counts_with_bounded_growth(
         seen.append((sampling.max_new_tokens, sampling.ignore_eos, rest))
         return "added"
 
-    added = admission.add_one_req(sessions, original, None, arrived, has_chunked_req=False)
+    added = add_one_req(sessions, original, None, arrived, has_chunked_req=False)
     assert added == "added"
     assert seen == [(growth, False, {"has_chunked_req": False})]
     assert (arrived.sampling_params.max_new_tokens, arrived.sampling_params.ignore_eos) == (
         5000,
         True,
     )
-    running = admission.running_growth(sessions, lambda *_: 4096.0, None, arrived)
+    running = running_growth(sessions, lambda *_: 4096.0, None, arrived)
     assert running <= min(4096, growth + 100)
 
 
@@ -181,10 +179,10 @@ class FakeWorker:
         self.labelled: list[int] = []
         self.rows = SimpleNamespace(drop=lambda _name: None)
 
-    def plan_prefill(self, fed: Any, _parts: Any, _recipes: Any) -> None:
+    def plan_prefill(self, fed: Any, _parts: Any, _prompts: Any) -> None:
         self.labelled += [token for each in fed for token in each.tokens]
 
-    def settle(self, decoded: Any, _recipes: Any) -> None:
+    def settle(self, decoded: Any) -> None:
         self.labelled += [token for each in decoded for token in each.fed.tokens]
 
 
@@ -200,12 +198,8 @@ class FakeCache:
 
 def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, list[Eviction]]:
     """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not."""
-    sessions, worker, cache, evictions = (
-        table_of(method),
-        FakeWorker(),
-        FakeCache(),
-        list[Eviction](),
-    )
+    sessions, worker, cache = table_of(method), FakeWorker(), FakeCache()
+    evictions = list[Eviction]()
     compactor = SimpleNamespace(carry_out=lambda _held, _row, eviction: evictions.append(eviction))
     steps = Steps(sessions, worker, compactor)  # type: ignore[arg-type]
     one = request("r", 20, 6, "s")
@@ -245,41 +239,13 @@ def test_working_ahead_changes_nothing(name: str) -> None:
     assert (plain[2].freed, ahead[2].freed) == freed
 
 
-def test_commands_run_on_the_scheduler_s_thread() -> None:
-    done: list[tuple[str, int]] = []
-
-    def note(order: Any) -> str:
-        done.append((order["what"], threading.get_ident()))
-        return "done"
-
-    def fail(_order: Any) -> None:
-        raise ValueError("no")
-
-    queue = CommandQueue({"note": note, "fail": fail})
-    answers: list[Any] = []
-
-    def ask() -> None:
-        answers.append(queue.commands["note"]({"what": "this"}))
-        with pytest.raises(ValueError, match="no"):
-            queue.commands["fail"]({})
-        answers.append("failed")
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while asking.is_alive():
-        queue.serve()
-        asking.join(0.01)
-    assert answers == ["done", "failed"]
-    assert done == [("this", threading.get_ident())]
-
-
-def small_worker(kept: str) -> Worker:
+def small_worker(kept: str) -> DeviceWorker:
     shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
     buffers = [[torch.zeros(64, 1, 2, 8) for _ in range(2)] for _ in range(2)]
     keys, values = (PagedRows.of(buffer, "brhd") for buffer in buffers)
     pool = Pool(keys, values, torch.zeros(3, 64, dtype=torch.int32), 1)
-    policy = Policy(make_method(kept, 64), Path(), Path())
-    return Worker(policy, shape, torch.ones(4), pool)
+    policy = BackendPolicy(make_method(kept, 64), Path(), Path())
+    return DeviceWorker(policy, shape, torch.ones(4), pool)
 
 
 def forward_of(decode: bool, rows: int) -> Any:
@@ -289,12 +255,12 @@ def forward_of(decode: bool, rows: int) -> Any:
 
 @pytest.mark.parametrize("kept", ["agentkv", "snapkv"])
 def test_staged_queries_end_up_where_a_prefill_puts_them(kept: str) -> None:
-    tokens, recipes = [(7 * i) % 23 for i in range(40)], {"s": TokenPhases.recipe}
+    tokens, prompts = [(7 * i) % 23 for i in range(40)], {"s": PromptPhases("token-id")}
     queries = torch.randn(2, len(tokens), 4, 8)
     whole, stepwise = small_worker(kept), small_worker(kept)
     for worker, count in ((whole, 40), (stepwise, 12)):
         part = PrefilledRows("s", 2, 3, count, count)
-        worker.plan_prefill([Fed("s", 0, tokens[:count])], [part], recipes)
+        worker.plan_prefill([Fed("s", 0, tokens[:count])], [part], prompts)
         for layer in range(2):
             # Three rows in front belong to a request that is nobody's turn.
             packed = torch.cat([torch.full((3, 4, 8), 9.0), queries[layer, :count]])
@@ -303,7 +269,7 @@ def test_staged_queries_end_up_where_a_prefill_puts_them(kept: str) -> None:
         for layer in range(2):
             stepwise.observe(layer, queries[layer, at : at + 1], forward_of(True, 1))
         decoded = DecodedRow(Fed("s", at, [tokens[at]]), 2, at + 1)
-        stepwise.settle([decoded], recipes)
+        stepwise.settle([decoded])
     expected, found = (
         worker.rows._sessions["s"].queries.layer_queries(2) for worker in (whole, stepwise)
     )
@@ -347,8 +313,7 @@ def test_no_slots_without_pages() -> None:
 
 def test_a_command_line_holds_no_key(tmp_path: Path) -> None:
     options = EngineOptions("micro", make_method("full-constrained", None))
-    setup = ServerSetup(options, FACTS, Path("python"), tmp_path, tmp_path, gpu=False, stock=False)
-    wire = SglangWire(setup)
+    wire = SglangEngineWire(options, FACTS, Path("python"), tmp_path, tmp_path, False, False)
     launch = wire.launch()
     wire.close()
     keys = {value for name, value in launch.environment.items() if "KEY" in name}

@@ -31,13 +31,13 @@ def test_every_symbol_the_plugin_uses_is_there(in_vllm: Callable[[str], str]) ->
 @pytest.mark.engine
 def test_a_symbol_that_changed_is_named(in_vllm: Callable[[str], str]) -> None:
     code = """
-from agentbench_kv.engines.vllm.plugin import contract
-contract.SYMBOLS = {
+from agentbench_kv.engines.vllm.plugin import launch
+launch.SYMBOLS = {
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("moon_phase",),
     "vllm.v1.request:RequestStatus.ASLEEP": (),
     "vllm.v1.nowhere:x": (),
 }
-print(contract.problems())
+print(launch.problems())
 """
     printed = in_vllm(code).splitlines()[-1]
     for word in ("has no moon_phase", "ASLEEP", "vllm.v1.nowhere"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
-from agentbench_kv.engines.vllm.plugin.sessions import Session, SessionTable
+from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions
 from agentbench_kv.registry import make_method
 
 BLOCK, POOL = 8, 40
@@ -55,14 +55,14 @@ class FakeManager:
         self.num_cached_block.pop(request_id, None)
 
 
-def new_table(budget: int = 16, trigger: str = "prefill+every") -> tuple[SessionTable, FakeManager]:
+def new_table(budget: int = 16, trigger: str = "prefill+every") -> tuple[VllmSessions, FakeManager]:
     pool = FakePool()
     manager = FakeManager(pool)
     outer = SimpleNamespace(
         coordinator=SimpleNamespace(single_type_managers=[manager]), block_pool=pool
     )
     method = make_method("streamingllm", budget, {"interval": 4, "trigger": trigger})
-    return SessionTable(method, 1, SessionBlocks(outer)), manager
+    return VllmSessions(method, 1, SessionBlocks(outer)), manager
 
 
 def request(number: int, session: str | None, tokens: list[int]) -> Any:
@@ -75,7 +75,7 @@ def request(number: int, session: str | None, tokens: list[int]) -> Any:
     )
 
 
-def feed(table: SessionTable, manager: FakeManager, session: Session, rows: int) -> None:
+def feed(table: VllmSessions, manager: FakeManager, session: VllmSession, rows: int) -> None:
     """One forward as the scheduler orders it."""
     name = session.request
     needed = manager.get_num_blocks_to_allocate(name, session.ledger.fed + rows, 0, 0, 0, 0)

@@ -24,7 +24,7 @@ from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
 from agentbench_kv.engines.llamacpp.server.rows import Blob, SequenceRows
 from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
 from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
-from agentbench_kv.engines.serving.plugin import ControlServer, Policy, follow_parent
+from agentbench_kv.engines.serving.plugin import BackendPolicy, ControlServer, follow_parent
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.spans import SpanRange
 
@@ -34,7 +34,7 @@ PART = 4096  # rows that are float32 at the same time
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server is started with, besides its `Policy`."""
+    """What the server is started with, besides its `BackendPolicy`."""
 
     model: str  # GGUF file
     stream: str  # Unix socket for generations
@@ -46,7 +46,7 @@ class Settings:
 class Backend:
     """Answers the harness."""
 
-    def __init__(self, settings: Settings, policy: Policy) -> None:
+    def __init__(self, settings: Settings, policy: BackendPolicy) -> None:
         self._folder = Path(settings.stream).parent
         self._policy = policy
         context = Context(
@@ -289,7 +289,7 @@ def main() -> int:
     """Serve until told to end; an error before that is one line and exit code 2."""
     follow_parent()
     settings = Settings(**json.loads(os.environ[SETTINGS]))
-    policy = Policy.load()
+    policy = BackendPolicy.load()
     try:
         backend = Backend(settings, policy)
     except KVBenchError as error:

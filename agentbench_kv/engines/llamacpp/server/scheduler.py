@@ -22,9 +22,10 @@ from agentbench_kv.engines.llamacpp.server.session import (
     BackendSession,
     Stream,
 )
-from agentbench_kv.engines.serving.plugin import Policy
+from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.phases.machine import PromptPhases
 
 PREFILL_CHUNK = 512
 STEP_TOKENS = 1024
@@ -121,7 +122,7 @@ class BatchScheduler:
     events fall on the same tokens.
     """
 
-    def __init__(self, context: Context, policy: Policy) -> None:
+    def __init__(self, context: Context, policy: BackendPolicy) -> None:
         self.context = context
         self.cells = Cells(context)
         self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
@@ -134,7 +135,7 @@ class BatchScheduler:
         self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
         self._thread.start()
 
-    def _use(self, policy: Policy) -> None:
+    def _use(self, policy: BackendPolicy) -> None:
         shape = self.context.shape
         sizes = (shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim)
         rows = RowShape(*sizes, torch.float32, torch.device("cpu"))
@@ -144,7 +145,7 @@ class BatchScheduler:
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
-    def configure(self, policy: Policy) -> None:
+    def configure(self, policy: BackendPolicy) -> None:
         """Go on with another method; on the own thread."""
         if self.sessions:
             raise UsageError(f"{len(self.sessions)} sessions are open; close them first")
@@ -158,12 +159,12 @@ class BatchScheduler:
             name = request["session"]
             session = self.sessions.get(name)
             if session is None:
-                recipe, method = request["recipe"], self.policy.method
-                session = BackendSession(name, recipe, method, self.cells, self._bytes)
+                session = BackendSession(name, self.policy.method, self.cells, self._bytes)
                 self.sessions[name] = session
             self._abandon(session)
             self._match(session, request["known"])
             session.tokens += request["tokens"]
+            session.prompt = PromptPhases(**request["phases"])
             # After a loss the whole session is one prefill.
             session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
             self._waiting.append(BackendGeneration(session, sampling, stream))
@@ -335,8 +336,8 @@ class BatchScheduler:
 
     def _take_in(self, parts: list[tuple[BackendSession, Fed, slice]]) -> None:
         """Record where the rows went, and keep the queries that the method wants."""
-        recipes = {session.name: session.recipe for session, _, _ in parts}
-        write = self.worker.feed([fed for _, fed, _ in parts], recipes)
+        prompts = {session.name: session.prompt for session, _, _ in parts}
+        write = self.worker.feed([fed for _, fed, _ in parts], prompts)
         watch, shape = self.context.watch, self.context.shape
         cells = watch.cells()
         for session, _, part in parts:
@@ -365,7 +366,7 @@ class BatchScheduler:
         if eviction is None:
             return
         number = len(session.ledger.stats.events) - 1
-        order = EvictionOrder(session.name, number, eviction=eviction, blocks=[])
+        order = EvictionOrder(session.name, number, eviction, blocks=[])
         moved = self.worker.remove(order, session.rows)
         session.ledger.moved(number, moved)
 

@@ -18,6 +18,7 @@ from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.llamacpp.server.rows import Cells, SequenceRows
 from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.methods.base import Method
+from agentbench_kv.phases.machine import PromptPhases
 
 _clock = itertools.count(1)
 
@@ -25,9 +26,9 @@ _clock = itertools.count(1)
 class BackendSession:
     """Tokens, rows and accounting of one session."""
 
-    def __init__(self, name: str, recipe: str, method: Method, cells: Cells, size: int) -> None:
+    def __init__(self, name: str, method: Method, cells: Cells, size: int) -> None:
         self.name = name
-        self.recipe = recipe
+        self.prompt = PromptPhases()
         self.tokens: list[int] = []  # given or generated; the last ones may not be fed yet
         self.rows = SequenceRows(cells)
         self.ledger = SessionLedger(method, size)

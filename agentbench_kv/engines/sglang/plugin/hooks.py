@@ -1,39 +1,28 @@
-"""The hooks themselves: thin, one per target of `hooks`, named as it is without underscores.
+"""The hooks in SGLang: thin, one per target, named as it is without underscores.
 
-Every hook is given the function it wraps, then that function's own arguments.
-
-Everything of SGLang that is hooked, with the parameters it is expected to have.
-
-The targets are private, so a version is only supported if all of them are there as listed. The
-plug-in checks that before it installs anything, and a contract test checks it again.
-
-Which SGLang this adapter was written for, and what a server is told by its environment.
-
-The entry point that SGLang calls in each of its processes: it installs the hooks.
+Every hook is given the function it wraps, then that function's own arguments. The targets are
+private, so a version is only supported if all of them are there as listed: the plug-in checks that
+before it installs anything, and a contract test checks it again.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from agentbench_kv.engines.serving.plugin import Policy, refuse_untested
-from agentbench_kv.engines.sglang.plugin import memory as admission
+from agentbench_kv.engines.serving.plugin import BackendPolicy, refuse_untested, symbol_problems
+from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
-from agentbench_kv.engines.sglang.plugin.sessions import Session, attach, wishes
-
-Original = Callable[..., Any]
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
 
 
 class Patches:
     """All hooks of a process."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: BackendPolicy) -> None:
         self._policy = policy
         self._runtime: Runtime | None = None
 
@@ -59,7 +48,7 @@ class Patches:
 
     def process_input_requests(self, original: Original, scheduler: Any, requests: Any) -> None:
         original(scheduler, requests)
-        self.runtime.commands.serve()
+        self.runtime.serve()
 
     def init_req_max_new_tokens(self, _: Original, scheduler: Any, request: Any) -> None:
         """Bound an answer by the context alone: only live rows need room in the pool."""
@@ -158,12 +147,12 @@ class Patches:
     def add_one_req(
         self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return admission.add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
+        return add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
 
     def get_running_request_total_token_offset(
         self, original: Original, adder: Any, request: Any
     ) -> float:
-        return admission.running_growth(self.runtime.table, original, adder, request)
+        return running_growth(self.runtime.table, original, adder, request)
 
     def create_req(
         self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
@@ -256,7 +245,7 @@ class Patches:
             worker.add_sums(layer.layer_id, queries)
         return output
 
-    def _before_release(self, cache: Any, session: Session) -> None:
+    def _before_release(self, cache: Any, session: SglangSession) -> None:
         runtime, slot = self.runtime, cache.slots.get(session.name)
         request = session.request
         if slot is not None and request is not None and request.req_pool_idx is not None:
@@ -279,17 +268,9 @@ class Patches:
 
 
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-
-
 _REQ = "sglang.srt.managers.schedule_batch.Req."
-
-
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-
-
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-
-
 _STREAMING = "sglang.srt.session.streaming_session.StreamingSession."
 
 
@@ -328,24 +309,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 
 def mismatches() -> list[str]:
     """Return what is not as listed, in words; SGLang must be importable."""
-    found = []
-    for target, expected in TARGETS.items():
-        try:
-            actual = _parameters(target)
-        except (ImportError, AttributeError, KeyError) as error:
-            found.append(f"{target} is gone ({type(error).__name__})")
-            continue
-        if actual != expected:
-            found.append(f"{target} takes {', '.join(actual)}; expected {', '.join(expected)}")
-    return found
-
-
-def _parameters(target: str) -> tuple[str, ...]:
-    owner_path, _, name = target.rpartition(".")
-    owner: Any = pkgutil.resolve_name(owner_path)
-    function = owner.__dict__[name]
-    function = getattr(function, "__func__", function)
-    return tuple(inspect.signature(function).parameters)
+    return symbol_problems(TARGETS, exact=True)
 
 
 TESTED = "0.5.12"
@@ -374,7 +338,7 @@ def register() -> None:
     problems = mismatches()
     if problems:
         raise SystemExit("kvbench: this SGLang is not the one expected: " + "; ".join(problems))
-    patches = Patches(Policy.load())
+    patches = Patches(BackendPolicy.load())
     for target in TARGETS:
         HookRegistry.register(target, patches.hook(target), HookType.AROUND)
     HookRegistry.apply_hooks()

@@ -1,14 +1,11 @@
-"""Who gives way when SGLang's memory is full: sessions at rest, the longest at rest first.
-
-Who may start: a session that evicts grows to its budget and an interval, not to its end.
+"""Who may start and who gives way in SGLang's memory, and sessions that share rows.
 
 SGLang reserves room for what a request may still generate. With that, freed memory would never
-become concurrency; these functions replace its estimates of growth.
-
-Sessions that start from another one's rows: whole pages are shared, a partial one is copied.
-
-Shared rows belong to one session at a time, so that SGLang's own accounting stays right. If the
-owner goes first, it hands them over.
+become concurrency, so its estimates of growth are replaced: a session that evicts grows to its
+budget and an interval, not to its end. When memory is full, sessions at rest give way, the longest
+at rest first. A fork shares whole pages of its source and copies a partial one. Shared rows belong
+to one session at a time, so that SGLang's own accounting stays right; an owner that goes first
+hands them over.
 """
 
 from __future__ import annotations
@@ -17,14 +14,16 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
-from agentbench_kv.engines.sglang.plugin.worker import Compactor, Worker
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker
+
+Original = Callable[..., Any]
 
 
-class Memory:
+class MemoryPressure:
     """Frees the rows of sessions that do not generate; going on, they are computed again."""
 
-    def __init__(self, table: SessionTable, scheduler: Any) -> None:
+    def __init__(self, table: SglangSessions, scheduler: Any) -> None:
         self._table = table
         self._scheduler = scheduler
         self._stuck: str | None = None  # the request that was first in vain
@@ -63,7 +62,7 @@ class Memory:
         self.drops += 1
         return True
 
-    def _last_waiting(self) -> Session | None:
+    def _last_waiting(self) -> SglangSession | None:
         """Return the last session in the queue that holds rows, but for the first in it."""
         for request in reversed(self._scheduler.waiting_queue[1:]):
             session = self._table.of(request)
@@ -91,7 +90,7 @@ class Memory:
         if session is not None:
             self.release_turn(session)
 
-    def release_turn(self, session: Session) -> None:
+    def release_turn(self, session: SglangSession) -> None:
         """End a turn that never started; the session is as it was before it."""
         request, session.request = session.request, None
         if request.session is not None:
@@ -105,11 +104,8 @@ def _unfinished(batch: Any) -> bool:
     return batch is not None and any(not request.finished() for request in batch.reqs)
 
 
-Original = Callable[..., Any]
-
-
 def add_one_req(
-    table: SessionTable, original: Original, adder: Any, request: Any, **rest: Any
+    table: SglangSessions, original: Original, adder: Any, request: Any, **rest: Any
 ) -> Any:
     """Admit as SGLang does for requests that may end early, with our bound on their growth.
 
@@ -129,14 +125,14 @@ def add_one_req(
         sampling.ignore_eos, sampling.max_new_tokens = asked
 
 
-def running_growth(table: SessionTable, original: Original, adder: Any, request: Any) -> float:
+def running_growth(table: SglangSessions, original: Original, adder: Any, request: Any) -> float:
     """Return the tokens a running request may still add."""
     session = table.of(request)
     estimate: float = original(adder, request)
     return estimate if session is None else min(estimate, _growth(table, session, request, 0))
 
 
-def _growth(table: SessionTable, session: Session, request: Any, pending: int) -> int:
+def _growth(table: SglangSessions, session: SglangSession, request: Any, pending: int) -> int:
     """Return how many rows may be added to those there are and `pending` ones."""
     method = table.method
     left: int = max(0, request.sampling_params.max_new_tokens - len(request.output_ids))
@@ -151,7 +147,7 @@ class Forks:
     """Makes forks and keeps their rows apart."""
 
     def __init__(
-        self, table: SessionTable, worker: Worker, compactor: Compactor, scheduler: Any
+        self, table: SglangSessions, worker: DeviceWorker, compactor: Compactor, scheduler: Any
     ) -> None:
         # Rows that forks found in place, and rows that were copied for them, so far.
         self.shared = self.copied = 0
@@ -160,7 +156,7 @@ class Forks:
         self._compactor = compactor
         self._scheduler = scheduler
 
-    def make(self, source: Session, name: str) -> dict[str, int]:
+    def make(self, source: SglangSession, name: str) -> dict[str, int]:
         """Open a session that has seen what `source`, at rest, has; count shared and copied rows.
 
         ValueError if the source's rows may move, or there is no room.
@@ -176,7 +172,7 @@ class Forks:
         if partial or not self._scheduler.req_to_token_pool.free_slots:
             raise ValueError("there is no room for another session; close one first")
         self._open_session(source.name, name)
-        fork = self._table.open(name, lasting=True, recipe=source.recipe)
+        fork = self._table.open(name, lasting=True)
         fork.ledger = source.ledger.fork()
         fork.tokens = source.tokens
         if not rows:
@@ -188,7 +184,7 @@ class Forks:
         self._worker.rows.fork(source.name, name)
         return {"shared": shared, "copied": rows - shared}
 
-    def hand_over(self, owner: Session) -> None:
+    def hand_over(self, owner: SglangSession) -> None:
         """Give an owner's shared rows to a fork before the owner's are freed."""
         forks = sorted(self._table.forks_of(owner), key=lambda fork: fork.shared)
         slot = self._scheduler.tree_cache.slots.get(owner.name)
@@ -201,7 +197,7 @@ class Forks:
         for fork in forks:
             fork.parent = heir.name
 
-    def check_alone(self, session: Session) -> None:
+    def check_alone(self, session: SglangSession) -> None:
         """Refuse to move rows that another session reads."""
         forks = [fork.name for fork in self._table.forks_of(session)]
         other = session.parent or next(iter(forks), None)
@@ -253,7 +249,7 @@ class Forks:
                 layer[:, new // page, new % page] = layer[:, old // page, old % page]
         self.copied += len(new)
 
-    def _protect(self, fork: Session, rows: int) -> None:
+    def _protect(self, fork: SglangSession, rows: int) -> None:
         """Say how many of a fork's first rows are not its own."""
         slot = self._scheduler.tree_cache.slots.get(fork.name)
         if slot is not None:

@@ -1,82 +1,45 @@
-"""Everything of ours in one scheduler process, put together once SGLang has its memory.
+"""Everything of ours in one scheduler process: put together, commanded, refused.
 
-The harness's commands, queued to run on the scheduler's own thread between two steps.
-
-What physical eviction in SGLang does not support, said when it starts.
-
-What the harness may ask of the running server.
+The harness's commands are queued, to run on the scheduler's own thread between two steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.rows import RowShape
-from agentbench_kv.engines.serving.plugin import ControlServer, Policy, rope_frequencies
-from agentbench_kv.engines.sglang.plugin.memory import Forks, Memory
-from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
-from agentbench_kv.engines.sglang.plugin.worker import Compactor, Pool, Steps, Worker, shorten
+from agentbench_kv.engines.serving.plugin import (
+    BackendPolicy,
+    ControlServer,
+    Handler,
+    SessionCommands,
+    refuse_unsupported,
+    rope_frequencies,
+)
+from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker, Pool, Steps, shorten
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import QueryKind
 
-if TYPE_CHECKING:
-    pass
+_PATIENCE_S = 60.0  # for the scheduler to come to a command
+# Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
+CAPACITY = 1 << 40
 
 
-Command = Callable[[Mapping[str, Any]], Any]
-
-
-_PATIENCE_S = 60.0
-
-
-class CommandQueue:
-    """Takes commands on any thread; `serve` runs them on the scheduler's."""
-
-    def __init__(self, commands: Mapping[str, Command]) -> None:
-        self._waiting: deque[tuple[Command, Mapping[str, Any], Future[Any]]] = deque()
-        # Readable when a command waits, for whoever sleeps on file descriptors.
-        self.bell, self._ring = os.pipe()
-        os.set_blocking(self.bell, False)
-        self.commands = {name: self._forwarding(command) for name, command in commands.items()}
-
-    def serve(self) -> None:
-        while self._waiting:
-            command, request, done = self._waiting.popleft()
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.bell, 1)
-            try:
-                done.set_result(command(request))
-            except Exception as error:  # noqa: BLE001  the harness is told; the engine goes on
-                done.set_exception(error)
-
-    def _forwarding(self, command: Command) -> Command:
-        def forward(request: Mapping[str, Any]) -> Any:
-            done: Future[Any] = Future()
-            self._waiting.append((command, request, done))
-            os.write(self._ring, b"!")
-            return done.result(_PATIENCE_S)
-
-        return forward
-
-
-def refuse_unsupported(runner: Any) -> None:
+def refuse_wrong_results(runner: Any) -> None:
     """Refuse options and models that eviction would make wrong."""
-    found = [name for name, there in {**_options(runner), **_model(runner)}.items() if there]
-    if found:
-        raise ValueError(f"kvbench: eviction in SGLang does not support {', '.join(found)}")
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-
-def _options(runner: Any) -> dict[str, bool]:
-    args = runner.server_args
-    return {
+    args, config, pool = runner.server_args, runner.model_config, runner.token_to_kv_pool
+    window = getattr(runner, "sliding_window_size", None)
+    wrong = {
         "the radix cache (--disable-radix-cache is missing)": not args.disable_radix_cache,
         "running without --enable-streaming-session": not args.enable_streaming_session,
         "prefill without chunks": (args.chunked_prefill_size or 0) < 1,
@@ -88,36 +51,27 @@ def _options(runner: Any) -> dict[str, bool]:
         "two-batch overlap": args.enable_two_batch_overlap,
         "piecewise CUDA graphs": args.device == "cuda" and not args.disable_piecewise_cuda_graph,
         "a quantised KV cache": args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
-    }
-
-
-def _model(runner: Any) -> dict[str, bool]:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    config, pool = runner.model_config, runner.token_to_kv_pool
-    window = getattr(runner, "sliding_window_size", None)
-    return {
         f"this model's cache ({type(pool).__name__})": type(pool) is not MHATokenToKVPool,
         "sliding-window attention": runner.is_hybrid_swa or (window is not None and window > 0),
         "multimodal models": config.is_multimodal or runner.model_is_mrope,
         "encoder-decoder models": config.is_encoder_decoder,
         "attention in chunks": getattr(config, "attention_chunk_size", None) is not None,
     }
+    refuse_unsupported("SGLang", wrong)
 
 
 class Runtime:
     """Built in two steps, because CUDA graphs are captured before there is a scheduler."""
 
-    def __init__(self, policy: Policy, runner: Any) -> None:
-        refuse_unsupported(runner)
+    def __init__(self, policy: BackendPolicy, runner: Any) -> None:
+        refuse_wrong_results(runner)
         self.policy = policy
         args = runner.server_args
         self._captured = args.device == "cuda" and not args.disable_cuda_graph
         shape = _shape(runner)
         frequencies = rope_frequencies(policy.model_path).to(shape.device)
-        self.worker = Worker(policy, shape, frequencies, _pool(runner))
-        size = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        self.table = SessionTable(policy.method, size, policy.stop_matcher)
+        self.worker = DeviceWorker(policy, shape, frequencies, _pool(runner))
+        self.table = SglangSessions(policy.method, shape.bytes_per_token, policy.stop_matcher)
 
     def attach(self, scheduler: Any) -> None:
         """Take over a scheduler that is complete."""
@@ -129,14 +83,28 @@ class Runtime:
         allocator = scheduler.token_to_kv_pool_allocator
         self.compactor = Compactor(self.worker, allocator, forwards)
         self.steps = Steps(self.table, self.worker, self.compactor)
-        self.memory = Memory(self.table, scheduler)
+        self.memory = MemoryPressure(self.table, scheduler)
         self.forks = Forks(self.table, self.worker, self.compactor, scheduler)
-        self.commands = CommandQueue(Commands(self).table())
+        # Readable when a command waits, for a scheduler that sleeps on file descriptors.
+        self._bell, ring = os.pipe()
+        os.set_blocking(self._bell, False)
+        self._commands = CommandQueue(lambda: os.write(ring, b"!"))
         if scheduler.idle_sleeper is not None:
-            scheduler.idle_sleeper.poller.register(self.commands.bell)
-        self.control = ControlServer(self.policy.control, self.commands.commands)
+            scheduler.idle_sleeper.poller.register(self._bell)
+        handlers = Commands(self).handlers()
+        queued = {name: self._queued(handler) for name, handler in handlers.items()}
+        self.control = ControlServer(self.policy.control, queued)
 
-    def configure(self, policy: Policy) -> None:
+    def serve(self) -> None:
+        """Answer the commands that wait."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._bell, 1 << 16)
+        self._commands.run()
+
+    def _queued(self, handler: Handler) -> Handler:
+        return lambda request: self._commands.call(lambda: handler(request), _PATIENCE_S)
+
+    def configure(self, policy: BackendPolicy) -> None:
         """Go on with another method; CUDA graphs may have been captured without what it needs."""
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         if self._captured and needed and not self.worker.keeps_queries:
@@ -163,31 +131,51 @@ def _pool(runner: Any) -> Pool:
     return Pool(keys, values, table, page)
 
 
-# Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
-CAPACITY = 1 << 40
-
-
-class Commands:
+class Commands(SessionCommands[SglangSession]):
     """Answers to commands; all run on the scheduler's thread."""
 
     def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.table.sessions)
         self._runtime = runtime
 
-    def table(self) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
-        """Return the commands by name."""
+    def handlers(self) -> dict[str, Handler]:
         return {
-            "ping": lambda _: True,
+            **super().handlers(),
             "open": self._open,
             "known": lambda request: self._find(request) is not None,
             "completed": self._completed,
             "reset": self._reset,
-            "stats": self._stats,
-            "close": self._close,
-            "pool": self._pool,
-            "configure": self._configure,
             "fork": self._fork,
             "evict_spans": self._evict_spans,
         }
+
+    def abort(self, session: SglangSession) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._runtime.scheduler.abort_request(AbortReq(rid=session.request.rid))
+
+    def forget(self, session: SglangSession) -> None:
+        from sglang.srt.managers.io_struct import CloseSessionReqInput
+
+        self._runtime.scheduler.close_session(CloseSessionReqInput(session_id=session.name))
+
+    def figures(self) -> dict[str, int]:
+        runtime, scheduler = self._runtime, self._runtime.scheduler
+        page = scheduler.page_size
+        return {
+            "free_blocks": scheduler.token_to_kv_pool_allocator.available_size() // page,
+            "total_blocks": scheduler.max_total_num_tokens // page,
+            "block_size": page,
+            "running": len(scheduler.running_batch.reqs),
+            "waiting": len(scheduler.waiting_queue),
+            "preempted": runtime.memory.retracted,
+            "dropped": runtime.memory.drops,
+            "fork_shared": runtime.forks.shared,
+            "fork_copied": runtime.forks.copied,
+        }
+
+    def use(self, method: dict[str, Any]) -> None:
+        self._runtime.configure(self._runtime.policy.with_method(method))
 
     def _open(self, request: Mapping[str, Any]) -> None:
         from sglang.srt.managers.io_struct import OpenSessionReqInput
@@ -196,14 +184,14 @@ class Commands:
         opening = OpenSessionReqInput(capacity_of_str_len=CAPACITY, session_id=name, streaming=True)
         if not self._runtime.scheduler.session_controller.open(opening).success:
             raise ValueError(f"session {name} is open already")
-        self._runtime.table.open(name, lasting=True, recipe=request["recipe"])
+        self._runtime.table.open(name, lasting=True)
 
     def _completed(self, request: Mapping[str, Any]) -> int | None:
         """Return how many tokens a session's completed turns have; None while it generates."""
         session = self._find(request)
         if session is None:
             return 0
-        return session.tokens if session.request is None else None
+        return None if session.running else session.tokens
 
     def _reset(self, request: Mapping[str, Any]) -> None:
         """Forget a session's tokens and rows, but for its accounting."""
@@ -212,49 +200,6 @@ class Commands:
         scheduler.tree_cache.release_session(session.name)
         scheduler.session_controller.sessions[session.name].req_nodes.clear()
         session.tokens = 0
-
-    def _stats(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        session = self._find(request)
-        return None if session is None else asdict(session.ledger.snapshot())
-
-    def _close(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput
-
-        session = self._find(request)
-        if session is None:
-            return None
-        scheduler = self._runtime.scheduler
-        stats = asdict(session.ledger.snapshot())
-        if session.request is not None:
-            scheduler.abort_request(AbortReq(rid=session.request.rid))
-        scheduler.close_session(CloseSessionReqInput(session_id=session.name))
-        return stats
-
-    def _pool(self, request: Mapping[str, Any]) -> dict[str, int]:  # noqa: ARG002
-        runtime = self._runtime
-        scheduler, memory = runtime.scheduler, runtime.memory
-        page = scheduler.page_size
-        sessions = runtime.table.sessions.values()
-        return {
-            "free_blocks": scheduler.token_to_kv_pool_allocator.available_size() // page,
-            "total_blocks": scheduler.max_total_num_tokens // page,
-            "block_size": page,
-            "sessions": len(sessions),
-            "resting": sum(session.request is None for session in sessions),
-            "running": len(scheduler.running_batch.reqs),
-            "waiting": len(scheduler.waiting_queue),
-            "preempted": memory.retracted,
-            "dropped": memory.drops,
-            "fork_shared": runtime.forks.shared,
-            "fork_copied": runtime.forks.copied,
-        }
-
-    def _configure(self, request: Mapping[str, Any]) -> None:
-        """Go on with another method; only while no session is open."""
-        runtime = self._runtime
-        if runtime.table.sessions:
-            raise ValueError(f"{len(runtime.table.sessions)} sessions are open; close them first")
-        runtime.configure(runtime.policy.with_method(request["method"]))
 
     def _fork(self, request: Mapping[str, Any]) -> dict[str, int]:
         return self._runtime.forks.make(self._at_rest(request), request["new"])
@@ -273,13 +218,13 @@ class Commands:
         shorten(slot, eviction.live - eviction.keep)
         return eviction.live - eviction.keep
 
-    def _find(self, request: Mapping[str, Any]) -> Session | None:
+    def _find(self, request: Mapping[str, Any]) -> SglangSession | None:
         return self._runtime.table.sessions.get(request["session"])
 
-    def _at_rest(self, request: Mapping[str, Any]) -> Session:
+    def _at_rest(self, request: Mapping[str, Any]) -> SglangSession:
         session = self._find(request)
         if session is None:
             raise ValueError(f"there is no session {request['session']}")
-        if session.request is not None:
+        if session.running:
             raise ValueError(f"session {session.name} is generating")
         return session

@@ -1,7 +1,4 @@
-"""Sessions as SGLang's scheduler knows them: who runs, how far it is, what it held last.
-
-What an answer of SGLang's own endpoint says of its session: `meta_info.kvbench`.
-"""
+"""Sessions as SGLang's scheduler knows them: who runs, how far it is, what it held last."""
 
 from __future__ import annotations
 
@@ -12,8 +9,9 @@ from typing import Any
 
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.serving.plugin import SchedulerSession
 from agentbench_kv.methods.base import Method
-from agentbench_kv.phases.machine import MARKERS
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
 MatcherSource = Callable[[dict[str, Any]], StopMatcher]
@@ -33,13 +31,9 @@ class StopRule:
 
 
 @dataclass
-class Session:
+class SglangSession(SchedulerSession):
     """One session, or one request without a session."""
 
-    name: str
-    ledger: SessionLedger
-    lasting: bool  # it outlives its request
-    recipe: str = MARKERS
     request: Any = None  # the SGLang request in flight, or None
     tokens: int = 0  # tokens after the last completed turn
     starting: int | None = None  # new tokens of a turn whose prefill has not begun
@@ -52,31 +46,35 @@ class Session:
     parent: str | None = None  # the session whose first `shared` rows it reads
     shared: int = 0
 
+    @property
+    def running(self) -> bool:
+        return self.request is not None
+
 
 @dataclass
-class SessionTable:
+class SglangSessions:
     """All sessions."""
 
     method: Method  # for ledgers of new sessions
     bytes_per_token: int
     matcher: MatcherSource  # makes a matcher of a stop document
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, SglangSession] = field(default_factory=dict)
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
-    def open(self, name: str, *, lasting: bool, recipe: str = MARKERS) -> Session:
+    def open(self, name: str, *, lasting: bool) -> SglangSession:
         """Return the session of a name, new if there is none."""
         session = self.sessions.get(name)
         if session is None:
             ledger = SessionLedger(self.method, self.bytes_per_token)
-            session = self.sessions[name] = Session(name, ledger, lasting, recipe)
+            session = self.sessions[name] = SglangSession(name, ledger, lasting)
         return session
 
-    def of(self, request: Any) -> Session | None:
+    def of(self, request: Any) -> SglangSession | None:
         """Return the session whose turn a request is; None for requests that were refused."""
         session = self.sessions.get(_session_name(request) or request.rid)
         return session if session is not None and session.request is request else None
 
-    def begin(self, request: Any) -> Session:
+    def begin(self, request: Any) -> SglangSession:
         """Start the turn of a request that enters the queue."""
         name = _session_name(request)
         session = self.open(name or request.rid, lasting=name is not None)
@@ -85,6 +83,7 @@ class SessionTable:
         session.samples, session.decoding, session.resampling = 0, False, 0
         session.stop = None
         if wanted:
+            session.prompt = PromptPhases(**wanted["phases"])
             document = wanted.get("stop")
             text = None if document is None else self.matcher(document)
             session.stop = StopRule(frozenset(wanted.get("stop_ids", ())), text)
@@ -93,23 +92,23 @@ class SessionTable:
         session.starting = int(wanted.get("new", len(request.origin_input_ids) - session.tokens))
         return session
 
-    def end_turn(self, session: Session, tokens: int) -> None:
+    def end_turn(self, session: SglangSession, tokens: int) -> None:
         """Let a session rest with `tokens` tokens."""
         session.request, session.stop, session.decoding = None, None, False
         session.tokens = tokens
         session.used = next(self._clock)
         session.settled = session.ledger.snapshot()
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: SglangSession) -> None:
         self.sessions.pop(session.name, None)
 
-    def resting(self) -> Sequence[Session]:
+    def resting(self) -> Sequence[SglangSession]:
         """Return the sessions that hold rows and have no request, the longest at rest first."""
         every = self.sessions.values()
-        idle = [each for each in every if each.request is None and each.ledger.fed]
+        idle = [each for each in every if not each.running and each.ledger.fed]
         return sorted(idle, key=lambda session: session.used)
 
-    def forks_of(self, session: Session) -> list[Session]:
+    def forks_of(self, session: SglangSession) -> list[SglangSession]:
         """Return the sessions that read a session's rows."""
         return [other for other in self.sessions.values() if other.parent == session.name]
 
@@ -126,7 +125,7 @@ def _session_name(request: Any) -> str | None:
     return session.session_id if session is not None and session.streaming else None
 
 
-def attach(request: Any, session: Session | None) -> None:
+def attach(request: Any, session: SglangSession | None) -> None:
     """Let the end of a request's answer carry its session's accounting.
 
     SGLang pairs what requests bring along by their order, so all of them must bring something.
@@ -137,7 +136,7 @@ def attach(request: Any, session: Session | None) -> None:
 class _Account:
     """Replaces SGLang's list with one entry per token, of which it takes those about to be sent."""
 
-    def __init__(self, session: Session | None) -> None:
+    def __init__(self, session: SglangSession | None) -> None:
         self._session = session
 
     def __getitem__(self, tokens: slice) -> dict[str, Any] | None:

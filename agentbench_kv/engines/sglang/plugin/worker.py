@@ -1,22 +1,15 @@
-"""Rows and queries on the device: staging while a graph may run, rings once a token is known.
+"""What happens around SGLang's forwards: counting, keeping queries and their phases, evicting.
 
-Phases follow from ids that are only known when a decode forward is over. So every decode forward
-copies its queries to one fixed place per request, which a CUDA graph can capture; once the id is
-known, they go from there to the ring of their phase.
-
-Events in SGLang's memory: rows move to the front, whole pages behind them become free.
-
-What happens around SGLang's forwards: counting, labelling, events.
-
-A decode forward is settled when the next one is prepared, or when its turn ends: by then the ids it
-was fed are known even if the scheduler works one step ahead. Until then it may still turn out to be
-one forward too many, whose row is dropped.
+A decode forward's token is only known when it is over. So every decode forward copies its queries
+to one fixed place per request, which a CUDA graph can capture; once the id is known, they go from
+there to the ring of their phase. It is settled when the next one is prepared, or when its turn
+ends. Until then it may still turn out to be one forward too many, whose row is dropped.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +20,11 @@ from torch import Tensor
 from agentbench_kv.engines.core.rings import RingWrite
 from agentbench_kv.engines.core.rows import Fed, PagedStore, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder
-from agentbench_kv.engines.serving.plugin import Policy
-from agentbench_kv.engines.sglang.plugin.sessions import Session, SessionTable
+from agentbench_kv.engines.serving.plugin import BackendPolicy
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.phases.machine import PromptPhases
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,12 @@ class PrefilledRows:
     live: int
 
 
-class Worker:
+class DeviceWorker:
     """What the scheduler's process keeps on the device besides the cache."""
 
-    def __init__(self, policy: Policy, shape: RowShape, frequencies: Tensor, pool: Pool) -> None:
+    def __init__(
+        self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor, pool: Pool
+    ) -> None:
         self.pool = pool
         self.shape = shape
         self.deficits = torch.zeros(len(pool.table), dtype=torch.int64, device=shape.device)
@@ -86,7 +82,7 @@ class Worker:
         self._parts: Sequence[PrefilledRows] = ()
         self.configure(policy)
 
-    def configure(self, policy: Policy) -> None:
+    def configure(self, policy: BackendPolicy) -> None:
         """Go on with a policy; no session may be open."""
         self.rows = WorkerRows(policy, self.shape, self._frequencies)
         self.labels = policy.method.compresses
@@ -97,11 +93,14 @@ class Worker:
             self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def plan_prefill(
-        self, fed: Sequence[Fed], parts: Sequence[PrefilledRows], recipes: dict[str, str]
+        self,
+        fed: Sequence[Fed],
+        parts: Sequence[PrefilledRows],
+        prompts: Mapping[str, PromptPhases],
     ) -> None:
         """Label the tokens of a prefill about to run."""
         self._parts = parts if self.rows.wants_sums else ()
-        write = self.rows.feed(fed, recipes) if self.labels else None
+        write = self.rows.feed(fed, prompts) if self.labels else None
         if write is not None and parts[-1].first != sum(part.rows for part in parts[:-1]):
             # Requests that are nobody's turn run along; their rows are not counted in `fed`.
             packed = torch.cat([torch.arange(p.first, p.first + p.rows) for p in parts])
@@ -124,11 +123,11 @@ class Worker:
             keys = self.pool.keys_of(layer, part.row, part.live)
             self.rows.sums.add(part.session, layer, mine, keys)
 
-    def settle(self, decoded: Sequence[DecodedRow], recipes: dict[str, str]) -> None:
+    def settle(self, decoded: Sequence[DecodedRow]) -> None:
         """Label decoded tokens and put their staged queries where they belong."""
         if not decoded or not self.labels:
             return
-        write = self.rows.feed([each.fed for each in decoded], recipes)
+        write = self.rows.feed([each.fed for each in decoded], {})
         if self._staged is None:
             return
         if write is not None:
@@ -144,21 +143,23 @@ class Worker:
 class Compactor:
     """Carries out events."""
 
-    def __init__(self, worker: Worker, allocator: Any, forward_stream: Any) -> None:
+    def __init__(self, worker: DeviceWorker, allocator: Any, forward_stream: Any) -> None:
         self._worker = worker
         self._allocator = allocator
         self._forwards = forward_stream  # where forwards run while the scheduler works ahead
 
-    def carry_out(self, session: Session, row: int, eviction: Eviction) -> None:
+    def carry_out(self, session: SglangSession, row: int, eviction: Eviction) -> None:
         """Keep what the method selects of a request's rows and free the rest."""
         self.wait_for_forward()
         self._move(session, row, eviction, self._worker.rows.remove)
 
-    def evict(self, session: Session, row: int, spans: Sequence[SpanRange]) -> Eviction | None:
+    def evict(
+        self, session: SglangSession, row: int, spans: Sequence[SpanRange]
+    ) -> Eviction | None:
         """Remove whole tokens of a session at rest; None if none of them was there."""
         self.wait_for_forward()
         ledger, rows = session.ledger, self._worker.rows
-        kept = rows.outside(session.name, session.recipe, ledger.live, ledger.fed, spans)
+        kept = rows.outside(session.name, ledger.live, ledger.fed, spans)
         if len(kept) == ledger.live:
             return None
         eviction = ledger.evict(len(kept))
@@ -172,7 +173,7 @@ class Compactor:
 
     def _move(
         self,
-        session: Session,
+        session: SglangSession,
         row: int,
         eviction: Eviction,
         move: Callable[[EvictionOrder, PagedStore], int],
@@ -198,14 +199,14 @@ def shorten(holder: Any, removed: int) -> None:
 class Steps:
     """The life of a turn."""
 
-    def __init__(self, table: SessionTable, worker: Worker, compactor: Compactor) -> None:
+    def __init__(self, table: SglangSessions, worker: DeviceWorker, compactor: Compactor) -> None:
         self._table = table
         self._worker = worker
         self._compactor = compactor
 
     def prefill(self, requests: Sequence[Any]) -> None:
         """Count a prefill that is about to run, and plan which of its queries to keep."""
-        fed, parts, recipes, start = [], [], {}, 0
+        fed, parts, prompts, start = [], [], {}, 0
         for request in requests:
             rows = request.extend_input_len
             session = self._table.of(request)
@@ -221,10 +222,10 @@ class Steps:
                 self._check(session, request.kv_committed_len)
                 row, live = request.req_pool_idx, session.ledger.live
                 parts.append(PrefilledRows(session.name, row, start, rows, live))
-                recipes[session.name] = session.recipe
+                prompts[session.name] = session.prompt
                 self._worker.deficits[row] = session.ledger.deficit
             start += rows
-        self._worker.plan_prefill(fed, parts, recipes)
+        self._worker.plan_prefill(fed, parts, prompts)
 
     def prepare(self, batch: Any) -> None:
         """Settle a decode batch's last forwards and carry out the events that fall due."""
@@ -250,7 +251,7 @@ class Steps:
             if session is not None:
                 session.decoding = True
 
-    def finish(self, cache: Any, request: Any, session: Session, samples: int) -> None:
+    def finish(self, cache: Any, request: Any, session: SglangSession, samples: int) -> None:
         """End a turn after `samples` sampled tokens; its session rests with the rows it has."""
         request.output_ids = request.output_ids[:samples]
         eviction = self._settle_last(request, session, samples)
@@ -265,14 +266,14 @@ class Steps:
             self._apply(session, request, last)
         self._table.end_turn(session, len(request.origin_input_ids) + samples)
 
-    def finish_alone(self, request: Any, session: Session) -> None:
+    def finish_alone(self, request: Any, session: SglangSession) -> None:
         """Account for the only turn of a request without a session; its rows are about to go."""
         samples = request.finished_len or len(request.output_ids)
         self._settle_last(request, session, samples)
         session.ledger.end_turn()
         self._table.end_turn(session, len(request.origin_input_ids) + samples)
 
-    def lose(self, session: Session) -> None:
+    def lose(self, session: SglangSession) -> None:
         """Forget a session's rows; they are free or about to be."""
         if session.ledger.fed:
             session.ledger.lose()
@@ -280,7 +281,7 @@ class Steps:
         session.parent, session.shared = None, 0
         self._worker.rows.drop(session.name)
 
-    def start_over(self, request: Any, session: Session) -> None:
+    def start_over(self, request: Any, session: SglangSession) -> None:
         """Prepare a running request whose rows were lost for another prefill."""
         done = len(request.output_ids)
         # Working ahead, a sample may be counted whose token is thrown away.
@@ -288,16 +289,16 @@ class Steps:
         session.samples = done
         session.starting = 0
 
-    def _settle_last(self, request: Any, session: Session, samples: int) -> Eviction | None:
+    def _settle_last(self, request: Any, session: SglangSession, samples: int) -> Eviction | None:
         """Account for the last forward of a turn unless it was one too many."""
         if session.samples >= samples:
             return None
         self._label([(request, session)])
         return self._count(session)
 
-    def _label(self, pairs: Sequence[tuple[Any, Session]]) -> None:
+    def _label(self, pairs: Sequence[tuple[Any, SglangSession]]) -> None:
         """Label what was fed to decode forwards and count them."""
-        decoded, recipes = [], {}
+        decoded = []
         for request, session in pairs:
             if not session.decoding:
                 continue
@@ -305,12 +306,11 @@ class Steps:
             session.ledger.forward(1)
             session.decoding = False
             decoded.append(DecodedRow(fed, request.req_pool_idx, session.ledger.live))
-            recipes[session.name] = session.recipe
         if decoded and self._worker.keeps_queries:
             self._compactor.wait_for_forward()
-        self._worker.settle(decoded, recipes)
+        self._worker.settle(decoded)
 
-    def _count(self, session: Session) -> Eviction | None:
+    def _count(self, session: SglangSession) -> Eviction | None:
         """Count the token sampled by a settled forward."""
         session.samples += 1
         if session.resampling:
@@ -318,14 +318,14 @@ class Steps:
             return None
         return session.ledger.sampled()
 
-    def _apply(self, session: Session, request: Any, eviction: Eviction) -> int:
+    def _apply(self, session: SglangSession, request: Any, eviction: Eviction) -> int:
         """Carry out an event of a request; return the rows removed."""
         removed = eviction.live - eviction.keep
         self._compactor.carry_out(session, request.req_pool_idx, eviction)
         shorten(request, removed)
         return removed
 
-    def _check(self, session: Session, rows: int, eviction: Eviction | None = None) -> None:
+    def _check(self, session: SglangSession, rows: int, eviction: Eviction | None = None) -> None:
         """Stop the engine rather than go on with lengths that do not agree."""
         live = session.ledger.live if eviction is None else eviction.live
         if rows != live:

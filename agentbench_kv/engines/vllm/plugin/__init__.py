@@ -1,8 +1,5 @@
-"""What runs inside vLLM's processes: scheduler, worker, attention backend, plug-in, launcher.
+"""What runs inside vLLM's processes. Only this folder imports vLLM.
 
-Only this folder imports vLLM. Everything is registered through vLLM's own extension points:
-`--scheduler-cls`, `--worker-cls`, the attention-backend registry and the `vllm.general_plugins`
-entry point. Names and signatures used are listed in `contract`.
+Everything is registered through vLLM's own extension points: `--scheduler-cls`, `--worker-cls`, the
+attention-backend registry and the `vllm.general_plugins` entry point (`launch.register`).
 """
-
-from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Blocks by physical length: a session holds fewer tokens than it has seen.
-
-vLLM's cache layouts: rows a kernel can read where they lie, or tiles of the CPU backend.
+"""vLLM's blocks: held by physical length, as a session has fewer rows than tokens; their layouts.
 
 Logically every layer is [blocks, kv_heads, block_size, 2 · head_dim], keys first. On a GPU a row is
 that in memory too. On the CPU a (block, head) holds all keys, then all values, each in tiles that

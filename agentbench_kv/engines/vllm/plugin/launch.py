@@ -1,26 +1,22 @@
-"""`vllm serve` under either name of the distribution, refusing versions nobody tried.
-
-The entry point that vLLM calls in each of its processes.
-
-Every symbol of vLLM that the engine builds on, with the parameters it relies on.
+"""How vLLM is started with us in it: its launcher, the plug-in, what is refused.
 
 vLLM calls its scheduler and its model runner private. `problems` compares what is installed with
-what the engine was written against; a test runs it inside the environment.
-
-What the vLLM engine cannot do, said when it starts.
+the symbols that the engine was written against; a test runs it inside the environment.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
-import pkgutil
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-from agentbench_kv.engines.serving.plugin import follow_parent, refuse_untested
+from agentbench_kv.engines.serving.plugin import (
+    follow_parent,
+    refuse_unsupported,
+    refuse_untested,
+    symbol_problems,
+)
 from agentbench_kv.methods.base import Method
 
 TESTED = "0.32.0"
@@ -59,10 +55,6 @@ def main() -> None:
     sys.exit(vllm())
 
 
-if __name__ == "__main__":
-    main()
-
-
 def register() -> None:
     """Put the query-keeping attention backend in the place of vLLM's own."""
     from vllm.platforms import current_platform
@@ -74,22 +66,11 @@ def register() -> None:
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-
-
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-
-
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
-
-
 _POOL = "vllm.v1.core.block_pool:BlockPool"
-
-
 _REGISTRY = "vllm.v1.attention.backends.registry"
-
-
 _TABLE = "vllm.v1.worker.block_table:MultiGroupBlockTable"
-
 
 # `module:Name.attribute` -> parameters a function must take, or fields a dataclass must have.
 SYMBOLS: Mapping[str, tuple[str, ...]] = {
@@ -131,40 +112,23 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
 
 def problems() -> list[str]:
     """Return what is missing or different in the vLLM that is installed here."""
-    found = []
-    for path, expected in SYMBOLS.items():
-        try:
-            symbol = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError) as error:
-            found.append(f"{path}: {error}")
-            continue
-        missing = [name for name in expected if name not in _parameters(symbol)]
-        if missing:
-            found.append(f"{path} has no {', '.join(missing)}")
-    return found
-
-
-def _parameters(symbol: Any) -> set[str]:
-    if is_dataclass(symbol):
-        return {field.name for field in fields(symbol)}
-    return set(inspect.signature(symbol).parameters)
+    return symbol_problems(SYMBOLS, exact=False)
 
 
 def refuse_unknown() -> None:
     """Refuse a vLLM whose insides are not the ones the engine was written against."""
-    found = problems()
-    if found:
+    if found := problems():
         raise ValueError(f"kvbench: this vLLM is not the one the plug-in knows: {'; '.join(found)}")
 
 
-def refuse_unsupported(config: Any, cache: Any, method: Method) -> None:
+def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
     """Refuse what physical eviction would make wrong."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = cache.kv_cache_groups
     parallel = config.parallel_config
     shared = method.kept_set == "shared" and parallel.tensor_parallel_size > 1
-    problems = {
+    wrong = {
         "one kept set for all heads under tensor parallelism": shared,
         "speculative decoding": config.speculative_config is not None,
         "KV connectors": config.kv_transfer_config is not None,
@@ -179,9 +143,7 @@ def refuse_unsupported(config: Any, cache: Any, method: Method) -> None:
         "context parallelism": parallel.decode_context_parallel_size > 1,
         "a quantised KV cache": groups[0].kv_cache_spec.dtype.itemsize < 2,
     }
-    found = [name for name, there in problems.items() if there]
-    if found:
-        raise ValueError(f"kvbench: eviction in vLLM does not support {', '.join(found)}")
+    refuse_unsupported("vLLM", wrong)
 
 
 def bytes_per_token(cache: Any) -> int:
@@ -192,3 +154,7 @@ def bytes_per_token(cache: Any) -> int:
         // group.kv_cache_spec.block_size
         for group in cache.kv_cache_groups
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.scheduler import Scheduler as BaseScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from agentbench_kv.engines.core.session import StepPlan
-from agentbench_kv.engines.serving.plugin import ControlServer, Policy
+from agentbench_kv.engines.serving.plugin import (
+    BackendPolicy,
+    ControlServer,
+    Handler,
+    SessionCommands,
+)
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,
     refuse_unknown,
-    refuse_unsupported,
+    refuse_wrong_results,
 )
-from agentbench_kv.engines.vllm.plugin.sessions import Session, SessionTable, extra_arguments
+from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions, extra_arguments
 
 logger = init_logger("vllm.kvbench")
 
 
-class Scheduler(BaseScheduler):
+class EvictingScheduler(Scheduler):
     """Named on the command line as `--scheduler-cls`.
 
     Every head of every layer keeps the same number of rows, so lengths are known here before a
@@ -36,70 +40,72 @@ class Scheduler(BaseScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_unknown()
         super().__init__(*args, **kwargs)
-        self._lock = threading.RLock()
-        self._policy = Policy.load()
-        refuse_unsupported(self.vllm_config, self.kv_cache_config, self._policy.method)
+        self.lock = threading.RLock()
+        self._policy = BackendPolicy.load()
+        refuse_wrong_results(self.vllm_config, self.kv_cache_config, self._policy.method)
         self._new_method: dict[str, Any] | None = None
-        self._preempted = 0
+        self.preempted = 0
         workers = self.vllm_config.parallel_config.tensor_parallel_size
         size = bytes_per_token(self.kv_cache_config) * workers
         blocks = SessionBlocks(self.kv_cache_manager)
-        self._session_table = SessionTable(self._policy.method, size, blocks)
+        self.sessions = VllmSessions(self._policy.method, size, blocks)
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
-        commands = {
-            "ping": lambda _: True,
-            "stats": self._stats,
-            "close": self._close,
-            "pool": self._pool,
-            "configure": self._configure,
-        }
-        self._control = ControlServer(self._policy.control, commands)
+        self._control = ControlServer(self._policy.control, _Commands(self).handlers())
         logger.info("kvbench: %s, budget %s", self._policy.method.label, self._policy.method.budget)
 
     def add_request(self, request: Any) -> None:
         """Take a request in; one that goes on with a session starts where that is."""
-        with self._lock:
-            session = self._session_table.find(request)
+        with self.lock:
+            session = self.sessions.find(request)
             if session is not None and session.running:
                 # Its client hung up, and the abort has not come through yet.
                 self.finish_requests(session.request, RequestStatus.FINISHED_ABORTED)
-            session = self._session_table.begin(request)
+            session = self.sessions.begin(request)
             stop = extra_arguments(request).get("kvbench_stop")
             session.stop = self._policy.stop_matcher(json.loads(stop)) if stop else None
             super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step as vLLM does, then the events that fall due with it."""
-        with self._lock:
+        with self.lock:
             output = super().schedule(*args, **kwargs)
             output.kvbench = self._step_plan(output)
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take in what the workers made, and how many rows they moved."""
-        with self._lock:
+        with self.lock:
             for moved in getattr(model_runner_output, "kvbench", ()):
-                session = self._session_table.sessions.get(moved.session)
+                session = self.sessions.sessions.get(moved.session)
                 if session is not None:
                     session.ledger.moved(moved.number, moved.moved)
             return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """End requests from outside, as when a client hangs up."""
-        with self._lock:
+        with self.lock:
             return super().finish_requests(*args, **kwargs)
+
+    def use(self, method: dict[str, Any]) -> None:
+        """Go on with another method; no session is open."""
+        self._policy = self._policy.with_method(method)
+        self.sessions.method = self._policy.method
+        self._new_method = method
 
     def _step_plan(self, output: Any) -> StepPlan:
         """Count the step's tokens and say what the workers are to do."""
-        table = self._session_table
+        table = self.sessions
         plan = StepPlan(self._new_method, table.dropped.copy(), table.before.copy())
         self._new_method = None
         table.dropped.clear()
         table.before.clear()
         for request_id, rows in output.num_scheduled_tokens.items():
             session = table.by_request[request_id]
-            plan.sessions[request_id] = (session.name, session.recipe)
+            plan.sessions[request_id] = session.name
+            if not session.workers_know:
+                plan.prompts[session.name] = session.prompt
+                session.workers_know = True
             if session.ledger.deficit:
                 plan.deficits[request_id] = session.ledger.deficit
             session.ledger.forward(rows)
@@ -114,83 +120,79 @@ class Scheduler(BaseScheduler):
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
-        session = self._session_table.by_request.get(request.request_id)
-        if stopped or session is None or session.stop is None:
-            return tokens, stopped
-        if any(session.stop(token) for token in tokens):
-            request.status = RequestStatus.FINISHED_STOPPED
-            return tokens, True
-        return tokens, False
+        session = self.sessions.by_request.get(request.request_id)
+        if not stopped and session is not None and session.stop is not None:
+            stopped = any(session.stop(token) for token in tokens)
+            if stopped:
+                request.status = RequestStatus.FINISHED_STOPPED
+        return tokens, stopped
 
     def _free_request_blocks(self, request: Any) -> None:
-        session = self._session_table.by_request.get(request.request_id)
+        session = self.sessions.by_request.get(request.request_id)
         if session is None:
             super()._free_request_blocks(request)
         elif request.is_finished() and session.lasting:
             if not session.ledger.fed:
                 super()._free_request_blocks(request)
-            self._session_table.rest(session, list(request.all_token_ids))
+            self.sessions.rest(session, list(request.all_token_ids))
         else:
             super()._free_request_blocks(request)
             self._release(session, request)
 
-    def _release(self, session: Session, request: Any) -> None:
+    def _release(self, session: VllmSession, request: Any) -> None:
         """Forget the rows of a request that ended for good, or is put back and starts over."""
-        self._session_table.lose(session)
+        self.sessions.lose(session)
         if request.is_finished():
-            self._session_table.end(session)
+            self.sessions.end(session)
         else:
-            self._preempted += 1
+            self.preempted += 1
             session.ledger.begin_turn(request.num_tokens)
 
     def _allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
         """Allocate as vLLM does; sessions at rest give way, the longest at rest first."""
         blocks = self._allocate(*args, **kwargs)
-        while blocks is None and self._session_table.lose_oldest():
+        while blocks is None and self.sessions.lose_oldest():
             blocks = self._allocate(*args, **kwargs)
         return blocks
 
-    def _stats(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        with self._lock:
-            session = self._session_table.sessions.get(request["session"])
-            return None if session is None else asdict(session.ledger.snapshot())
 
-    def _close(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        with self._lock:
-            session = self._session_table.sessions.get(request["session"])
-            if session is None:
-                return None
-            if session.running:
-                self.finish_requests(session.request, RequestStatus.FINISHED_ABORTED)
-            stats = asdict(session.ledger.snapshot())
-            self._session_table.end(session)
-            return stats
+class _Commands(SessionCommands[VllmSession]):
+    """Commands come from another thread, so each holds the scheduler's lock."""
 
-    def _pool(self, request: Mapping[str, Any]) -> dict[str, int]:  # noqa: ARG002
-        with self._lock:
-            table = self._session_table
-            return {
-                "free_blocks": table.blocks.free,
-                "total_blocks": table.blocks.total,
-                "block_size": table.blocks.size,
-                "blocks_freed": table.blocks.freed,
-                "sessions": len(table.sessions),
-                "resting": sum(not session.running for session in table.sessions.values()),
-                "running": len(self.running),
-                "waiting": len(self.waiting),
-                "preempted": self._preempted,
-                "dropped": table.drops,
-                "adopted": table.adoptions,
-                "mismatched": table.mismatches,
-            }
+    def __init__(self, scheduler: EvictingScheduler) -> None:
+        super().__init__(scheduler.sessions.sessions)
+        self._scheduler = scheduler
 
-    def _configure(self, request: Mapping[str, Any]) -> None:
-        """Go on with another method; only while no session is open."""
-        with self._lock:
-            if self._session_table.sessions:
-                raise ValueError(
-                    f"{len(self._session_table.sessions)} sessions are open; close them first"
-                )
-            self._policy = self._policy.with_method(request["method"])
-            self._session_table.method = self._policy.method
-            self._new_method = request["method"]
+    def handlers(self) -> dict[str, Handler]:
+        return {name: self._locked(handler) for name, handler in super().handlers().items()}
+
+    def _locked(self, handler: Handler) -> Handler:
+        def answer(request: Mapping[str, Any]) -> Any:
+            with self._scheduler.lock:
+                return handler(request)
+
+        return answer
+
+    def abort(self, session: VllmSession) -> None:
+        self._scheduler.finish_requests(session.request, RequestStatus.FINISHED_ABORTED)
+
+    def forget(self, session: VllmSession) -> None:
+        self._scheduler.sessions.end(session)
+
+    def figures(self) -> dict[str, int]:
+        scheduler, table = self._scheduler, self._scheduler.sessions
+        return {
+            "free_blocks": table.blocks.free,
+            "total_blocks": table.blocks.total,
+            "block_size": table.blocks.size,
+            "blocks_freed": table.blocks.freed,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "preempted": scheduler.preempted,
+            "dropped": table.drops,
+            "adopted": table.adoptions,
+            "mismatched": table.mismatches,
+        }
+
+    def use(self, method: dict[str, Any]) -> None:
+        self._scheduler.use(method)

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder, SessionLedger
+from agentbench_kv.engines.serving.plugin import SchedulerSession
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.methods.base import Method
-from agentbench_kv.phases.machine import MARKERS
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
 
 @dataclass
-class Session:
+class VllmSession(SchedulerSession):
     """One session, or one request without a session."""
 
-    name: str
-    recipe: str
-    ledger: SessionLedger
     request: str  # the request that runs, or the one it rested with
-    lasting: bool  # it outlives its request; a request without a session id does not
     running: bool = True
+    workers_know: bool = False  # whether the workers have its prompt's phases
     tokens: list[int] = field(default_factory=list)  # at rest: all of them, the last not fed yet
     stop: StopMatcher | None = None
 
 
-class SessionTable:
+class VllmSessions:
     """All sessions of the scheduler, the ones at rest in the order in which they came to it."""
 
     def __init__(self, method: Method, bytes_per_token: int, blocks: SessionBlocks) -> None:
         self.method = method
         self.blocks = blocks
-        self.sessions: OrderedDict[str, Session] = OrderedDict()
-        self.by_request: dict[str, Session] = {}
+        self.sessions: OrderedDict[str, VllmSession] = OrderedDict()
+        self.by_request: dict[str, VllmSession] = {}
         self.dropped: list[str] = []  # sessions whose rows are gone since the last step
         self.before: list[EvictionOrder] = []  # events of sessions at rest, for the next step
         self.drops = 0
@@ -43,17 +42,23 @@ class SessionTable:
         self.mismatches = 0
         self._bytes = bytes_per_token
 
-    def find(self, request: Any) -> Session | None:
+    def find(self, request: Any) -> VllmSession | None:
         """Return the lasting session that a new request belongs to, if it is there."""
         name = _session_name(request)
         return self.sessions.get(name) if name else None
 
-    def begin(self, request: Any) -> Session:
+    def begin(self, request: Any) -> VllmSession:
         """Connect a new request with its session; set what is computed of it already."""
         name = _session_name(request)
         session = self.sessions.get(name or request.request_id)
         if session is None:
-            session = self._open(name, request)
+            ledger, number = SessionLedger(self.method, self._bytes), request.request_id
+            session = VllmSession(name or number, ledger, name is not None, number)
+            self.sessions[session.name] = session
+        labels = extra_arguments(request).get("kvbench_phases")
+        if labels:
+            session.prompt = PromptPhases(**json.loads(labels))
+            session.workers_know = False
         prompt, ledger = request.prompt_token_ids, session.ledger
         if ledger.fed and not _goes_on(session, prompt):
             self.mismatches += 1
@@ -67,7 +72,7 @@ class SessionTable:
         ledger.begin_turn(len(prompt) - (len(session.tokens) if same else ledger.fed))
         return session
 
-    def rest(self, session: Session, tokens: list[int]) -> None:
+    def rest(self, session: VllmSession, tokens: list[int]) -> None:
         """Keep a session whose request has ended."""
         session.running = False
         session.tokens = tokens
@@ -77,19 +82,20 @@ class SessionTable:
         if eviction is not None:
             self.before.append(self.order(session, eviction))
 
-    def order(self, session: Session, eviction: Eviction) -> EvictionOrder:
+    def order(self, session: VllmSession, eviction: Eviction) -> EvictionOrder:
         """Free the blocks an event leaves empty and describe it for the worker."""
         before = self.blocks.shorten(session.request, eviction)
         self.blocks.deficits[session.request] = session.ledger.deficit
         return EvictionOrder(session.name, len(session.ledger.stats.events) - 1, eviction, before)
 
-    def lose(self, session: Session) -> None:
+    def lose(self, session: VllmSession) -> None:
         """Forget a session's rows; it will be computed again."""
         if not session.running:
             self.blocks.drop(session.request)
         self.blocks.deficits.pop(session.request, None)
         session.ledger.lose()
         session.tokens = []
+        session.workers_know = False
         self.dropped.append(session.name)
         self.before = [order for order in self.before if order.session != session.name]
 
@@ -102,7 +108,7 @@ class SessionTable:
                 return True
         return False
 
-    def end(self, session: Session) -> None:
+    def end(self, session: VllmSession) -> None:
         """Forget a session altogether."""
         if session.ledger.fed:
             self.lose(session)
@@ -110,15 +116,7 @@ class SessionTable:
         self.blocks.deficits.pop(session.request, None)
         self.sessions.pop(session.name, None)
 
-    def _open(self, name: str | None, request: Any) -> Session:
-        recipe = str(extra_arguments(request).get("kvbench_labels") or MARKERS)
-        ledger = SessionLedger(self.method, self._bytes)
-        number = request.request_id
-        session = Session(name or number, recipe, ledger, number, lasting=name is not None)
-        self.sessions[session.name] = session
-        return session
-
-    def _adopt(self, session: Session, request: Any) -> None:
+    def _adopt(self, session: VllmSession, request: Any) -> None:
         """Let a request start where its session is."""
         self.blocks.rename(session.request, request.request_id)
         self.blocks.deficits.pop(session.request, None)
@@ -138,7 +136,7 @@ def _session_name(request: Any) -> str | None:
     return name
 
 
-def _goes_on(session: Session, prompt: list[int]) -> bool:
+def _goes_on(session: VllmSession, prompt: list[int]) -> bool:
     """Return whether a prompt goes on from a session's rows.
 
     The last token it sampled was never fed: a client that stopped a step too late for the engine
