@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 
 import pytest
 
@@ -79,4 +80,7 @@ def test_a_plug_in_written_for_0_1_still_loads(page, monkeypatch):
     assert "from agentbench_kv.params import param" in source
     page.add("earlier", source.replace("from agentbench_kv.params import param", old), {})
     monkeypatch.syspath_prepend(str(page.folder))
-    assert load_class("earlier:LastWords").parameters()["voters"].doc == "last queries that vote"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        loaded = load_class("earlier:LastWords")
+    assert loaded.parameters()["voters"].doc == "last queries that vote"

@@ -314,7 +314,6 @@ def mismatches() -> list[str]:
 
 TESTED = "0.5.12"
 
-
 # The server's key comes this way because everybody may read a command line.
 KEY = "KVBENCH_SGLANG_KEY"
 
