@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.cli.options import (
     ABOVE_ZERO,
     base_spec,
@@ -14,7 +15,6 @@ from agentbench_kv.cli.options import (
     json_option,
     option,
     out_option,
-    parse_budget,
     parse_settings,
     quiet_option,
     set_option,
@@ -71,7 +71,7 @@ def run(
     specs = grid(
         base_spec(shared),
         methods or default_methods(shared["engine"]),
-        [parse_budget(text) for text in budgets] or [None],
+        [Budget.parse(text) for text in budgets] or [None],
         tasks,
         seeds,
         parse_settings(pairs),

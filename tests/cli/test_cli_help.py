@@ -21,6 +21,7 @@ WIDTH = 80
 
 def walk(command: click.Command, context: click.Context) -> Iterator[tuple[str, click.Context]]:
     """Yield every command with its full name, groups before what they hold."""
+    command._help_option = None  # click keeps the one made for the first caller's context
     yield context.command_path, context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):

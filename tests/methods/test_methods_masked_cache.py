@@ -179,5 +179,5 @@ def test_uninitialised_cache_memory_never_reaches_the_logits(monkeypatch, spec):
 def test_default_turns_are_what_the_specification_asks():
     turns = default_turns()
     assert len(turns) >= 3
-    assert sum(turn.decode for turn in turns) >= 200
+    assert sum(turn.max_tokens for turn in turns) >= 200
     assert max(len(turn.prompt) for turn in turns) > 512

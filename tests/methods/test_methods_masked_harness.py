@@ -11,6 +11,8 @@ from agentbench_kv.conformance.masked import check_trace
 from agentbench_kv.conformance.reference import largest_difference, tiny_model
 from agentbench_kv.engines.embedded import scheduler
 from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import active_backend
 from agentbench_kv.methods.base import Schedule
 from agentbench_kv.registry import make_method
@@ -161,18 +163,32 @@ def test_harness_finds_a_compaction_that_leaves_rows_behind(recorded, monkeypatc
 
 
 def test_harness_finds_an_eviction_that_is_one_row_short(recorded, monkeypatch):
-    """The engine goes on seeing one evicted row."""
+    """The engine goes on seeing one evicted row, and accounts for it."""
+    model, method, _ = recorded
+    plain = EmbeddedSession.compress
+
+    def generous(self, eviction):
+        plain(self, eviction)
+        self.cache.length += 1
+        self.ledger.live += 1
+
+    monkeypatch.setattr(EmbeddedSession, "compress", generous)
+    trace = drive(model, method, {"only": short_turns()})["only"]
+    assert failures(model, method, trace) & {"masked-cache equality", "kept sets"}
+
+
+def test_a_cache_that_is_not_what_the_account_says_ends_the_session(recorded, monkeypatch):
     model, method, _ = recorded
     plain = SessionCache.keep
 
-    def generous(self, kept, frequencies=None):
-        moved = plain(self, kept, frequencies)
+    def generous(self, kept, *args, **options):
+        moved = plain(self, kept, *args, **options)
         self.length += 1
         return moved
 
     monkeypatch.setattr(SessionCache, "keep", generous)
-    trace = drive(model, method, {"only": short_turns()})["only"]
-    assert failures(model, method, trace) & {"masked-cache equality", "kept sets"}
+    with pytest.raises(KVBenchError, match="cache holds .* rows, the account says"):
+        drive(model, method, {"only": short_turns()})
 
 
 @pytest.mark.parametrize("offset", [-1, 1])

@@ -78,6 +78,11 @@ class EmbeddedSession:
     def fed_rows(self, rows: int) -> None:
         self.cache.advance(self.fed, rows)
         self.ledger.forward(rows)
+        if self.ledger.live != self.cache.length:
+            raise KVBenchError(
+                f"session {self.name}: the cache holds {self.cache.length} rows, the account says "
+                f"{self.ledger.live}"
+            )
         self.rope += range(self._next, self._next + rows)
         self._next += rows
 
