@@ -187,7 +187,7 @@ def test_a_cache_that_is_not_what_the_account_says_ends_the_session(recorded, mo
         return moved
 
     monkeypatch.setattr(SessionCache, "keep", generous)
-    with pytest.raises(KVBenchError, match="cache holds .* rows, the account says"):
+    with pytest.raises(KVBenchError, match=r"cache holds .* rows, the account says"):
         drive(model, method, {"only": short_turns()})
 
 
