@@ -47,9 +47,19 @@ if TYPE_CHECKING:
 @quiet_option
 @json_option
 def ablate(
-    method: str, budget: str, task: str, seed: int, axes: tuple[str, ...], pairs: tuple[str, ...],
-    metric: str, shared: dict[str, Any], out: Path, dry_run: bool, quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    method: str,
+    budget: str,
+    task: str,
+    seed: int,
+    axes: tuple[str, ...],
+    pairs: tuple[str, ...],
+    metric: str,
+    shared: dict[str, Any],
+    out: Path,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Vary one parameter of METHOD at a time and compare every variant with METHOD as it is.
 
     Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the

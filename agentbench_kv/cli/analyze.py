@@ -87,9 +87,15 @@ def angles(
 @option("--interval", "Generated tokens between two events.", POSITIVE, default=128)
 @outputs
 def coverage(
-    captures: tuple[Path, ...], layers: tuple[int, ...], budgets: tuple[str, ...],
-    recent: tuple[int, ...], representatives: int, interval: int, plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    captures: tuple[Path, ...],
+    layers: tuple[int, ...],
+    budgets: tuple[str, ...],
+    recent: tuple[int, ...],
+    representatives: int,
+    interval: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Future attention kept, per phase: recent against phase-balanced queries, and the oracle."""
     from agentbench_kv.analysis.coverage import utility_coverage
     from agentbench_kv.analysis.plots import check_plot, plot_coverage
@@ -115,9 +121,13 @@ def coverage(
 @option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
 @outputs
 def tsne(
-    capture: Path, places: tuple[str, ...], per_phase: int, seed: int, plot: Path | None,
+    capture: Path,
+    places: tuple[str, ...],
+    per_phase: int,
+    seed: int,
+    plot: Path | None,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Embed query vectors in the plane (t-SNE), coloured by phase."""
     from agentbench_kv.analysis.plots import check_plot, plot_tsne
     from agentbench_kv.analysis.tables import tsne_tables
@@ -143,9 +153,15 @@ def tsne(
 @option("--out", "Also write the trace of the replay.", PATH, envvar="KVBENCH_TRACE_OUT")
 @outputs
 def timeline(
-    trace: Path | None, capture: Path | None, method: str | None, budget: str | None,
-    pairs: tuple[str, ...], out: Path | None, plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    trace: Path | None,
+    capture: Path | None,
+    method: str | None,
+    budget: str | None,
+    pairs: tuple[str, ...],
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Count the kept tokens of each phase at every event of a trace or a replayed capture."""
     from agentbench_kv.analysis.audit import trace_timeline
     from agentbench_kv.analysis.plots import check_plot, plot_timeline

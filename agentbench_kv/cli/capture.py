@@ -44,10 +44,19 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 @json_option
 @spec_options
 def capture(
-    out: Path, task: str, sample: str, seed: int, method: str, budget: str | None,
-    pairs: tuple[str, ...], layers: str, heads: str, precision: str, as_json: bool,
+    out: Path,
+    task: str,
+    sample: str,
+    seed: int,
+    method: str,
+    budget: str | None,
+    pairs: tuple[str, ...],
+    layers: str,
+    heads: str,
+    precision: str,
+    as_json: bool,
     shared: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Play one session of TASK and write Q, K, V, phases and token ids to OUT (.npz, .safetensors).
 
     The size per 1,000 tokens is stated before it starts. See kvbench select and kvbench analyze.
@@ -105,9 +114,14 @@ def _numbers(option: str, text: str) -> list[int]:
 )
 @flag("--json as_json", "Print meta as JSON.")
 def select(
-    method: str, budget: str | None, capture: Path, out: Path, pairs: tuple[str, ...],
-    now: int | None, as_json: bool,
-) -> None:  # fmt: skip
+    method: str,
+    budget: str | None,
+    capture: Path,
+    out: Path,
+    pairs: tuple[str, ...],
+    now: int | None,
+    as_json: bool,
+) -> None:
     """Score the tokens of a capture with METHOD and write which ones it keeps.
 
     Exactly the code the engines run, on a file.

@@ -112,10 +112,18 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 @out_option()
 @flag("--json as_json", "As --format json.")
 def compare(
-    runs: tuple[str, ...], engines: bool, planned: bool, samples: int | None,
-    discordance: float | None, form: str, as_json: bool, out: Path, writes: tuple[str, ...],
-    bootstrap: bool, **options: Any,
-) -> int:  # fmt: skip
+    runs: tuple[str, ...],
+    engines: bool,
+    planned: bool,
+    samples: int | None,
+    discordance: float | None,
+    form: str,
+    as_json: bool,
+    out: Path,
+    writes: tuple[str, ...],
+    bootstrap: bool,
+    **options: Any,
+) -> int:
     """Compare CAND with BASE, sample by sample, and say ok, inconclusive or regression.
 
     Each is a run directory, a run id, a folder of runs, a baseline file (kvbench baseline save) or
@@ -146,9 +154,17 @@ def compare(
 
 
 def _compare(
-    base: str, cand: str, out: Path, form: str, files: Sequence[tuple[str, Path]], bootstrap: bool,
-    *, repeats: tuple[str, ...], by: str | None, **options: Any,
-) -> int:  # fmt: skip
+    base: str,
+    cand: str,
+    out: Path,
+    form: str,
+    files: Sequence[tuple[str, Path]],
+    bootstrap: bool,
+    *,
+    repeats: tuple[str, ...],
+    by: str | None,
+    **options: Any,
+) -> int:
     from agentbench_kv.results.baseline import absent_baseline, open_sides
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show
@@ -186,9 +202,13 @@ def _without_baseline(
 
 
 def _plan(
-    runs: Sequence[str], out: Path, limits: tuple[float, float | None], samples: int | None,
-    discordance: float | None, as_json: bool,
-) -> int:  # fmt: skip
+    runs: Sequence[str],
+    out: Path,
+    limits: tuple[float, float | None],
+    samples: int | None,
+    discordance: float | None,
+    as_json: bool,
+) -> int:
     from agentbench_kv.results.baseline import open_sides
     from agentbench_kv.results.compare import plan, plan_lines
 

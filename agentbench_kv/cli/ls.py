@@ -62,9 +62,16 @@ STATES = (
 @set_option("With --lengths: setting of the tasks that have it; repeatable.")
 @json_option
 def ls(
-    kind: str, engine: str | None, out: Path, sort: str, limit: int, lengths: bool,
-    pairs: tuple[str, ...], as_json: bool, **filters: str | None,
-) -> None:  # fmt: skip
+    kind: str,
+    engine: str | None,
+    out: Path,
+    sort: str,
+    limit: int,
+    lengths: bool,
+    pairs: tuple[str, ...],
+    as_json: bool,
+    **filters: str | None,
+) -> None:
     """List methods (with presets and parameters), engines, tasks or runs.
 
     The filters, --sort and --limit are for runs.

@@ -49,9 +49,15 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 )
 @shown("--html DIR", "Write a static site instead of tables.", FOLDER)
 def report(
-    paths: tuple[Path, ...], kinds: tuple[str, ...], style: str | None, as_json: bool,
-    metrics: tuple[str, ...], published: bool, out: Path | None, html: Path | None,
-) -> None:  # fmt: skip
+    paths: tuple[Path, ...],
+    kinds: tuple[str, ...],
+    style: str | None,
+    as_json: bool,
+    metrics: tuple[str, ...],
+    published: bool,
+    out: Path | None,
+    html: Path | None,
+) -> None:
     """Tables of RUNS, run directories or folders of them.
 
     Accuracy against budget, efficiency, throughput, summaries of the curves. What could not be

@@ -53,10 +53,18 @@ from agentbench_kv.cli.options import (
 @quiet_option
 @json_option
 def run(
-    methods: tuple[str, ...], budgets: tuple[str, ...], tasks: tuple[str, ...],
-    seeds: tuple[int, ...], pairs: tuple[str, ...], shared: dict[str, Any], out: Path,
-    max_cost: float | None, dry_run: bool, quiet: bool, as_json: bool,
-) -> int:  # fmt: skip
+    methods: tuple[str, ...],
+    budgets: tuple[str, ...],
+    tasks: tuple[str, ...],
+    seeds: tuple[int, ...],
+    pairs: tuple[str, ...],
+    shared: dict[str, Any],
+    out: Path,
+    max_cost: float | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+) -> int:
     """Run METHOD at BUDGET on TASK and print score, KV figures and validity.
 
     Repeated options make a grid. The same command finishes a run that was interrupted.

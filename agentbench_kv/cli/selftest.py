@@ -98,9 +98,13 @@ def task(
 )
 @json_option
 def engine(
-    name: str, methods: tuple[str, ...], families: tuple[str, ...], quick: bool,
-    pairs: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+    name: str,
+    methods: tuple[str, ...],
+    families: tuple[str, ...],
+    quick: bool,
+    pairs: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Check an engine: its tokens, evictions, accounting, sessions and memory.
 
     It is driven on tiny random models, and compared with the embedded engine and with a plain

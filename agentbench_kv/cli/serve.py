@@ -41,10 +41,23 @@ from agentbench_kv.cli.options import (
 @option("--max-sessions", "Sessions open at once.", POSITIVE, default=1024)
 @option("--max-tokens", "For requests that do not say.", POSITIVE, default=1024)
 def serve(
-    engine: str, model: str, method: str, budget: str | None, pairs: tuple[str, ...], device: str,
-    dtype: str, engine_args: tuple[str, ...], allow_untested: bool, host: str, port: int,
-    api_key: str | None, parser: str, concurrency: int, max_sessions: int, max_tokens: int,
-) -> None:  # fmt: skip
+    engine: str,
+    model: str,
+    method: str,
+    budget: str | None,
+    pairs: tuple[str, ...],
+    device: str,
+    dtype: str,
+    engine_args: tuple[str, ...],
+    allow_untested: bool,
+    host: str,
+    port: int,
+    api_key: str | None,
+    parser: str,
+    concurrency: int,
+    max_sessions: int,
+    max_tokens: int,
+) -> None:
     """Serve a model with a KV-cache method to any OpenAI client.
 
     A session (header X-KVBench-Session) keeps its cache over requests; usage.kvbench says what
