@@ -228,11 +228,7 @@ def in_memory_engine(model: Any, method: Method, recorder: TraceRecorder) -> Emb
 
 
 def drive(
-    model: Any,
-    method: Method,
-    sessions: Mapping[str, Sequence[TurnPlan]],
-    *,
-    together: bool = True,
+    model: Any, method: Method, sessions: Mapping[str, Sequence[TurnPlan]], *, together: bool = True
 ) -> dict[str, SessionTrace]:
     """Run sessions on one embedded engine and return their traces, with logits and scores.
 

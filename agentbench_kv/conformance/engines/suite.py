@@ -129,11 +129,7 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
 
 
 def method_part(
-    fixture: Fixture,
-    method: Method,
-    *,
-    optional: bool = False,
-    sessions: Sessions | None = None,
+    fixture: Fixture, method: Method, *, optional: bool = False, sessions: Sessions | None = None
 ) -> list[CheckResult]:
     """Check one method: tokens, kept sets and accounting of sessions together and alone.
 
