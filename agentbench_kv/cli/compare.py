@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import (
-    FOLDER,
-    flag,
-    json_option,
-    local,
-    local_flag,
-    option,
-    out_option,
-    print_json,
-    shown,
-)
+from agentbench_kv.cli import options as opt
 from agentbench_kv.errors import KVBenchError, UsageError
 
 if TYPE_CHECKING:
@@ -43,74 +33,76 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 
 @click.command()
 @click.argument("runs", metavar="BASE CAND [RUN]...", nargs=-1)
-@shown(
+@opt.shown(
     "--margin",
     "How much worse is harmless: points of score, percent of speed or memory.",
     default=1.0,
 )
-@shown(
+@opt.shown(
     "--catch",
     "The loss that must not slip through, in the same unit. [default: 10, or the margin if "
     "that is more]",
     float,
 )
-@shown(
+@opt.shown(
     "--metric",
     "score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
     "output_tok_s.",
     default="score",
 )
-@shown(
+@opt.shown(
     "--by",
     "A verdict for each task; without it, one over the samples of all tasks.",
     click.Choice(("task",)),
 )
-@shown(
+@opt.shown(
     "--inconclusive",
     "Whether an undecided comparison fails (exit code 4).",
     click.Choice(("fail", "ok")),
     default="fail",
 )
-@shown(
+@opt.shown(
     "--allow-drift",
     "Compare although model, data, template, parser or versions differ.",
     is_flag=True,
 )
-@shown(
+@opt.shown(
     "--bootstrap",
     "If BASE is a baseline that does not exist yet, save CAND as it and end well.",
     is_flag=True,
 )
-@local(
+@opt.local(
     "--flips listed [N]",
     "List the samples that changed, the N largest changes first. [N: 20]",
     is_flag=False,
     callback=_count,
     flag_value="20",
 )
-@local_flag(
+@opt.local_flag(
     "--plan planned",
     "Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
 )
-@local("--samples", "For --plan: samples on each side.", click.IntRange(2))
-@local(
+@opt.local("--samples", "For --plan: samples on each side.", click.IntRange(2))
+@opt.local(
     "--discordance",
     "For --plan: percent of samples whose outcome differs. "
     "[default: what BASE's repeats show, or 15]",
     click.FloatRange(0, 100),
 )
-@local_flag(
+@opt.local_flag(
     "--engines", "The same run on different engines: equal scores and tokens, sample by sample."
 )
-@shown("--format form", "What to print.", click.Choice(FORMATS), default="terminal")
-@local("--write writes FORMAT=FILE", "Also write this format to a file; repeatable.", multiple=True)
-@local(
+@opt.shown("--format form", "What to print.", click.Choice(FORMATS), default="terminal")
+@opt.local(
+    "--write writes FORMAT=FILE", "Also write this format to a file; repeatable.", multiple=True
+)
+@opt.local(
     "--noise repeats RUN",
     "Further runs of full, to show the A/A noise floor; repeatable.",
     multiple=True,
 )
-@out_option()
-@flag("--json as_json", "As --format json.")
+@opt.out_option()
+@opt.flag("--json as_json", "As --format json.")
 def compare(
     runs: tuple[str, ...],
     engines: bool,
@@ -230,17 +222,17 @@ def baseline() -> None:
 @baseline.command()
 @click.argument("name", metavar="NAME")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@option(
+@opt.option(
     "--to folder",
     "Folder to write NAME.json to.",
-    FOLDER,
+    opt.FOLDER,
     default=Path("baselines"),
     envvar="KVBENCH_BASELINES",
     show_envvar=True,
 )
-@local_flag("--force", "Replace a baseline of that name.")
-@out_option()
-@json_option
+@opt.local_flag("--force", "Replace a baseline of that name.")
+@opt.out_option()
+@opt.json_option
 def save(
     name: str, runs: tuple[str, ...], folder: Path, force: bool, out: Path, as_json: bool
 ) -> None:
@@ -256,7 +248,7 @@ def save(
         found = list({run.path: run for side in sides for run in side}.values())
         path = save_baseline(name, found, folder, force)
     if as_json:
-        print_json({"path": str(path), "runs": [run.run_id for run in found]})
+        opt.print_json({"path": str(path), "runs": [run.run_id for run in found]})
         return
     _show_runs(found)
     click.echo(str(path))
@@ -264,7 +256,7 @@ def save(
 
 @baseline.command()
 @click.argument("source", metavar="BASELINE")
-@json_option
+@opt.json_option
 def show(source: str, as_json: bool) -> None:
     """Show what BASELINE holds: a file, the name of one in baselines/, or a URL."""
     from agentbench_kv.results.baseline import open_sides
@@ -284,7 +276,7 @@ def show(source: str, as_json: bool) -> None:
         }
         for run in runs
     ]
-    print_json(documents)
+    opt.print_json(documents)
 
 
 def _show_runs(runs: Sequence[Run]) -> None:
@@ -304,7 +296,7 @@ def _show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
         found = consistency(runs)
     found = found.with_gaps(_gaps(runs, found))
     if as_json:
-        print_json(found.document())
+        opt.print_json(found.document())
     else:
         _print_engines(found)
     return 0 if found.equal else 1

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from agentbench_kv.cli.options import (
-    POSITIVE,
-    json_option,
-    local,
-    local_flag,
-    many,
-    option,
-    parse_budget,
-    parse_settings,
-    print_json,
-    set_option,
-)
+from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
     from agentbench_kv.conformance import CheckResult
@@ -36,9 +25,9 @@ def selftest() -> None:
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@option("--budget TOKENS", "Tokens to keep; chosen for every check if not given.")
-@set_option("Parameter of the method.", envvar=None)
-@json_option
+@opt.option("--budget TOKENS", "Tokens to keep; chosen for every check if not given.")
+@opt.set_option("Parameter of the method.", envvar=None)
+@opt.json_option
 def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
     """Check a KV-cache method: its selections, and the engine with it against a masked model.
 
@@ -54,11 +43,11 @@ def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool)
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@option("--limit", "Only the first N samples.", POSITIVE, default=5)
-@local_flag("--full", "All samples.")
-@option("--concurrency", kind=POSITIVE, default=8, show_default=False)
-@set_option("Setting of the task.", envvar=None)
-@json_option
+@opt.option("--limit", "Only the first N samples.", opt.POSITIVE, default=5)
+@opt.local_flag("--full", "All samples.")
+@opt.option("--concurrency", kind=opt.POSITIVE, default=8, show_default=False)
+@opt.set_option("Setting of the task.", envvar=None)
+@opt.json_option
 def task(
     name: str, limit: int, full: bool, concurrency: int, pairs: tuple[str, ...], as_json: bool
 ) -> None:
@@ -70,7 +59,7 @@ def task(
     """
     from agentbench_kv.conformance.tasks import suite_task, task_suite
 
-    settings = parse_settings(pairs)
+    settings = opt.parse_settings(pairs)
     played = suite_task(name, settings)
     if played != name:
         click.echo(f"kvbench: {name} lacks what a user brings; checking {played}", err=True)
@@ -83,20 +72,20 @@ def task(
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@many("--method methods METHOD", "Only this method; repeatable.")
-@local(
+@opt.many("--method methods METHOD", "Only this method; repeatable.")
+@opt.local(
     "--family families",
     "Only this model family; repeatable.",
     click.Choice(("qwen3", "llama")),
     multiple=True,
 )
-@local_flag("--quick", "Three methods, one family, fewer random sessions.")
-@local(
+@opt.local_flag("--quick", "Three methods, one family, fewer random sessions.")
+@opt.local(
     "--engine-arg pairs KEY=VALUE",
     "Option of the engine's own command line, without dashes; repeatable.",
     multiple=True,
 )
-@json_option
+@opt.json_option
 def engine(
     name: str,
     methods: tuple[str, ...],
@@ -118,7 +107,7 @@ def engine(
         methods=methods,
         families=families,
         quick=quick,
-        engine_args=parse_settings(pairs, "--engine-arg"),
+        engine_args=opt.parse_settings(pairs, "--engine-arg"),
         report=_say_part,
     )
     _show("engine", name, results, as_json)
@@ -136,11 +125,11 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
     from agentbench_kv.registry import load_class
 
     spec, _, preset = name.partition("@")
-    size = parse_budget(budget)
+    size = opt.parse_budget(budget)
     if size is not None and size.share is not None:
         raise UsageError(f"budget {size}: the self-test takes a number of tokens")
     tokens = None if size is None else size.tokens
-    return build_method(load_class(spec), tokens, preset=preset, settings=parse_settings(pairs))
+    return build_method(load_class(spec), tokens, preset=preset, settings=opt.parse_settings(pairs))
 
 
 def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:
@@ -152,7 +141,7 @@ def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json:
     ok = passed(results)
     if as_json:
         checks = [{"part": part, **asdict(each)} for part, each in every]
-        print_json({kind: label, "ok": ok, "checks": checks})
+        opt.print_json({kind: label, "ok": ok, "checks": checks})
     else:
         rows = [(part, each.name, _verdict(each), each.detail) for part, each in every]
         console().print(new_table("part", "check", "", "detail", rows=rows))
