@@ -152,11 +152,9 @@ def phase_spans(phases: Tensor, shortest: int = 1) -> list[PhaseSpan]:
 
 
 def _basis(queries: Tensor, span: PhaseSpan, dimensions: int) -> Tensor:
-    """Return the dominant directions [layers, q_heads, head_dim, k]; NaN if there are fewer.
-
-    Eigenvectors of the covariance are the right singular vectors of the rows, at a cost that does
-    not grow with a long span's rows.
-    """
+    """Return the dominant directions [layers, q_heads, head_dim, k]; NaN if there are fewer."""
+    # Eigenvectors of the covariance are the right singular vectors of the rows, at a cost that does
+    # not grow with a long span's rows.
     rows = queries[:, :, span.start : span.end].double()
     rows = rows - rows.mean(-2, keepdim=True)
     variances, directions = torch.linalg.eigh(rows.mT @ rows)

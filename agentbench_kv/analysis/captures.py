@@ -84,10 +84,7 @@ class Capture:
         q, k, v = map(checks.main, REQUIRED)
         positions, decoded = checks.positions(), checks.per_token("decoded", 1)
         return cls(
-            q,
-            k,
-            v,
-            positions,
+            *(q, k, v, positions),
             now=checks.scalar("now", int(positions[-1]) + 1, int(positions[0]) + 1),
             prompt=checks.scalar("prompt", 0, 0),
             phases=checks.per_token("phase", 3),

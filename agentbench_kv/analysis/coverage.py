@@ -182,10 +182,8 @@ def _capture_coverage(
 
 
 def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each event with the utility [layers, kv_heads, tokens before it], the last first.
-
-    Going backwards, every query's attention is computed once.
-    """
+    """Yield each event with the utility [layers, kv_heads, tokens before it], the last first."""
+    # Going backwards, every query's attention is computed once.
     sums = torch.zeros(capture.layers, capture.kv_heads, capture.length)
     end = capture.length
     for now in reversed(points):
@@ -202,10 +200,8 @@ def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, T
 
 
 def _covered(capture: Capture, method: Method, given: MethodInput, members: Tensor) -> Tensor:
-    """Return a strategy's coverage [phases + 1] at an event, mean over layers and KV heads.
-
-    The views' sums are the utility.
-    """
+    """Return a strategy's coverage [phases + 1] at an event, mean over layers and KV heads."""
+    # The views' sums are the utility.
     queries = kept_queries(capture, method.query_plan(), members.shape[1])
     selection = replace(given, queries=queries).select(method)
     total = torch.stack([view.sums for view in given.layers if view.sums is not None]).double()

@@ -154,10 +154,8 @@ def gathered(source: Tensor, rows: Tensor) -> Tensor:
 
 
 def _all_sums(capture: Capture, layer: int, count: int, heads: int, kind: QueryKind) -> Tensor:
-    """Return the attention [heads, count] that the first tokens get.
-
-    It is that of their own queries, or for `FUTURE` of all later ones.
-    """
+    """Return the attention [heads, count] that the first tokens get."""
+    # It is that of their own queries, or for `FUTURE` of all later ones.
     future = kind is QueryKind.FUTURE
     asking = slice(count, None) if future else slice(count)
     seen = capture.length if future else count

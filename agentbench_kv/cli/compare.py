@@ -107,13 +107,10 @@ def compare(
     runs: tuple[str, ...],
     engines: bool,
     planned: bool,
-    samples: int | None,
-    discordance: float | None,
     form: str,
     as_json: bool,
     out: Path,
     writes: tuple[str, ...],
-    bootstrap: bool,
     **options: Any,
 ) -> int:
     """Compare CAND with BASE, sample by sample, and say ok, inconclusive or regression.
@@ -130,8 +127,7 @@ def compare(
     if engines:
         return _show_engines(runs, out, form == "json")
     if planned:
-        limits = options["margin"], options["catch"]
-        return _plan(runs, out, limits, samples, discordance, form == "json")
+        return _plan(runs, out, form == "json", **options)
     from agentbench_kv.results.compare_text import targets, write_note
 
     files = targets(writes)
@@ -139,34 +135,27 @@ def compare(
         if len(runs) != 2:
             hint = "; more than two are compared with --engines" if len(runs) > 2 else ""
             raise UsageError(f"expected BASE and CAND, got {len(runs)} runs{hint}")
-        return _compare(*runs, out, form, files, bootstrap, **options)
+        return _compare(runs, out, form, files, **options)
     except KVBenchError as error:
         write_note(files, str(error), refused=True)
         raise
 
 
 def _compare(
-    base: str,
-    cand: str,
-    out: Path,
-    form: str,
-    files: Sequence[tuple[str, Path]],
-    bootstrap: bool,
-    *,
-    repeats: tuple[str, ...],
-    by: str | None,
-    **options: Any,
+    runs: Sequence[str], out: Path, form: str, files: Sequence[tuple[str, Path]], **options: Any
 ) -> int:
     from agentbench_kv.results.baseline import absent_baseline, open_sides
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show
 
-    absent = absent_baseline(base, out)
+    absent = absent_baseline(runs[0], out)
     if absent is not None:
-        return _without_baseline(absent, cand, out, files, bootstrap)
-    with open_sides((base, cand, *repeats), out) as ((theirs, mine, *others), problems):
+        return _without_baseline(absent, runs[1], out, files, options["bootstrap"])
+    same = ("margin", "catch", "metric", "inconclusive", "allow_drift", "listed")
+    chosen = {name: options[name] for name in same} | {"by_task": options["by"] is not None}
+    with open_sides((*runs, *options["repeats"]), out) as ((theirs, mine, *others), problems):
         noise = [run for side in others for run in side]
-        found = compare_sides(theirs, mine, noise=noise, by_task=by is not None, **options)
+        found = compare_sides(theirs, mine, noise=noise, **chosen)
     show(found, form, files, problems)
     return found.exit_code
 
@@ -193,22 +182,17 @@ def _without_baseline(
     return 0
 
 
-def _plan(
-    runs: Sequence[str],
-    out: Path,
-    limits: tuple[float, float | None],
-    samples: int | None,
-    discordance: float | None,
-    as_json: bool,
-) -> int:
+def _plan(runs: Sequence[str], out: Path, as_json: bool, **options: Any) -> int:
     from agentbench_kv.results.baseline import open_sides
     from agentbench_kv.results.compare import plan, plan_lines
 
     if len(runs) > 1:
         raise UsageError(f"--plan takes BASE alone, got {len(runs)} runs")
-    share = None if discordance is None else discordance / 100
+    percent = options["discordance"]
+    share = None if percent is None else percent / 100
+    limits = options["margin"], options["catch"], options["samples"]
     with open_sides(runs, out) as (sides, _):
-        found = plan([run for side in sides for run in side], *limits, samples, share)
+        found = plan([run for side in sides for run in side], *limits, share)
     lines = [found.model_dump_json(indent=2)] if as_json else plan_lines(found)
     click.echo("\n".join(lines))
     return 0
@@ -267,15 +251,10 @@ def show(source: str, as_json: bool) -> None:
     if not as_json:
         _show_runs(runs)
         return
-    documents = [
-        {
-            "run_id": run.run_id,
-            "spec": run.spec,
-            "provenance": run.info.provenance,
-            "summary": run.summary.model_dump(mode="json"),
-        }
-        for run in runs
-    ]
+    documents = []
+    for run in runs:
+        about = {"run_id": run.run_id, "spec": run.spec, "provenance": run.info.provenance}
+        documents.append({**about, "summary": run.summary.model_dump(mode="json")})
     opt.print_json(documents)
 
 
@@ -349,10 +328,8 @@ def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, st
         return None, "only first trials are played again"
     known = {field.name for field in fields(RunSpec)}
     run = RunSpec(**{key: value for key, value in spec.items() if key in known})
+    place = (difference.sample, difference.turn, difference.index)
     try:
-        gap = decision_gap(
-            run, difference.sample, difference.turn, difference.index, difference.tokens
-        )
+        return decision_gap(run, *place, difference.tokens), ""
     except KVBenchError as error:
         return None, str(error)
-    return gap, ""

@@ -42,12 +42,9 @@ def check_masked_cache(
     """
     model = tiny_model() if model is None else model
     vocab = int(model.config.vocab_size)
-    sessions = {
-        "first": list(turns or default_turns(vocab)),
-        "second": default_turns(vocab, 1)[2:4],
-    }
+    first, second = list(turns or default_turns(vocab)), default_turns(vocab, 1)[2:4]
     method = replace(method, interval=interval)
-    traces = drive(model, method, sessions)
+    traces = drive(model, method, {"first": first, "second": second})
     error = reference_error(model, traces["second"].tokens[:200], method.positions)
     detail = f"largest logit difference {error:.2e} to eager attention without evictions"
     results = [CheckResult("reference is the plain model", error <= tolerance, detail)]

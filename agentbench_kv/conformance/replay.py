@@ -164,9 +164,8 @@ def check_sessions(
         traces = drive(model, often, turns, together=together)
         found = (compare_traces(alone[name], traces[name]) for name in turns)
         problems = [f"{name}: {text}" for name, text in zip(turns, found, strict=True) if text]
-        results.append(
-            CheckResult(f"a session {label} is as alone", not problems, "; ".join(problems))
-        )
+        name = f"a session {label} is as alone"
+        results.append(CheckResult.unless("; ".join(problems), name))
     return results
 
 

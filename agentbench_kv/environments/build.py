@@ -144,19 +144,16 @@ _WHEELS_ONLY = ("--only-binary", ":all:")
 # The build backend is in the lock.
 _FROM_FOLDER = ("--no-build-isolation", "--no-index")
 
-
 # Settings that would send packages, or the interpreter's search path, somewhere else.
 _MISLEADING = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__",
     "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_REQUIRE_VIRTUALENV",
 )  # fmt: skip
 
-
 _LIST_PACKAGES = (
     "import importlib.metadata as m, json;"
     "print(json.dumps({d.name: d.version for d in m.distributions()}))"
 )
-
 
 _TAIL_LINES = 8
 

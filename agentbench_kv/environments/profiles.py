@@ -175,7 +175,6 @@ def _git(source: Source, arguments: Sequence[str]) -> bytes:
 
 LOCKS = Path(__file__).parent / "locks"
 
-
 BFCL_PROBE = """
 import os, tempfile
 scratch = tempfile.TemporaryDirectory()
@@ -187,7 +186,6 @@ entries = len(load_dataset_entry("multi_turn_base"))
 if entries != 200:
     raise SystemExit(f"multi_turn_base has {entries} entries, expected 200")
 """
-
 
 TAU2_PROBE = """
 import importlib.metadata, os
@@ -205,9 +203,7 @@ if missing:
     raise SystemExit(f"tau2 lacks the domains {{sorted(missing)}}")
 """
 
-
 MEM0_PROBE = (Path(__file__).parent / "mem0_probe.py").read_text(encoding="utf-8")
-
 
 VLLM_PROBE = """
 import importlib.metadata as m
@@ -220,7 +216,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import safetensors
 """
 
-
 LLAMACPP_PROBE = """
 import torch, numpy, transformers, gguf, safetensors
 import llama_cpp
@@ -228,7 +223,6 @@ if llama_cpp.__version__ != "0.3.36":
     raise SystemExit(f"expected llama-cpp-python 0.3.36, found {llama_cpp.__version__}")
 llama_cpp.llama_backend_init()
 """
-
 
 LLAMACPP = BuiltWheel(
     distribution="llama-cpp-python",
@@ -241,7 +235,6 @@ LLAMACPP = BuiltWheel(
     minutes=9,
 )
 
-
 SGLANG_PROBE = """
 import importlib.metadata as m, importlib.util as u
 found = m.version("sglang")
@@ -253,7 +246,6 @@ if absent:
 import fastapi, msgspec, orjson, safetensors, tokenizers, transformers, uvicorn
 """
 
-
 TAU2 = Source(
     distribution="tau2",
     version="0.2.1-dev",
@@ -263,7 +255,6 @@ TAU2 = Source(
     commit="f8de30c298689cbe0117d76a378e7315a17e5bd8",
     namesake="the tau2 on PyPI is an unrelated project about magnetic relaxation",
 )
-
 
 TAU2_V1 = replace(
     TAU2,
@@ -373,7 +364,6 @@ _ALL = (
         MEM0_PROBE,
     ),
 )
-
 
 PROFILES: dict[str, Profile] = {each.name: each for each in _ALL}
 

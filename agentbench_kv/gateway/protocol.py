@@ -137,7 +137,6 @@ class CompletionFormat(Format):
 _log = logging.getLogger(__name__)
 _RETRY = {"Retry-After": "1"}
 
-
 # First match wins: status, code and headers of a foreseen error.
 _KNOWN: list[tuple[type[KVBenchError], int, str | None, dict[str, str]]] = [
     (SessionBusyError, 409, "session_busy", _RETRY),
@@ -195,7 +194,6 @@ def as_api_error(error: BaseException) -> ApiError:
 Body = TypeVar("Body", bound=BaseModel)
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
-
 
 # Each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

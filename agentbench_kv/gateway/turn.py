@@ -100,17 +100,9 @@ class Turn:
     def result(self) -> ChatResult:
         reader = self.reader
         turn = self.session.turns[-1]
-        return ChatResult(
-            reader.content,
-            reader.reasoning,
-            reader.tool_calls,
-            turn.finish_reason,
-            reader.unparsable,
-            self._raw,
-            self._output,
-            turn,
-            self.session.report(),
-        )
+        said = (reader.content, reader.reasoning, reader.tool_calls, turn.finish_reason)
+        generated = (reader.unparsable, self._raw, self._output)
+        return ChatResult(*said, *generated, turn, self.session.report())
 
     def _decode(self) -> Iterator[Delta]:
         session = self.session
@@ -165,15 +157,8 @@ class Turn:
         options = self.options
         stop_ids = self._stop_ids if options.ignore_eos else self._stop_ids | self.eos
         seed = _turn_seed(options.seed, len(self.session.turns))
-        return Sampling(
-            self.max_tokens,
-            options.temperature,
-            options.top_p,
-            options.top_k,
-            seed,
-            stop_ids,
-            self._matcher,
-        )
+        shape = (options.temperature, options.top_p, options.top_k)
+        return Sampling(self.max_tokens, *shape, seed, stop_ids, self._matcher)
 
     def _finish_reason(self) -> str:
         if self._over_limit or self._generation is None:

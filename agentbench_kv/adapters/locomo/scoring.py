@@ -227,17 +227,10 @@ def marks(
 ) -> dict[str, float | None]:
     """Mark an answer in every column, in [0, 1] (similarity in [-1, 1]); None without its model."""
     gold = question.answer
-    by_model = {
-        name: encoders[name](answer, gold) if name in encoders else None
-        for name in ("similarity", "bertscore")
-    }
-    by_authors = f1_authors(answer, gold, question.category)
-    return {
-        "f1": f1(answer, gold),
-        "bleu1": bleu1(answer, gold),
-        "f1_authors": by_authors,
-        **by_model,
-    }
+    names = ("similarity", "bertscore")
+    by_model = [encoders[name](answer, gold) if name in encoders else None for name in names]
+    by_words = (f1(answer, gold), bleu1(answer, gold), f1_authors(answer, gold, question.category))
+    return dict(zip(COLUMNS, (*by_words, *by_model), strict=True))
 
 
 def trial_metrics(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:

@@ -103,13 +103,8 @@ class RecallTask(Task):
         if not _play(context.client, environment, messages, limit):
             return Outcome(TrialStatus.CONTEXT_LIMIT, transcript=messages)
         result = score(environment)
-        return Outcome(
-            TrialStatus.SCORED,
-            score=float(result.success),
-            metrics=result.metrics,
-            transcript=messages,
-            facts=result.facts,
-        )
+        success, facts = float(result.success), result.facts
+        return Outcome(TrialStatus.SCORED, success, result.metrics, messages, facts=facts)
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         environment = Environment(self._episode(sample))

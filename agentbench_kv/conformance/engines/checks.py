@@ -127,14 +127,9 @@ def check_cancel(driver: Driver, reference: Driver, network: Any) -> list[CheckR
     """Check that a cancelled generation leaves a session whose log is exact."""
     opening = TurnPlan(prompt(300, 8), 400)
     free = reference.play({"free": [replace(opening, max_tokens=60)]})["free"].turns[0]
-    steps = {
-        f"after {n} tokens": [
-            replace(opening, cancel_after=n),
-            replace(_NEXT_TURN, cancel_after=5),
-            _NEXT_TURN,
-        ]
-        for n in (0, 1, 6, 40)
-    }
+    later = [replace(_NEXT_TURN, cancel_after=5), _NEXT_TURN]
+    counts = (0, 1, 6, 40)
+    steps = {f"after {n} tokens": [replace(opening, cancel_after=n), *later] for n in counts}
     found = driver.play(steps)
     problems = (
         f"{name}: {text}" for name, t in found.items() if (text := _cancel_problem(free, t))
@@ -241,14 +236,8 @@ def _run_examples(play: Callable[[Example], None], examples: int) -> None:
         cancel_after=st.none() | st.integers(0, 10),
     )
     sessions = st.lists(st.lists(turns, max_size=4), min_size=SESSIONS, max_size=SESSIONS)
-    limits = settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    limits = settings(max_examples=examples, derandomize=True, deadline=None, database=None)
+    limits = settings(limits, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     limits(given(sessions)(lambda example: play(example)))()
 
 
