@@ -176,9 +176,8 @@ def _capture_coverage(
         members = torch.stack([labels[:count] == int(phase) for phase in Phase])
         members = torch.cat([members, members.any(0, keepdim=True)])
         given = input_at(capture, any_method, now, sums=utility)
-        yield torch.stack(
-            [_covered(capture, method, given, members) for method in methods.values()]
-        )
+        every = methods.values()
+        yield torch.stack([_covered(capture, method, given, members) for method in every])
 
 
 def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, Tensor]]:

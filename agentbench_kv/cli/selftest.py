@@ -143,16 +143,14 @@ def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json:
         checks = [{"part": part, **asdict(each)} for part, each in every]
         opt.print_json({kind: label, "ok": ok, "checks": checks})
     else:
-        rows = [(part, each.name, _verdict(each), each.detail) for part, each in every]
+        named = [("skipped" if r.skipped else "ok" if r.ok else "FAILED") for _, r in every]
+        cells = zip(every, named, strict=True)
+        rows = [(part, each.name, verdict, each.detail) for (part, each), verdict in cells]
         console().print(new_table("part", "check", "", "detail", rows=rows))
-        verdicts = Counter(row[2] for row in rows)
+        verdicts = Counter(named)
         failed, skipped = verdicts["FAILED"], verdicts["skipped"]
         outcome = f"{verdicts['ok']} checks passed" + (f", {skipped} skipped" if skipped else "")
         if failed:
             outcome = f"{failed} of {len(rows)} checks failed"
         console().print(f"{label}: {outcome}", markup=False)
     click.get_current_context().exit(0 if ok else 1)
-
-
-def _verdict(result: CheckResult) -> str:
-    return "skipped" if result.skipped else "ok" if result.ok else "FAILED"

@@ -143,15 +143,13 @@ class Turn:
     def _known(self) -> Known:
         known, reader = self.plan.known, self.reader
         if known.text is not None:
-            return replace(known, text=known.text + self._raw, tail=self._tail())
+            ended = self._output and self._output[-1] in self.eos | self._stop_ids
+            tail = self._cutter.hit or (self.codec.piece(self._output[-1]) if ended else "")
+            return replace(known, text=known.text + self._raw, tail=tail)
         answer = canonical(
             {"role": "assistant", "content": reader.content, "tool_calls": reader.tool_calls}
         )
         return replace(known, messages=(*known.messages, answer))
-
-    def _tail(self) -> str:
-        ended = self._output and self._output[-1] in self.eos | self._stop_ids
-        return self._cutter.hit or (self.codec.piece(self._output[-1]) if ended else "")
 
     def _sampling(self) -> Sampling:
         options = self.options

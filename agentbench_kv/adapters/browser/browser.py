@@ -109,13 +109,9 @@ class Browser:
             beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
             head = f"[{link}] {_one_line(document.title)} ({document.url})"
             lines += lines_of(f"{head}\n{beginning}")
-        page = _OpenPage(
-            "search",
-            f"Search results for: {_one_line(query)}",
-            "search",
-            tuple(lines) or ("No document matches.",),
-            tuple(_Link(number) for number in found),
-        )
+        title, shown = f"Search results for: {_one_line(query)}", tuple(lines)
+        links = tuple(map(_Link, found))
+        page = _OpenPage("search", title, "search", shown or ("No document matches.",), links)
         return self._push(page, 0, -1)
 
     def open(

@@ -182,9 +182,8 @@ def _act(environment: Environment, reply: Reply, messages: list[Message]) -> boo
     for call in reply.tool_calls:
         function = call["function"]
         arguments = json.loads(function["arguments"])
-        observation = environment.call(
-            function["name"], arguments if isinstance(arguments, dict) else {}
-        )
+        arguments = arguments if isinstance(arguments, dict) else {}
+        observation = environment.call(function["name"], arguments)
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": observation.text})
         if observation.turn_over:
             return True

@@ -202,7 +202,8 @@ def check_leaks(driver: Driver, examples: int) -> CheckResult:
             with ThreadPoolExecutor(_THREADS) as threads:
                 new = list(threads.map(lambda steps: driver.play({"one": steps})["one"], sessions))
             traces.extend(new)
-            problem = next(filter(None, map(_unexpected_error, new)), "")
+            failed = (trace for trace in new if not isinstance(trace.error, CapacityError))
+            problem = next(filter(None, map(error_problem, failed)), "")
             after = settled(driver.engine, before)
             if after != before:
                 problem = f"{after} after {_describe(sessions)}, {before} at the start"
@@ -219,10 +220,6 @@ def check_leaks(driver: Driver, examples: int) -> CheckResult:
 
 class _FoundError(Exception):
     """Ends the search for a problem."""
-
-
-def _unexpected_error(trace: SessionTrace) -> str:
-    return "" if isinstance(trace.error, CapacityError) else error_problem(trace)
 
 
 def _run_examples(play: Callable[[Example], None], examples: int) -> None:

@@ -289,8 +289,8 @@ class Domain:
         kept = {"role", "content", "tool_calls", "requestor", "error"}
         plain = {"mode": "json", "include": kept, "exclude_none": True}
         said = [message.model_dump(**plain) for message in orchestrator.trajectory]
-        return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
-                "trajectory": said}  # fmt: skip
+        heard = {"steps": agent.steps, "agent": agent.messages, "user": user.usage}
+        return {**ended, **heard, "trajectory": said}
 
     def _run(self, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
         try:
