@@ -85,14 +85,9 @@ def _table(arms: list[Variant], metric: str) -> Table:
 
     rows = []
     for arm in arms:
-        gap = arm.difference
-        rows.append(
-            (
-                *(arm.axis or "baseline", arm.value, percent(arm.level)),
-                f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None,
-                f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None,
-                *(gap.n if gap else None, arm.spec.id),
-            )
-        )
+        gap, head = arm.difference, (arm.axis or "baseline", arm.value, percent(arm.level))
+        between = f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None
+        p = f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None
+        rows.append((*head, between, p, gap.n if gap else None, arm.spec.id))
     columns = ("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
     return new_table(*columns, rows=rows)

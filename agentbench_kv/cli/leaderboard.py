@@ -145,14 +145,7 @@ def rerun(
 @out_option("Folder of runs, for those named by id.", show_envvar=True)
 @_json_option
 def pack(
-    runs: tuple[str, ...],
-    to: Path,
-    who: str,
-    method: str,
-    link: str,
-    transcripts: bool,
-    out: Path,
-    as_json: bool,
+    runs: tuple[str, ...], to: Path, transcripts: bool, out: Path, as_json: bool, **about: str
 ) -> None:
     """Make a submission of RUNS, each a path or an id, and check it."""
     from agentbench_kv.leaderboard import pack as make
@@ -160,7 +153,6 @@ def pack(
     from agentbench_kv.results.store import RunStore
 
     found = [RunStore(out).find(run) for run in runs]
-    about = {"who": who, "method": method, "link": link}
     manifest = make(found, to, **about, with_transcripts=transcripts)
     verdict = check(to)
     if verdict.findings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -86,14 +86,7 @@ def task(
     multiple=True,
 )
 @opt.json_option
-def engine(
-    name: str,
-    methods: tuple[str, ...],
-    families: tuple[str, ...],
-    quick: bool,
-    pairs: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def engine(name: str, pairs: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
     """Check an engine: its tokens, evictions, accounting, sessions and memory.
 
     It is driven on tiny random models, and compared with the embedded engine and with a plain
@@ -102,14 +95,8 @@ def engine(
     """
     from agentbench_kv.conformance.engines import engine_suite
 
-    results = engine_suite(
-        name,
-        methods=methods,
-        families=families,
-        quick=quick,
-        engine_args=opt.parse_settings(pairs, "--engine-arg"),
-        report=_say_part,
-    )
+    engine_args = opt.parse_settings(pairs, "--engine-arg")
+    results = engine_suite(name, engine_args=engine_args, report=_say_part, **chosen)
     _show("engine", name, results, as_json)
 
 

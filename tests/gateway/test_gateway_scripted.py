@@ -75,7 +75,7 @@ def test_what_it_is_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(PrerequisiteError, match="selftest task"):
         ScriptedEngine.create(Options())
-    monkeypatch.setattr("agentbench_kv.engines.scripted.files", lambda _: tmp_path)
+    monkeypatch.setattr("agentbench_kv.engines.scripted.model_path", lambda _: tmp_path)
     Options.scripts = lambda _: []
     with pytest.raises(PrerequisiteError, match="no tokenizer"):
         ScriptedEngine.create(Options())
