@@ -326,8 +326,8 @@ def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, st
 
     if difference.trial or difference.turn is None or difference.index is None:
         return None, "only first trials are played again"
-    known = {field.name for field in fields(RunSpec)}
-    run = RunSpec(**{key: value for key, value in spec.items() if key in known})
+    names = {field.name for field in fields(RunSpec)}
+    run = RunSpec(**{name: spec[name] for name in names & spec.keys()})
     place = (difference.sample, difference.turn, difference.index)
     try:
         return decision_gap(run, *place, difference.tokens), ""

@@ -192,10 +192,9 @@ def _disk() -> Iterator[Diagnosis]:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(there).free >> 20
         writable = os.access(there, os.W_OK)
-        found = f"{free} MB free at {there}" + ("" if writable else ", not writable")
-        yield _optional(
-            name, found if writable and free >= _LEAST_FREE_MB else "", found, _MORE_SPACE
-        )
+        absent = f"{free} MB free at {there}" + ("" if writable else ", not writable")
+        found = absent if writable and free >= _LEAST_FREE_MB else ""
+        yield _optional(name, found, absent, _MORE_SPACE)
 
 
 EXAMINATIONS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (

@@ -72,15 +72,11 @@ def check_trace(
         "accounting": _accounting_problem(trace),
     }
     results = [CheckResult.unless(text, f"{name}: {key}") for key, text in problems.items()]
-    if problems["kept sets"]:
-        ok, detail = False, "kept sets are not valid"
-    else:
+    ok, detail = False, "kept sets are not valid"
+    if not problems["kept sets"]:
         largest = largest_difference(model, trace, method.positions)
-        ok = largest <= tolerance
-        detail = (
-            f"largest logit difference {largest:.2e} over {len(trace.logits)} positions, "
-            f"{len(trace.events)} events"
-        )
+        over = f"{len(trace.logits)} positions, {len(trace.events)} events"
+        ok, detail = largest <= tolerance, f"largest logit difference {largest:.2e} over {over}"
     return [*results, CheckResult(f"{name}: masked-cache equality", ok, detail)]
 
 
