@@ -106,6 +106,14 @@ class AgentLine:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
+    @classmethod
+    def of_trial(cls, request: WorkerRequest, **body: Any) -> AgentLine:
+        """Return the line that a trial's request describes, which its worker may then use."""
+        args = request.args
+        request.guard.allow(*address_of(args["endpoint"]))
+        asked, key, timeout_s = {**body, **args["sampling"]}, args["key"], args["timeout_s"]
+        return cls(args["endpoint"], args["session"], asked, key, timeout_s, request)
+
     def complete(self, prompt: str) -> Completion:
         return self._ask("completions", {"prompt": prompt}, "text", str)
 

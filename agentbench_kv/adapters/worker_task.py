@@ -62,14 +62,11 @@ class WorkerTask(Task):
                 f"{self.name} talks to an endpoint and was given none; "
                 "run it through kvbench run, or name a server with --endpoint"
             )
+        names = ("max_tokens", "temperature", "seed")
         return {
             "endpoint": context.endpoint,
             "session": context.session,
-            "sampling": {
-                "max_tokens": context.max_tokens,
-                "temperature": context.temperature,
-                "seed": context.seed,
-            },
+            "sampling": {name: getattr(context, name) for name in names},
             # The worker's own environment holds no secrets.
             "key": os.environ.get("KVBENCH_API_KEY"),
             "timeout_s": context.timeout_s,

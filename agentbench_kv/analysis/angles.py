@@ -94,12 +94,8 @@ def phase_angles(captures: Sequence[Capture], dimensions: int = DIMENSIONS) -> A
     if not 1 <= dimensions <= head_dim:
         raise UsageError(f"k={dimensions}: expected 1 to the head dimension, {head_dim}")
     found = [_one_capture(capture, dimensions) for capture in captures]
-    result = Angles(
-        dimensions,
-        sum(part.spans for part in found),
-        torch.cat([part.pairs for part in found]),
-        torch.cat([part.degrees for part in found]),
-    )
+    spans, pairs = sum(part.spans for part in found), torch.cat([part.pairs for part in found])
+    result = Angles(dimensions, spans, pairs, torch.cat([part.degrees for part in found]))
     if not len(result.pairs):
         raise UsageError(
             f"angles needs two spans of more than {dimensions} tokens in a capture; "
@@ -122,14 +118,11 @@ def _one_capture(capture: Capture, dimensions: int) -> Angles:
     spans = phase_spans(capture.labels("angles"), dimensions + 1)
     bases = [_basis(capture.q, span, dimensions) for span in spans]
     pairs = [sorted((one.phase, other.phase)) for one, other in combinations(spans, 2)]
-    degrees = [_mean_angle(one, other) for one, other in combinations(bases, 2)]
+    angles = [_mean_angle(one, other) for one, other in combinations(bases, 2)]
     empty = torch.zeros((0, *capture.q.shape[:2]), dtype=torch.float64)
-    return Angles(
-        dimensions,
-        len(spans),
-        torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
-        torch.stack(degrees) if degrees else empty,
-    )
+    degrees = torch.stack(angles) if angles else empty
+    phases = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    return Angles(dimensions, len(spans), phases, degrees)
 
 
 class PhaseSpan(NamedTuple):
@@ -144,19 +137,14 @@ def phase_spans(phases: Tensor, shortest: int = 1) -> list[PhaseSpan]:
     """Return the spans of at least `shortest` tokens, in order, of phases [tokens]."""
     changes = (phases.diff() != 0).nonzero()[:, 0] + 1
     bounds = pairwise([0, *changes.tolist(), len(phases)])
-    return [
-        PhaseSpan(int(phases[start]), start, end)
-        for start, end in bounds
-        if end - start >= max(shortest, 1)
-    ]
+    long = [(start, end) for start, end in bounds if end - start >= max(shortest, 1)]
+    return [PhaseSpan(int(phases[start]), start, end) for start, end in long]
 
 
 def _basis(queries: Tensor, span: PhaseSpan, dimensions: int) -> Tensor:
-    """Return the dominant directions [layers, q_heads, head_dim, k]; NaN if there are fewer.
-
-    Eigenvectors of the covariance are the right singular vectors of the rows, at a cost that does
-    not grow with a long span's rows.
-    """
+    """Return the dominant directions [layers, q_heads, head_dim, k]; NaN if there are fewer."""
+    # Eigenvectors of the covariance are the right singular vectors of the rows, at a cost that does
+    # not grow with a long span's rows.
     rows = queries[:, :, span.start : span.end].double()
     rows = rows - rows.mean(-2, keepdim=True)
     variances, directions = torch.linalg.eigh(rows.mT @ rows)

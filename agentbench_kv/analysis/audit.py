@@ -81,16 +81,10 @@ def _eviction(position: int, number: int, event: ScoredEvent) -> Eviction:
     earlier = torch.arange(event.live) < row[:, None]
     ahead = competing & ((scores > own) | ((scores == own) & earlier))
     lowest = scores.masked_fill(~chosen, torch.inf).amin(-1)
-    return Eviction(
-        position,
-        number,
-        event.logical,
-        heads=torch.stack([layer, head], -1),
-        ranks=ahead.sum(-1) + 1,
-        places=chosen.sum(-1),
-        competed=competing.sum(-1),
-        margins=(own[:, 0] - lowest).masked_fill(~chosen.any(-1), torch.nan),
-    )
+    heads, ranks = torch.stack([layer, head], -1), ahead.sum(-1) + 1
+    places, competed = chosen.sum(-1), competing.sum(-1)
+    margins = (own[:, 0] - lowest).masked_fill(~chosen.any(-1), torch.nan)
+    return Eviction(position, number, event.logical, heads, ranks, places, competed, margins)
 
 
 @dataclass(frozen=True)

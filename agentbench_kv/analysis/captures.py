@@ -84,10 +84,7 @@ class Capture:
         q, k, v = map(checks.main, REQUIRED)
         positions, decoded = checks.positions(), checks.per_token("decoded", 1)
         return cls(
-            q,
-            k,
-            v,
-            positions,
+            *(q, k, v, positions),
             now=checks.scalar("now", int(positions[-1]) + 1, int(positions[0]) + 1),
             prompt=checks.scalar("prompt", 0, 0),
             phases=checks.per_token("phase", 3),
@@ -166,12 +163,10 @@ class Capture:
         index = list(chosen)
         statistics = self.calibration
         if statistics is not None:
-            statistics = replace(
-                statistics, mean=statistics.mean[index], abs_mean=statistics.abs_mean[index]
-            )
-        return replace(
-            self, q=self.q[index], k=self.k[index], v=self.v[index], calibration=statistics
-        )
+            mean, abs_mean = statistics.mean[index], statistics.abs_mean[index]
+            statistics = replace(statistics, mean=mean, abs_mean=abs_mean)
+        q, k, v = self.q[index], self.k[index], self.v[index]
+        return replace(self, q=q, k=k, v=v, calibration=statistics)
 
     def labels(self, purpose: str) -> Tensor:
         """Return the phases [tokens]; a UsageError without them names the `purpose`."""

@@ -176,16 +176,13 @@ def _capture_coverage(
         members = torch.stack([labels[:count] == int(phase) for phase in Phase])
         members = torch.cat([members, members.any(0, keepdim=True)])
         given = input_at(capture, any_method, now, sums=utility)
-        yield torch.stack(
-            [_covered(capture, method, given, members) for method in methods.values()]
-        )
+        every = methods.values()
+        yield torch.stack([_covered(capture, method, given, members) for method in every])
 
 
 def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each event with the utility [layers, kv_heads, tokens before it], the last first.
-
-    Going backwards, every query's attention is computed once.
-    """
+    """Yield each event with the utility [layers, kv_heads, tokens before it], the last first."""
+    # Going backwards, every query's attention is computed once.
     sums = torch.zeros(capture.layers, capture.kv_heads, capture.length)
     end = capture.length
     for now in reversed(points):
@@ -202,10 +199,8 @@ def _utilities(capture: Capture, points: Sequence[int]) -> Iterator[tuple[int, T
 
 
 def _covered(capture: Capture, method: Method, given: MethodInput, members: Tensor) -> Tensor:
-    """Return a strategy's coverage [phases + 1] at an event, mean over layers and KV heads.
-
-    The views' sums are the utility.
-    """
+    """Return a strategy's coverage [phases + 1] at an event, mean over layers and KV heads."""
+    # The views' sums are the utility.
     queries = kept_queries(capture, method.query_plan(), members.shape[1])
     selection = replace(given, queries=queries).select(method)
     total = torch.stack([view.sums for view in given.layers if view.sums is not None]).double()

@@ -75,13 +75,8 @@ def attention_sums(
     total = torch.zeros(keys.shape[:2], device=keys.device)
     size = max(1, BLOCK_BYTES // (4 * queries.shape[0] * keys.shape[1]))
     for first in range(0, queries.shape[1], size):
-        block = queries[:, first : first + size].float()
-        mass = attention_mass(
-            block,
-            keys.float(),
-            query_positions=query_positions[first : first + size],
-            key_positions=places,
-        )
+        block, at = queries[:, first : first + size].float(), query_positions[first : first + size]
+        mass = attention_mass(block, keys.float(), query_positions=at, key_positions=places)
         total += mass * block.shape[1]
     return total
 
@@ -154,10 +149,8 @@ def gathered(source: Tensor, rows: Tensor) -> Tensor:
 
 
 def _all_sums(capture: Capture, layer: int, count: int, heads: int, kind: QueryKind) -> Tensor:
-    """Return the attention [heads, count] that the first tokens get.
-
-    It is that of their own queries, or for `FUTURE` of all later ones.
-    """
+    """Return the attention [heads, count] that the first tokens get."""
+    # It is that of their own queries, or for `FUTURE` of all later ones.
     future = kind is QueryKind.FUTURE
     asking = slice(count, None) if future else slice(count)
     seen = capture.length if future else count
@@ -217,14 +210,11 @@ def event_points(capture: Capture, method: Method) -> list[int]:
     schedule, points, live = Schedule(method), [], 0
     for position, is_decoded, first, last in zip(*(m.tolist() for m in marks), strict=True):
         # A token is sampled, and events run, when all before it are fed; it is fed afterwards.
-        due = is_decoded and any(
-            [
-                first and schedule.after_prefill(live, position),
-                schedule.after_decode(live, position),
-                last and schedule.after_turn(live, position),
-            ]
-        )
-        if due:
+        # Each trigger counts on, also behind one that fires.
+        prefill = is_decoded and first and schedule.after_prefill(live, position)
+        decode = is_decoded and schedule.after_decode(live, position)
+        turn = is_decoded and last and schedule.after_turn(live, position)
+        if prefill or decode or turn:
             points.append(position)
             live = method.budget_at(position)
         live += 1

@@ -91,9 +91,8 @@ def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> 
     from sklearn.metrics import silhouette_score
 
     vectors = capture.q[layer, head][rows].float().numpy()
-    model = TSNE(
-        perplexity=min(PERPLEXITY, (len(rows) - 1) / 3), init="pca", random_state=seed, n_jobs=1
-    )
+    perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
+    model = TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=1)
     points = torch.from_numpy(model.fit_transform(vectors))
     phases = capture.labels("tsne")[rows]
     silhouette = None

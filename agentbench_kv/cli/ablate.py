@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import (
-    base_spec,
-    dry_run_option,
-    json_option,
-    many,
-    option,
-    out_option,
-    parse_budget,
-    parse_settings,
-    print_json,
-    quiet_option,
-    set_option,
-    spec_options,
-)
+from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,26 +17,33 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@option("--method", default="agentkv")
-@option("--budget", "As kvbench run takes it.", required=True)
-@option("--task", "Slice.", default="micro/recall-5k")
-@option("--seed", default=0)
-@many(
+@opt.option("--method", default="agentkv")
+@opt.option("--budget", "As kvbench run takes it.", required=True)
+@opt.option("--task", "Slice.", default="micro/recall-5k")
+@opt.option("--seed", default=0)
+@opt.many(
     "--axis axes KEY=V1,V2,...",
     "Parameter and values; repeatable. [default: the paper's and the open choices]",
     envvar=None,
 )
-@set_option("Parameter of all arms; repeatable.", envvar=None)
-@option("--metric", "score, or a sub-score such as recurring.", default="score", envvar=None)
-@spec_options
-@out_option()
-@dry_run_option
-@quiet_option
-@json_option
+@opt.set_option("Parameter of all arms; repeatable.", envvar=None)
+@opt.option("--metric", "score, or a sub-score such as recurring.", default="score", envvar=None)
+@opt.spec_options
+@opt.out_option()
+@opt.dry_run_option
+@opt.quiet_option
+@opt.json_option
 def ablate(
-    method: str, budget: str, task: str, seed: int, axes: tuple[str, ...], pairs: tuple[str, ...],
-    metric: str, shared: dict[str, Any], out: Path, dry_run: bool, quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    shared: dict[str, Any],
+    axes: tuple[str, ...],
+    pairs: tuple[str, ...],
+    metric: str,
+    out: Path,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **base: Any,
+) -> None:
     """Vary one parameter of METHOD at a time and compare every variant with METHOD as it is.
 
     Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the
@@ -60,18 +54,15 @@ def ablate(
     from agentbench_kv.run.ablation import ablate as run_arms
     from agentbench_kv.run.ablation import variants
 
-    base = replace(
-        base_spec(shared), method=method, budget=parse_budget(budget), task=task, seed=seed
-    )
-    chosen = {key: value.split(",") for key, value in parse_settings(axes).items()}
-    arms = variants(base, parse_settings(pairs), chosen or None)
+    chosen = {key: value.split(",") for key, value in opt.parse_settings(axes).items()}
+    arms = variants(opt.base_spec(shared, **base), opt.parse_settings(pairs), chosen or None)
     if dry_run:
         show_plan([arm.spec for arm in arms], out, as_json)
         return
     with run_progress(quiet) as progress:
         compared = run_arms(arms, out, progress, metric)
     if as_json:
-        print_json([_document(arm) for arm in compared])
+        opt.print_json([_document(arm) for arm in compared])
     else:
         console().print(_table(compared, metric))
 
@@ -94,14 +85,9 @@ def _table(arms: list[Variant], metric: str) -> Table:
 
     rows = []
     for arm in arms:
-        gap = arm.difference
-        rows.append(
-            (
-                *(arm.axis or "baseline", arm.value, percent(arm.level)),
-                f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None,
-                f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None,
-                *(gap.n if gap else None, arm.spec.id),
-            )
-        )
+        gap, head = arm.difference, (arm.axis or "baseline", arm.value, percent(arm.level))
+        between = f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None
+        p = f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None
+        rows.append((*head, between, p, gap.n if gap else None, arm.spec.id))
     columns = ("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
     return new_table(*columns, rows=rows)

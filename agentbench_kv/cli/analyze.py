@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.budget import Budget
-from agentbench_kv.cli.options import (
-    FOLDER,
-    NATURAL,
-    PATH,
-    POSITIVE,
-    F,
-    local,
-    many,
-    option,
-    parse_settings,
-    print_json,
-    set_option,
-)
+from agentbench_kv.cli import options as opt
 from agentbench_kv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,19 +23,19 @@ if TYPE_CHECKING:
 _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PLACE = re.compile(r"(\d+):(\d+)")
-many_captures = many(
-    "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", PATH, required=True
+many_captures = opt.many(
+    "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", opt.PATH, required=True
 )
-layer_option = many(
+layer_option = opt.many(
     "--layer layers", "Only this layer of the capture; repeatable. [default: all]", int
 )
-trace_option = option("--trace", "Trace file of a session.", PATH)
-print_option = option("--json as_json", "Print one JSON document.", is_flag=True)
+trace_option = opt.option("--trace", "Trace file of a session.", opt.PATH)
+print_option = opt.option("--json as_json", "Print one JSON document.", is_flag=True)
 
 
-def outputs(command: F) -> F:
+def outputs(command: opt.F) -> opt.F:
     """Add `--plot` and `--json`."""
-    plot = option("--plot", "Also draw it: a .png or .svg file.", PATH)
+    plot = opt.option("--plot", "Also draw it: a .png or .svg file.", opt.PATH)
     return plot(print_option(command))
 
 
@@ -59,7 +47,7 @@ def analyze() -> None:
 @analyze.command()
 @many_captures
 @layer_option
-@option("--k", "Directions per span.", POSITIVE, default=5)
+@opt.option("--k", "Directions per span.", opt.POSITIVE, default=5)
 @outputs
 def angles(
     captures: tuple[Path, ...], layers: tuple[int, ...], k: int, plot: Path | None, as_json: bool
@@ -79,45 +67,48 @@ def angles(
 @analyze.command()
 @many_captures
 @layer_option
-@many("--budget budgets TOKENS", "Tokens kept per (layer, KV head); repeatable.", required=True)
-@option("--recent", "Last queries as representatives; repeatable.", POSITIVE, default=(8, 24))
-@option(
-    "--representatives", "Queries of the phase-balanced strategies in all.", POSITIVE, default=24
+@opt.many("--budget budgets TOKENS", "Tokens kept per (layer, KV head); repeatable.", required=True)
+@opt.option(
+    "--recent", "Last queries as representatives; repeatable.", opt.POSITIVE, default=(8, 24)
 )
-@option("--interval", "Generated tokens between two events.", POSITIVE, default=128)
+@opt.option(
+    "--representatives",
+    "Queries of the phase-balanced strategies in all.",
+    opt.POSITIVE,
+    default=24,
+)
+@opt.option("--interval", "Generated tokens between two events.", opt.POSITIVE, default=128)
 @outputs
 def coverage(
-    captures: tuple[Path, ...], layers: tuple[int, ...], budgets: tuple[str, ...],
-    recent: tuple[int, ...], representatives: int, interval: int, plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    captures: tuple[Path, ...],
+    layers: tuple[int, ...],
+    budgets: tuple[str, ...],
+    plot: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
     """Future attention kept, per phase: recent against phase-balanced queries, and the oracle."""
     from agentbench_kv.analysis.coverage import utility_coverage
     from agentbench_kv.analysis.plots import check_plot, plot_coverage
     from agentbench_kv.analysis.tables import coverage_tables
 
     check_plot(plot)
-    found = utility_coverage(
-        _load(captures, layers),
-        [read_tokens(text) for text in budgets],
-        recent=recent,
-        representatives=representatives,
-        interval=interval,
-    )
+    tokens = [read_tokens(text) for text in budgets]
+    found = utility_coverage(_load(captures, layers), tokens, **settings)
     _show(found.document(), coverage_tables(found), as_json, captures)
     if plot is not None:
         plot_coverage(found, plot)
 
 
 @analyze.command()
-@option("--capture", f"{_CAPTURE}.", PATH, required=True)
-@many("--at places LAYER:HEAD", "Query head; repeatable. [default: head 0 of the middle layer]")
-@option("--per-phase", "Queries drawn of each phase.", POSITIVE, default=100)
-@option("--seed", "Of the draw and the embedding.", NATURAL, default=0)
+@opt.option("--capture", f"{_CAPTURE}.", opt.PATH, required=True)
+@opt.many("--at places LAYER:HEAD", "Query head; repeatable. [default: head 0 of the middle layer]")
+@opt.option("--per-phase", "Queries drawn of each phase.", opt.POSITIVE, default=100)
+@opt.option("--seed", "Of the draw and the embedding.", opt.NATURAL, default=0)
 @outputs
 def tsne(
-    capture: Path, places: tuple[str, ...], per_phase: int, seed: int, plot: Path | None,
-    as_json: bool,
-) -> None:  # fmt: skip
+    capture: Path, places: tuple[str, ...], plot: Path | None, as_json: bool, **draw: int
+) -> None:
     """Embed query vectors in the plane (t-SNE), coloured by phase."""
     from agentbench_kv.analysis.plots import check_plot, plot_tsne
     from agentbench_kv.analysis.tables import tsne_tables
@@ -126,9 +117,9 @@ def tsne(
     check_plot(plot)
     (loaded,) = _load([capture])
     heads = [read_place(text) for text in places] or [(loaded.layers // 2, 0)]
-    found = embed_queries(loaded, heads, per_phase=per_phase, seed=seed)
+    found = embed_queries(loaded, heads, **draw)
     embeddings = [embedding.document() for embedding in found]
-    document = {"analysis": "tsne", "seed": seed, "heads": embeddings}
+    document = {"analysis": "tsne", "seed": draw["seed"], "heads": embeddings}
     _show(document, tsne_tables(found), as_json, [capture])
     if plot is not None:
         plot_tsne(found, plot)
@@ -136,23 +127,27 @@ def tsne(
 
 @analyze.command()
 @trace_option
-@option("--capture", "Or: a capture to replay.", PATH)
-@option("--method", "With --capture: method to replay.")
-@option("--budget TOKENS", "With --capture.")
-@set_option("Method parameter; repeatable. See kvbench ls methods.")
-@option("--out", "Also write the trace of the replay.", PATH, envvar="KVBENCH_TRACE_OUT")
+@opt.option("--capture", "Or: a capture to replay.", opt.PATH)
+@opt.option("--method", "With --capture: method to replay.")
+@opt.option("--budget TOKENS", "With --capture.")
+@opt.set_option("Method parameter; repeatable. See kvbench ls methods.")
+@opt.option("--out", "Also write the trace of the replay.", opt.PATH, envvar="KVBENCH_TRACE_OUT")
 @outputs
 def timeline(
-    trace: Path | None, capture: Path | None, method: str | None, budget: str | None,
-    pairs: tuple[str, ...], out: Path | None, plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    trace: Path | None,
+    capture: Path | None,
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    **replayed: Any,
+) -> None:
     """Count the kept tokens of each phase at every event of a trace or a replayed capture."""
     from agentbench_kv.analysis.audit import trace_timeline
     from agentbench_kv.analysis.plots import check_plot, plot_timeline
     from agentbench_kv.analysis.tables import timeline_tables
 
     check_plot(plot)
-    source = _trace(trace, capture, method, budget, pairs)
+    source = _trace(trace, capture, **replayed)
     if out is not None:
         source.save(out)
     found = trace_timeline(source)
@@ -163,11 +158,11 @@ def timeline(
 
 
 @analyze.command()
-@local("--run run_name", "Id or folder of a finished micro run.", required=True)
-@local("--sample samples", "Id or number; repeatable.", multiple=True)
-@local("--limit", "First N.", POSITIVE, default=5)
-@option("--runs", "Folder of runs.", FOLDER, default=Path("runs"), envvar="KVBENCH_OUT")
-@option("--out", "Write the last trace.", PATH, envvar="KVBENCH_TRACE_OUT")
+@opt.local("--run run_name", "Id or folder of a finished micro run.", required=True)
+@opt.local("--sample samples", "Id or number; repeatable.", multiple=True)
+@opt.local("--limit", "First N.", opt.POSITIVE, default=5)
+@opt.option("--runs", "Folder of runs.", opt.FOLDER, default=Path("runs"), envvar="KVBENCH_OUT")
+@opt.option("--out", "Write the last trace.", opt.PATH, envvar="KVBENCH_TRACE_OUT")
 @print_option
 def evidence(
     run_name: str, samples: tuple[str, ...], limit: int, runs: Path, out: Path | None, as_json: bool
@@ -192,17 +187,14 @@ def evidence(
         audits.append(audited)
     if out is not None:
         trace.save(out)
-    sessions = [
-        {**vars(audited), "facts": [found.document() for found in audited.facts]}
-        for audited in audits
-    ]
-    tables = [_evidence_table(by_outcome(audits))]
-    _show({"analysis": "evidence", "sessions": sessions}, tables, as_json, [])
+    sessions = [{**vars(each), "facts": [f.document() for f in each.facts]} for each in audits]
+    table = _evidence_table(by_outcome(audits))
+    _show({"analysis": "evidence", "sessions": sessions}, [table], as_json, [])
 
 
 @analyze.command()
 @trace_option
-@option(
+@opt.option(
     "--positions RANGES",
     "Logical positions of the tokens that held the answer, e.g. 120-135,200.",
     required=True,
@@ -267,7 +259,7 @@ def _trace(
         raise UsageError("timeline: give either --trace FILE, or --capture FILE and --method NAME")
     if method is None:
         raise UsageError("timeline: say which method to replay, e.g. --method agentkv --budget 256")
-    chosen = make_method(method, budget, parse_settings(pairs))
+    chosen = make_method(method, budget, opt.parse_settings(pairs))
     return replay_trace(_load([capture])[0], chosen)
 
 
@@ -277,7 +269,7 @@ def _show(
     from agentbench_kv.results.terminal import console
 
     if as_json:
-        print_json({**document, "files": [str(path) for path in files]})
+        opt.print_json({**document, "files": [str(path) for path in files]})
         return
     for table in tables:
         console().print(table)

@@ -62,7 +62,7 @@ def kernels(as_json: bool, **options: Any) -> None:
     from agentbench_kv.kernels.torch_backend import TorchBackend
 
     repeats = options.pop("repeats")
-    cells, left_out = _cells(**options)
+    cells, left_out = _cells(options)
     native = active_backend(cells[0].device if cells else "cpu")
     found: list[KernelTimes] = []
     if not as_json:
@@ -78,41 +78,30 @@ def kernels(as_json: bool, **options: Any) -> None:
         click.echo(f"left out: {line}", err=True)
 
 
-def _cells(
-    operations: Sequence[str],
-    models: Sequence[str],
-    tokens: Sequence[int],
-    budgets: Sequence[int],
-    sessions: Sequence[int],
-    block: int,
-    dtype: str,
-    device: str,
-    memory: int,
-) -> tuple[list[KernelCase], list[str]]:
+def _cells(options: dict[str, Any]) -> tuple[list[KernelCase], list[str]]:
     """Return what to measure, and what is left out with the reason."""
     import torch
 
     from agentbench_kv.errors import PrerequisiteError, unknown_name
     from agentbench_kv.kernels.benchmark import MODELS, KernelCase
 
+    device, dtype = options["device"], getattr(torch, options["dtype"])
     if device == "cuda" and not torch.cuda.is_available():
         raise PrerequisiteError("--device cuda: PyTorch sees no GPU; see kvbench doctor")
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device(auto if device == "auto" else device)
-    for model in models:
+    for model in options["models"]:
         if model not in MODELS:
             raise unknown_name("model shape", model, MODELS)
     cells: list[KernelCase] = []
     left_out: list[str] = []
-    for operation in operations or OPERATIONS:
+    for operation in options["operations"] or OPERATIONS:
         quadratic = operation == "similarity" and where.type == "cpu"
-        for model, count, length, budget in _grid(operation, models, sessions, tokens, budgets):
-            size = block or length
-            cell = KernelCase(
-                operation, model, count, length, budget, size, getattr(torch, dtype), where
-            )
+        for model, count, length, budget in _grid(operation, options):
+            size = options["block"] or length
+            cell = KernelCase(operation, model, count, length, budget, size, dtype, where)
             name = f"{operation} {model}, {count} sessions, T={length}, B={budget}"
-            if cell.cache_bytes > memory << 30:
+            if cell.cache_bytes > options["memory"] << 30:
                 left_out.append(f"{name}: {cell.cache_bytes / 2**30:.0f} GiB of cache (--memory)")
             elif quadratic and (length > _LONG or count > 1):
                 left_out.append(f"{name}: quadratic in T, slow on a CPU")
@@ -121,17 +110,13 @@ def _cells(
     return cells, left_out
 
 
-def _grid(
-    operation: str,
-    models: Sequence[str],
-    sessions: Sequence[int],
-    tokens: Sequence[int],
-    budgets: Sequence[int],
-) -> Iterator[tuple[str, int, int, int]]:
+def _grid(operation: str, options: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     """Yield (model, sessions, T, B); only the budgets below T, one where none matters."""
     matters = operation in ("compact", "select_top", "rope_rotate")
-    for model, count, length in product(models, sessions, tokens):
-        fitting = [budget for budget in budgets if budget < length]
+    for model, count, length in product(
+        *(options[name] for name in ("models", "sessions", "tokens"))
+    ):
+        fitting = [budget for budget in options["budgets"] if budget < length]
         for budget in fitting if matters else fitting[:1]:
             yield model, count, length, budget
 
@@ -192,10 +177,11 @@ def restore(
         if isinstance(row, RestoreTimes):
             speedups = {"speedup": row.speedup, "both_speedup": row.both_speedup}
             found.append(asdict(row) | speedups)
+            line = _restore_row(row)
         else:
-            about = row
+            about, line = row, _restore_head(row)
         if not as_json:
-            click.echo(_restore_row(row) if isinstance(row, RestoreTimes) else _restore_head(row))
+            click.echo(line)
     if as_json:
         print_json({**about, "cells_measured": found})
     else:

@@ -8,25 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import (
-    ABOVE_ZERO,
-    FOLDER,
-    NATURAL,
-    POSITIVE,
-    device_option,
-    dtype_option,
-    engine_option,
-    json_option,
-    local,
-    local_flag,
-    option,
-    out_option,
-    parse_budget,
-    parse_settings,
-    print_json,
-    quiet_option,
-    set_option,
-)
+from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
     from agentbench_kv.serving_bench.bench import ServingRun
@@ -36,79 +18,81 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@engine_option
-@option("--model", default="micro")
-@local(
+@opt.engine_option
+@opt.option("--model", default="micro")
+@opt.local(
     "--method methods", "Compared with full and full-constrained; repeatable.", default=("agentkv",)
 )
-@option("--budget TOKENS", "Of the methods.")
-@set_option("Of the methods.", envvar=None)
-@dtype_option
-@device_option
-@local(
+@opt.option("--budget TOKENS", "Of the methods.")
+@opt.set_option("Of the methods.", envvar=None)
+@opt.dtype_option
+@opt.device_option
+@opt.local(
     "--load-format",
     "dummy: random weights of the model's shapes, for speed alone.",
     click.Choice(["auto", "dummy"]),
     default="auto",
 )
-@local(
+@opt.local(
     "--engine-arg engine_pairs KEY=VALUE",
     "Passed on to a serving engine, e.g. max-num-seqs=64; repeatable.",
     multiple=True,
 )
-@local_flag(
+@opt.local_flag(
     "--allow-untested-engine allow_untested",
     "Go on with a version of a serving engine that was not tried.",
 )
-@local(
+@opt.local(
     "--url urls [NAME=]URL",
     "A server that stands already, instead of an engine started here; repeatable.",
     multiple=True,
 )
-@local(
+@opt.local(
     "--wire",
     "What servers at --url understand: kvbench serve, or an engine's own endpoints.",
     click.Choice(["gateway", "vllm", "sglang"]),
     default="gateway",
 )
-@local("--tokenizer", "With --url: the model's folder, to draw token ids from.", FOLDER)
-@local("--vocab", "With --url: ids below this number instead.", POSITIVE)
-@local(
+@opt.local("--tokenizer", "With --url: the model's folder, to draw token ids from.", opt.FOLDER)
+@opt.local("--vocab", "With --url: ids below this number instead.", opt.POSITIVE)
+@opt.local(
     "--shape shapes IN/OUT",
     "First prompt and tokens generated in each turn, k = 1,024; repeatable.",
     default=("2k/256",),
 )
-@local("--turns", kind=POSITIVE, default=3)
-@local("--tool-tokens", "New prompt tokens of every later turn.", POSITIVE, default=256)
-@local(
+@opt.local("--turns", kind=opt.POSITIVE, default=3)
+@opt.local("--tool-tokens", "New prompt tokens of every later turn.", opt.POSITIVE, default=256)
+@opt.local(
     "--think-time", "Seconds between turns.", click.FloatRange(0), default=0.0, show_default=False
 )
-@local(
+@opt.local(
     "--concurrency",
     "Closed loop: sessions at once; repeatable.  [default: 8]",
-    POSITIVE,
+    opt.POSITIVE,
     multiple=True,
 )
-@local(
+@opt.local(
     "--rate rates",
     "Open loop: sessions that begin per second; repeatable.",
-    ABOVE_ZERO,
+    opt.ABOVE_ZERO,
     multiple=True,
 )
-@local(
+@opt.local(
     "--sessions",
     "Of one measurement.  [default: twice the concurrency; 32 in an open loop]",
-    POSITIVE,
+    opt.POSITIVE,
 )
-@local("--warmup", "Sessions.", NATURAL, default=2)
-@local("--repeats", kind=POSITIVE, default=9)
-@local_flag("--together", "Start every arm's engine once and keep all, instead of one at a time.")
-@local("--seed", kind=NATURAL, default=0)
-@local("--timeout", "Seconds.", ABOVE_ZERO, default=1800.0, show_default=False)
-@local_flag("--save-detailed", "Keep every request in the files.")
-@out_option()
-@quiet_option
-@json_option
+@opt.local("--warmup", "Sessions.", opt.NATURAL, default=2)
+@opt.local("--repeats", kind=opt.POSITIVE, default=9)
+@opt.local_flag(
+    "--together", "Start every arm's engine once and keep all, instead of one at a time."
+)
+@opt.local("--seed", kind=opt.NATURAL, default=0)
+@opt.local("--timeout", "Seconds.", opt.ABOVE_ZERO, default=1800.0, show_default=False)
+@opt.local_flag("--save-detailed", "Keep every request in the files.")
+@opt.out_option()
+@opt.quiet_option
+@opt.json_option
 def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Measure throughput and latency of sessions with several turns.
 
@@ -174,17 +158,17 @@ def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> Servi
         return ServingPlan(**about, arms=url_arms(options["urls"]), **shared)
     if wire != "gateway":
         raise UsageError("--wire is for servers at --url; engines started here speak as gateway")
-    budget = parse_budget(options["budget"])
+    budget = opt.parse_budget(options["budget"])
     wanted = [*((base, None) for base in BASES), *((name, budget) for name in options["methods"])]
     where = {name: options[name] for name in ("dtype", "device")}
     dummy = options["load_format"] == "dummy"
-    settings = parse_settings(options["pairs"])
+    settings = opt.parse_settings(options["pairs"])
     arms = engine_arms(options["engine"], model, wanted, settings, dummy=dummy, **where)
     return ServingPlan(
         engine=options["engine"],
         model=model,
         weights="dummy" if dummy else "loaded",
-        engine_args=parse_settings(options["engine_pairs"], "--engine-arg"),
+        engine_args=opt.parse_settings(options["engine_pairs"], "--engine-arg"),
         allow_untested=options["allow_untested"],
         arms=arms,
         **where,
@@ -212,7 +196,7 @@ def _show(summary: ServingSummary, path: Path, as_json: bool) -> None:
     from agentbench_kv.serving_bench.summary import summary_tables
 
     if as_json:
-        print_json({**summary.model_dump(mode="json"), "path": str(path)})
+        opt.print_json({**summary.model_dump(mode="json"), "path": str(path)})
         return
     click.echo(path, err=True)
     show(summary_tables(summary), "terminal")

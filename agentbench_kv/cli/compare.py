@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentbench_kv.cli.options import (
-    FOLDER,
-    flag,
-    json_option,
-    local,
-    local_flag,
-    option,
-    out_option,
-    print_json,
-    shown,
-)
+from agentbench_kv.cli import options as opt
 from agentbench_kv.errors import KVBenchError, UsageError
 
 if TYPE_CHECKING:
@@ -43,79 +33,86 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 
 @click.command()
 @click.argument("runs", metavar="BASE CAND [RUN]...", nargs=-1)
-@shown(
+@opt.shown(
     "--margin",
     "How much worse is harmless: points of score, percent of speed or memory.",
     default=1.0,
 )
-@shown(
+@opt.shown(
     "--catch",
     "The loss that must not slip through, in the same unit. [default: 10, or the margin if "
     "that is more]",
     float,
 )
-@shown(
+@opt.shown(
     "--metric",
     "score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
     "output_tok_s.",
     default="score",
 )
-@shown(
+@opt.shown(
     "--by",
     "A verdict for each task; without it, one over the samples of all tasks.",
     click.Choice(("task",)),
 )
-@shown(
+@opt.shown(
     "--inconclusive",
     "Whether an undecided comparison fails (exit code 4).",
     click.Choice(("fail", "ok")),
     default="fail",
 )
-@shown(
+@opt.shown(
     "--allow-drift",
     "Compare although model, data, template, parser or versions differ.",
     is_flag=True,
 )
-@shown(
+@opt.shown(
     "--bootstrap",
     "If BASE is a baseline that does not exist yet, save CAND as it and end well.",
     is_flag=True,
 )
-@local(
+@opt.local(
     "--flips listed [N]",
     "List the samples that changed, the N largest changes first. [N: 20]",
     is_flag=False,
     callback=_count,
     flag_value="20",
 )
-@local_flag(
+@opt.local_flag(
     "--plan planned",
     "Say what a comparison with BASE, or with --samples, could tell; needs no CAND.",
 )
-@local("--samples", "For --plan: samples on each side.", click.IntRange(2))
-@local(
+@opt.local("--samples", "For --plan: samples on each side.", click.IntRange(2))
+@opt.local(
     "--discordance",
     "For --plan: percent of samples whose outcome differs. "
     "[default: what BASE's repeats show, or 15]",
     click.FloatRange(0, 100),
 )
-@local_flag(
+@opt.local_flag(
     "--engines", "The same run on different engines: equal scores and tokens, sample by sample."
 )
-@shown("--format form", "What to print.", click.Choice(FORMATS), default="terminal")
-@local("--write writes FORMAT=FILE", "Also write this format to a file; repeatable.", multiple=True)
-@local(
+@opt.shown("--format form", "What to print.", click.Choice(FORMATS), default="terminal")
+@opt.local(
+    "--write writes FORMAT=FILE", "Also write this format to a file; repeatable.", multiple=True
+)
+@opt.local(
     "--noise repeats RUN",
     "Further runs of full, to show the A/A noise floor; repeatable.",
     multiple=True,
 )
-@out_option()
-@flag("--json as_json", "As --format json.")
+@opt.out_option()
+@opt.flag("--json as_json", "As --format json.")
 def compare(
-    runs: tuple[str, ...], engines: bool, planned: bool, samples: int | None,
-    discordance: float | None, form: str, as_json: bool, out: Path, writes: tuple[str, ...],
-    bootstrap: bool, **options: Any,
-) -> int:  # fmt: skip
+    runs: tuple[str, ...],
+    engines: bool,
+    planned: bool,
+    form: str,
+    as_json: bool,
+    out: Path,
+    writes: tuple[str, ...],
+    **options: Any,
+) -> int:
     """Compare CAND with BASE, sample by sample, and say ok, inconclusive or regression.
 
     Each is a run directory, a run id, a folder of runs, a baseline file (kvbench baseline save) or
@@ -130,8 +127,7 @@ def compare(
     if engines:
         return _show_engines(runs, out, form == "json")
     if planned:
-        limits = options["margin"], options["catch"]
-        return _plan(runs, out, limits, samples, discordance, form == "json")
+        return _plan(runs, out, form == "json", **options)
     from agentbench_kv.results.compare_text import targets, write_note
 
     files = targets(writes)
@@ -139,26 +135,27 @@ def compare(
         if len(runs) != 2:
             hint = "; more than two are compared with --engines" if len(runs) > 2 else ""
             raise UsageError(f"expected BASE and CAND, got {len(runs)} runs{hint}")
-        return _compare(*runs, out, form, files, bootstrap, **options)
+        return _compare(runs, out, form, files, **options)
     except KVBenchError as error:
         write_note(files, str(error), refused=True)
         raise
 
 
 def _compare(
-    base: str, cand: str, out: Path, form: str, files: Sequence[tuple[str, Path]], bootstrap: bool,
-    *, repeats: tuple[str, ...], by: str | None, **options: Any,
-) -> int:  # fmt: skip
+    runs: Sequence[str], out: Path, form: str, files: Sequence[tuple[str, Path]], **options: Any
+) -> int:
     from agentbench_kv.results.baseline import absent_baseline, open_sides
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show
 
-    absent = absent_baseline(base, out)
+    absent = absent_baseline(runs[0], out)
     if absent is not None:
-        return _without_baseline(absent, cand, out, files, bootstrap)
-    with open_sides((base, cand, *repeats), out) as ((theirs, mine, *others), problems):
+        return _without_baseline(absent, runs[1], out, files, options["bootstrap"])
+    same = ("margin", "catch", "metric", "inconclusive", "allow_drift", "listed")
+    chosen = {name: options[name] for name in same} | {"by_task": options["by"] is not None}
+    with open_sides((*runs, *options["repeats"]), out) as ((theirs, mine, *others), problems):
         noise = [run for side in others for run in side]
-        found = compare_sides(theirs, mine, noise=noise, by_task=by is not None, **options)
+        found = compare_sides(theirs, mine, noise=noise, **chosen)
     show(found, form, files, problems)
     return found.exit_code
 
@@ -185,18 +182,17 @@ def _without_baseline(
     return 0
 
 
-def _plan(
-    runs: Sequence[str], out: Path, limits: tuple[float, float | None], samples: int | None,
-    discordance: float | None, as_json: bool,
-) -> int:  # fmt: skip
+def _plan(runs: Sequence[str], out: Path, as_json: bool, **options: Any) -> int:
     from agentbench_kv.results.baseline import open_sides
     from agentbench_kv.results.compare import plan, plan_lines
 
     if len(runs) > 1:
         raise UsageError(f"--plan takes BASE alone, got {len(runs)} runs")
-    share = None if discordance is None else discordance / 100
+    percent = options["discordance"]
+    share = None if percent is None else percent / 100
+    limits = options["margin"], options["catch"], options["samples"]
     with open_sides(runs, out) as (sides, _):
-        found = plan([run for side in sides for run in side], *limits, samples, share)
+        found = plan([run for side in sides for run in side], *limits, share)
     lines = [found.model_dump_json(indent=2)] if as_json else plan_lines(found)
     click.echo("\n".join(lines))
     return 0
@@ -210,17 +206,17 @@ def baseline() -> None:
 @baseline.command()
 @click.argument("name", metavar="NAME")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@option(
+@opt.option(
     "--to folder",
     "Folder to write NAME.json to.",
-    FOLDER,
+    opt.FOLDER,
     default=Path("baselines"),
     envvar="KVBENCH_BASELINES",
     show_envvar=True,
 )
-@local_flag("--force", "Replace a baseline of that name.")
-@out_option()
-@json_option
+@opt.local_flag("--force", "Replace a baseline of that name.")
+@opt.out_option()
+@opt.json_option
 def save(
     name: str, runs: tuple[str, ...], folder: Path, force: bool, out: Path, as_json: bool
 ) -> None:
@@ -236,7 +232,7 @@ def save(
         found = list({run.path: run for side in sides for run in side}.values())
         path = save_baseline(name, found, folder, force)
     if as_json:
-        print_json({"path": str(path), "runs": [run.run_id for run in found]})
+        opt.print_json({"path": str(path), "runs": [run.run_id for run in found]})
         return
     _show_runs(found)
     click.echo(str(path))
@@ -244,7 +240,7 @@ def save(
 
 @baseline.command()
 @click.argument("source", metavar="BASELINE")
-@json_option
+@opt.json_option
 def show(source: str, as_json: bool) -> None:
     """Show what BASELINE holds: a file, the name of one in baselines/, or a URL."""
     from agentbench_kv.results.baseline import open_sides
@@ -255,16 +251,11 @@ def show(source: str, as_json: bool) -> None:
     if not as_json:
         _show_runs(runs)
         return
-    documents = [
-        {
-            "run_id": run.run_id,
-            "spec": run.spec,
-            "provenance": run.info.provenance,
-            "summary": run.summary.model_dump(mode="json"),
-        }
-        for run in runs
-    ]
-    print_json(documents)
+    documents = []
+    for run in runs:
+        about = {"run_id": run.run_id, "spec": run.spec, "provenance": run.info.provenance}
+        documents.append({**about, "summary": run.summary.model_dump(mode="json")})
+    opt.print_json(documents)
 
 
 def _show_runs(runs: Sequence[Run]) -> None:
@@ -284,7 +275,7 @@ def _show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
         found = consistency(runs)
     found = found.with_gaps(_gaps(runs, found))
     if as_json:
-        print_json(found.document())
+        opt.print_json(found.document())
     else:
         _print_engines(found)
     return 0 if found.equal else 1
@@ -335,12 +326,10 @@ def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, st
 
     if difference.trial or difference.turn is None or difference.index is None:
         return None, "only first trials are played again"
-    known = {field.name for field in fields(RunSpec)}
-    run = RunSpec(**{key: value for key, value in spec.items() if key in known})
+    names = {field.name for field in fields(RunSpec)}
+    run = RunSpec(**{name: spec[name] for name in names & spec.keys()})
+    place = (difference.sample, difference.turn, difference.index)
     try:
-        gap = decision_gap(
-            run, difference.sample, difference.turn, difference.index, difference.tokens
-        )
+        return decision_gap(run, *place, difference.tokens), ""
     except KVBenchError as error:
         return None, str(error)
-    return gap, ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,9 +33,7 @@ def demo() -> None:
 @local("--encoder", "As --set encoder takes it.", default="hash")
 @local("--seed", "Another session than the shipped one.", NATURAL)
 @local_flag("--full", "Show whole assistant messages.")
-def evoke(
-    budget: int, recovery: str, block: int, encoder: str, seed: int | None, full: bool
-) -> None:
+def evoke(budget: int, seed: int | None, full: bool, **settings: Any) -> None:
     """Play 14 turns in a cache of 1,024 tokens: facts first, the question about them last.
 
     The session grows to some 3,300 tokens. Each turn shows what left the cache (-), what came back
@@ -46,7 +44,7 @@ def evoke(
     from agentbench_kv.run.evoke_demo import SEED, Demo, episode_for
 
     console = terminal.console()
-    method = Evoke.create("", budget, {"recovery": recovery, "block": block, "encoder": encoder})
+    method = Evoke.create("", budget, settings)
     shown = Demo(method, episode_for(SEED if seed is None else seed))
     for turn in shown.play():
         _show_turn(console, turn, budget, full)

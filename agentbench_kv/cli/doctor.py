@@ -159,6 +159,10 @@ def _data() -> Iterator[Diagnosis]:
     yield _optional("corpora", ", ".join(corpora), f"none in {folder}", mend)
 
 
+def _needed(name: str, works: bool, found: str) -> Diagnosis:
+    return Diagnosis(name, "ok", found) if works else Diagnosis(name, "broken", found, _REINSTALL)
+
+
 def _optional(name: str, found: str, absent: str, mend: str) -> Diagnosis:
     return Diagnosis(name, "ok", found) if found else Diagnosis(name, "optional", absent, mend)
 
@@ -166,10 +170,8 @@ def _optional(name: str, found: str, absent: str, mend: str) -> Diagnosis:
 def _micro_model() -> Iterator[Diagnosis]:
     folder = resources.files("agentbench_kv.models") / "micro"
     weights = sorted(f.name for f in folder.iterdir() if f.name.endswith(".safetensors"))
-    if weights:
-        yield Diagnosis("micro model", "ok", f"{folder} ({', '.join(weights)})")
-    else:
-        yield Diagnosis("micro model", "broken", f"no weights in {folder}", _REINSTALL)
+    found = f"{folder} ({', '.join(weights)})" if weights else f"no weights in {folder}"
+    yield _needed("micro model", bool(weights), found)
 
 
 def _tool_parser() -> Iterator[Diagnosis]:
@@ -178,10 +180,9 @@ def _tool_parser() -> Iterator[Diagnosis]:
     parser = OutputParser(choose_parser("hermes", ()), lambda: "call_0")
     deltas = [*parser.feed(_CANNED_CALL), *parser.finish()]
     calls = [delta.call["function"] for delta in deltas if delta.call is not None]
-    if [json.loads(call["arguments"]) for call in calls] == [{"city": "Z\u00fcrich"}]:
-        yield Diagnosis("tool parser", "ok", f"a canned call parses: {calls[0]['name']}")
-    else:
-        yield Diagnosis("tool parser", "broken", f"a canned call became {calls!r}", _REINSTALL)
+    read = [json.loads(call["arguments"]) for call in calls] == [{"city": "Z\u00fcrich"}]
+    became = f"parses: {calls[0]['name']}" if read else f"became {calls!r}"
+    yield _needed("tool parser", read, f"a canned call {became}")
 
 
 def _disk() -> Iterator[Diagnosis]:
@@ -191,10 +192,9 @@ def _disk() -> Iterator[Diagnosis]:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(there).free >> 20
         writable = os.access(there, os.W_OK)
-        found = f"{free} MB free at {there}" + ("" if writable else ", not writable")
-        yield _optional(
-            name, found if writable and free >= _LEAST_FREE_MB else "", found, _MORE_SPACE
-        )
+        absent = f"{free} MB free at {there}" + ("" if writable else ", not writable")
+        found = absent if writable and free >= _LEAST_FREE_MB else ""
+        yield _optional(name, found, absent, _MORE_SPACE)
 
 
 EXAMINATIONS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (

@@ -42,14 +42,12 @@ def env() -> None:
 )
 @flag("--recreate", "Build from nothing.")
 @_JSON
-def create(
-    name: str, python: Path | None, source: str | None, recreate: bool, as_json: bool
-) -> None:
+def create(name: str, as_json: bool, **how: Any) -> None:
     """Build an environment from its lock, or finish an interrupted build."""
     from agentbench_kv import environments
 
     report = partial(click.echo, err=True)
-    made = environments.create(name, python=python, source=source, recreate=recreate, report=report)
+    made = environments.create(name, report=report, **how)
     _print(made.as_dict() if as_json else _line(made))
 
 

@@ -100,9 +100,14 @@ def add(folder: Path, to: Path, rescore: bool, model: Path | None, as_json: bool
 @_model_option
 @_json_option
 def rerun(
-    folder: Path, sample: int, seed: int | None, runs: tuple[str, ...], to: Path | None,
-    model: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    folder: Path,
+    sample: int,
+    seed: int | None,
+    runs: tuple[str, ...],
+    to: Path | None,
+    model: Path | None,
+    as_json: bool,
+) -> None:
     """Play a random part of the submission in DIR again and compare token by token."""
     from agentbench_kv.leaderboard import rerun as play_again
     from agentbench_kv.leaderboard import validate as check
@@ -140,16 +145,14 @@ def rerun(
 @out_option("Folder of runs, for those named by id.", show_envvar=True)
 @_json_option
 def pack(
-    runs: tuple[str, ...], to: Path, who: str, method: str, link: str, transcripts: bool, out: Path,
-    as_json: bool,
-) -> None:  # fmt: skip
+    runs: tuple[str, ...], to: Path, transcripts: bool, out: Path, as_json: bool, **about: str
+) -> None:
     """Make a submission of RUNS, each a path or an id, and check it."""
     from agentbench_kv.leaderboard import pack as make
     from agentbench_kv.leaderboard import validate as check
     from agentbench_kv.results.store import RunStore
 
     found = [RunStore(out).find(run) for run in runs]
-    about = {"who": who, "method": method, "link": link}
     manifest = make(found, to, **about, with_transcripts=transcripts)
     verdict = check(to)
     if verdict.findings:

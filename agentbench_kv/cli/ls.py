@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentbench_kv.cli.options import (
-    NATURAL,
-    flag,
-    json_option,
-    option,
-    out_option,
-    parse_settings,
-    print_json,
-    set_option,
-)
+from agentbench_kv.cli import options as opt
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.terminal import console, new_table
 
@@ -37,34 +28,43 @@ STATES = (
 
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS))
-@option("--engine", "Say which methods this engine can run.")
-@out_option()
-@option("--task", "Only this task (or its runs); * and ? match.")
-@option("--method", "Only runs of this method; without a preset, of all its presets.")
-@option(
+@opt.option("--engine", "Say which methods this engine can run.")
+@opt.out_option()
+@opt.option("--task", "Only this task (or its runs); * and ? match.")
+@opt.option("--method", "Only runs of this method; without a preset, of all its presets.")
+@opt.option(
     "--model",
     "Only runs of this model; with --lengths, whose tokenizer (a folder). [default: micro]",
 )
-@option("--status", "Only runs of this status or validity.", click.Choice(STATES))
-@option("--sort", "Order of runs; kv is peak live / logical.", click.Choice(SORTS), default="name")
-@option(
+@opt.option("--status", "Only runs of this status or validity.", click.Choice(STATES))
+@opt.option(
+    "--sort", "Order of runs; kv is peak live / logical.", click.Choice(SORTS), default="name"
+)
+@opt.option(
     "--limit",
     "Most runs in the table, or samples per task with --lengths; 0 for all.",
-    NATURAL,
+    opt.NATURAL,
     default=200,
     envvar="KVBENCH_ROWS",
 )
-@flag(
+@opt.flag(
     "--lengths",
     "For tasks: tokens of the first prompt, and how many samples pass each budget with it.",
     envvar=None,
 )
-@set_option("With --lengths: setting of the tasks that have it; repeatable.")
-@json_option
+@opt.set_option("With --lengths: setting of the tasks that have it; repeatable.")
+@opt.json_option
 def ls(
-    kind: str, engine: str | None, out: Path, sort: str, limit: int, lengths: bool,
-    pairs: tuple[str, ...], as_json: bool, **filters: str | None,
-) -> None:  # fmt: skip
+    kind: str,
+    engine: str | None,
+    out: Path,
+    sort: str,
+    limit: int,
+    lengths: bool,
+    pairs: tuple[str, ...],
+    as_json: bool,
+    **filters: str | None,
+) -> None:
     """List methods (with presets and parameters), engines, tasks or runs.
 
     The filters, --sort and --limit are for runs.
@@ -94,9 +94,9 @@ def _show_lengths(
     tasks = [name for name in names("task") if fnmatchcase(name, pattern or "*")]
     if not tasks:
         raise UsageError(f"no task is called {pattern!r} (kvbench ls tasks shows all)")
-    rows = prompt_lengths(tasks, model, limit, parse_settings(pairs), left_out=_left_out)
+    rows = prompt_lengths(tasks, model, limit, opt.parse_settings(pairs), left_out=_left_out)
     if as_json:
-        print_json([asdict(row) for row in rows])
+        opt.print_json([asdict(row) for row in rows])
         return
     columns = ("task", "samples", "shortest", "median", "longest")
     over = [f"> {budget:,}" for budget in BUDGETS]

@@ -150,12 +150,19 @@ def spec_options(command: F) -> F:
     return gathered  # type: ignore[return-value]
 
 
-def base_spec(shared: dict[str, Any]) -> RunSpec:
-    """Return the spec all runs of a command share; method, budget and task are to be filled in."""
+def base_spec(
+    shared: dict[str, Any],
+    method: str = "",
+    budget: str | None = None,
+    task: str = "",
+    seed: int = 0,
+) -> RunSpec:
+    """Return the spec all runs of a command share; what is not named is to be filled in."""
     from agentbench_kv.run.spec import RunSpec
 
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
-    return RunSpec(method="", budget=None, task="", timeout_s=plain.pop("timeout"), **plain)
+    plain |= {"timeout_s": plain.pop("timeout"), "task": task, "seed": seed}
+    return RunSpec(method=method, budget=parse_budget(budget), **plain)
 
 
 def print_json(document: Any) -> None:

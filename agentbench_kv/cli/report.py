@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -49,9 +49,13 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 )
 @shown("--html DIR", "Write a static site instead of tables.", FOLDER)
 def report(
-    paths: tuple[Path, ...], kinds: tuple[str, ...], style: str | None, as_json: bool,
-    metrics: tuple[str, ...], published: bool, out: Path | None, html: Path | None,
-) -> None:  # fmt: skip
+    paths: tuple[Path, ...],
+    style: str | None,
+    as_json: bool,
+    out: Path | None,
+    html: Path | None,
+    **chosen: Any,
+) -> None:
     """Tables of RUNS, run directories or folders of them.
 
     Accuracy against budget, efficiency, throughput, summaries of the curves. What could not be
@@ -62,7 +66,7 @@ def report(
     from agentbench_kv.results.terminal import visible
     from agentbench_kv.serving_bench.measurements import serving_folders
 
-    if not paths and not published:
+    if not paths and not chosen["published"]:
         raise UsageError("name runs or a folder of runs, e.g. kvbench report runs, or --published")
     # Folders of `kvbench bench serving` may stand among the paths.
     served = serving_folders(paths)
@@ -77,21 +81,22 @@ def report(
 
         click.echo(build_site(runs, problems, html))
         return
-    chosen = choose_format("json" if as_json else style, out)
-    tables = _tables(runs, kinds, metrics, published, served)
+    form = choose_format("json" if as_json else style, out)
+    tables = _tables(runs, served, **chosen)
     if out is None:
-        show(tables, chosen)
+        show(tables, form)
         return
-    for path in write(tables, chosen, out):
+    for path in write(tables, form, out):
         click.echo(path, err=True)
 
 
 def _tables(
     runs: Sequence[Run],
+    served: Sequence[Path],
+    *,
     kinds: Sequence[str],
     metrics: Sequence[str],
     published: bool,
-    served: Sequence[Path],
 ) -> list[Table]:
     from agentbench_kv.results.tables.accuracy import published_tables
     from agentbench_kv.results.tables.model import Kind

@@ -8,55 +8,47 @@ from typing import Any
 import click
 
 from agentbench_kv.budget import Budget
-from agentbench_kv.cli.options import (
-    ABOVE_ZERO,
-    base_spec,
-    dry_run_option,
-    json_option,
-    option,
-    out_option,
-    parse_settings,
-    quiet_option,
-    set_option,
-    shown,
-    spec_options,
-)
+from agentbench_kv.cli import options as opt
 
 
 @click.command()
-@shown(
+@opt.shown(
     "--method methods",
     "Method, or method@preset; repeatable. [default: agentkv, full on an engine that cannot "
     "compress]",
     multiple=True,
 )
-@shown(
+@opt.shown(
     "--budget budgets TOKENS",
     "Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
     multiple=True,
 )
-@option(
+@opt.option(
     "--task tasks",
     "Benchmark slice; repeatable. See kvbench ls tasks.",
     default=("micro/recall-5k",),
 )
-@option("--seed seeds", "Repeatable.", default=(0,))
-@set_option("Parameter of the method or the task; repeatable. See kvbench ls methods|tasks.")
-@spec_options
-@out_option()
-@shown(
+@opt.option("--seed seeds", "Repeatable.", default=(0,))
+@opt.set_option("Parameter of the method or the task; repeatable. See kvbench ls methods|tasks.")
+@opt.spec_options
+@opt.out_option()
+@opt.shown(
     "--max-cost",
     "Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
-    ABOVE_ZERO,
+    opt.ABOVE_ZERO,
 )
-@dry_run_option
-@quiet_option
-@json_option
+@opt.dry_run_option
+@opt.quiet_option
+@opt.json_option
 def run(
-    methods: tuple[str, ...], budgets: tuple[str, ...], tasks: tuple[str, ...],
-    seeds: tuple[int, ...], pairs: tuple[str, ...], shared: dict[str, Any], out: Path,
-    max_cost: float | None, dry_run: bool, quiet: bool, as_json: bool,
-) -> int:  # fmt: skip
+    shared: dict[str, Any],
+    out: Path,
+    max_cost: float | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **asked: Any,
+) -> int:
     """Run METHOD at BUDGET on TASK and print score, KV figures and validity.
 
     Repeated options make a grid. The same command finishes a run that was interrupted.
@@ -69,12 +61,12 @@ def run(
     if max_cost is not None:
         _check_billed(shared["engine"])
     specs = grid(
-        base_spec(shared),
-        methods or default_methods(shared["engine"]),
-        [Budget.parse(text) for text in budgets] or [None],
-        tasks,
-        seeds,
-        parse_settings(pairs),
+        opt.base_spec(shared),
+        asked["methods"] or default_methods(shared["engine"]),
+        [Budget.parse(text) for text in asked["budgets"]] or [None],
+        asked["tasks"],
+        asked["seeds"],
+        opt.parse_settings(asked["pairs"]),
     )
     if dry_run:
         show_plan(specs, out, as_json)

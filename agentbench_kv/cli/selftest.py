@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from agentbench_kv.cli.options import (
-    POSITIVE,
-    json_option,
-    local,
-    local_flag,
-    many,
-    option,
-    parse_budget,
-    parse_settings,
-    print_json,
-    set_option,
-)
+from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
     from agentbench_kv.conformance import CheckResult
@@ -36,9 +25,9 @@ def selftest() -> None:
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@option("--budget TOKENS", "Tokens to keep; chosen for every check if not given.")
-@set_option("Parameter of the method.", envvar=None)
-@json_option
+@opt.option("--budget TOKENS", "Tokens to keep; chosen for every check if not given.")
+@opt.set_option("Parameter of the method.", envvar=None)
+@opt.json_option
 def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
     """Check a KV-cache method: its selections, and the engine with it against a masked model.
 
@@ -54,11 +43,11 @@ def method(name: str, budget: str | None, pairs: tuple[str, ...], as_json: bool)
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@option("--limit", "Only the first N samples.", POSITIVE, default=5)
-@local_flag("--full", "All samples.")
-@option("--concurrency", kind=POSITIVE, default=8, show_default=False)
-@set_option("Setting of the task.", envvar=None)
-@json_option
+@opt.option("--limit", "Only the first N samples.", opt.POSITIVE, default=5)
+@opt.local_flag("--full", "All samples.")
+@opt.option("--concurrency", kind=opt.POSITIVE, default=8, show_default=False)
+@opt.set_option("Setting of the task.", envvar=None)
+@opt.json_option
 def task(
     name: str, limit: int, full: bool, concurrency: int, pairs: tuple[str, ...], as_json: bool
 ) -> None:
@@ -70,7 +59,7 @@ def task(
     """
     from agentbench_kv.conformance.tasks import suite_task, task_suite
 
-    settings = parse_settings(pairs)
+    settings = opt.parse_settings(pairs)
     played = suite_task(name, settings)
     if played != name:
         click.echo(f"kvbench: {name} lacks what a user brings; checking {played}", err=True)
@@ -83,24 +72,21 @@ def task(
 
 @selftest.command()
 @click.argument("name", metavar="NAME")
-@many("--method methods METHOD", "Only this method; repeatable.")
-@local(
+@opt.many("--method methods METHOD", "Only this method; repeatable.")
+@opt.local(
     "--family families",
     "Only this model family; repeatable.",
     click.Choice(("qwen3", "llama")),
     multiple=True,
 )
-@local_flag("--quick", "Three methods, one family, fewer random sessions.")
-@local(
+@opt.local_flag("--quick", "Three methods, one family, fewer random sessions.")
+@opt.local(
     "--engine-arg pairs KEY=VALUE",
     "Option of the engine's own command line, without dashes; repeatable.",
     multiple=True,
 )
-@json_option
-def engine(
-    name: str, methods: tuple[str, ...], families: tuple[str, ...], quick: bool,
-    pairs: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+@opt.json_option
+def engine(name: str, pairs: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
     """Check an engine: its tokens, evictions, accounting, sessions and memory.
 
     It is driven on tiny random models, and compared with the embedded engine and with a plain
@@ -109,14 +95,8 @@ def engine(
     """
     from agentbench_kv.conformance.engines import engine_suite
 
-    results = engine_suite(
-        name,
-        methods=methods,
-        families=families,
-        quick=quick,
-        engine_args=parse_settings(pairs, "--engine-arg"),
-        report=_say_part,
-    )
+    engine_args = opt.parse_settings(pairs, "--engine-arg")
+    results = engine_suite(name, engine_args=engine_args, report=_say_part, **chosen)
     _show("engine", name, results, as_json)
 
 
@@ -132,11 +112,11 @@ def _build(name: str, budget: str | None, pairs: tuple[str, ...]) -> Method:
     from agentbench_kv.registry import load_class
 
     spec, _, preset = name.partition("@")
-    size = parse_budget(budget)
+    size = opt.parse_budget(budget)
     if size is not None and size.share is not None:
         raise UsageError(f"budget {size}: the self-test takes a number of tokens")
     tokens = None if size is None else size.tokens
-    return build_method(load_class(spec), tokens, preset=preset, settings=parse_settings(pairs))
+    return build_method(load_class(spec), tokens, preset=preset, settings=opt.parse_settings(pairs))
 
 
 def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json: bool) -> NoReturn:
@@ -148,18 +128,16 @@ def _show(kind: str, label: str, results: dict[str, list[CheckResult]], as_json:
     ok = passed(results)
     if as_json:
         checks = [{"part": part, **asdict(each)} for part, each in every]
-        print_json({kind: label, "ok": ok, "checks": checks})
+        opt.print_json({kind: label, "ok": ok, "checks": checks})
     else:
-        rows = [(part, each.name, _verdict(each), each.detail) for part, each in every]
+        named = [("skipped" if r.skipped else "ok" if r.ok else "FAILED") for _, r in every]
+        cells = zip(every, named, strict=True)
+        rows = [(part, each.name, verdict, each.detail) for (part, each), verdict in cells]
         console().print(new_table("part", "check", "", "detail", rows=rows))
-        verdicts = Counter(row[2] for row in rows)
+        verdicts = Counter(named)
         failed, skipped = verdicts["FAILED"], verdicts["skipped"]
         outcome = f"{verdicts['ok']} checks passed" + (f", {skipped} skipped" if skipped else "")
         if failed:
             outcome = f"{failed} of {len(rows)} checks failed"
         console().print(f"{label}: {outcome}", markup=False)
     click.get_current_context().exit(0 if ok else 1)
-
-
-def _verdict(result: CheckResult) -> str:
-    return "skipped" if result.skipped else "ok" if result.ok else "FAILED"

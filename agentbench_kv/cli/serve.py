@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from agentbench_kv.cli.options import (
-    POSITIVE,
-    address_options,
-    device_option,
-    dtype_option,
-    engine_arg_option,
-    engine_option,
-    model_option,
-    option,
-    parse_budget,
-    parse_settings,
-    set_option,
-    untested_option,
-)
+from agentbench_kv.cli import options as opt
 
 
 @click.command()
-@engine_option
-@model_option
-@option("--method", "Method, or method@preset.", default="full")
-@option("--budget TOKENS", "Tokens kept per (layer, KV head).")
-@set_option("Parameter of the method; repeatable.")
-@device_option
-@dtype_option
-@engine_arg_option
-@untested_option
-@address_options(port=8000)
-@option(
+@opt.engine_option
+@opt.model_option
+@opt.option("--method", "Method, or method@preset.", default="full")
+@opt.option("--budget TOKENS", "Tokens kept per (layer, KV head).")
+@opt.set_option("Parameter of the method; repeatable.")
+@opt.device_option
+@opt.dtype_option
+@opt.engine_arg_option
+@opt.untested_option
+@opt.address_options(port=8000)
+@opt.option(
     "--api-key",
     "What clients must send; needed to bind another host than this machine's own. "
     "Prefer KVBENCH_API_KEY: an option can be read in the list of processes.",
 )
-@option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
-@option("--concurrency", "Requests answered at once.", POSITIVE, default=16)
-@option("--max-sessions", "Sessions open at once.", POSITIVE, default=1024)
-@option("--max-tokens", "For requests that do not say.", POSITIVE, default=1024)
+@opt.option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
+@opt.option("--concurrency", "Requests answered at once.", opt.POSITIVE, default=16)
+@opt.option("--max-sessions", "Sessions open at once.", opt.POSITIVE, default=1024)
+@opt.option("--max-tokens", "For requests that do not say.", opt.POSITIVE, default=1024)
 def serve(
-    engine: str, model: str, method: str, budget: str | None, pairs: tuple[str, ...], device: str,
-    dtype: str, engine_args: tuple[str, ...], allow_untested: bool, host: str, port: int,
-    api_key: str | None, parser: str, concurrency: int, max_sessions: int, max_tokens: int,
-) -> None:  # fmt: skip
+    engine: str, model: str, method: str, host: str, port: int, api_key: str | None, **asked: Any
+) -> None:
     """Serve a model with a KV-cache method to any OpenAI client.
 
     A session (header X-KVBench-Session) keeps its cache over requests; usage.kvbench says what
@@ -60,21 +47,17 @@ def serve(
     from agentbench_kv.run.runner import start_engine
 
     check_exposure(host, api_key)
-    settings = ServerSettings(api_key=api_key, threads=concurrency)
-    options = EngineOptions(
-        model,
-        make_method(method, parse_budget(budget), parse_settings(pairs)),
-        device=device,
-        dtype=dtype,
-        concurrency=concurrency,
-        engine_args=parse_settings(engine_args, "--engine-arg"),
-        allow_untested=allow_untested,
+    settings = ServerSettings(api_key=api_key, threads=asked["concurrency"])
+    asked["engine_args"] = opt.parse_settings(asked["engine_args"], "--engine-arg")
+    budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
+    same = ("device", "dtype", "concurrency", "engine_args", "allow_untested")
+    options = {name: asked[name] for name in same}
+    started = start_engine(
+        engine, EngineOptions(model, make_method(method, budget, pairs), **options)
     )
-    started = start_engine(engine, options)
     try:
-        gateway = open_gateway(
-            started, parser=parser, max_sessions=max_sessions, default_max_tokens=max_tokens
-        )
+        limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
+        gateway = open_gateway(started, parser=asked["parser"], **limits)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)
     finally:

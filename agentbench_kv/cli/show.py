@@ -52,9 +52,15 @@ def summarize(runs: tuple[str, ...], out: Path, as_json: bool) -> None:
 @flag("--force", "Replace a file or run that is there.")
 @json_option
 def export(
-    runs: tuple[str, ...], target: str, out: Path, card: bool, project: str | None, offline: bool,
-    force: bool, as_json: bool,
-) -> None:  # fmt: skip
+    runs: tuple[str, ...],
+    target: str,
+    out: Path,
+    card: bool,
+    project: str | None,
+    offline: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write the trials of RUNS, one row each, to one file; or RUNS to an experiment tracker.
 
     RUNS are run directories, folders of runs, run ids, or fsspec URLs (s3://bucket/runs).

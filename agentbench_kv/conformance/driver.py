@@ -212,13 +212,9 @@ def calibrated_for(model: Any, method: Method) -> Method:
     if not method.needs_calibration:
         return method
     rotary, shape = model.model.rotary_emb, model.config
-    made = made_up_calibration(
-        shape.num_hidden_layers,
-        shape.num_attention_heads,
-        rotary.inv_freq.float(),
-        float(getattr(rotary, "attention_scaling", 1.0)),
-    )
-    return method.with_calibration(made)
+    sizes = (shape.num_hidden_layers, shape.num_attention_heads)
+    scale = float(getattr(rotary, "attention_scaling", 1.0))
+    return method.with_calibration(made_up_calibration(*sizes, rotary.inv_freq.float(), scale))
 
 
 def in_memory_engine(model: Any, method: Method, recorder: TraceRecorder) -> EmbeddedEngine:
@@ -228,11 +224,7 @@ def in_memory_engine(model: Any, method: Method, recorder: TraceRecorder) -> Emb
 
 
 def drive(
-    model: Any,
-    method: Method,
-    sessions: Mapping[str, Sequence[TurnPlan]],
-    *,
-    together: bool = True,
+    model: Any, method: Method, sessions: Mapping[str, Sequence[TurnPlan]], *, together: bool = True
 ) -> dict[str, SessionTrace]:
     """Run sessions on one embedded engine and return their traces, with logits and scores.
 

@@ -42,12 +42,9 @@ def check_masked_cache(
     """
     model = tiny_model() if model is None else model
     vocab = int(model.config.vocab_size)
-    sessions = {
-        "first": list(turns or default_turns(vocab)),
-        "second": default_turns(vocab, 1)[2:4],
-    }
+    first, second = list(turns or default_turns(vocab)), default_turns(vocab, 1)[2:4]
     method = replace(method, interval=interval)
-    traces = drive(model, method, sessions)
+    traces = drive(model, method, {"first": first, "second": second})
     error = reference_error(model, traces["second"].tokens[:200], method.positions)
     detail = f"largest logit difference {error:.2e} to eager attention without evictions"
     results = [CheckResult("reference is the plain model", error <= tolerance, detail)]
@@ -75,15 +72,11 @@ def check_trace(
         "accounting": _accounting_problem(trace),
     }
     results = [CheckResult.unless(text, f"{name}: {key}") for key, text in problems.items()]
-    if problems["kept sets"]:
-        ok, detail = False, "kept sets are not valid"
-    else:
+    ok, detail = False, "kept sets are not valid"
+    if not problems["kept sets"]:
         largest = largest_difference(model, trace, method.positions)
-        ok = largest <= tolerance
-        detail = (
-            f"largest logit difference {largest:.2e} over {len(trace.logits)} positions, "
-            f"{len(trace.events)} events"
-        )
+        over = f"{len(trace.logits)} positions, {len(trace.events)} events"
+        ok, detail = largest <= tolerance, f"largest logit difference {largest:.2e} over {over}"
     return [*results, CheckResult(f"{name}: masked-cache equality", ok, detail)]
 
 

@@ -199,10 +199,6 @@ def _keeps_all_under_budget(method: Method, seed: int) -> str:
     return ""
 
 
-def _evicts_one_token(method: Method, seed: int) -> str:
-    return _count_problem(method, _scene(method, seed, more=1).select(method))
-
-
 def _follows_scores(method: Method, seed: int) -> str:
     """Kept = always kept + highest scores, ties to the lower position; keys repeat to make ties."""
     scene = _scene(method, seed)
@@ -376,7 +372,9 @@ SELECTION_CHECKS: dict[str, Callable[[Method, int], str]] = {
     "keeps exactly the budget": _keeps_budget,
     "keeps what is always kept": _keeps_always,
     "keeps all under budget": _keeps_all_under_budget,
-    "evicts one token if one is too many": _evicts_one_token,
+    "evicts one token if one is too many": lambda method, seed: _count_problem(
+        method, _scene(method, seed, more=1).select(method)
+    ),
     "kept set follows scores, ties to the lower position": _follows_scores,
     "constant, zero and huge keys": _survives_extremes,
     "follows a permutation of KV heads": _follows_heads,

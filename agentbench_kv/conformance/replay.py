@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agentbench_kv.analysis.replay import MethodInput, gathered, held_queries
 from agentbench_kv.analysis.traces import CacheEvent, ScoredEvent
-from agentbench_kv.conformance import CheckResult
+from agentbench_kv.conformance import CheckResult, reference
 from agentbench_kv.conformance.driver import (
     IDLE,
     SessionTrace,
@@ -27,17 +27,6 @@ from agentbench_kv.conformance.driver import (
     calibrated_for,
     drive,
     short_turns,
-)
-from agentbench_kv.conformance.reference import (
-    TOLERANCE,
-    ReferenceTensors,
-    Rope,
-    cache_heads,
-    reference_logits,
-    remove_rotary,
-    rotated,
-    tiny_model,
-    visible,
 )
 from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind
 
@@ -97,11 +86,13 @@ def _margin(scores: Tensor) -> float:
 
 def reference_inputs(model: Any, method: Method, trace: SessionTrace) -> list[MethodInput]:
     """Rebuild what the method should have been given at every event; rows go by position."""
-    layers, heads = int(model.config.num_hidden_layers), cache_heads(model, trace)
-    capture = ReferenceTensors()
-    allowed = visible(trace, layers, heads)
-    reference_logits(model, trace.tokens[:-1], allowed, capture, positions=method.positions)
-    rope = remove_rotary(copy.deepcopy(model)) if method.positions == "cache" else None
+    layers, heads = int(model.config.num_hidden_layers), reference.cache_heads(model, trace)
+    capture = reference.ReferenceTensors()
+    allowed = reference.visible(trace, layers, heads)
+    reference.reference_logits(
+        model, trace.tokens[:-1], allowed, capture, positions=method.positions
+    )
+    rope = reference.remove_rotary(copy.deepcopy(model)) if method.positions == "cache" else None
     found = []
     cached = torch.empty(layers, heads, 0, dtype=torch.int64)
     seen = 0
@@ -115,11 +106,11 @@ def reference_inputs(model: Any, method: Method, trace: SessionTrace) -> list[Me
 
 def _input_at(
     method: Method,
-    capture: ReferenceTensors,
+    capture: reference.ReferenceTensors,
     trace: SessionTrace,
     now: int,
     cached: Tensor,
-    rope: Rope | None,
+    rope: reference.Rope | None,
 ) -> MethodInput:
     plan, live, phases = method.query_plan(), cached.shape[-1], torch.tensor(trace.phases[:now])
     held = held_queries(plan, phases)
@@ -129,8 +120,8 @@ def _input_at(
         vectors = capture.queries[layer][:, held]
         if rope is not None:
             # The end of the cache is where the next token goes, at every time.
-            keys = rotated(keys, torch.arange(live), rope).float()
-            vectors = rotated(vectors, live - (now - held), rope).float()
+            keys = reference.rotated(keys, torch.arange(live), rope).float()
+            vectors = reference.rotated(vectors, live - (now - held), rope).float()
         sums = None
         if plan.kind is QueryKind.SUMS:
             # Probability from the queries so far, mean over the group's query heads.
@@ -153,7 +144,7 @@ def check_sessions(
     By default three short sessions on a tiny random Qwen3. `interval` replaces the method's own, so
     that short sessions have events.
     """
-    model = tiny_model(layers=2) if model is None else model
+    model = reference.tiny_model(layers=2) if model is None else model
     vocab = int(model.config.vocab_size)
     turns = {key: list(value) for key, value in (sessions or _sessions(vocab)).items()}
     often = replace(method, interval=interval)
@@ -164,9 +155,8 @@ def check_sessions(
         traces = drive(model, often, turns, together=together)
         found = (compare_traces(alone[name], traces[name]) for name in turns)
         problems = [f"{name}: {text}" for name, text in zip(turns, found, strict=True) if text]
-        results.append(
-            CheckResult(f"a session {label} is as alone", not problems, "; ".join(problems))
-        )
+        name = f"a session {label} is as alone"
+        results.append(CheckResult.unless("; ".join(problems), name))
     return results
 
 
@@ -192,4 +182,4 @@ def compare_traces(expected: SessionTrace, found: SessionTrace) -> str:
     if expected.logits.keys() != found.logits.keys():
         return "logits at other positions"
     largest = max(float((expected.logits[p] - found.logits[p]).abs().max()) for p in found.logits)
-    return "" if largest <= TOLERANCE else f"logits differ by {largest:.2e}"
+    return "" if largest <= reference.TOLERANCE else f"logits differ by {largest:.2e}"

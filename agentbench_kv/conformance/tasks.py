@@ -73,20 +73,13 @@ def task_suite(
     PrerequisiteError if there is no such task, or its environment or data are missing.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-selftest-") as folder:
-        base = RunSpec(
-            engine="scripted", model="gold", method="full", budget=None, task=task, limit=limit,
-            concurrency=concurrency,
-        )  # fmt: skip
+        base = RunSpec("scripted", "gold", "full", None, task, limit=limit, concurrency=concurrency)
         plan = _with_longest_answer(_Plan(base, settings or {}, Path(folder)))
-        parts = {
-            "samples": _check_samples,
-            "gold": _check_gold,
-            "corrupt": _check_corrupt,
-            "null": _check_null,
-            "resume": _check_resume,
-        }
+        parts = (_check_samples, _check_gold, _check_corrupt, _check_null, _check_resume)
         missing = (UsageError, PrerequisiteError)
-        return {part: guarded(partial(check, plan), missing) for part, check in parts.items()}
+        names = ("samples", "gold", "corrupt", "null", "resume")
+        found = (guarded(partial(check, plan), missing) for check in parts)
+        return dict(zip(names, found, strict=True))
 
 
 def _with_longest_answer(plan: _Plan) -> _Plan:

@@ -89,10 +89,9 @@ def find_python(oldest: Version, newest: Version) -> Path:
 def version_of(python: Path) -> Version | None:
     """Return the version of an interpreter, `(major, minor)`; None if it does not run."""
     code = "import sys; print(sys.version_info[0], sys.version_info[1])"
+    command = (str(python), "-I", "-c", code)
     try:
-        run = subprocess.run(
-            (str(python), "-I", "-c", code), capture_output=True, text=True, timeout=60
-        )
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     numbers = run.stdout.split()
@@ -144,19 +143,16 @@ _WHEELS_ONLY = ("--only-binary", ":all:")
 # The build backend is in the lock.
 _FROM_FOLDER = ("--no-build-isolation", "--no-index")
 
-
 # Settings that would send packages, or the interpreter's search path, somewhere else.
 _MISLEADING = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__",
     "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_REQUIRE_VIRTUALENV",
 )  # fmt: skip
 
-
 _LIST_PACKAGES = (
     "import importlib.metadata as m, json;"
     "print(json.dumps({d.name: d.version for d in m.distributions()}))"
 )
-
 
 _TAIL_LINES = 8
 
@@ -197,11 +193,9 @@ def build(profile: Profile, folder: Path, python: Path, report: Report, exported
 
 def probe(profile: Profile, python: Path) -> str | None:
     """Run the profile's probe under `python`; return what went wrong, or None."""
-    command = (str(python), "-I", "-c", profile.probe)
+    command, own = (str(python), "-I", "-c", profile.probe), _clean_environment()
     try:
-        run = subprocess.run(
-            command, env=_clean_environment(), capture_output=True, text=True, timeout=300
-        )
+        run = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]

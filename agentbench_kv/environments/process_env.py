@@ -17,7 +17,6 @@ _SETTINGS = {
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 
-
 _SAME_MATTER = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY"}
 _applied: set[str] = set()
 

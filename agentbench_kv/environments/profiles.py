@@ -77,7 +77,7 @@ def export(source: Source, given: str | None, target: Path) -> str:
             clone = ("clone", "--quiet", "--bare", "--depth", "1", "--branch", source.tag)
             _git(source, (*clone, place, f"{folder}/clone"))
             about = _from_git(source, Path(folder) / "clone", target)
-    elif _is_git(place):
+    elif (place / ".git").exists() or ((place / "HEAD").is_file() and (place / "objects").is_dir()):
         about = _from_git(source, place, target)
     else:
         about = _from_directory(source, place, target)
@@ -102,11 +102,6 @@ def _place(source: Source, given: str | None) -> Path | str:
             f"{given!r} names the project on PyPI, but {source.namesake}; use: {command}"
         )
     raise PrerequisiteError(f"--from {given}: neither a directory nor a URL; use: {command}")
-
-
-def _is_git(path: Path) -> bool:
-    bare = (path / "HEAD").is_file() and (path / "objects").is_dir()
-    return bare or (path / ".git").exists()
 
 
 def _from_git(source: Source, repository: Path, target: Path) -> str:
@@ -175,7 +170,6 @@ def _git(source: Source, arguments: Sequence[str]) -> bytes:
 
 LOCKS = Path(__file__).parent / "locks"
 
-
 BFCL_PROBE = """
 import os, tempfile
 scratch = tempfile.TemporaryDirectory()
@@ -187,7 +181,6 @@ entries = len(load_dataset_entry("multi_turn_base"))
 if entries != 200:
     raise SystemExit(f"multi_turn_base has {entries} entries, expected 200")
 """
-
 
 TAU2_PROBE = """
 import importlib.metadata, os
@@ -205,9 +198,7 @@ if missing:
     raise SystemExit(f"tau2 lacks the domains {{sorted(missing)}}")
 """
 
-
 MEM0_PROBE = (Path(__file__).parent / "mem0_probe.py").read_text(encoding="utf-8")
-
 
 VLLM_PROBE = """
 import importlib.metadata as m
@@ -220,7 +211,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import safetensors
 """
 
-
 LLAMACPP_PROBE = """
 import torch, numpy, transformers, gguf, safetensors
 import llama_cpp
@@ -228,7 +218,6 @@ if llama_cpp.__version__ != "0.3.36":
     raise SystemExit(f"expected llama-cpp-python 0.3.36, found {llama_cpp.__version__}")
 llama_cpp.llama_backend_init()
 """
-
 
 LLAMACPP = BuiltWheel(
     distribution="llama-cpp-python",
@@ -241,7 +230,6 @@ LLAMACPP = BuiltWheel(
     minutes=9,
 )
 
-
 SGLANG_PROBE = """
 import importlib.metadata as m, importlib.util as u
 found = m.version("sglang")
@@ -253,7 +241,6 @@ if absent:
 import fastapi, msgspec, orjson, safetensors, tokenizers, transformers, uvicorn
 """
 
-
 TAU2 = Source(
     distribution="tau2",
     version="0.2.1-dev",
@@ -263,7 +250,6 @@ TAU2 = Source(
     commit="f8de30c298689cbe0117d76a378e7315a17e5bd8",
     namesake="the tau2 on PyPI is an unrelated project about magnetic relaxation",
 )
-
 
 TAU2_V1 = replace(
     TAU2,
@@ -306,75 +292,40 @@ class Profile:
         return f"{self.name}-{self.lock_sha256()[:12]}"
 
 
-def _profile(
-    name: str, summary: str, pythons: tuple[int, int], disk_mb: int, probe: str, **more: Any
-) -> Profile:
+_SUMMARIES = {
+    "bfcl": "Berkeley Function-Calling Leaderboard v4: multi-turn loop, simulators, checker",
+    "llamacpp": "llama.cpp through llama-cpp-python 0.3.36, built here for this processor",
+    "vllm": "vLLM 0.32.0 on the CPU: the engine vllm",
+    "vllm-cuda": "vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
+    "sglang": "SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
+    "tau2": "tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
+    "tau2-v1": "tau2-bench v1.0.1: the same domains with other tasks; retail needs a judge",
+    "mem0": "Mem0 2.2.1 (open source): memories in a local vector store, no telemetry",
+}
+
+
+def _profile(name: str, pythons: tuple[int, int], disk_mb: int, probe: str, **more: Any) -> Profile:
     """Return a profile whose lock has its name; `pythons` are the minor versions of Python 3."""
     oldest, newest = pythons
-    return Profile(
-        name, summary, LOCKS / f"{name}.txt", (3, oldest), (3, newest), disk_mb, probe, **more
-    )
+    lock = LOCKS / f"{name}.txt"
+    return Profile(name, _SUMMARIES[name], lock, (3, oldest), (3, newest), disk_mb, probe, **more)
+
+
+def _tau2_probe(source: Source, installed: str) -> str:
+    return TAU2_PROBE.format(description=source.description, installed=installed)
 
 
 _ALL = (
-    _profile(
-        "bfcl",
-        "Berkeley Function-Calling Leaderboard v4: multi-turn loop, simulators, checker",
-        (11, 12),
-        500,
-        BFCL_PROBE,
-    ),
-    _profile(
-        "llamacpp",
-        "llama.cpp through llama-cpp-python 0.3.36, built here for this processor",
-        (11, 12),
-        2500,
-        LLAMACPP_PROBE,
-        built=LLAMACPP,
-    ),
-    _profile("vllm", "vLLM 0.32.0 on the CPU: the engine vllm", (11, 11), 3500, VLLM_PROBE),
-    _profile(
-        "vllm-cuda",
-        "vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
-        (11, 13),
-        15000,
-        VLLM_PROBE,
-        resolves=True,
-    ),
-    _profile(
-        "sglang",
-        "SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
-        (11, 11),
-        3500,
-        SGLANG_PROBE,
-    ),
-    _profile(
-        "tau2",
-        "tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
-        (11, 12),
-        1200,
-        # As pip normalises the version.
-        TAU2_PROBE.format(description=TAU2.description, installed="0.2.1.dev0"),
-        source=TAU2,
-    ),
-    _profile(
-        "tau2-v1",
-        "tau2-bench v1.0.1: the same domains with other tasks; retail needs a judge",
-        (12, 13),
-        1000,
-        TAU2_PROBE.format(description=TAU2_V1.description, installed=TAU2_V1.version),
-        source=TAU2_V1,
-    ),
-    _profile(
-        "mem0",
-        "Mem0 2.2.1 (open source): memories in a local vector store, no telemetry",
-        (11, 12),
-        600,
-        MEM0_PROBE,
-    ),
+    _profile("bfcl", (11, 12), 500, BFCL_PROBE),
+    _profile("llamacpp", (11, 12), 2500, LLAMACPP_PROBE, built=LLAMACPP),
+    _profile("vllm", (11, 11), 3500, VLLM_PROBE),
+    _profile("vllm-cuda", (11, 13), 15000, VLLM_PROBE, resolves=True),
+    _profile("sglang", (11, 11), 3500, SGLANG_PROBE),
+    # As pip normalises the version.
+    _profile("tau2", (11, 12), 1200, _tau2_probe(TAU2, "0.2.1.dev0"), source=TAU2),
+    _profile("tau2-v1", (12, 13), 1000, _tau2_probe(TAU2_V1, TAU2_V1.version), source=TAU2_V1),
+    _profile("mem0", (11, 12), 600, MEM0_PROBE),
 )
-
-
 PROFILES: dict[str, Profile] = {each.name: each for each in _ALL}
 
 

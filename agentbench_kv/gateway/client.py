@@ -41,15 +41,8 @@ class InProcessClient:
         limit = max_tokens if max_tokens is not None else self._options.max_tokens
         options = replace(self._options, max_tokens=limit, stop=tuple(stop))
         found = self._gateway.chat(self.session, messages, tools, options)
-        return Reply(
-            found.content,
-            found.reasoning,
-            found.tool_calls,
-            found.finish_reason,
-            found.unparsable,
-            found.raw,
-            found.message,
-        )
+        said = (found.content, found.reasoning, found.tool_calls, found.finish_reason)
+        return Reply(*said, found.unparsable, found.raw, found.message)
 
     def close(self) -> SessionReport:
         """Close the session if it is open; return its final report, every time."""

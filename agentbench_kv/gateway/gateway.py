@@ -349,11 +349,9 @@ class Planner:
 
 
 def _rest_of(prompt: str, known: Known | None) -> str | None:
-    """Return what `prompt` adds to the known text; None if it is another text.
-
-    The stop that ended the last generation is in the log but not in the text the client got. A
-    client that goes on without it has another text.
-    """
+    """Return what `prompt` adds to the known text; None if it is another text."""
+    # The stop that ended the last generation is in the log but not in the text the client got. A
+    # client that goes on without it has another text.
     if known is None or known.text is None:
         return None
     seen = known.text + known.tail
@@ -409,17 +407,9 @@ class Gateway(BaseGateway[Session]):
                 plan = self._planner.chat(state, request.messages, request.tools, words)
             syntax = self.syntax if options.parse_tools else PARSERS["none"]
             reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
-        turn = Turn(
-            state,
-            plan,
-            self.codec,
-            reader,
-            options,
-            options.max_tokens or self.default_max_tokens,
-            self._hidden,
-            self._eos,
-            request.cancellation,
-        )
+        limit, silent = options.max_tokens or self.default_max_tokens, (self._hidden, self._eos)
+        asked = (reader, options, limit, *silent, request.cancellation)
+        turn = Turn(state, plan, self.codec, *asked)
         turns = len(state.turns)
         try:
             yield from turn.deltas()

@@ -128,7 +128,6 @@ class JobPool:
 
 _REQUESTS = "kvbench_requests_total"
 
-
 # Each with its help text and the field of `TurnInfo` that it adds up.
 _TURN_COUNTERS = {
     "kvbench_prompt_tokens_total": ("Logical prompt tokens of answered requests.", "prompt_tokens"),
@@ -138,7 +137,6 @@ _TURN_COUNTERS = {
     "kvbench_kv_bytes_read_total": ("Bytes of K and V read while decoding.", "kv_bytes_read"),
     "kvbench_session_resets_total": ("Requests that did not extend their session.", "reset"),
 }
-
 
 _HELP = {
     _REQUESTS: "HTTP requests by route and status.",
@@ -498,14 +496,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _config(app: Starlette, host: str, port: int, log_level: str) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level=log_level,
-        access_log=False,
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        timeout_graceful_shutdown=_STOP_TIMEOUT_S,
-    )
+    plain: dict[str, Any] = {"access_log": False, "ws": "none", "server_header": False}
+    plain |= {"lifespan": "on", "timeout_graceful_shutdown": _STOP_TIMEOUT_S}
+    return uvicorn.Config(app, host=host, port=port, log_level=log_level, **plain)

@@ -118,11 +118,9 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         try:
+            plain, listed = [*map(for_template, messages)], [*map(dict, tools)] if tools else None
             text = self._tokenizer.apply_chat_template(
-                [for_template(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=True,
-                tokenize=False,
+                plain, tools=listed, add_generation_prompt=True, tokenize=False
             )
         except KVBenchError:
             raise

@@ -137,7 +137,6 @@ class CompletionFormat(Format):
 _log = logging.getLogger(__name__)
 _RETRY = {"Retry-After": "1"}
 
-
 # First match wins: status, code and headers of a foreseen error.
 _KNOWN: list[tuple[type[KVBenchError], int, str | None, dict[str, str]]] = [
     (SessionBusyError, 409, "session_busy", _RETRY),
@@ -172,13 +171,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         types = {401: "authentication_error", 429: "rate_limit_error"}
         default = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {
-            "message": self.message,
-            "type": types.get(self.status, default),
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        error = {"message": self.message, "type": types.get(self.status, default)}
+        return {"error": {**error, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -195,7 +189,6 @@ def as_api_error(error: BaseException) -> ApiError:
 Body = TypeVar("Body", bound=BaseModel)
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
-
 
 # Each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -249,12 +242,8 @@ class CommonRequest(BaseModel):
     def _refuse_unsupported(cls, data: Any) -> Any:
         for name, harmless in _UNSUPPORTED.items():
             if isinstance(data, dict) and data.get(name) not in harmless:
-                raise ApiError(
-                    400,
-                    f"this server does not support {name}={data[name]!r}",
-                    code="unsupported_parameter",
-                    param=name,
-                )
+                message = f"this server does not support {name}={data[name]!r}"
+                raise ApiError(400, message, code="unsupported_parameter", param=name)
         return data
 
     @property
@@ -268,6 +257,7 @@ class CommonRequest(BaseModel):
     def options(self) -> Options:
         """Return the sampling; greedy unless a temperature is given."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        priority = 1.0 if self.evoke_priority is None else self.evoke_priority
         return Options(
             max_tokens=self.max_tokens,
             temperature=self.temperature or 0.0,
@@ -277,11 +267,7 @@ class CommonRequest(BaseModel):
             seed=self.seed or 0,
             stop=tuple(stop for stop in stops if stop),
             parse_tools=self.tool_choice != "none",
-            hints=Hints(
-                priority=1.0 if self.evoke_priority is None else self.evoke_priority,
-                pinned=bool(self.evoke_pinned),
-                task_boundary=bool(self.evoke_task_boundary),
-            ),
+            hints=Hints(priority, bool(self.evoke_pinned), bool(self.evoke_task_boundary)),
         )
 
 

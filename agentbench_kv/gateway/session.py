@@ -10,12 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Self
 
-from agentbench_kv.engines.base import (
-    Engine,
-    FinishReason,
-    Generation,
-    KVStats,
-)
+from agentbench_kv.engines.base import Engine, FinishReason, Generation, KVStats
 from agentbench_kv.engines.text import TextRequest
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_key

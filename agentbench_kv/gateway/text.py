@@ -129,14 +129,9 @@ class TextGateway(BaseGateway[TextSession]):
 
     def _ask(self, request: Request) -> TextReply:
         options = request.options
-        sampling = TextSampling(
-            options.max_tokens or self.default_max_tokens,
-            options.temperature,
-            options.top_p,
-            options.top_k,
-            options.seed,
-            options.stop,
-        )
+        limit, shape = options.max_tokens, (options.temperature, options.top_p, options.top_k)
+        limit = limit or self.default_max_tokens
+        sampling = TextSampling(limit, *shape, options.seed, options.stop)
         asked = self.engine.ask(request.messages, request.tools, sampling)
         request.cancellation.attach(asked)
         try:

@@ -100,17 +100,9 @@ class Turn:
     def result(self) -> ChatResult:
         reader = self.reader
         turn = self.session.turns[-1]
-        return ChatResult(
-            reader.content,
-            reader.reasoning,
-            reader.tool_calls,
-            turn.finish_reason,
-            reader.unparsable,
-            self._raw,
-            self._output,
-            turn,
-            self.session.report(),
-        )
+        said = (reader.content, reader.reasoning, reader.tool_calls, turn.finish_reason)
+        generated = (reader.unparsable, self._raw, self._output)
+        return ChatResult(*said, *generated, turn, self.session.report())
 
     def _decode(self) -> Iterator[Delta]:
         session = self.session
@@ -151,29 +143,20 @@ class Turn:
     def _known(self) -> Known:
         known, reader = self.plan.known, self.reader
         if known.text is not None:
-            return replace(known, text=known.text + self._raw, tail=self._tail())
+            ended = self._output and self._output[-1] in self.eos | self._stop_ids
+            tail = self._cutter.hit or (self.codec.piece(self._output[-1]) if ended else "")
+            return replace(known, text=known.text + self._raw, tail=tail)
         answer = canonical(
             {"role": "assistant", "content": reader.content, "tool_calls": reader.tool_calls}
         )
         return replace(known, messages=(*known.messages, answer))
 
-    def _tail(self) -> str:
-        ended = self._output and self._output[-1] in self.eos | self._stop_ids
-        return self._cutter.hit or (self.codec.piece(self._output[-1]) if ended else "")
-
     def _sampling(self) -> Sampling:
         options = self.options
         stop_ids = self._stop_ids if options.ignore_eos else self._stop_ids | self.eos
         seed = _turn_seed(options.seed, len(self.session.turns))
-        return Sampling(
-            self.max_tokens,
-            options.temperature,
-            options.top_p,
-            options.top_k,
-            seed,
-            stop_ids,
-            self._matcher,
-        )
+        shape = (options.temperature, options.top_p, options.top_k)
+        return Sampling(self.max_tokens, *shape, seed, stop_ids, self._matcher)
 
     def _finish_reason(self) -> str:
         if self._over_limit or self._generation is None:

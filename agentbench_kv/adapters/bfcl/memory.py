@@ -71,12 +71,12 @@ class Chain:
 
     def _next(self, context: TrialContext, talk: Talk, deadline: float) -> dict[str, Any]:
         conversation = self.conversations[self._done]
-        asked = replace(
-            context,
-            session=session_of(context.session, self._done),
-            seed=seed_of(conversation, context.trial),
-            timeout_s=max(0.0, deadline - time.monotonic()),
+        session, seed = (
+            session_of(context.session, self._done),
+            seed_of(conversation, context.trial),
         )
+        left = max(0.0, deadline - time.monotonic())
+        asked = replace(context, session=session, seed=seed, timeout_s=left)
         try:
             told = talk(conversation, asked, self.snapshot)
         except WorkerError as error:

@@ -48,13 +48,10 @@ class BfclTask(WorkerTask):
 
     def _outcome(self, played: PlayedTrial) -> Outcome:
         error = played["verdict"].get("error_message")
-        return Outcome(
-            status=TrialStatus(played["status"]),
-            score=played["score"],
-            metrics={**_metrics(played), **self._about_trial()},
-            transcript={key: played[key] for key in ("text", "steps", "verdict")},
-            error=None if error is None else str(error),
-        )
+        error = None if error is None else str(error)
+        status, metrics = TrialStatus(played["status"]), _metrics(played) | self._about_trial()
+        transcript = {key: played[key] for key in ("text", "steps", "verdict")}
+        return Outcome(status, played["score"], metrics, transcript, error)
 
     def _about_trial(self) -> dict[str, Metric]:
         """Return what every trial's record must say besides its counts."""

@@ -24,9 +24,7 @@ _MONTHS = [
 ]  # fmt: skip
 _NUMBERS = {name: number for number, name in enumerate(_MONTHS, start=1)}
 
-
 _NUMBERS |= {name[:3]: number for name, number in _NUMBERS.items()} | {"sept": 9}
-
 
 _MONTH = rf"(?P<month>{'|'.join(sorted(_NUMBERS, key=len, reverse=True))})\.?"
 _DAY = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?"
@@ -74,9 +72,7 @@ _UNITS = [
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _VALUES = {word: value for value, word in enumerate(_UNITS)}
 
-
 _VALUES |= {word: 10 * value for value, word in enumerate(_TENS, start=2)}
-
 
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _IRREGULAR = {
@@ -84,9 +80,7 @@ _IRREGULAR = {
 }  # fmt: skip
 _ORDINALS = {f"{word}th": value for word, value in _VALUES.items()} | _IRREGULAR
 
-
 _ORDINALS |= {word[:-1] + "ieth": _VALUES[word] for word in _TENS}
-
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 

@@ -109,13 +109,9 @@ class Browser:
             beginning = " ".join(document.text[: 2 * _SNIPPET].split())[:_SNIPPET]
             head = f"[{link}] {_one_line(document.title)} ({document.url})"
             lines += lines_of(f"{head}\n{beginning}")
-        page = _OpenPage(
-            "search",
-            f"Search results for: {_one_line(query)}",
-            "search",
-            tuple(lines) or ("No document matches.",),
-            tuple(_Link(number) for number in found),
-        )
+        title, shown = f"Search results for: {_one_line(query)}", tuple(lines)
+        links = tuple(map(_Link, found))
+        page = _OpenPage("search", title, "search", shown or ("No document matches.",), links)
         return self._push(page, 0, -1)
 
     def open(
@@ -154,13 +150,9 @@ class Browser:
         lines: list[str] = []
         for link, line in enumerate(places):
             lines += [f"[{link}] match at L{line}", *page.lines[line : line + _MATCH_LINES]]
-        found = _OpenPage(
-            "find",
-            f"Find results for: {_one_line(pattern)} in {page.title}",
-            page.url,
-            tuple(lines) or ("No match.",),
-            tuple(_Link(page.document, line) for line in places),
-        )
+        title, shown = f"Find results for: {_one_line(pattern)} in {page.title}", tuple(lines)
+        links = tuple(_Link(page.document, line) for line in places)
+        found = _OpenPage("find", title, page.url, shown or ("No match.",), links)
         return self._push(found, 0, -1)
 
     def _open(self, link: _Link, loc: int, num_lines: int) -> BrowserView:

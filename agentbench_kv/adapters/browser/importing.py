@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,8 @@ def read_documents(source: Path) -> Iterator[Document]:
         raise UsageError(f"no {source}: name a folder, .jsonl, .jsonl.gz or .parquet file")
     root = source if source.is_dir() else source.parent
     files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
-    known = [
-        (path, reader)
-        for path in files
-        for end, reader in _READERS.items()
-        if path.name.lower().endswith(end)
-    ]
+    pairs = product(files, _READERS.items())
+    known = [(path, read) for path, (end, read) in pairs if path.name.lower().endswith(end)]
     if not known:
         raise UsageError(f"{source} holds no {', '.join(_READERS)} file")
     for path, reader in known:

@@ -115,13 +115,9 @@ class Judge:
             "temperature": 0.0,
             "max_tokens": _MAX_TOKENS,
         }
-        key = os.environ.get(KEY_VARIABLE)
-        response = httpx.post(
-            f"{self.endpoint}/chat/completions",
-            json=body,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=_TIMEOUT_S,
-        )
+        key, url = os.environ.get(KEY_VARIABLE), f"{self.endpoint}/chat/completions"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        response = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S)
         response.raise_for_status()
         content = response.json()["choices"][0]["message"]["content"]
         if not isinstance(content, str):

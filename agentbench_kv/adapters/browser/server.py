@@ -36,15 +36,13 @@ class BrowserServer:
         self._key = api_key
         self._sessions: dict[str, tuple[Browser, threading.Lock]] = {}
         self._lock = threading.Lock()
-        self.app = Starlette(
-            routes=[
-                Route("/health", self._guarded(self._health)),
-                Route("/tools", self._guarded(self._tools)),
-                Route("/sessions/{session}/{tool}", self._guarded(self._call), methods=["POST"]),
-                Route("/sessions/{session}", self._guarded(self._end), methods=["DELETE"]),
-            ],
-            exception_handlers={HTTPException: _refused},
-        )
+        routes = [
+            Route("/health", self._guarded(self._health)),
+            Route("/tools", self._guarded(self._tools)),
+            Route("/sessions/{session}/{tool}", self._guarded(self._call), methods=["POST"]),
+            Route("/sessions/{session}", self._guarded(self._end), methods=["DELETE"]),
+        ]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
 
     def _guarded(self, handler: _Handler) -> _Handler:
         async def answer(request: Request) -> Response:

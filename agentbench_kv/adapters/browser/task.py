@@ -212,13 +212,9 @@ class BrowsingTask(Task):
             "response": episode.answer,
             "answer": answer,
         }
-        return Outcome(
-            episode.status,
-            score=right if scored else None,
-            metrics=metrics,
-            transcript=self.transcript([*episode.messages, entry]),
-            error=episode.reason,
-        )
+        transcript = self.transcript([*episode.messages, entry])
+        score = right if scored else None
+        return Outcome(episode.status, score, metrics, transcript, episode.reason)
 
 
 def _metrics(

@@ -105,12 +105,9 @@ def _nltk() -> SimpleNamespace:
     from nltk.tokenize import NLTKWordTokenizer
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
-    return SimpleNamespace(
-        tokenize=NLTKWordTokenizer().tokenize,
-        stem=PorterStemmer().stem,
-        sentence_bleu=sentence_bleu,
-        smoothing=SmoothingFunction().method1,
-    )
+    words = {"tokenize": NLTKWordTokenizer().tokenize, "stem": PorterStemmer().stem}
+    bleu = {"sentence_bleu": sentence_bleu, "smoothing": SmoothingFunction().method1}
+    return SimpleNamespace(**words, **bleu)
 
 
 class _Metric:
@@ -153,10 +150,9 @@ class Similarity(_Metric):
         return SentenceTransformer(str(self._folder), device="cpu", local_files_only=True)
 
     def _compare(self, answer: str, gold: str) -> float:
-        pair = self._model.encode(
-            [answer, gold], normalize_embeddings=True, show_progress_bar=False
-        )
-        return min(1.0, float(pair[0] @ pair[1]))
+        how = {"normalize_embeddings": True, "show_progress_bar": False}
+        said, wanted = self._model.encode([answer, gold], **how)
+        return min(1.0, float(said @ wanted))
 
 
 class BertScore(_Metric):
@@ -227,17 +223,10 @@ def marks(
 ) -> dict[str, float | None]:
     """Mark an answer in every column, in [0, 1] (similarity in [-1, 1]); None without its model."""
     gold = question.answer
-    by_model = {
-        name: encoders[name](answer, gold) if name in encoders else None
-        for name in ("similarity", "bertscore")
-    }
-    by_authors = f1_authors(answer, gold, question.category)
-    return {
-        "f1": f1(answer, gold),
-        "bleu1": bleu1(answer, gold),
-        "f1_authors": by_authors,
-        **by_model,
-    }
+    names = ("similarity", "bertscore")
+    by_model = [encoders[name](answer, gold) if name in encoders else None for name in names]
+    by_words = (f1(answer, gold), bleu1(answer, gold), f1_authors(answer, gold, question.category))
+    return dict(zip(COLUMNS, (*by_words, *by_model), strict=True))
 
 
 def trial_metrics(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -118,7 +118,8 @@ class LocomoQA(Task):
         answered: list[Answered] = []
         status, error = TrialStatus.SCORED, None
         try:
-            self._play(conversation, questions, context, answered)
+            for each in self._play(conversation, questions, context):
+                answered.append(each)  # noqa: PERF402  what was answered counts after a timeout
         except TimeoutError as reached:
             status, error = TrialStatus.TIMEOUT, str(reached)
         if status is TrialStatus.SCORED and len(answered) < len(questions):
@@ -131,19 +132,12 @@ class LocomoQA(Task):
             )
         f1s = [each.marks["f1"] or 0.0 for each in answered]
         known = zip(answered, f1s, strict=True)
-        return Outcome(
-            status,
-            score=fmean(f1s) if status is TrialStatus.SCORED else None,
-            metrics=trial_metrics(questions, answered),
-            transcript={
-                "conversation": conversation.id,
-                "answers": [each.document() for each in answered],
-            },
-            error=error,
-            facts=tuple(
-                fact for each, f1 in known for fact in facts(conversation, each.question, f1)
-            ),
-        )
+        needed = [fact for each, f1 in known for fact in facts(conversation, each.question, f1)]
+        answers = [each.document() for each in answered]
+        transcript = {"conversation": conversation.id, "answers": answers}
+        score = fmean(f1s) if status is TrialStatus.SCORED else None
+        metrics = trial_metrics(questions, answered)
+        return Outcome(status, score, metrics, transcript, error, tuple(needed))
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         return trial_metrics(self._asked(sample)[1], [])
@@ -191,12 +185,8 @@ class LocomoQA(Task):
         return conversation, [each for each in conversation.questions if each.index == int(index)]
 
     def _play(
-        self,
-        conversation: Dialogue,
-        questions: Sequence[Question],
-        context: TrialContext,
-        answered: list[Answered],
-    ) -> None:
+        self, conversation: Dialogue, questions: Sequence[Question], context: TrialContext
+    ) -> Iterator[Answered]:
         messages = history(conversation)
         for question in questions:
             messages.append(ask(question))
@@ -208,4 +198,4 @@ class LocomoQA(Task):
             messages.append(reply.message)
             answer = reply.content.strip()
             found = marks(question, answer, self._encoders)
-            answered.append(Answered(question, answer, reply.finish_reason, seconds, found))
+            yield Answered(question, answer, reply.finish_reason, seconds, found)

@@ -126,12 +126,12 @@ PREAMBLE = (
 
 
 def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    properties = {name: {a: {"type": "string"} for a in PARAMETERS[name]} for name in names}
-    parameters = {n: {"type": "object", "properties": each} for n, each in properties.items()}
-    return [
-        {"type": "function", "function": {"name": name, "parameters": parameters[name]}}
-        for name in names
-    ]
+    tools: list[dict[str, Any]] = []
+    for name in names:
+        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
+        function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def generate(seed: int, profile: EpisodeProfile, invented: float = 0.0) -> Episode:

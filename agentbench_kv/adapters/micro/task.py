@@ -103,13 +103,8 @@ class RecallTask(Task):
         if not _play(context.client, environment, messages, limit):
             return Outcome(TrialStatus.CONTEXT_LIMIT, transcript=messages)
         result = score(environment)
-        return Outcome(
-            TrialStatus.SCORED,
-            score=float(result.success),
-            metrics=result.metrics,
-            transcript=messages,
-            facts=result.facts,
-        )
+        success, facts = float(result.success), result.facts
+        return Outcome(TrialStatus.SCORED, success, result.metrics, messages, facts=facts)
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         environment = Environment(self._episode(sample))
@@ -187,9 +182,8 @@ def _act(environment: Environment, reply: Reply, messages: list[Message]) -> boo
     for call in reply.tool_calls:
         function = call["function"]
         arguments = json.loads(function["arguments"])
-        observation = environment.call(
-            function["name"], arguments if isinstance(arguments, dict) else {}
-        )
+        arguments = arguments if isinstance(arguments, dict) else {}
+        observation = environment.call(function["name"], arguments)
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": observation.text})
         if observation.turn_over:
             return True

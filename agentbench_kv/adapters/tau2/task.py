@@ -146,13 +146,9 @@ class Simulations(WorkerTask):
         return played
 
     def _outcome(self, played: PlayedTrial) -> Outcome:
-        return Outcome(
-            status=TrialStatus(played["status"]),
-            score=played["score"],
-            metrics=_metrics(played),
-            transcript={key: played[key] for key in ("agent", "trajectory", "steps", "verdict")},
-            error=played["error"],
-        )
+        status, score, error = (played[key] for key in ("status", "score", "error"))
+        transcript = {key: played[key] for key in ("agent", "trajectory", "steps", "verdict")}
+        return Outcome(TrialStatus(status), score, _metrics(played), transcript, error)
 
     def _start(self) -> WorkerPool:
         data = require_data(self.release, self.domain)

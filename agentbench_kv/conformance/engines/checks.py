@@ -127,14 +127,9 @@ def check_cancel(driver: Driver, reference: Driver, network: Any) -> list[CheckR
     """Check that a cancelled generation leaves a session whose log is exact."""
     opening = TurnPlan(prompt(300, 8), 400)
     free = reference.play({"free": [replace(opening, max_tokens=60)]})["free"].turns[0]
-    steps = {
-        f"after {n} tokens": [
-            replace(opening, cancel_after=n),
-            replace(_NEXT_TURN, cancel_after=5),
-            _NEXT_TURN,
-        ]
-        for n in (0, 1, 6, 40)
-    }
+    later = [replace(_NEXT_TURN, cancel_after=5), _NEXT_TURN]
+    counts = (0, 1, 6, 40)
+    steps = {f"after {n} tokens": [replace(opening, cancel_after=n), *later] for n in counts}
     found = driver.play(steps)
     problems = (
         f"{name}: {text}" for name, t in found.items() if (text := _cancel_problem(free, t))
@@ -207,7 +202,8 @@ def check_leaks(driver: Driver, examples: int) -> CheckResult:
             with ThreadPoolExecutor(_THREADS) as threads:
                 new = list(threads.map(lambda steps: driver.play({"one": steps})["one"], sessions))
             traces.extend(new)
-            problem = next(filter(None, map(_unexpected_error, new)), "")
+            failed = (trace for trace in new if not isinstance(trace.error, CapacityError))
+            problem = next(filter(None, map(error_problem, failed)), "")
             after = settled(driver.engine, before)
             if after != before:
                 problem = f"{after} after {_describe(sessions)}, {before} at the start"
@@ -226,10 +222,6 @@ class _FoundError(Exception):
     """Ends the search for a problem."""
 
 
-def _unexpected_error(trace: SessionTrace) -> str:
-    return "" if isinstance(trace.error, CapacityError) else error_problem(trace)
-
-
 def _run_examples(play: Callable[[Example], None], examples: int) -> None:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
@@ -241,14 +233,8 @@ def _run_examples(play: Callable[[Example], None], examples: int) -> None:
         cancel_after=st.none() | st.integers(0, 10),
     )
     sessions = st.lists(st.lists(turns, max_size=4), min_size=SESSIONS, max_size=SESSIONS)
-    limits = settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    limits = settings(max_examples=examples, derandomize=True, deadline=None, database=None)
+    limits = settings(limits, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     limits(given(sessions)(lambda example: play(example)))()
 
 

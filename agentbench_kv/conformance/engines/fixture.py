@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,8 @@ def _tokenizer() -> Any:
     plain = [*_MARKERS, *(f"<filler_{i}>" for i in range(fillers))]
     tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
     fast: Any = PreTrainedTokenizerFast
-    return fast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=_TEMPLATE,
-    )
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return fast(tokenizer_object=tokenizer, chat_template=_TEMPLATE, **special)
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -186,13 +183,8 @@ class Fixture:
             self._driver = None
 
     def _options(self, method: Method, pool: int) -> EngineOptions:
-        return EngineOptions(
-            model=str(self._folder),
-            method=method,
-            device="cpu",
-            max_live_tokens=pool,
-            engine_args=self._engine_args,
-        )
+        plain = EngineOptions(str(self._folder), method, device="cpu", max_live_tokens=pool)
+        return replace(plain, engine_args=self._engine_args)
 
 
 @contextmanager

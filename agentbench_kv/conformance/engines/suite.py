@@ -119,21 +119,13 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
-    ]
-    if quick:
-        return parts
-    return [
-        *parts,
         ("restart", lambda: check_restart(fixture.driver(main, SMALL_POOL), fixture.network)),
     ]
+    return parts[:-1] if quick else parts
 
 
 def method_part(
-    fixture: Fixture,
-    method: Method,
-    *,
-    optional: bool = False,
-    sessions: Sessions | None = None,
+    fixture: Fixture, method: Method, *, optional: bool = False, sessions: Sessions | None = None
 ) -> list[CheckResult]:
     """Check one method: tokens, kept sets and accounting of sessions together and alone.
 

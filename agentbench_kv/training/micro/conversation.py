@@ -101,11 +101,9 @@ def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> LabelledTe
         _Part("\n", PROMPT),
     ]
     end = _join(tail, handles=False)
-    return LabelledText(
-        session.text + end.text,
-        np.concatenate([session.labels, end.labels]),
-        np.concatenate([session.cursor, end.cursor]),
-    )
+    labels = np.concatenate([session.labels, end.labels])
+    cursor = np.concatenate([session.cursor, end.cursor])
+    return LabelledText(session.text + end.text, labels, cursor)
 
 
 def _session(episode: Episode, turns: int) -> Iterator[_Part]:

@@ -95,10 +95,8 @@ def gaps(rows: list[TrainingRow]) -> dict[str, list[int]]:
             if "/" in label and row.labels[start - 1] != row.labels[start] and key in seen:
                 found.setdefault(label, []).append(start - seen[key])
             seen[key] = start
-    return {
-        name: np.percentile(distances, (10, 50, 90)).astype(int).tolist()
-        for name, distances in found.items()
-    }
+    tenths = (10, 50, 90)
+    return {key: np.percentile(far, tenths).astype(int).tolist() for key, far in found.items()}
 
 
 @click.command()

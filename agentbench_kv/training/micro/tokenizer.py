@@ -40,7 +40,6 @@ SPLIT = (
 )
 """Qwen2's pre-tokenizer, so that every engine knows it."""
 
-PADDED_TO = 64
 HANDLE_PIECE = re.compile(r"[/#:=@~+,][a-z]+|[a-z]{4}")
 
 
@@ -113,12 +112,9 @@ class _Merges:
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, to_bytes])
 
 
 def _words() -> list[str]:

@@ -328,11 +328,8 @@ class Optimizers:
         matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
         embeddings = [p for name, p in named if p.dim() == 2 and "embed" in name]
         gains = [p for _, p in named if p.dim() < 2]
-        adam = torch.optim.AdamW(
-            [{"params": embeddings, "lr": 3e-3}, {"params": gains, "lr": 1e-2}],
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-        )
+        groups = [{"params": embeddings, "lr": 3e-3}, {"params": gains, "lr": 1e-2}]
+        adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
         self.parts: tuple[torch.optim.Optimizer, ...] = (Muon(matrices), adam)
         self._rates = [[group["lr"] for group in part.param_groups] for part in self.parts]
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.agent import AgentLine, CancelledError, ContextFullError, ServerError
+from agentbench_kv.adapters.agent import (
+    AgentLine,
+    CancelledError,
+    ContextFullError,
+    ServerError,
+    UnreachableError,
+)
 
 MESSAGES = [{"role": "user", "content": "Hello?"}]
 
@@ -29,6 +36,29 @@ def test_a_request_names_session_model_and_key(chats: Any, end: str) -> None:
     assert (body["seed"], body["model"], body["messages"]) == (3, "made-model", MESSAGES)
     assert headers["X-KVBench-Session"] == "run|0|1|x"
     assert headers["Authorization"] == "Bearer secret"
+
+
+def test_a_trials_line_names_the_session_in_its_body_too(chats: Any) -> None:
+    allowed: list[tuple[str, int]] = []
+    sent = {"endpoint": chats.url, "session": "run|0|1|x", "key": None, "timeout_s": 5.0}
+    request: Any = SimpleNamespace(
+        args={**sent, "sampling": {"max_tokens": 7, "seed": 3}},
+        guard=SimpleNamespace(allow=lambda *address: allowed.append(address)),
+        cancelled=threading.Event(),
+        on_cancel=lambda _: None,
+    )
+    AgentLine.of_trial(request, session_id=request.args["session"]).chat(MESSAGES, [])
+    (body,) = chats.bodies
+    assert (body["session_id"], body["max_tokens"], body["seed"]) == ("run|0|1|x", 7, 3)
+    assert allowed == [("127.0.0.1", int(chats.url.rsplit(":", 1)[1].partition("/")[0]))]
+
+
+def test_a_dead_server_is_unreachable() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UnreachableError, match=rf"^{address}: ConnectionRefusedError: "):
+        line(f"http://{address}").chat(MESSAGES, [])
 
 
 def test_a_busy_server_is_asked_again(chats: Any) -> None:

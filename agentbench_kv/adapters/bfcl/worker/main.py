@@ -21,7 +21,7 @@ from bfcl_eval.constants import eval_config
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
 from bfcl_eval.utils import is_memory_prereq, load_dataset_entry, load_ground_truth_entry
 
-from ...agent import AgentLine, ContextFullError, address_of
+from ...agent import AgentLine, ContextFullError
 from . import web
 from .handler import (
     ChatHandler,
@@ -141,11 +141,8 @@ def _checked(
 
 
 def _line(request: WorkerRequest) -> AgentLine:
-    args = request.args
-    stop = {"stop": [END]} if args["route"] == "raw" else {}
-    body, timeout_s = {**stop, **args["sampling"]}, args["timeout_s"]
-    request.guard.allow(*address_of(args["endpoint"]))
-    return AgentLine(args["endpoint"], args["session"], body, args["key"], timeout_s, request)
+    stop = {"stop": [END]} if request.args["route"] == "raw" else {}
+    return AgentLine.of_trial(request, **stop)
 
 
 def _report(handler: SessionHandler, status: str, checked: dict[str, Any]) -> dict[str, Any]:

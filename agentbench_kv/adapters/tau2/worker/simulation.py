@@ -252,7 +252,7 @@ class Domain:
         history and steps, and the user's tokens.
         """
         user, judge = request.args["user"], request.args["judge"]
-        for url in (request.args["endpoint"], user["url"], judge and judge["url"]):
+        for url in (user["url"], judge and judge["url"]):
             if url:
                 request.guard.allow(*address_of(url))
         if judge:  # only v1.x has what it replaces
@@ -265,9 +265,8 @@ class Domain:
 
     def _play(self, request: WorkerRequest) -> dict[str, Any]:
         args = request.args
-        task, session, timeout_s = self._tasks[args["sample"]], args["session"], args["timeout_s"]
-        body = {**args["sampling"], "session_id": session}
-        line = AgentLine(args["endpoint"], session, body, args["key"], timeout_s, request)
+        task, timeout_s = self._tasks[args["sample"]], args["timeout_s"]
+        line = AgentLine.of_trial(request, session_id=args["session"])
         agent = EndpointAgent(self._policy, self._tools, line)
         user: ScriptedUser | SimulatedUser
         scenario = str(task.user_scenario)
@@ -290,8 +289,8 @@ class Domain:
         kept = {"role", "content", "tool_calls", "requestor", "error"}
         plain = {"mode": "json", "include": kept, "exclude_none": True}
         said = [message.model_dump(**plain) for message in orchestrator.trajectory]
-        return {**ended, "steps": agent.steps, "agent": agent.messages, "user": user.usage,
-                "trajectory": said}  # fmt: skip
+        heard = {"steps": agent.steps, "agent": agent.messages, "user": user.usage}
+        return {**ended, **heard, "trajectory": said}
 
     def _run(self, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
         try:
@@ -301,13 +300,8 @@ class Domain:
         reason = TerminationReason(simulation.termination_reason)
         if reason is TerminationReason.MAX_STEPS:
             return _unscored("turn_limit", f"not done after {orchestrator.max_steps} steps")
-        checked = evaluate_simulation(
-            simulation=simulation,
-            task=task,
-            evaluation_type=EvaluationType.ALL,
-            solo_mode=False,
-            domain=self._name,
-        )
+        how = {"evaluation_type": EvaluationType.ALL, "solo_mode": False, "domain": self._name}
+        checked = evaluate_simulation(simulation=simulation, task=task, **how)
         verdict = {"ended_by": reason.value, **checked.model_dump(mode="json")}
         return {"status": "scored", "score": checked.reward, "verdict": verdict, "error": None}
 
