@@ -6,7 +6,6 @@ nesting and half characters are what later code would fail on, or read in two wa
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine
+from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import Lines, RunInfo, RunReader, TrialKey, latest_turns
 from agentbench_kv.results.submissions import Manifest, SubmittedRun
@@ -227,13 +227,6 @@ def hashes(path: Path) -> dict[str, str]:
     return found
 
 
-def file_sha(path: Path) -> str:
-    """Return the SHA-256 of a file, empty if there is none."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-    return ""
-
-
 def transcripts(path: Path) -> list[str]:
     return sorted(each.name for each in (path / TRANSCRIPTS).glob("*.json"))
 
@@ -340,12 +333,9 @@ def strict_json(raw: bytes) -> Any:
     """Parse one JSON document as kvbench writes it; a ValueError gives the reason on one line."""
     try:
         document = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_int=_integer,
-            parse_float=_number,
-            parse_constant=_constant,
-        )
+            raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer,
+            parse_float=_number, parse_constant=_constant,
+        )  # fmt: skip
         _check_values(document)
     except RecursionError:
         raise ValueError("nested too deep") from None

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
-from agentbench_kv.leaderboard.evidence import CUT_OFF, RunEvidence, file_sha
+from agentbench_kv.leaderboard.evidence import CUT_OFF, RunEvidence
 from agentbench_kv.leaderboard.identity import find_samples, folder_of_model, opened, unfit
 from agentbench_kv.leaderboard.replay import DERIVED
 from agentbench_kv.leaderboard.submitting import write_stored
+from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.provenance import hardware
@@ -47,16 +48,12 @@ def rerun(
     compared = _play(evidence, spec, chosen)
     differences = [each.difference for each in compared if each.difference]
     outcome = Rerun(
-        run_id=evidence.name,
-        records=file_sha(evidence.path / "samples.jsonl"),
-        seed=seed,
-        played=len(chosen),
-        equal=len(chosen) - len(differences),
+        run_id=evidence.name, records=file_sha(evidence.path / "samples.jsonl"), seed=seed,
+        played=len(chosen), equal=len(chosen) - len(differences),
         accounts=sum(each.account for each in compared),
         scores=sum(each.score for each in compared),
-        differs=differences,
-        machine=json.dumps(hardware(), sort_keys=True),
-    )
+        differs=differences, machine=json.dumps(hardware(), sort_keys=True),
+    )  # fmt: skip
     if leaderboard is not None:
         number = len(reruns(leaderboard, outcome.records))
         write_stored(leaderboard / RERUNS / f"{outcome.records[:16]}-{number:04d}.json", outcome)

@@ -13,22 +13,10 @@ from typing import Literal
 from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.results import gate
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
-from agentbench_kv.results.gate import (
-    DISCORDANCE,
-    LOSSES,
-    MARGIN,
-    Design,
-    Rule,
-    Verdict,
-    chances,
-    describe,
-    repeats,
-    samples_for,
-    smallest_caught,
-    worst,
-)
+from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
@@ -100,11 +88,11 @@ def compare(
         catch=100 * rule.catch,
         alarm=rule.alarm,
         rows=rows,
-        verdict=worst(row.verdict for row in rows),
+        verdict=gate.worst(row.verdict for row in rows),
         inconclusive=inconclusive,
         drift=drift,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
-        noise=describe(repeats([*base, *cand, *noise])),
+        noise=gate.describe(gate.repeats([*base, *cand, *noise])),
     )
 
 
@@ -347,18 +335,20 @@ def _told(row: Prospect, found: PowerPlan) -> list[str]:
 
 
 def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
-    least = smallest_caught(rule, design)
+    least = gate.smallest_caught(rule, design)
     return Prospect(
         name=name,
         **asdict(design),
         source=source,
         exact=design.exact,
-        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        power={
+            f"{100 * x:g}": gate.chances(rule, design, x)[Verdict.REGRESSION] for x in gate.LOSSES
+        },
         caught=None if least is None else 100 * least,
-        ok=chances(rule, design, 0.0)[Verdict.OK],
-        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
-        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
-        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
+        ok=gate.chances(rule, design, 0.0)[Verdict.OK],
+        alarm=gate.chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=gate.samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=gate.samples_for(rule, design, Verdict.OK, 0.0),
     )
 
 
@@ -378,7 +368,7 @@ def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
     """
     plays = [scores for group in groups for scores in _plays(group) if len(scores) > 1]
     if not plays:
-        return DISCORDANCE, "assumed"
+        return gate.DISCORDANCE, "assumed"
     found = fmean(2 * variance(scores) for scores in plays)
     if found < _LEAST_DISCORDANCE:
         return _LEAST_DISCORDANCE, f"assumed; repeats of BASE differ in {100 * found:.1f}%"

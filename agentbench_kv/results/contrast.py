@@ -120,20 +120,18 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     for pair in pairs:
         groups = pair.base, pair.cand
         asked = asked_once(groups, metric)
-        found.append([_sizes(g) if metric == PEAK else g.scores(metric, asked) for g in groups])
+        found.append(
+            [
+                Scores.of_trials(group.peaks, group.clusters)
+                if metric == PEAK
+                else group.scores(metric, asked)
+                for group in groups
+            ]
+        )
     base, cand = map(_pooled, zip(*found, strict=True))
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))
     return base, cand
-
-
-def _sizes(group: RunGroup) -> Scores:
-    """Return each sample's mean peak, over the trials that reached the engine."""
-    peaks: dict[str, list[int]] = {}
-    for run in group.runs:
-        for sample, values in run.peaks.items():
-            peaks.setdefault(sample, []).extend(values)
-    return Scores.of_trials(peaks, group.clusters)
 
 
 def _pooled(sides: Sequence[Scores | None]) -> Scores:

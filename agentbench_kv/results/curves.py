@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations, starmap
+from operator import attrgetter
 
 import numpy as np
 from scipy.integrate import trapezoid
@@ -16,6 +17,7 @@ from scipy.integrate import trapezoid
 from agentbench_kv.results.stats import Floats, Scores, draws, ends
 
 KEEP = 0.95
+_BUDGET = attrgetter("budget")
 RESAMPLES = 4000
 
 
@@ -129,13 +131,13 @@ def curve_summary(
     resample = _Resample(full, ids, resamples)
     base = resample(whole)
     drawn = [_drawn(label, own, whole, known, resample) for label, own in columns.items()]
-    return CurveSummary(
-        full=float(whole.mean()),
-        samples=len(ids),
-        groups=resample.groups,
-        curves=[_curve(each, base, share, len(ids)) for each in drawn],
-        crossovers=[each for pair in combinations(drawn, 2) for each in _crossovers(pair)],
-    )
+    curves = [_curve(each, base, share, len(ids)) for each in drawn]
+    crossovers = [
+        crossover
+        for pair in combinations(drawn, 2)
+        for crossover in sorted(chain(*starmap(_overtakings, permutations(pair))), key=_BUDGET)
+    ]
+    return CurveSummary(float(whole.mean()), len(ids), resample.groups, curves, crossovers)
 
 
 class _Resample:
@@ -208,11 +210,6 @@ def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
         None if np.isinf(end) else float(2.0**end) for end in (found[0], *ends(found[1:]))
     )
     return Keeps(point, low, high, smallest=drawn.budgets[0], largest=drawn.budgets[-1])
-
-
-def _crossovers(pair: Sequence[_Drawn]) -> list[Crossover]:
-    found = (each for ordered in permutations(pair) for each in _overtakings(*ordered))
-    return sorted(found, key=lambda crossover: crossover.budget)
 
 
 def _overtakings(below: _Drawn, above: _Drawn) -> list[Crossover]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
+from agentbench_kv.results.files import leaves
 from agentbench_kv.results.runs import CONDITIONS, Run
 
 Weight = Literal["refuses", "warns"]
@@ -70,19 +72,10 @@ def _known(run: Run) -> dict[str, Any]:
 
 def _facts(documents: Iterable[Mapping[str, Any]]) -> Facts:
     facts: Facts = {}
-    for name, value in (fact for document in documents for fact in _flat(document)):
-        facts.setdefault(name, set()).add(value)
+    for name, value in chain.from_iterable(map(leaves, documents)):
+        if value is not None and value != {}:
+            facts.setdefault(name, set()).add(str(value))
     return facts
-
-
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    flat: list[tuple[str, str]] = []
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            flat += _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat.append((f"{prefix}{name}", str(value)))
-    return flat
 
 
 def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[Drift]:

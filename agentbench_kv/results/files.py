@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
     """Encode as UTF-8 JSON; unknown objects as text, lone surrogates as escapes."""
     text = json.dumps(data, ensure_ascii=False, indent=indent, default=str)
     return text.encode("utf-8", "backslashreplace")
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `a.b` and its value for every leaf of nested mappings; an empty one is a leaf."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -155,6 +165,13 @@ def _unfinished_tail(fd: int) -> bytes:
         if newline:
             break
     return tail
+
+
+def file_sha(path: Path) -> str:
+    """Return the SHA-256 of a file, empty if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
 
 
 def is_json(raw: bytes) -> bool:

@@ -27,17 +27,10 @@ from rich.table import Table
 from rich.text import Text
 
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.results import terminal
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.store import RunStatus, holder, read_info
-from agentbench_kv.results.terminal import (
-    console,
-    failures,
-    new_table,
-    number,
-    plain,
-    print_json,
-    share,
-)
+from agentbench_kv.results.terminal import failures, number, plain, share
 
 FILE = ".kvbench-index.json"
 _VERSION = 2
@@ -238,9 +231,9 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
     entries = read_index(folder)
     wanted = select_runs(entries, query)
     if as_json:
-        print_json(msgspec.to_builtins(wanted))
+        terminal.print_json(msgspec.to_builtins(wanted))
         return
-    screen = console()
+    screen = terminal.console()
     if not wanted:
         tasks = ", ".join(sorted({entry.task for entry in entries if entry.task}))
         none = f"none of the {len(entries)} runs in {folder} is like that; tasks there: {tasks}"
@@ -353,7 +346,7 @@ def _total(widths: Mapping[str, int]) -> int:
 
 def _table(columns: Mapping[str, Sequence[Text]], widths: Mapping[str, int], fixed: bool) -> Table:
     """Return a table of columns as wide as told; unless fixed, words may be folded further."""
-    table = new_table(*columns)
+    table = terminal.new_table(*columns)
     for column, width in zip(table.columns, widths.values(), strict=True):
         column.no_wrap = column.header not in _FOLDED
         column.min_width, column.max_width = width if fixed else None, width

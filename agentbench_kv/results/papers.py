@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any, Self
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, model_validator
 
 FILES = (
     "accuracy_vs_budget",
@@ -22,10 +22,8 @@ HEADLINES = ("accuracy_pct", "reward_pct")
 UNCOMPRESSED = "full"
 
 
-class PublishedFigure(BaseModel):
+class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
     """One figure of a paper, a value or a range; names as the paper has them, methods as here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: str  # which of `FILES` holds it
     source: str
@@ -75,6 +73,18 @@ def figures(file: str) -> tuple[PublishedFigure, ...]:
     return tuple(known)
 
 
+def headlines(task: str, model: str) -> list[PublishedFigure]:
+    """Return the headline figures of a task, named as here, and a model."""
+    return [
+        figure
+        for figure in figures("accuracy_vs_budget")
+        if figure.metric in HEADLINES
+        and figure.value is not None
+        and f"{figure.benchmark}/{figure.task}" == task
+        and figure.model.casefold() == model.casefold()
+    ]
+
+
 def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:
     """Return the highest of the compressed methods' figures of one cell, all of them if tied."""
     compressed = [figure for figure in cell if figure.method != UNCOMPRESSED]
@@ -82,10 +92,8 @@ def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:
     return [figure for figure in compressed if figure.value == best]
 
 
-class Firsts(BaseModel):
+class Firsts(BaseModel, frozen=True):
     """In how many cells (model, task, budget) of a benchmark a method is first or tied first."""
-
-    model_config = ConfigDict(frozen=True)
 
     method: str
     benchmark: str

@@ -253,6 +253,15 @@ class RunGroup:
         return set().union(*(run.triggered for run in self.runs))
 
     @cached_property
+    def peaks(self) -> dict[str, list[int]]:
+        """Peak live tokens of each sample's trials that reached the engine, in all the runs."""
+        found: dict[str, list[int]] = {}
+        for run in self.runs:
+            for sample, peaks in run.peaks.items():
+                found.setdefault(sample, []).extend(peaks)
+        return found
+
+    @cached_property
     def clusters(self) -> dict[str, str]:
         return {name: group for run in self.runs for name, group in run.clusters.items()}
 

@@ -21,21 +21,13 @@ from rich.text import Text
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results import terminal
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
 from agentbench_kv.results.summary import Summary, build, median, summarize
-from agentbench_kv.results.terminal import (
-    console,
-    failures,
-    new_table,
-    number,
-    plain,
-    print_json,
-    share,
-    visible,
-)
+from agentbench_kv.results.terminal import failures, new_table, number, plain, share, visible
 
 T = TypeVar("T")
 _MOST_ROWS = 50
@@ -146,15 +138,6 @@ def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
     return table if failed else None
 
 
-def turn_table(turns: Sequence[TurnRecord]) -> Table:
-    """Return one row per turn; live tokens before and after, times in milliseconds."""
-    return _table(_TURN, turns)
-
-
-def turn_overview(turns: Sequence[TurnRecord]) -> Table:
-    return _table(_TURNS, turns_by_index(turns))
-
-
 def percent(interval: Interval | None) -> str | None:
     return None if interval is None else share(interval.point, interval.low, interval.high)
 
@@ -181,13 +164,11 @@ def facts_table(summary: Summary) -> Table:
         ("TTFT / TPOT ms", f"{number(summary.ttft_ms)} / {number(summary.tpot_ms)}"),
     ]
     if kv is not None:
+        moved = kv.rows_moved, kv.restored, kv.recomputed
         facts += [
             ("peak live, worst", kv.max_peak_live),
             ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
-            (
-                "rows moved / restored / recomputed",
-                f"{kv.rows_moved} / {kv.restored} / {kv.recomputed}",
-            ),
+            ("rows moved / restored / recomputed", " / ".join(map(str, moved))),
             ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
         ]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -216,21 +197,15 @@ class TimelineStep:
 
 
 def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
-    return [_step(group) for group in turns_by_index(turns)]
-
-
-def _step(group: Sequence[TurnRecord]) -> TimelineStep:
-    held = [turn.live_after for turn in group]
-    deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
-    return TimelineStep(
-        turn=group[0].turn,
-        trials=len(group),
-        held=statistics.median(held),
-        low=deciles[0],
-        high=deciles[-1],
-        evicted=statistics.median(turn.evicted for turn in group),
-        events=sum(turn.events for turn in group),
-    )
+    found = []
+    for group in turns_by_index(turns):
+        held = [turn.live_after for turn in group]
+        deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
+        ends = statistics.median(held), deciles[0], deciles[-1]
+        evicted = statistics.median(turn.evicted for turn in group)
+        events = sum(turn.events for turn in group)
+        found.append(TimelineStep(group[0].turn, len(group), *ends, evicted, events))
+    return found
 
 
 def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) -> Table:
@@ -238,20 +213,16 @@ def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) 
     table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
     for step in timeline[:_MOST_BARS]:
-        bar = _bar(step, _WIDTH / most)
+        held = round(step.held * _WIDTH / most)
+        # Rounded together, so that equal sums end in the same column.
+        evicted = round((step.held + step.evicted) * _WIDTH / most) - held
+        bar = Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
         table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
     if len(timeline) > _MOST_BARS:
         table.add_row("", f"and {len(timeline) - _MOST_BARS} more turns; --png draws all")
     if budget is not None:
         table.add_row("", f"{' ' * max(0, round(budget * _WIDTH / most) - 1)}▲ budget {budget}")
     return table
-
-
-def _bar(step: TimelineStep, scale: float) -> Text:
-    held = round(step.held * scale)
-    # Rounded together, so that equal sums end in the same column.
-    evicted = round((step.held + step.evicted) * scale) - held
-    return Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
 
 
 def check_drawing() -> None:
@@ -393,15 +364,12 @@ def _call(call: Any) -> str:
 
 
 def _list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    known = "" if value is None else value
+    return known if isinstance(known, str) else json.dumps(known, ensure_ascii=False)
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
@@ -412,7 +380,7 @@ def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
     found = [RunStore(out).find(run) for run in runs]
     summaries = [summarize(run) for run in found]
     if as_json:
-        print_json([summary.model_dump(mode="json") for summary in summaries])
+        terminal.print_json([summary.model_dump(mode="json") for summary in summaries])
     else:
         _print_summaries(summaries)
 
@@ -448,14 +416,14 @@ def show_run(
         }
         if sample is not None:
             document["transcripts"] = [_transcript(reader, record) for record in trials]
-        print_json(document)
+        terminal.print_json(document)
         return
     failed = [failure_kinds(summary), failure_table(trials)]
     _print_run(reader, summary, [*failed, *_turn_tables(turns, budget, sample is not None)])
     if sample is not None:
         _print_transcripts(reader, trials, turns)
     if png is not None:
-        console().print(plain(png), soft_wrap=True)
+        terminal.console().print(plain(png), soft_wrap=True)
 
 
 def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -> list[Table]:
@@ -463,10 +431,10 @@ def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -
     if not turns:
         return []
     if not apart:
-        return [timeline_table(steps(turns), budget), turn_overview(turns)]
+        return [timeline_table(steps(turns), budget), _table(_TURNS, turns_by_index(turns))]
     trials = sorted({turn.trial for turn in turns})
     own = (steps([turn for turn in turns if turn.trial == trial]) for trial in trials)
-    return [*(timeline_table(each, budget) for each in own), turn_table(turns)]
+    return [*(timeline_table(each, budget) for each in own), _table(_TURN, turns)]
 
 
 def _budget(summary: Summary) -> int | None:
@@ -486,7 +454,7 @@ def _transcript(reader: RunReader, record: TrialRecord) -> Any:
 
 
 def _print_summaries(summaries: Sequence[Summary]) -> None:
-    screen = console()
+    screen = terminal.console()
     screen.print(summary_table(summaries))
     for summary in summaries:
         for reason in summary.validity.reasons:
@@ -498,7 +466,7 @@ def _print_summaries(summaries: Sequence[Summary]) -> None:
 
 def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | None]) -> None:
     _print_summaries([summary])
-    screen = console()
+    screen = terminal.console()
     screen.print()
     screen.print(facts_table(summary))
     if reader.interrupted:
@@ -512,7 +480,7 @@ def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | Non
 def _print_transcripts(
     reader: RunReader, trials: Sequence[TrialRecord], turns: Sequence[TurnRecord]
 ) -> None:
-    screen = console()
+    screen = terminal.console()
     for record in trials:
         document = _transcript(reader, record)
         own = [turn for turn in turns if turn.key == record.key]

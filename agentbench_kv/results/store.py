@@ -26,17 +26,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
-from agentbench_kv.results.files import (
-    append_lines,
-    exclusive,
-    is_json,
-    json_bytes,
-    write_atomic,
-    writing,
-)
+from agentbench_kv.results import files
 from agentbench_kv.results.records import (
     REFUSED,
     TrialRecord,
@@ -63,19 +56,15 @@ class RunStatus(StrEnum):
     FAILED = "failed"
 
 
-class Resume(BaseModel):
+class Resume(BaseModel, frozen=True):
     """A later start of the same run, and which provenance changed."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     at: float  # seconds since 1970
     changed: dict[str, tuple[Any, Any]] = {}  # by key: the value in the first start, and in this
 
 
-class RunInfo(BaseModel):
+class RunInfo(BaseModel, frozen=True):
     """The content of `run.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run_id: str
     spec: dict[str, Any]  # resolved
@@ -105,7 +94,7 @@ def read_info(folder: Path) -> RunInfo | None:
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
+    files.write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
 
 
 def holder(info: RunInfo, now: float) -> str | None:
@@ -171,7 +160,7 @@ def parse_lines(lines: Iterable[bytes], kind: type[R]) -> Lines[R]:
         try:
             found.records.append(decode(raw))
         except REFUSED as error:
-            if not raw.endswith(b"\n") and not is_json(raw):
+            if not raw.endswith(b"\n") and not files.is_json(raw):
                 found.torn = True
             elif raw.strip():
                 reason = _read_odd(found.records, raw, kind, error)
@@ -317,11 +306,11 @@ class RunDir(RunReader):
         A UsageError if another process is writing the run or the directory holds another spec; a
         PrerequisiteError if the directory cannot be written.
         """
-        with writing(path):
+        with files.writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        with exclusive(path):
+        with files.exclusive(path):
             for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
-                with writing(leftover):
+                with files.writing(leftover):
                     leftover.unlink(missing_ok=True)
             info = _claimed(path, _plain(spec), _plain(provenance), trials)
             write_info(path, info)
@@ -344,9 +333,9 @@ class RunDir(RunReader):
         """Write a transcript as JSON and return its path inside the run directory."""
         name = transcript_name(sample_id, trial)
         path = self.path / name
-        with writing(path):
+        with files.writing(path):
             path.parent.mkdir(exist_ok=True)
-        write_atomic(path, json_bytes(data, indent=1))
+        files.write_atomic(path, files.json_bytes(data, indent=1))
         return name
 
     def annotate(self, provenance: Mapping[str, Any]) -> None:
@@ -413,10 +402,10 @@ class RunDir(RunReader):
                 self._update()
             if self._lost is not None:
                 raise self._lost
-            append_lines(self.path / name, map(encode, records))
+            files.append_lines(self.path / name, map(encode, records))
 
     def _update(self, **changes: Any) -> None:
-        with self._lock, exclusive(self.path):
+        with self._lock, files.exclusive(self.path):
             current = read_info(self.path)
             if current is not None and current.owner != self._info.owner:
                 self._lost = UsageError(
@@ -502,7 +491,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, A
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(json_bytes(dict(data))))  # as it will read back
+    return dict(json.loads(files.json_bytes(dict(data))))  # as it will read back
 
 
 def transcript_name(sample_id: str, trial: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.accounting import TOTALS
 from agentbench_kv.budget import Budget
@@ -34,10 +34,8 @@ class RunState(StrEnum):
     DRIFT = "drift"
 
 
-class Validity(BaseModel):
+class Validity(BaseModel, frozen=True):
     """The verdict on a run with all its reasons."""
-
-    model_config = ConfigDict(frozen=True)
 
     state: RunState  # the gravest finding
     reasons: list[str]  # every finding, one line each; empty for a valid run
@@ -197,11 +195,7 @@ def _drifted(trials: Sequence[TrialRecord], reference: Sequence[TrialRecord]) ->
 FILE = "summary.json"
 
 
-class _Derived(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SubScore(_Derived):
+class SubScore(BaseModel, frozen=True, extra="forbid"):
     """A part of the score: right / asked over all trials, the interval over samples."""
 
     right: float
@@ -209,7 +203,7 @@ class SubScore(_Derived):
     interval: Interval
 
 
-class KVSummary(_Derived):
+class KVSummary(BaseModel, frozen=True, extra="forbid"):
     """KV figures over the trials that reached the engine; tokens per (layer, KV head)."""
 
     median_peak_live: float
@@ -228,7 +222,7 @@ class KVSummary(_Derived):
     bytes_read: int  # of K and V, in decode
 
 
-class Summary(_Derived):
+class Summary(BaseModel, frozen=True, extra="forbid"):
     """A run in figures; a score is a mean over samples with every failed trial counted as 0."""
 
     run_id: str

@@ -19,6 +19,7 @@ import pandas as pd
 
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.baseline import open_sides
+from agentbench_kv.results.files import leaves
 from agentbench_kv.results.frame import load_results
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import build
@@ -275,12 +276,7 @@ def _tracked(path: Path) -> Tracked:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
     """Return nested mappings as one, keys joined by dots; a list is JSON text."""
-    flat: dict[str, Scalar] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + str(name)] = (
-                value if isinstance(value, Scalar) else json.dumps(value, default=str)
-            )
-    return flat
+    return {
+        name: value if isinstance(value, Scalar) else json.dumps(value, default=str)
+        for name, value in leaves(values, prefix)
+    }

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median as middle
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.results.papers import PublishedFigure, figures
 from agentbench_kv.results.stats import REPETITIONS, Median, median
@@ -51,10 +51,8 @@ Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
 """Repetitions by shape, load and arm."""
 
 
-class ArmFigures(BaseModel):
+class ArmFigures(BaseModel, frozen=True):
     """One arm at one shape and load; figures are medians over repetitions."""
-
-    model_config = ConfigDict(frozen=True)
 
     arm: str
     shape: str
@@ -66,10 +64,8 @@ class ArmFigures(BaseModel):
     reasons: list[str]  # why it may not be ranked
 
 
-class BestLoad(BaseModel):
+class BestLoad(BaseModel, frozen=True):
     """The load at which an arm is fastest (by its median), and its ratios to others at theirs."""
-
-    model_config = ConfigDict(frozen=True)
 
     arm: str
     shape: str
@@ -78,10 +74,8 @@ class BestLoad(BaseModel):
     ratios: dict[str, Median]
 
 
-class ServingSummary(BaseModel):
+class ServingSummary(BaseModel, frozen=True):
     """What a folder of measurements says."""
-
-    model_config = ConfigDict(frozen=True)
 
     plan: ServingPlan
     cells: list[ArmFigures]

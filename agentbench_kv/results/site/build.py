@@ -18,9 +18,10 @@ from markupsafe import Markup
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import writing
+from agentbench_kv.results.papers import headlines
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site import runpage
-from agentbench_kv.results.site.boards import BoardView, Contest, family, published, views
+from agentbench_kv.results.site.boards import BoardView, Contest, family, views
 from agentbench_kv.results.site.charts import file_stem, kept, number, percent, visible
 from agentbench_kv.results.submissions import labels, replications, submissions
 
@@ -144,7 +145,7 @@ def _write_task(
         "listed": listed,
         "several": len(settings) > 1,
         "submitted": any(each.submission for each in listed),
-        "published": [figure for model in models for figure in published(task, model)],
+        "published": [figure for model in models for figure in headlines(task, model)],
     }
     pages.write(address, "task.html", context, ["table.js"])
 

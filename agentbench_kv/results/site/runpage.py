@@ -5,7 +5,6 @@ Whatever an adapter or a model put into records is clipped and shown as plain te
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.show import Segment, segments
@@ -86,9 +86,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield name, bytes and SHA-256 of each file that the page's figures come from."""
     for name in _FILES:
         path = folder / name
-        if path.is_file():
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest := file_sha(path):
             yield name, path.stat().st_size, digest
 
 

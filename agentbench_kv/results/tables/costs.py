@@ -79,12 +79,13 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
         Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),
         Column("events", Unit.RATIO): kv(lambda a: a.events, shared=True),
         Column("failed %", Unit.SHARE): lambda run: run.summary.non_completion_rate,
-        **{Column(kind.replace("_", " "), Unit.NUMBER): partial(_failed, kind) for kind in kinds},
+        **{
+            Column(kind.replace("_", " "), Unit.NUMBER): lambda run, kind=kind: (
+                run.summary.failures.get(kind, 0)
+            )
+            for kind in kinds
+        },
     }
-
-
-def _failed(kind: str, run: Run) -> int:
-    return run.summary.failures.get(kind, 0)
 
 
 def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:

@@ -23,17 +23,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.tables.model import (
-    REASON,
-    Cell,
-    Column,
-    Line,
-    Row,
-    Table,
-    Unit,
-    headings,
-    lines,
-)
+from agentbench_kv.results.tables import model
+from agentbench_kv.results.tables.model import Cell, Column, Line, Row, Table, Unit
 from agentbench_kv.results.terminal import console, visible
 
 T = TypeVar("T")
@@ -97,11 +88,11 @@ class _Block:
 
 def _render(table: Table) -> str:
     # Without the text of the column for reasons: here they are notes.
-    rows = [replace(line, texts=line.texts[: len(table.columns)]) for line in lines(table)]
+    rows = [replace(line, texts=line.texts[: len(table.columns)]) for line in model.lines(table)]
     reasons = {row.below: "" for row in table.unranked}
     numbers = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
     marks = [numbers[row.below] if row.below else "" for row in (*table.ranked, *table.unranked)]
-    because = [f"{REASON} {reason}" for reason in reasons]
+    because = [f"{model.REASON} {reason}" for reason in reasons]
     notes = [_note(note, number) for note, number in zip(because, numbers.values(), strict=True)]
     notes += [_note(note) for note in dict.fromkeys(table.notes)]
     capacity = _PAGE - _lines_of(table.title)
@@ -369,11 +360,11 @@ def _print(where: Console, tables: Sequence[Table]) -> None:
 
 def _grid(table: Table) -> RichTable:
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
-    for title, number in headings(table):
+    for title, number in model.headings(table):
         justify: Literal["left", "right"] = "right" if number else "left"
         grid.add_column(Text(visible(title)), justify=justify, overflow="fold")
     above = True
-    for line in lines(table):
+    for line in model.lines(table):
         if line.below and above:
             grid.add_row("--")
         above = not line.below
@@ -386,12 +377,12 @@ def _grid(table: Table) -> RichTable:
 
 
 def _markdown(table: Table) -> str:
-    columns = headings(table)
+    columns = model.headings(table)
     grid = [
         _markdown_row(markdown_text(title) for title, _ in columns),
         _markdown_row("--:" if number else ":--" for _, number in columns),
     ]
-    for line in lines(table):
+    for line in model.lines(table):
         cells = zip(map(markdown_text, line.texts), line.strong, strict=True)
         grid.append(_markdown_row(f"**{text}**" if strong else text for text, strong in cells))
     notes = [f"- {markdown_text(note)}" for note in table.notes]

@@ -9,7 +9,7 @@ from statistics import median
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.results.curves import CurveSummary, Point, curve_summary
 from agentbench_kv.results.ranking import Board, Entry, boards
-from agentbench_kv.results.runs import SCORE, Run, RunGroup
+from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
@@ -54,7 +54,9 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
             points.append(Point(entry.group.label, tokens, entry.scores))
         elif entry.group.compressed:
             left_out.append(f"left out: {entry.group.name}, whose budget is no number of tokens")
-    summary = curve_summary(full.scores, points, _lengths(full.group))
+    # How long a sample's session is that keeps everything.
+    lengths = {sample: median(peaks) for sample, peaks in full.group.peaks.items()}
+    summary = curve_summary(full.scores, points, lengths)
     if summary is None or summary.full <= 0:
         return
     number = len(board.samples)
@@ -73,15 +75,6 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
             what=f"where methods change places, {number} samples",
             apart=("crossovers", str(number)), columns=_CROSSOVERS, rows=_crossovers(summary),
         )  # fmt: skip
-
-
-def _lengths(group: RunGroup) -> dict[str, float]:
-    """Return how long a sample's session is that keeps everything, median over its trials."""
-    found: dict[str, list[int]] = {}
-    for run in group.runs:
-        for sample, peaks in run.peaks.items():
-            found.setdefault(sample, []).extend(peaks)
-    return {sample: median(peaks) for sample, peaks in found.items()}
 
 
 def _curves(summary: CurveSummary) -> list[Row]:
