@@ -125,10 +125,8 @@ def _shipped() -> dict[str, str]:
 def folder_of_model(
     spec: RunSpec, provenance: Mapping[str, Any], model: Path | None
 ) -> Path | None:
-    """Return a folder on this machine that holds the run's very model; None if there is none.
-
-    `model` is where the keeper has it: a path from a submission is never opened.
-    """
+    """Return a folder on this machine that holds the run's very model; None if there is none."""
+    # `model` is where the keeper has it: a path from a submission is never opened.
     if spec.engine == _SCRIPTED:
         return model_path(SHIPPED[0])
     if spec.model in SHIPPED:

@@ -71,8 +71,8 @@ _OF_THE_CLOCK = frozenset({"seconds"})
 _TOLERANCE = 1e-9
 _FEW_CUT_OFF = 0.05  # share of the trials that may have ended by the clock or an error
 
+# From a session's id to the ids of its generations, in order.
 Recorded = Callable[[str], list[list[int]]]
-"""From a session's id to the ids of its generations, in order."""
 
 
 @dataclass
@@ -178,10 +178,7 @@ class _RecordedGeneration(Generation):
 
 
 class Replay:
-    """The trials of a run with transcripts, played again on this machine's task.
-
-    Of the model's folder, config and tokenizer are read.
-    """
+    """The trials of a run, played again with its task and the config and tokenizer of its model."""
 
     def __init__(self, evidence: RunEvidence, task: Task, folder: Path) -> None:
         spec = evidence.spec
@@ -316,11 +313,9 @@ class Replay:
 
 
 def account_is_known(evidence: RunEvidence) -> bool:
-    """Whether lengths alone say what the session held.
-
-    Not where whole spans leave and come back, which the model's embeddings decide, nor on a server,
-    which may lose a session's rows, nor for a method that is not here.
-    """
+    """Whether lengths alone say what the session held."""
+    # Not where whole spans leave and come back, which the model's embeddings decide, nor on a
+    # server, which may lose a session's rows, nor for a method that is not here.
     if evidence.spec.engine != "embedded":
         return False
     try:

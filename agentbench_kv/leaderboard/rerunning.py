@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
@@ -86,12 +87,9 @@ def _runnable(evidence: RunEvidence, model: Path | None) -> RunSpec:
     return spec if own else replace(spec, model=str(folder))
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """A trial played again: where its tokens first differ; whether account and score agree."""
-
-    difference: str
-    account: bool
+class _Compared(NamedTuple):  # a trial played again
+    difference: str  # where its tokens first differ
+    account: bool  # whether it agrees, and the score
     score: bool
 
 
@@ -109,12 +107,10 @@ def _play(evidence: RunEvidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> l
 
 def _compare(evidence: RunEvidence, setup: TrialSetup, sample: Sample, key: TrialKey) -> _Compared:
     attempt = play_session(setup, sample, key[1])
-    said = evidence.trials[key]
-    again = trial_record(sample, attempt, "", 1)
+    said, again = evidence.trials[key], trial_record(sample, attempt, "", 1)
     same_account = all(getattr(said.kv, name) == getattr(again.kv, name) for name in DERIVED)
-    return _Compared(
-        _first_difference(evidence, key, attempt), same_account, said.score == again.score
-    )
+    difference = _first_difference(evidence, key, attempt)
+    return _Compared(difference, same_account, said.score == again.score)
 
 
 def _first_difference(evidence: RunEvidence, key: TrialKey, attempt: Attempt) -> str:

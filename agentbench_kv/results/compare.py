@@ -22,8 +22,8 @@ from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
 from agentbench_kv.results.summary import RunState
 
+# Task and model to the groups of one side by name.
 Sides = dict[tuple[str, str], dict[str, RunGroup]]
-"""Task and model to the groups of one side by name."""
 
 
 class Comparison(BaseModel, frozen=True):
@@ -41,13 +41,11 @@ class Comparison(BaseModel, frozen=True):
     noise: str  # the A/A floor
 
     def fails(self, verdict: Verdict) -> bool:
-        """Tell whether a verdict fails the job."""
         doubtful = verdict is Verdict.INCONCLUSIVE
         return self.inconclusive == "fail" if doubtful else verdict is Verdict.REGRESSION
 
     @property
     def exit_code(self) -> int:
-        """What a CI job sees."""
         return self.verdict.exit_code if self.fails(self.verdict) else 0
 
 
@@ -191,10 +189,8 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
 
 
 def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
-    """Never say ok of a candidate that lacks samples: what is missing may be just what failed.
-
-    One that declared its limit beforehand, and has all of that, lacks nothing.
-    """
+    """Never say ok of a candidate that lacks samples: what is missing may be just what failed."""
+    # One that declared its limit beforehand, and has all of that, lacks nothing.
     runs = [run for pair in pairs for run in pair.cand.runs]
     cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
     if row.only_base:
@@ -248,8 +244,8 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
 
 
 _SAMPLES = 200
+# A changed method flips samples that a mere repeat does not; fewer are never planned with.
 _LEAST_DISCORDANCE = 0.05
-"""A changed method flips samples that a mere repeat does not; fewer are never planned with."""
 
 
 class Prospect(BaseModel, frozen=True):
@@ -362,10 +358,8 @@ def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
 
 
 def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
-    """Return how often two plays of one sample differ, and how that is known.
-
-    For graded scores, the mean of the squared difference, which is the same for right and wrong.
-    """
+    """Return how often two plays of one sample differ, and how that is known."""
+    # For graded scores, the mean of the squared difference: the same for right and wrong.
     plays = [scores for group in groups for scores in _plays(group) if len(scores) > 1]
     if not plays:
         return gate.DISCORDANCE, "assumed"

@@ -25,8 +25,8 @@ _COLUMNS = (
     "verdict",
 )  # fmt: skip
 _PLAIN_MARKDOWN = frozenset(string.ascii_letters + string.digits + " .,/-:%")
+# What a size or speed that fell, and one that rose, is called.
 _WORDS = {PEAK: ("less", "more"), SPEED: ("slower", "faster")}
-"""What a size or speed that fell, and one that rose, is called."""
 
 
 def targets(writes: Sequence[str]) -> list[tuple[str, Path]]:
@@ -136,13 +136,13 @@ def _annotation(severity: str, title: str, text: str) -> str:
     return f"::{severity} title={name}::{message}\n"
 
 
+# Every format but the terminal's: its name and what writes it.
 TEXT_FORMATS: Mapping[str, Callable[[Comparison], str]] = {
     "markdown": _markdown,
     "junit": _junit,
     "github": _github,
     "json": lambda comparison: comparison.model_dump_json(indent=2) + "\n",
 }
-"""Every format but the terminal's: its name and what writes it."""
 
 
 def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = False) -> None:

@@ -241,8 +241,8 @@ def _ids(pairs: Sequence[Pair]) -> str:
     return f"{pairs[0].base.first.run_id} and {pairs[0].cand.first.run_id}"
 
 
+# Trials of one sample by index and seed, each with its run's folder.
 Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
-"""Trials of one sample by index and seed, each with its run's folder."""
 
 
 @dataclass(frozen=True)
@@ -270,10 +270,7 @@ def flips(
     moved: Mapping[str, float],
     most: int,
 ) -> list[Flip]:
-    """List the samples that changed: the largest changes first, of equal ones losses first.
-
-    Figures and changes are by `number of the pair/sample`.
-    """
+    """List the largest changes, losses first; figures are by `number of the pair/sample`."""
     changed = [name for name, move in moved.items() if move]
     chosen = sorted(changed, key=lambda name: (-abs(moved[name]), moved[name], name))[:most]
     before = _played([pair.base for pair in pairs], chosen)

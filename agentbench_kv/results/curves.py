@@ -141,10 +141,7 @@ def curve_summary(
 
 
 class _Resample:
-    """Sums of a column of samples: in the data, then in every resample of samples or groups.
-
-    Every figure is a ratio or a sign, so sums will do, although groups differ in size.
-    """
+    """Sums of a column of samples: in the data, then in every resample of samples or groups."""
 
     def __init__(self, full: Scores, ids: Sequence[str], resamples: int) -> None:
         grouped = full.group_of(ids)
@@ -154,6 +151,7 @@ class _Resample:
         self._resamples = resamples
 
     def __call__(self, column: Floats) -> Floats:
+        # Every figure is a ratio or a sign, so sums will do, although groups differ in size.
         units = np.bincount(self._numbers, column, self._units)
         return np.concatenate([[units.sum()], draws(self._units, self._resamples) @ units])
 
@@ -243,10 +241,8 @@ def mean_height(x: Floats, y: Floats) -> Floats:
 
 
 def rising(y: Floats) -> Floats:
-    """Return the closest curves that never fall: least squares, by the min-max formula.
-
-    That is what pooling adjacent violators gives (Robertson, Wright, Dykstra 1988, theorem 1.4.4).
-    """
+    """Return the closest curves that never fall: least squares, by the min-max formula."""
+    # What pooling adjacent violators gives (Robertson, Wright, Dykstra 1988, theorem 1.4.4).
     number = y.shape[-1]
     sums = np.concatenate([np.zeros((*y.shape[:-1], 1)), y.cumsum(-1)], axis=-1)
     found = np.full(y.shape, -np.inf)
@@ -258,10 +254,8 @@ def rising(y: Floats) -> Floats:
 
 
 def threshold(x: Floats, above: Floats) -> Floats:
-    """Return where each curve that never falls rises to 0; between two budgets it is straight.
-
-    The first budget if it is never below, infinity if it ends below.
-    """
+    """Return where each curve that never falls rises to 0; between two budgets it is straight."""
+    # The first budget if it is never below, infinity if it ends below.
     last = len(x) - 1
     first = (above < 0).sum(-1)
     right = np.clip(first, min(1, last), last)

@@ -16,24 +16,19 @@ from agentbench_kv.results.files import leaves
 from agentbench_kv.results.runs import CONDITIONS, Run
 
 Weight = Literal["refuses", "warns"]
-Facts = dict[str, set[str]]
-"""Name to the values that runs have."""
-
+Facts = dict[str, set[str]]  # name to the values that runs have
+# Provenance that must be the same; `task` is data, checker and benchmark version.
 REFUSES = (
     "model_sha", "task", "chat_template_sha", "tool_parser", "phase_family",
     "engine", "engine_details.version", "api_model", "context_limit",
 )  # fmt: skip
-"""Provenance that must be the same; `task` is data, checker and benchmark version."""
-
+# Versions: another major or minor part refuses, another patch warns.
 RELEASES = (
     "kvbench", "python",
     *(f"packages.{name}" for name in ("torch", "transformers", "tokenizers", "numpy", "kvpress")),
 )  # fmt: skip
-"""Versions: another major or minor part refuses, another patch warns."""
-
+# Refuses where speed is compared, warns where scores are.
 MACHINE = ("hardware", "kernels", "device", "concurrency")
-"""Refuses where speed is compared, warns where scores are."""
-
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
@@ -54,10 +49,8 @@ class Drift:
 
 
 def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) -> list[Drift]:
-    """List what differs between two sides of one task and model beyond method, budget and amount.
-
-    For speed, machine and concurrency must be the same too.
-    """
+    """List what differs between two sides beyond method, budget and amount."""
+    # For speed, machine and concurrency must be the same too.
     seeds, others = ({str(run.spec.get("seed")) for run in side} for side in (base, cand))
     found = [] if seeds & others else [Drift("seed", _spell(seeds), _spell(others))]
     found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)

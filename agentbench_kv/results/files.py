@@ -153,7 +153,6 @@ def _repair(fd: int) -> None:
 
 
 def _unfinished_tail(fd: int) -> bytes:
-    """Return the bytes after the last newline, reading from the end."""
     position = os.fstat(fd).st_size
     tail = b""
     while position:
@@ -175,7 +174,6 @@ def file_sha(path: Path) -> str:
 
 
 def is_json(raw: bytes) -> bool:
-    """Return whether the bytes are one JSON document."""
     try:
         json.loads(raw)
     except (ValueError, RecursionError):
@@ -224,10 +222,7 @@ def writing_to(target: Target) -> Iterator[None]:
 
 
 def children(fs: Any, path: str) -> list[str]:
-    """Return the folders directly below a folder, sorted; none below a file.
-
-    A FileNotFoundError if there is nothing at the path.
-    """
+    """Return the folders in a folder, sorted, none in a file; else a FileNotFoundError."""
     try:
         entries = fs.ls(path, detail=True)
     except NotADirectoryError:

@@ -35,8 +35,8 @@ from agentbench_kv.results.terminal import failures, number, plain, share
 FILE = ".kvbench-index.json"
 _VERSION = 2
 _SOURCES = ("run.json", "samples.jsonl")
+# Time of change in ns, size and inode of each source; zeros for one that is missing.
 Stamp = tuple[int, ...]
-"""Time of change in ns, size and inode of each source; zeros for one that is missing."""
 
 
 class EntryScore(Struct, frozen=True, gc=False):
@@ -221,7 +221,6 @@ class Query:
 
 
 def select_runs(entries: Sequence[RunEntry], query: Query) -> list[RunEntry]:
-    """Return the entries that a query wants, in its order; equal ones by name."""
     wanted = sorted(filter(query.wants, entries), key=SORTS["name"])
     return sorted(wanted, key=SORTS[query.sort])
 

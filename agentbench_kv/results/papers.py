@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, model_validator
@@ -74,7 +74,6 @@ def figures(file: str) -> tuple[PublishedFigure, ...]:
 
 
 def headlines(task: str, model: str) -> list[PublishedFigure]:
-    """Return the headline figures of a task, named as here, and a model."""
     return [
         figure
         for figure in figures("accuracy_vs_budget")
@@ -92,7 +91,7 @@ def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:
     return [figure for figure in compressed if figure.value == best]
 
 
-class Firsts(BaseModel, frozen=True):
+class Firsts(NamedTuple):
     """In how many cells (model, task, budget) of a benchmark a method is first or tied first."""
 
     method: str
@@ -102,10 +101,7 @@ class Firsts(BaseModel, frozen=True):
 
 
 def count_first(method: str, published: Sequence[PublishedFigure] | None = None) -> list[Firsts]:
-    """Count, per benchmark, the cells in which a method leads the compressed ones or ties.
-
-    Of the figures given, else of `accuracy_vs_budget`.
-    """
+    """Count a method's firsts and ties per benchmark, of `accuracy_vs_budget` if none are given."""
     cells: dict[tuple[Any, ...], list[PublishedFigure]] = {}
     for figure in figures("accuracy_vs_budget") if published is None else published:
         cells.setdefault((*figure.place, figure.budget), []).append(figure)
@@ -113,7 +109,4 @@ def count_first(method: str, published: Sequence[PublishedFigure] | None = None)
     for (benchmark, *_), cell in cells.items():
         won = any(figure.method == method for figure in leaders(cell))
         counts.setdefault(benchmark, []).append(won)
-    return [
-        Firsts(method=method, benchmark=name, first=sum(won), cells=len(won))
-        for name, won in counts.items()
-    ]
+    return [Firsts(method, name, sum(won), len(won)) for name, won in counts.items()]

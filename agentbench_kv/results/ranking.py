@@ -25,8 +25,7 @@ from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change,
 from agentbench_kv.results.summary import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
-LEAST_GROUPS = 5
-"""On fewer samples, or groups of samples, nobody leads."""
+LEAST_GROUPS = 5  # on fewer samples, or groups of samples, nobody leads
 OTHER_SAMPLES = "other samples: it has {} of the {} that others were asked"
 
 
@@ -157,14 +156,11 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
 
 @dataclass(frozen=True)
 class _Played:
-    """The samples that a method has, in all its runs or in one of them.
-
-    `declared`: a run's own limit says that they are so many, before anything was played.
-    """
+    """The samples that a method has, in all its runs or in one of them."""
 
     label: str
     samples: frozenset[str]
-    declared: bool = False
+    declared: bool = False  # a run's own limit says that they are so many, before it was played
 
 
 def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:

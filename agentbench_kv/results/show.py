@@ -86,7 +86,6 @@ def _table(columns: Mapping[str, Callable[[T], object]], items: Iterable[T]) -> 
 
 
 def summary_table(summaries: Sequence[Summary]) -> Table:
-    """Return one row per run: scores, KV figures, speed, failures, validity."""
     return _table(_SUMMARY, summaries)
 
 
@@ -237,10 +236,7 @@ def check_drawing() -> None:
 def draw_timeline(
     timeline: Sequence[TimelineStep], path: Path, title: str, budget: int | None = None
 ) -> None:
-    """Draw the timeline as a PNG file; a PrerequisiteError if that cannot be done.
-
-    Bars as in the terminal; a whisker spans the 10th to the 90th percentile over trials.
-    """
+    """Draw the timeline as a PNG file; whiskers are the 10th and 90th percentile over trials."""
     check_drawing()
     # Not pyplot: it keeps global state and may want a display.
     from matplotlib.figure import Figure
@@ -266,9 +262,8 @@ def draw_timeline(
         figure.savefig(path, dpi=150, format="png")
 
 
+# Colours as in the pictures of `kvbench analyze`; every line names its phase too.
 PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
-"""Colours as in the pictures of `kvbench analyze`; every line names its phase too."""
-
 _MOST_CHARACTERS = 8_000
 _EVENT_STYLE = "bold red"
 _TAG = max(map(len, PHASE_STYLES))
@@ -373,10 +368,7 @@ def _text(value: Any) -> str:
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
-    """Rebuild the summary of each run (a path or an id) and print them all.
-
-    A UsageError if a run does not exist; nothing is rebuilt then.
-    """
+    """Rebuild and print summaries of runs, paths or ids; none, and a UsageError, if one is absent."""
     found = [RunStore(out).find(run) for run in runs]
     summaries = [summarize(run) for run in found]
     if as_json:

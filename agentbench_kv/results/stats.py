@@ -31,9 +31,7 @@ Grouping = tuple[NDArray[np.intp], int] | None  # number of each sample's group,
 LEVEL = 0.95
 SEED = 20260101
 RESAMPLES = 9999
-REPETITIONS = 9
-"""Fewer repetitions than this decide nothing about speed."""
-
+REPETITIONS = 9  # fewer repetitions than this decide nothing about speed
 _SAME = 1e-12
 _SUCCESS = 1e-6  # how far from 1 a success may lie, as tau2-bench has it
 
@@ -198,10 +196,7 @@ def change(
 def paired_ends(
     changes: Floats, confidence: float = LEVEL, groups: NDArray[np.intp] | None = None
 ) -> tuple[float, float]:
-    """Return the interval of `change` for equally weighted samples that changed by [-1, 1] each.
-
-    `groups` numbers each sample's group, from 0 on without gaps.
-    """
+    """Return the interval of `change` for samples of one weight; `groups` are numbers from 0 on."""
     grouped = None if groups is None else (groups, int(groups.max()) + 1)
     plain = grouped is None and bool(np.isin(changes, (-1.0, 0.0, 1.0)).all())
     return _change_ends(changes, np.ones(len(changes)), grouped, plain, confidence)

@@ -297,26 +297,6 @@ class RunDir(RunReader):
         self._beat = threading.Thread(target=self._keep_beating, name="kvbench-beat", daemon=True)
         self._beat.start()
 
-    @classmethod
-    def claim(
-        cls, path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any], trials: int | None
-    ) -> Self:
-        """Create the directory, or take over the one an earlier process left.
-
-        A UsageError if another process is writing the run or the directory holds another spec; a
-        PrerequisiteError if the directory cannot be written.
-        """
-        with files.writing(path):
-            path.mkdir(parents=True, exist_ok=True)
-        with files.exclusive(path):
-            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
-                with files.writing(leftover):
-                    leftover.unlink(missing_ok=True)
-            info = _claimed(path, _plain(spec), _plain(provenance), trials)
-            write_info(path, info)
-            HELD.add(info.owner)
-        return cls(path, info)
-
     def append_trial(self, record: TrialRecord) -> None:
         """Append one trial to `samples.jsonl`; on return it is on the disk.
 
@@ -339,10 +319,8 @@ class RunDir(RunReader):
         return name
 
     def annotate(self, provenance: Mapping[str, Any]) -> None:
-        """Add provenance that is known only once the engine runs.
-
-        In a resumed run the first start's values stay and differences are recorded as changes.
-        """
+        """Add provenance that is known only once the engine runs."""
+        # In a resumed run the first start's values stay and differences are recorded as changes.
         with self._lock:
             self._update(**_annotated(self._info, _plain(provenance)))
 
@@ -459,10 +437,8 @@ def _claimed(
 
 
 def _unwritten_s(path: Path, info: RunInfo) -> float:
-    """Return the seconds a killed writer played after its last heartbeat, if records prove any.
-
-    Its trials count, so their time must: without it every kill would make the run look faster.
-    """
+    """Return the seconds a killed writer played after its last heartbeat, if records prove any."""
+    # Its trials count, so their time must: else every kill would make the run look faster.
     if info.status is not RunStatus.RUNNING:
         return 0.0
     try:
@@ -548,12 +524,23 @@ class RunStore:
         provenance: Mapping[str, Any] | None = None,
         expected_trials: int | None = None,
     ) -> RunDir:
-        """Create the run or resume it, see `RunDir.claim`.
+        """Create the run, or take over the one an earlier process left.
 
         `name` is what `run_id` returned; with fewer finished trials than expected (samples times
-        trials) the run is `incomplete`.
+        trials) the run is `incomplete`. A UsageError if another process is writing the run or the
+        directory holds another spec; a PrerequisiteError if the directory cannot be written.
         """
-        return RunDir.claim(self.root / name, spec, provenance or {}, expected_trials)
+        path = self.root / name
+        with files.writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with files.exclusive(path):
+            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
+                with files.writing(leftover):
+                    leftover.unlink(missing_ok=True)
+            info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
+            write_info(path, info)
+            HELD.add(info.owner)
+        return RunDir(path, info)
 
     def names(self) -> list[str]:
         if not self.root.is_dir():

@@ -127,7 +127,6 @@ def labels(leaderboard: Path) -> dict[str, Label]:
 
 
 def replications(leaderboard: Path) -> dict[str, list[Replication]]:
-    """Return the replications of each run that has some."""
     found: dict[str, list[Replication]] = {}
     for _, standing in _read(leaderboard / STANDINGS, Standing):
         if standing.replication is not None:
@@ -146,7 +145,6 @@ def standings(leaderboard: Path) -> Iterator[Standing]:
 
 
 def reruns(leaderboard: Path, records: str) -> list[Rerun]:
-    """Return the reruns of the run with these records."""
     return [each for _, each in _read(leaderboard / RERUNS, Rerun) if each.records == records]
 
 

@@ -127,10 +127,9 @@ def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | N
 
 
 def _raised(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    """Say where a share came to fewer tokens than the method can work with, so that it kept more.
-
-    A session without an event was not compressed to either number.
-    """
+    """Say where a share came to fewer tokens than the method can work with, so it kept more."""
+    # A session without an event was not compressed to either number.
+    # A session without an event was not compressed to either number.
     if not _is_compressed(spec):
         return None
     size = Budget.parse(spec["budget"])
@@ -269,7 +268,6 @@ def build(run: RunReader) -> Summary:
 
 
 def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
-    """Derive the summary of what `run.json` and `samples.jsonl` hold."""
     trials = sorted(latest_trials(lines.records), key=lambda record: record.key)
     failures = Counter(record.status for record in trials if record.score is None)
     triggered = triggered_samples(trials)

@@ -28,10 +28,8 @@ from agentbench_kv.results.terminal import console, plain, print_json
 PROJECT = "kvbench"
 TABLE = "trial_table"
 RUN_TAG = "kvbench.run_id"
-# What W&B takes as an id; the end of a run's name is the hash of its specification.
-_ID_LENGTH = 64
-# What one request to an MLflow server may hold.
-_PARAMS_AT_ONCE = 100
+_ID_LENGTH = 64  # of W&B; the end of a run's name is the hash of its specification
+_PARAMS_AT_ONCE = 100  # in one request to an MLflow server
 _MLFLOW_KEY = re.compile(r"[^\w./: -]")
 _OF_SPEC = {"run_id", "task", "method", "budget", "engine", "model"}
 Scalar = str | int | float | bool | None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability, EngineOptions
@@ -45,8 +46,8 @@ _DETAILS = (
     "latency_s", "error",
 )  # fmt: skip
 
+# Called with a measurement, and whether it is from an earlier call.
 Told = Callable[[LoadMeasurement, bool], None]
-"""Called with a measurement, and whether it is from an earlier call."""
 
 
 @dataclass(frozen=True)
@@ -149,20 +150,14 @@ def _measure(
         num_prompts=load.sessions * plan.turns,
         max_concurrency=load.concurrency,
         request_rate=load.rate or "inf",
-        figures=result.figures,
-        kv=result.kv,
-        errors=result.errors,
-        warmup_errors=result.warmup_errors,
         server=server.about,
-        requests=details if run.detailed else None,
+        **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )
 
 
 def _seed(*parts: object) -> int:
-    """Return the seed of a measurement: the same for all arms, else no prompt is sent twice.
-
-    A server that caches prefixes (`full` as shipped) would answer from its cache otherwise.
-    """
+    """Return the seed of a measurement: the same for all arms, else no prompt is sent twice."""
+    # A server that caches prefixes (`full` as shipped) would answer from its cache otherwise.
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
@@ -232,10 +227,7 @@ class RunningServer:
 
 @contextmanager
 def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[RunningServer]:
-    """Start an arm's engine, or reach its server; `at_once` sessions are open at most.
-
-    A KVBenchError if it does not start, or does not answer.
-    """
+    """Start an arm's engine for `at_once` sessions, or reach its server; else a KVBenchError."""
     if arm.url:
         yield _reached(arm.url, plan.wire)
         return

@@ -127,10 +127,8 @@ async def _open(play: PlaySession, starts: Sequence[float], began: float) -> lis
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """Return when `count` sessions begin, in seconds: the first at 0, `rate` a second on average.
-
-    The same seed gives the same schedule; another rate stretches it.
-    """
+    """Return when sessions begin, in seconds: the first at 0, `rate` a second on average."""
+    # The same seed gives the same schedule; another rate stretches it.
     gaps = np.random.default_rng(seed).exponential(1.0, count)
     starts: list[float] = (np.concatenate([[0.0], np.cumsum(gaps)[:-1]]) / rate).tolist()
     return starts

@@ -61,15 +61,11 @@ class ServingPlan(BaseModel, frozen=True):
 
     @property
     def model_name(self) -> str:
-        """The model without its folder."""
         return self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
-    """One repetition of one arm at one shape and load.
-
-    On disk the figures are among the other keys, as in the files of `vllm bench serve`.
-    """
+    """One repetition of an arm at a shape and load; files are like those of `vllm bench serve`."""
 
     arm: str
     shape: str

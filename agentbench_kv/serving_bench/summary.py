@@ -24,9 +24,7 @@ from agentbench_kv.serving_bench.measurements import (
     ServingPlan,
 )
 
-BASES = ("full", "full-constrained")
-"""Arms that the others are compared with."""
-
+BASES = ("full", "full-constrained")  # arms that the others are compared with
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
 SPEED = "output_throughput"
 _KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
@@ -47,8 +45,8 @@ _KV_COLUMNS = {
     "median_logical": Column("logical", Unit.TOKENS),
 }
 
+# Repetitions by shape, load and arm.
 Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
-"""Repetitions by shape, load and arm."""
 
 
 class ArmFigures(BaseModel, frozen=True):

@@ -25,14 +25,11 @@ _MOST_TRIALS = 8
 
 @dataclass(frozen=True)
 class Contest:
-    """The entries that compete at a budget or in a tier, the best first.
-
-    `others` are entries of the same methods that do not compete: a method is in a tier once.
-    """
+    """The entries that compete at a budget or in a tier, the best first."""
 
     name: str
     ranks: tuple[Rank, ...]
-    others: tuple[Entry, ...] = ()
+    others: tuple[Entry, ...] = ()  # of the same methods, which are in a tier once
 
     @property
     def best(self) -> Entry:
@@ -51,7 +48,6 @@ class Contest:
 
     @property
     def leaders(self) -> list[Entry]:
-        """Who leads, alone or tied; nobody where all are tied or no place means anything."""
         first = [each.entry for each in self.ranks if each.rank == 1]
         return first if self.decides and len(first) < len(self.ranks) else []
 
@@ -63,13 +59,11 @@ class Contest:
         return f"{rank}{'=' * (sum(each.rank == rank for each in self.ranks) > 1)}"
 
     def mark(self, entry: Entry) -> str:
-        """Return `best`, `tied` or nothing."""
         leaders = self.leaders
         return ("tied" if len(leaders) > 1 else "best") if entry in leaders else ""
 
 
 def by_budget(board: Board) -> list[Contest]:
-    """Return a contest for each budget, ranked together."""
     budgets: dict[int | str | None, list[Entry]] = {}
     for entry in board.entries:
         if entry.group.compressed:
@@ -80,10 +74,8 @@ def by_budget(board: Board) -> list[Contest]:
 
 
 def by_tier(board: Board) -> list[Contest]:
-    """Return a contest for each tier of achieved KV, ranked together.
-
-    A method competes in a tier with its largest budget there, which says nothing of the score.
-    """
+    """Return a contest for each tier of achieved KV, ranked together."""
+    # A method competes with its largest budget in a tier, which says nothing of the score.
     tiers: dict[int, dict[str, list[Entry]]] = {}
     for entry in board.entries:
         share = kept(entry)
@@ -167,7 +159,6 @@ class BoardView:
 
     @property
     def noise(self) -> str:
-        """The A/A line."""
         return describe(repeats(run for entry in self.board.entries for run in entry.group.runs))
 
     @property

@@ -117,10 +117,7 @@ def _listed(runs: Sequence[Run], seen: Sequence[BoardView]) -> list[Listed]:
 
 
 def _submitted(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return what is known of each submitted run of a folder, and its link, by run id.
-
-    That is whose it is, how far the keeper checked it, and what others got who ran it again.
-    """
+    """Return whose a submitted run is, how far checked, who replicated it, and its link; by id."""
     checked, again = labels(folder), replications(folder)
     found = {}
     for name, manifest in submissions(folder).items():

@@ -153,8 +153,7 @@ NULL = "null agent"
 NO_BUDGET = "no budget"
 FEW_GROUPS = 20
 Budgets = Sequence[int | str | None]
-Values = Mapping[tuple[str, int | str | None], Cell]
-"""What stands at a row's name and a budget."""
+Values = Mapping[tuple[str, int | str | None], Cell]  # what stands at a row's name and a budget
 
 
 @dataclass(frozen=True)

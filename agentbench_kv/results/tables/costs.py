@@ -28,10 +28,7 @@ Value = Callable[[Run], float | None]
 
 
 def efficiency_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return KV memory and traffic of every run whose sessions reached the engine.
-
-    Traffic is a mean over sessions, so that runs of different length compare.
-    """
+    """Return KV memory and traffic (mean of a session) of every run that reached the engine."""
     known = by_setting(run for run in runs if run.summary.kv is not None)
     return [_efficiency(setting, same) for setting, same in known.items()]
 
@@ -156,8 +153,8 @@ def _budget(run: Run) -> str | None:
     return None if run.budget is None else str(run.budget)
 
 
+# Keys of a task's provenance or settings that a reader must see beside its scores.
 SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
-"""Keys of a task's provenance or settings that a reader must see beside its scores."""
 
 
 def conditions(runs: Iterable[Run]) -> list[str]:

@@ -68,7 +68,6 @@ _LONG_WORD = re.compile(r"\S{25,}")
 
 
 def escape(text: str) -> str:
-    """Return text that LaTeX typesets as it is."""
     # `--` would be one dash.
     return visible(text).translate(_SPECIAL).replace("--", "-{}-")
 
@@ -314,10 +313,7 @@ def show(tables: Sequence[Table], name: str) -> None:
 
 
 def write(tables: Sequence[Table], name: str, out: Path) -> list[Path]:
-    """Write one file, or one file per table into a folder; return what was written.
-
-    A path that exists as a folder or has no suffix is a folder.
-    """
+    """Write a file, or one per table into a folder (also a path without suffix); return which."""
     suffix, render = FORMATS[name]
     if _is_folder(out):
         texts = {path: render([table]) for path, table in _named(tables, out, suffix).items()}

@@ -70,10 +70,15 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
         what=f"accuracy over budget, {number} samples", apart=("curves", str(number)),
         columns=_CURVES, rows=_curves(summary), notes=notes, legend=LEGEND,
     )  # fmt: skip
-    if summary.crossovers:
+    if crossovers := summary.crossovers:
+        budgets = [Cell(each.budget, each.low, each.high) for each in crossovers]
+        rows = [
+            Row((Cell(each.below), Cell(each.above), budget, Cell(each.support)))
+            for each, budget in zip(crossovers, budgets, strict=True)
+        ]
         yield table(
             what=f"where methods change places, {number} samples",
-            apart=("crossovers", str(number)), columns=_CROSSOVERS, rows=_crossovers(summary),
+            apart=("crossovers", str(number)), columns=_CROSSOVERS, rows=rows,
         )  # fmt: skip
 
 
@@ -93,23 +98,11 @@ def _curves(summary: CurveSummary) -> list[Row]:
     return rows
 
 
-def _crossovers(summary: CurveSummary) -> list[Row]:
-    return [
-        Row((
-            Cell(each.below), Cell(each.above),
-            Cell(each.budget, each.low, each.high), Cell(each.support),
-        ))
-        for each in summary.crossovers
-    ]  # fmt: skip
-
-
 def report_tables(
     runs: Sequence[Run], kinds: Sequence[Kind] = (), metrics: Sequence[str] = ()
 ) -> list[Table]:
-    """Build the tables that have data: all kinds if none is named, of the score if no metric is.
-
-    A UsageError if no run has a metric, or there is nothing to show.
-    """
+    """Build the tables that have data, all kinds unless named, of the score unless metrics are."""
+    # A UsageError if no run has a metric, or there is nothing to show.
     wanted = list(dict.fromkeys(metrics)) or [SCORE]
     known = {SCORE} | {name for run in runs for name in run.summary.sub_scores}
     for metric in wanted:
