@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Sample, Task
-from agentbench_kv.engines.base import (
-    Engine,
-    EngineInfo,
-    FinishReason,
-    Generation,
-    KVStats,
-    PhaseLabeller,
-    Sampling,
-)
+from agentbench_kv.engines import base
 from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
@@ -77,7 +69,7 @@ Recorded = Callable[[str], list[list[int]]]
 
 @dataclass
 class _RecordedSession:
-    labeller: PhaseLabeller
+    labeller: base.PhaseLabeller
     ledger: SessionLedger
     waiting: int = 0  # tokens the cache does not hold yet: a prompt, and what was generated last
     prompt: int = 0
@@ -87,14 +79,14 @@ class _RecordedSession:
         return self.ledger.fed + self.waiting
 
 
-class RecordedEngine(Engine):
+class RecordedEngine(base.Engine):
     """Replays recorded ids; the k-th generation of a session id is its k-th record.
 
     `info` is of the engine that is stood in for; `ledger` makes the account of a session.
     """
 
     def __init__(
-        self, recorded: Recorded, info: EngineInfo, ledger: Callable[[], SessionLedger]
+        self, recorded: Recorded, info: base.EngineInfo, ledger: Callable[[], SessionLedger]
     ) -> None:
         self.info = info
         self._recorded = recorded
@@ -103,7 +95,7 @@ class RecordedEngine(Engine):
         self._turns: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def open(self, session: str, labeller: PhaseLabeller) -> None:
+    def open(self, session: str, labeller: base.PhaseLabeller) -> None:
         """Start an empty session; after a reset its records go on where they were."""
         self._sessions[session] = _RecordedSession(labeller, self._ledger())
 
@@ -115,7 +107,7 @@ class RecordedEngine(Engine):
         state.waiting += len(tokens)
         state.prompt += len(tokens)
 
-    def generate(self, session: str, sampling: Sampling) -> Generation:
+    def generate(self, session: str, sampling: base.Sampling) -> Generation:
         with self._lock:
             turn = self._turns[session]
             self._turns[session] += 1
@@ -140,12 +132,12 @@ class RecordedEngine(Engine):
 
 
 @dataclass(eq=False)
-class _RecordedGeneration(Generation):
+class _RecordedGeneration(base.Generation):
     """One generation being replayed; it ends where the record does, for a reason that must be."""
 
     state: _RecordedSession
     ids: list[int]
-    sampling: Sampling
+    sampling: base.Sampling
     limit: int
     started: float = field(default_factory=time.perf_counter)
 
@@ -173,8 +165,8 @@ class _RecordedGeneration(Generation):
     def cancel(self) -> None:
         """Do nothing: a record is as long as it is."""
 
-    def _at_limit(self) -> FinishReason | None:
-        return FinishReason.CONTEXT_LIMIT if self.state.length >= self.limit else None
+    def _at_limit(self) -> base.FinishReason | None:
+        return base.FinishReason.CONTEXT_LIMIT if self.state.length >= self.limit else None
 
 
 class Replay:
@@ -187,7 +179,7 @@ class Replay:
         self._exact = account_is_known(evidence)
         self._facts = facts = read_model(folder)
         limit = int(evidence.info.provenance["context_limit"])
-        info = EngineInfo(
+        info = base.EngineInfo(
             spec.engine, spec.model, folder, "", "cpu", spec.dtype, limit, facts.eos_token_ids
         )
         self._engine = RecordedEngine(self._recorded, info, self._ledger)

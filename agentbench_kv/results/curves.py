@@ -131,7 +131,12 @@ def curve_summary(
     resample = _Resample(full, ids, resamples)
     base = resample(whole)
     drawn = [_drawn(label, own, whole, known, resample) for label, own in columns.items()]
-    curves = [_curve(each, base, share, len(ids)) for each in drawn]
+    curves = []
+    for each in drawn:
+        scores = [float(height / len(ids)) for height in each.heights[0]]
+        area = _area(each, base) if base[0] > 0 and len(each.budgets) > 1 else None
+        keeps = _keeps(each, base, share) if base[0] > 0 else None
+        curves.append(Curve(each.label, each.budgets, scores, area, keeps))
     crossovers = [
         crossover
         for pair in combinations(drawn, 2)
@@ -180,14 +185,6 @@ def _drawn(
     longest = float(known.max())
     ample = [float(budget) for budget in budgets if budget >= longest] or [longest]
     return _Drawn(label, budgets, heights, dict.fromkeys(ample, resample(whole)))
-
-
-def _curve(drawn: _Drawn, full: Floats, share: float, samples: int) -> Curve:
-    known = full[0] > 0
-    scores = [float(height / samples) for height in drawn.heights[0]]
-    area = _area(drawn, full) if known and len(drawn.budgets) > 1 else None
-    keeps = _keeps(drawn, full, share) if known else None
-    return Curve(drawn.label, drawn.budgets, scores, area, keeps)
 
 
 def _area(drawn: _Drawn, full: Floats) -> Estimate:

@@ -90,11 +90,8 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Return what the headline scores are made of: sub-scores, and pass^k of repeated trials.
-
-    Each has one row per run. A sub-score that crosses two others (`tool_one_shot`) is left to
-    `summary.json`.
-    """
+    """Return tables of sub-scores and pass^k of repeated trials, with one row per run."""
+    # A sub-score that crosses two others (`tool_one_shot`) is left to `summary.json`.
     parts = [{name: sub.interval for name, sub in s.sub_scores.items()} for s in summaries]
     names = {name for each in parts for name in each}
     crossed = {f"{a}_{b}" for a in names for b in names}
@@ -368,7 +365,7 @@ def _text(value: Any) -> str:
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
-    """Rebuild and print summaries of runs, paths or ids; none, and a UsageError, if one is absent."""
+    """Rebuild and print summaries of runs, paths or ids; a UsageError before any if one is absent."""
     found = [RunStore(out).find(run) for run in runs]
     summaries = [summarize(run) for run in found]
     if as_json:

@@ -30,14 +30,7 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.results import files
-from agentbench_kv.results.records import (
-    REFUSED,
-    TrialRecord,
-    TurnRecord,
-    checked,
-    encode,
-    explained,
-)
+from agentbench_kv.results.records import REFUSED, TrialRecord, TurnRecord, checked, explained
 
 STALE_S = 30.0
 FILE = "run.json"
@@ -380,7 +373,7 @@ class RunDir(RunReader):
                 self._update()
             if self._lost is not None:
                 raise self._lost
-            files.append_lines(self.path / name, map(encode, records))
+            files.append_lines(self.path / name, map(msgspec.json.encode, records))
 
     def _update(self, **changes: Any) -> None:
         with self._lock, files.exclusive(self.path):

@@ -110,11 +110,8 @@ def _parameter(spec: Mapping[str, Any], name: str) -> Any:
 
 
 def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    excess = [
-        (record.kv.peak_live - bound, record)
-        for record, bound in zip(trials, budget_bounds(spec, trials), strict=False)
-        if record.kv.peak_live > bound
-    ]
+    bounds = zip(trials, budget_bounds(spec, trials), strict=False)
+    excess = [(r.kv.peak_live - bound, r) for r, bound in bounds if r.kv.peak_live > bound]
     if not excess:
         return None
     over, worst = max(excess, key=lambda item: item[0])
@@ -133,11 +130,7 @@ def _raised(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | Non
     if not _is_compressed(spec):
         return None
     size = Budget.parse(spec["budget"])
-    raised = [
-        record
-        for record in trials
-        if record.kv.events and (record.kv.budget or 0) > size.at(record.kv.logical)
-    ]
+    raised = [r for r in trials if r.kv.events and (r.kv.budget or 0) > size.at(r.kv.logical)]
     if not raised:
         return None
     worst = min(raised, key=lambda record: record.kv.logical)

@@ -134,15 +134,9 @@ class VllmEndpoint(ServerEndpoint):
     """
 
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> HttpRequest:  # noqa: ARG002
-        body = {
-            "model": self.model,
-            "prompt": list(log),
-            "max_tokens": output,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        sampling = {"max_tokens": output, "temperature": 0.0, "ignore_eos": True}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self.model, "prompt": list(log), **sampling, **stream}
         if self.keep:  # ids of the answer are asked for only if another turn sends them back
             body |= {"return_token_ids": True, "session_id": session}
         return HttpRequest("POST", "/v1/completions", body)

@@ -101,17 +101,11 @@ def _listed(runs: Sequence[Run], seen: Sequence[BoardView]) -> list[Listed]:
 
     def listed(run: Run) -> Listed:
         view, contest, place, label = places.get(id(run), (None, None, "", run.label))
-        reason = reasons.get(id(run), run.reason or _FLOOR)
-        return Listed(
-            run,
-            visible("null agent" if run.setting.null else label, 160),
-            f"runs/{file_stem(run.run_id, stems)}.html",
-            *submitted[run.path.parent].get(run.run_id, ("", "")),
-            view,
-            contest,
-            place,
-            "" if view else reason,
-        )
+        reason = "" if view else reasons.get(id(run), run.reason or _FLOOR)
+        name = visible("null agent" if run.setting.null else label, 160)
+        page = f"runs/{file_stem(run.run_id, stems)}.html"
+        submission = submitted[run.path.parent].get(run.run_id, ("", ""))
+        return Listed(run, name, page, *submission, view, contest, place, reason)
 
     return [listed(run) for run in runs]
 

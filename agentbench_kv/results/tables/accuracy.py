@@ -187,11 +187,8 @@ def accuracy_tables(runs: Sequence[Run], metric: str = SCORE) -> list[Table]:
 
 
 def pass_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return a table for each board with scores of 0 or 1 in several trials.
-
-    Rows with one trial are left out, and so are graded scores, of which no trial need ever be a
-    success.
-    """
+    """Return a table for each board with scores of 0 or 1 in several trials."""
+    # Rows with one trial are left out, and graded scores, of which none need be a success.
     found = (_pass_table(page) for page in _pages(runs, SCORE))
     return [table for table in found if table is not None]
 

@@ -263,11 +263,7 @@ def render_markdown(tables: Sequence[Table]) -> str:
 
 
 def render_csv(tables: Sequence[Table]) -> str:
-    """Return one CSV with a line for every cell that has a value, whatever tables there are.
-
-    A row's texts (method, seed, run) join to its name. Text that a spreadsheet would take for a
-    formula begins with an apostrophe.
-    """
+    """Return one CSV with a line for every cell that has a value, whatever tables there are."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -395,6 +391,7 @@ def markdown_text(text: str) -> str:
     return _MARKUP.sub(r"\\\1", visible(text))
 
 
+# A row's texts (method, seed, run) join to its name.
 def _csv_row(table: Table, row: Row, column: Column, cell: Cell) -> list[object]:
     texts = (
         str(cell.value)
@@ -410,6 +407,7 @@ def _csv_row(table: Table, row: Row, column: Column, cell: Cell) -> list[object]
 
 
 def _harmless(value: object) -> object:
+    """Write an apostrophe before text that a spreadsheet would take for a formula."""
     if not isinstance(value, str):
         return value
     text = visible(value)
