@@ -107,7 +107,7 @@ class RecordedEngine(base.Engine):
         state.waiting += len(tokens)
         state.prompt += len(tokens)
 
-    def generate(self, session: str, sampling: base.Sampling) -> Generation:
+    def generate(self, session: str, sampling: base.Sampling) -> base.Generation:
         with self._lock:
             turn = self._turns[session]
             self._turns[session] += 1
@@ -117,11 +117,11 @@ class RecordedEngine(base.Engine):
         limit = self.info.context_limit
         return _RecordedGeneration(self._sessions[session], generations[turn], sampling, limit)
 
-    def stats(self, session: str) -> KVStats:
+    def stats(self, session: str) -> base.KVStats:
         state = self._sessions[session]
         return replace(state.ledger.snapshot(), logical=state.length)
 
-    def close(self, session: str) -> KVStats:
+    def close(self, session: str) -> base.KVStats:
         stats = self.stats(session)
         del self._sessions[session]
         return stats

@@ -95,12 +95,10 @@ def compare(
 
 
 def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str]]:
-    """Find for every method of the candidate side what it is to be compared with, at least one.
-
-    The same method at the same budget if the base has it for that task and model; else the only
-    method the base has there. Runs with a seed that the other side lacks are left out. The second
-    part says what had no partner.
-    """
+    """Find for every method of the candidate side what it is to be compared with, at least one."""
+    # The same method at the same budget if the base has it for that task and model; else the only
+    # method the base has there. Runs with a seed that the other side lacks are left out. The second
+    # part says what had no partner.
     theirs, mine = sides(base), sides(cand)
     pairs, notes = [], []
     for place, groups in mine.items():

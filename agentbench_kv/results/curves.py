@@ -99,9 +99,7 @@ class CurveSummary:
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A method's curve in the data (first row) and in every resample."""
-
+class _Drawn:  # a method's curve in the data (first row) and in every resample
     label: str
     budgets: list[int]
     heights: Floats  # (1 + resamples, budgets)

@@ -88,9 +88,7 @@ class _Kept(Struct, frozen=True, gc=False, array_like=True):
     entry: RunEntry
 
 
-class _Index(Struct):
-    """The file's content: entries by folder name."""
-
+class _Index(Struct):  # the file's content: entries by folder name
     version: int
     runs: dict[str, _Kept]
 

@@ -155,9 +155,7 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
 
 
 @dataclass(frozen=True)
-class _Played:
-    """The samples that a method has, in all its runs or in one of them."""
-
+class _Played:  # the samples that a method has, in all its runs or in one of them
     label: str
     samples: frozenset[str]
     declared: bool = False  # a run's own limit says that they are so many, before it was played
@@ -172,11 +170,9 @@ def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
 
 
 def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:
-    """Return the sets of samples to compete on, the largest first.
-
-    Those that two methods have exactly, or that one declared and another has too, unless whoever
-    played it also played a larger one. Where there is none, the largest anybody has.
-    """
+    """Return the sets of samples to compete on, the largest first."""
+    # Those that two methods have exactly, or that one declared and another has too, unless whoever
+    # played it also played a larger one. Where there is none, the largest anybody has.
     methods: dict[frozenset[str], set[str]] = {}
     for each in played:
         methods.setdefault(each.samples, set()).add(each.label)

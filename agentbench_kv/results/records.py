@@ -121,9 +121,7 @@ class Usage(_Record, frozen=True, kw_only=True):
 _NO_TIMING = Timing()
 
 
-class _Keyed(_Record, frozen=True, kw_only=True):
-    """A record that belongs to a trial."""
-
+class _Keyed(_Record, frozen=True, kw_only=True):  # a record that belongs to a trial
     sample_id: Annotated[str, Meta(min_length=1)]
     trial: Count
 

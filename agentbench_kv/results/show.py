@@ -365,7 +365,7 @@ def _text(value: Any) -> str:
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
-    """Rebuild and print summaries of runs, paths or ids; a UsageError before any if one is absent."""
+    """Rebuild and print summaries of runs, paths or ids; first a UsageError if one is absent."""
     found = [RunStore(out).find(run) for run in runs]
     summaries = [summarize(run) for run in found]
     if as_json:

@@ -241,7 +241,7 @@ def holm(p_values: Sequence[float], family: int | None = None) -> list[float]:
 
 
 def powers(trials: Mapping[str, Sequence[float]], k: int) -> dict[str, float]:
-    """Return pass^k of each sample with k trials or more: C(c, k) / C(n, k) of n with c successes."""
+    """Return pass^k of each sample with k trials: C(c, k) / C(n, k) of n with c successes."""
     # That is unbiased; (c / n)^k is not. A trial succeeds if it scores 1.
     if k < 1:
         raise ValueError(f"pass^{k}: k is at least 1")

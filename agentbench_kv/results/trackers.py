@@ -73,9 +73,7 @@ class Tracker(Protocol):
         """Write a run, in the place of the one there if there is one."""
 
 
-class _Wandb:
-    """Figures go to the run's summary: a second export overwrites them and adds no step."""
-
+class _Wandb:  # figures go to the run's summary: a second export overwrites them and adds no step
     def __init__(self, wandb: Any, project: str, offline: bool) -> None:
         self._wandb, self._project, self._offline = wandb, project, offline
         self._folder = Path(os.environ.get("WANDB_DIR", "."))
@@ -155,9 +153,7 @@ def _mlflow_key(name: str) -> str:
     return _MLFLOW_KEY.sub("_", name)
 
 
-class _Trackio:
-    """Always this machine's database: `trackio sync` is what sends it anywhere."""
-
+class _Trackio:  # always this machine's database: `trackio sync` is what sends it anywhere
     errors: Errors = (ValueError, OSError, sqlite3.Error)
 
     def __init__(self, trackio: Any, project: str, offline: bool) -> None:

@@ -160,9 +160,7 @@ def _chart(
     )
 
 
-class _Scale:
-    """Scores from 0 at the bottom up to 100%, or to less if nobody comes near."""
-
+class _Scale:  # scores from 0 at the bottom up to 100%, or to less if nobody comes near
     def __init__(self, height: float, highest: float) -> None:
         self.height = height
         self.step = 20 if highest > 0.5 else 10

@@ -165,9 +165,7 @@ def _told(turn: TurnFigures | TurnRecord) -> str:
     return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
 
 
-class _Axes:
-    """Places of turns from left to right and of 0 to `top` tokens from bottom to top."""
-
+class _Axes:  # places of turns from left to right and of 0 to `top` tokens from bottom to top
     def __init__(self, turns: Sequence[int], top: float) -> None:
         self.turns = turns
         self.step = _round_step(max(top, 1.0) / 4)

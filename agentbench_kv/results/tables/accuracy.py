@@ -157,9 +157,7 @@ Values = Mapping[tuple[str, int | str | None], Cell]  # what stands at a row's n
 
 
 @dataclass(frozen=True)
-class _Page:
-    """A board with what stands around it."""
-
+class _Page:  # a board with what stands around it
     board: Board
     smaller: bool  # whether a larger set of samples of the same conditions has a board
     null: tuple[RunGroup, ...]  # valid runs of the agent that does nothing, on the same task

@@ -63,6 +63,9 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
 
         return value
 
+    def failed(kind: str) -> Value:
+        return lambda run: run.summary.failures.get(kind, 0)
+
     kinds = [s.value for s in TrialStatus if any(s.value in r.summary.failures for r in runs)]
     return {
         Column("trials", Unit.NUMBER): lambda run: run.summary.trials,
@@ -76,12 +79,7 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
         Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),
         Column("events", Unit.RATIO): kv(lambda a: a.events, shared=True),
         Column("failed %", Unit.SHARE): lambda run: run.summary.non_completion_rate,
-        **{
-            Column(kind.replace("_", " "), Unit.NUMBER): lambda run, kind=kind: (
-                run.summary.failures.get(kind, 0)
-            )
-            for kind in kinds
-        },
+        **{Column(kind.replace("_", " "), Unit.NUMBER): failed(kind) for kind in kinds},
     }
 
 

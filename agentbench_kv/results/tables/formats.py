@@ -78,9 +78,7 @@ def render(tables: Sequence[Table]) -> str:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """What stands in one piece in a float: a tabular or a note, and its height in lines."""
-
+class _Block:  # what stands in one piece in a float: a tabular or a note, and its height in lines
     text: str
     height: float
 
