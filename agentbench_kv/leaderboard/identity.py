@@ -131,9 +131,8 @@ def folder_of_model(
         return model_path(SHIPPED[0])
     if spec.model in SHIPPED:
         return model_path(spec.model)
-    if model is None or folder_sha(model) != provenance.get("model_sha"):
-        return None
-    return model
+    known = model is not None and folder_sha(model) == provenance.get("model_sha")
+    return model if known else None
 
 
 def unfit(spec: RunSpec) -> str:

@@ -39,9 +39,8 @@ def pack(
         raise UsageError(f"{folder} exists and is not empty; name a new folder")
     listed = [{"run_id": run.info.run_id, "sha256": {}} for run in runs]
     try:  # refuse names before anything is written
-        manifest = Manifest.model_validate(
-            {"who": who, "method": method, "link": link, "runs": listed}
-        )
+        said = {"who": who, "method": method, "link": link, "runs": listed}
+        manifest = Manifest.model_validate(said)
     except ValidationError as error:
         raise UsageError(f"the submission: {evidence.first_error(error)}") from None
     for run, entry in zip(runs, manifest.runs, strict=True):

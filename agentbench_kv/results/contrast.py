@@ -187,14 +187,12 @@ def _group_notes(rule: Rule, seen: Change) -> list[str]:
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
-    # Generated tokens per active second of each run; a copy of a run is no repetition.
-    runs = (
-        {(run.run_id, run.info.created): run for run in side.runs}
-        for side in (pair.base, pair.cand)
-    )
-    base, cand = (
-        [rate for run in own.values() if (rate := run.summary.tokens_per_s)] for own in runs
-    )
+    def rates(side: RunGroup) -> list[float]:
+        """Return tokens per active second of each run; a copy of a run is no repetition."""
+        runs = {(run.run_id, run.info.created): run for run in side.runs}
+        return [rate for run in runs.values() if (rate := run.summary.tokens_per_s)]
+
+    base, cand = rates(pair.base), rates(pair.cand)
     if not base or not cand:
         raise UsageError(f"{_ids([pair])}: no run of one side generated anything in measured time")
     found = stats.speed_change(base, cand)

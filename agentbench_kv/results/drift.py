@@ -117,12 +117,8 @@ def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
 def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
     found = []
     for run in cand:
-        theirs = {
-            key: prompt
-            for other in base
-            if other.spec.get("seed") == run.spec.get("seed")
-            for key, prompt in other.prompts.items()
-        }
+        same = [other for other in base if other.spec.get("seed") == run.spec.get("seed")]
+        theirs = dict(chain.from_iterable(other.prompts.items() for other in same))
         shared = run.prompts.keys() & theirs.keys()
         odd = sorted(key for key in shared if run.prompts[key] != theirs[key])
         if odd:

@@ -81,9 +81,7 @@ _SAME = (
 )  # fmt: skip
 
 
-class _Kept(Struct, frozen=True, gc=False, array_like=True):
-    """An entry with the stamp of the files it was derived from."""
-
+class _Kept(Struct, frozen=True, gc=False, array_like=True):  # an entry, its files' stamp
     stamp: Stamp
     entry: RunEntry
 

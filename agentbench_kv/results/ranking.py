@@ -148,9 +148,7 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     made = [
         Board(setting, conditions, metric, samples, entries)
         for samples, entries in zip(sets, placed, strict=True)
-    ]
-    if not made:
-        made = [Board(setting, conditions, metric, frozenset(), ())]
+    ] or [Board(setting, conditions, metric, frozenset(), ())]
     return [replace(made[0], out=(*out, *drifted)), *made[1:]]
 
 

@@ -350,11 +350,8 @@ def by_conditions(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     sets: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         sets.setdefault(run.conditions, []).append(run)
-    differ = [
-        name
-        for name, values in zip(CONDITIONS, zip(*sets, strict=True), strict=True)
-        if len(set(values)) > 1
-    ]
+    columns = zip(CONDITIONS, zip(*sets, strict=True), strict=True)
+    differ = [name for name, values in columns if len(set(values)) > 1]
     return [
         (", ".join(f"{name}={same[0].spec.get(name)}" for name in differ), same)
         for same in sets.values()

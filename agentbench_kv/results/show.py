@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,11 +125,8 @@ def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
     """Return one row per trial without a score; None if there is none."""
     failed = [record for record in trials if record.score is None]
     columns = ("sample", "trial", "status", "attempts", "transcript", "error")
-    rows = (
-        (r.sample_id, r.trial, r.status, r.attempts, r.transcript, r.error)
-        for r in failed[:_MOST_ROWS]
-    )
-    table = new_table(*columns, rows=rows)
+    cells = attrgetter("sample_id", *columns[1:])
+    table = new_table(*columns, rows=map(cells, failed[:_MOST_ROWS]))
     if len(failed) > _MOST_ROWS:
         table.add_row(f"and {len(failed) - _MOST_ROWS} more; --json shows all")
     return table if failed else None

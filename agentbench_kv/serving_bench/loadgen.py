@@ -324,13 +324,10 @@ def most_at_once(starts: Sequence[float], ends: Sequence[float]) -> int:
 
 def _latencies(done: Sequence[TimedTurn]) -> dict[str, list[float]]:
     """Return seconds to the first token, per later token, between tokens and to the last."""
+    several = [turn for turn in done if turn.output_tokens > 1]
     return {
         "ttft": [turn.ttft_s for turn in done],
-        "tpot": [
-            (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
-            for turn in done
-            if turn.output_tokens > 1
-        ],
+        "tpot": [(t.latency_s - t.ttft_s) / (t.output_tokens - 1) for t in several],
         "itl": [gap for turn in done for gap in turn.itls_s],
         "e2el": [turn.latency_s for turn in done],
     }

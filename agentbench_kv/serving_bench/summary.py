@@ -239,9 +239,8 @@ def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Tabl
         rows.append(Row((Cell(each.arm), Cell(each.load), _median_cell(each.speed), *ratios)))
     if "full" in bases:
         for figure in _papers(plan, shape):
-            name = (
-                f"{figure.method} at {figure.budget}, {figure.cited}, {figure.setting.get('gpu')}"
-            )
+            place = f"{figure.cited}, {figure.setting.get('gpu')}"
+            name = f"{figure.method} at {figure.budget}, {place}"
             ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
             rows.append(Row((Cell(name), Cell(), Cell(), *ratios), published=True))
     columns = (Column("arm"), Column("load"), _SPEED_COLUMN, *bases.values())

@@ -151,13 +151,10 @@ def _chart(
     labels = _apart([dots[-1].y for _, _, dots in drawn], scale.height)
     step = min(dodge, _MOST_DODGE / number)
     shifts = [round(step * (index - (number - 1) / 2), 1) for index in range(len(drawn))]
-    series = [
-        Series(*each, shift, label)
-        for each, shift, label in zip(drawn, shifts, labels, strict=True)
-    ]
-    return Chart(
-        scale.height, tuple(series[:number]), tuple(series[number:]), tuple(x_ticks), scale.ticks()
-    )
+    places_of = zip(drawn, shifts, labels, strict=True)
+    series = [Series(*each, shift, label) for each, shift, label in places_of]
+    ours, lines = tuple(series[:number]), tuple(series[number:])
+    return Chart(scale.height, ours, lines, tuple(x_ticks), scale.ticks())
 
 
 class _Scale:  # scores from 0 at the bottom up to 100%, or to less if nobody comes near

@@ -128,9 +128,8 @@ def _speed(repeats: RunGroup) -> Cell:
 def _ratio(method: str, enough: Sequence[RunGroup], repeats: RunGroup) -> Cell:
     """Compare with the runs of `method` that were served alike, if both sides have enough."""
     served = _served(repeats.first)
-    base = next(
-        (e for e in enough if e.first.method == method and _served(e.first) == served), None
-    )
+    bases = (e for e in enough if e.first.method == method and _served(e.first) == served)
+    base = next(bases, None)
     if base is None or base is repeats or repeats not in enough:
         return Cell()
     found = speed_change(_speeds(base), _speeds(repeats))
