@@ -49,12 +49,16 @@ def rerun(
     compared = _play(evidence, spec, chosen)
     differences = [each.difference for each in compared if each.difference]
     outcome = Rerun(
-        run_id=evidence.name, records=file_sha(evidence.path / "samples.jsonl"), seed=seed,
-        played=len(chosen), equal=len(chosen) - len(differences),
+        run_id=evidence.name,
+        records=file_sha(evidence.path / "samples.jsonl"),
+        seed=seed,
+        played=len(chosen),
+        equal=len(chosen) - len(differences),
         accounts=sum(each.account for each in compared),
         scores=sum(each.score for each in compared),
-        differs=differences, machine=json.dumps(hardware(), sort_keys=True),
-    )  # fmt: skip
+        differs=differences,
+        machine=json.dumps(hardware(), sort_keys=True),
+    )
     if leaderboard is not None:
         number = len(reruns(leaderboard, outcome.records))
         write_stored(leaderboard / RERUNS / f"{outcome.records[:16]}-{number:04d}.json", outcome)

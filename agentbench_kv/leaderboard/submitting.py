@@ -115,9 +115,8 @@ def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
     target = leaderboard / submissions.REPLICATIONS / f"{name}~{found['samples.jsonl'][:8]}"
     known = [first, *(leaderboard / submissions.REPLICATIONS).glob(f"{name}~*")]
     for hashed in map(evidence.hashes, known):
-        if all(
-            hashed.get(name) == found.get(name) for name in evidence.HASHED
-        ):  # transcripts aside
+        # Transcripts aside.
+        if all(hashed.get(file) == found.get(file) for file in evidence.HASHED):
             return None
     for each in known:
         if _measured(each) & _measured(source):

@@ -119,15 +119,11 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     found: list[list[Scores | None]] = []
     for pair in pairs:
         groups = pair.base, pair.cand
-        asked = asked_once(groups, metric)
-        found.append(
-            [
-                Scores.of_trials(group.peaks, group.clusters)
-                if metric == PEAK
-                else group.scores(metric, asked)
-                for group in groups
-            ]
-        )
+        if metric == PEAK:
+            found.append([Scores.of_trials(group.peaks, group.clusters) for group in groups])
+        else:
+            asked = asked_once(groups, metric)
+            found.append([group.scores(metric, asked) for group in groups])
     base, cand = map(_pooled, zip(*found, strict=True))
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))

@@ -206,10 +206,11 @@ def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) 
     """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
     table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
+    scale = _WIDTH / most
     for step in timeline[:_MOST_BARS]:
-        held = round(step.held * _WIDTH / most)
+        held = round(step.held * scale)
         # Rounded together, so that equal sums end in the same column.
-        evicted = round((step.held + step.evicted) * _WIDTH / most) - held
+        evicted = round((step.held + step.evicted) * scale) - held
         bar = Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
         table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
     if len(timeline) > _MOST_BARS:
@@ -354,7 +355,7 @@ def _call(call: Any) -> str:
 
 
 def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    return value if isinstance(value, list) else [value] * (value is not None)
 
 
 def _text(value: Any) -> str:
