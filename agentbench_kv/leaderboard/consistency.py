@@ -33,10 +33,7 @@ from agentbench_kv.run.trial import MAX_ATTEMPTS
 _TOTALS = {
     "usage.prompt_tokens": "prompt_tokens",
     "usage.completion_tokens": "output_tokens",
-    "kv.events": "events",
-    "kv.evicted": "evicted",
-    "kv.restored": "restored",
-    "kv.prefill_tokens": "prefill_tokens",
+    **{f"kv.{name}": name for name in ("events", "evicted", "restored", "prefill_tokens")},
 }
 _OWN_TOTALS = {"kv.decode_tokens": "output_tokens", "kv.bytes_read": "kv_bytes_read"}
 _RETRIED = frozenset({TrialStatus.INFRA_ERROR, TrialStatus.USER_ERROR})

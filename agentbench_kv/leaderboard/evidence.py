@@ -6,7 +6,6 @@ nesting and half characters are what later code would fail on, or read in two wa
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine
+from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import Lines, RunInfo, RunReader, TrialKey, latest_turns
 from agentbench_kv.results.submissions import Manifest, SubmittedRun
@@ -33,12 +33,10 @@ HASHED = ("samples.jsonl", "run.json", "turns.jsonl")  # every submitted run has
 TRANSCRIPTS = "transcripts"
 _KNOWN = frozenset({*HASHED, SUMMARY, TRANSCRIPTS})
 
+# Engines whose turns account for every token; a server may have stopped one token later.
 OWN = frozenset({"embedded", "scripted"})
-"""Engines whose turns account for every token; a server may have stopped one token later."""
-
+# Ends that no token proves. Such a trial counts 0, and its session may have been left anywhere.
 CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.USER_ERROR})
-"""Ends that no token proves. Such a trial counts 0, and its session may have been left anywhere."""
-
 _MOST_SHOWN = 160  # characters of a value in a finding
 _DEEPEST = 64  # levels of JSON
 _LARGEST = 2**63 - 1
@@ -71,7 +69,6 @@ Checks = Iterator[Fault | Note]
 
 
 def differs(field: str, said: Any, derived: Any) -> Fault:
-    """Return the finding for a value that another one contradicts."""
     return Fault(field, f"is {shown(said)}, expected {shown(derived)}")
 
 
@@ -82,7 +79,6 @@ def expect(field: str, said: Any, derived: Any) -> Checks:
 
 
 def place(key: TrialKey, field: str) -> str:
-    """Return how a finding names a field of a trial."""
     return f"sample {key[0]} trial {key[1]}: {field}"
 
 
@@ -134,8 +130,7 @@ class RunEvidence:
     spec: RunSpec
     attempts: dict[TrialKey, list[TrialRecord]]  # all records of a trial, in order
     turns: dict[TrialKey, list[TurnRecord]]  # of a trial's last attempt
-    # Empty if the submission has none.
-    transcripts: dict[TrialKey, RecordedTranscript] = field(default_factory=dict)
+    transcripts: dict[TrialKey, RecordedTranscript] = field(default_factory=dict)  # or none
 
     @property
     def name(self) -> str:
@@ -225,13 +220,6 @@ def hashes(path: Path) -> dict[str, str]:
         lines = [f"{name} {file_sha(path / TRANSCRIPTS / name)}\n" for name in names]
         found[TRANSCRIPTS] = hashlib.sha256("".join(lines).encode()).hexdigest()
     return found
-
-
-def file_sha(path: Path) -> str:
-    """Return the SHA-256 of a file, empty if there is none."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-    return ""
 
 
 def transcripts(path: Path) -> list[str]:
@@ -340,12 +328,9 @@ def strict_json(raw: bytes) -> Any:
     """Parse one JSON document as kvbench writes it; a ValueError gives the reason on one line."""
     try:
         document = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_int=_integer,
-            parse_float=_number,
-            parse_constant=_constant,
-        )
+            raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer,
+            parse_float=_number, parse_constant=_constant,
+        )  # fmt: skip
         _check_values(document)
     except RecursionError:
         raise ValueError("nested too deep") from None
@@ -402,10 +387,8 @@ def _check_values(document: Any) -> None:
 
 
 def retyped(document: Any, record: Any, field: str = "") -> str:
-    """Return the first field that a record holds as another type than its JSON; empty if none.
-
-    A lenient reader makes a number of the text `"1"`, which no writer of ours wrote.
-    """
+    """Return the first field that a record holds as another type than its JSON; empty if none."""
+    # A lenient reader makes a number of the text `"1"`, which no writer of ours wrote.
     if not isinstance(document, dict):
         texts = isinstance(document, str) == isinstance(record, str)
         same = texts and isinstance(document, bool) == isinstance(record, bool)

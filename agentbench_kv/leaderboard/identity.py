@@ -125,17 +125,14 @@ def _shipped() -> dict[str, str]:
 def folder_of_model(
     spec: RunSpec, provenance: Mapping[str, Any], model: Path | None
 ) -> Path | None:
-    """Return a folder on this machine that holds the run's very model; None if there is none.
-
-    `model` is where the keeper has it: a path from a submission is never opened.
-    """
+    """Return a folder on this machine that holds the run's very model; None if there is none."""
+    # `model` is where the keeper has it: a path from a submission is never opened.
     if spec.engine == _SCRIPTED:
         return model_path(SHIPPED[0])
     if spec.model in SHIPPED:
         return model_path(spec.model)
-    if model is None or folder_sha(model) != provenance.get("model_sha"):
-        return None
-    return model
+    known = model is not None and folder_sha(model) == provenance.get("model_sha")
+    return model if known else None
 
 
 def unfit(spec: RunSpec) -> str:

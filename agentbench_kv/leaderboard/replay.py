@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Sample, Task
-from agentbench_kv.engines.base import (
-    Engine,
-    EngineInfo,
-    FinishReason,
-    Generation,
-    KVStats,
-    PhaseLabeller,
-    Sampling,
-)
+from agentbench_kv.engines import base
 from agentbench_kv.engines.core.session import SessionLedger
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
@@ -71,13 +63,13 @@ _OF_THE_CLOCK = frozenset({"seconds"})
 _TOLERANCE = 1e-9
 _FEW_CUT_OFF = 0.05  # share of the trials that may have ended by the clock or an error
 
+# From a session's id to the ids of its generations, in order.
 Recorded = Callable[[str], list[list[int]]]
-"""From a session's id to the ids of its generations, in order."""
 
 
 @dataclass
 class _RecordedSession:
-    labeller: PhaseLabeller
+    labeller: base.PhaseLabeller
     ledger: SessionLedger
     waiting: int = 0  # tokens the cache does not hold yet: a prompt, and what was generated last
     prompt: int = 0
@@ -87,14 +79,14 @@ class _RecordedSession:
         return self.ledger.fed + self.waiting
 
 
-class RecordedEngine(Engine):
+class RecordedEngine(base.Engine):
     """Replays recorded ids; the k-th generation of a session id is its k-th record.
 
     `info` is of the engine that is stood in for; `ledger` makes the account of a session.
     """
 
     def __init__(
-        self, recorded: Recorded, info: EngineInfo, ledger: Callable[[], SessionLedger]
+        self, recorded: Recorded, info: base.EngineInfo, ledger: Callable[[], SessionLedger]
     ) -> None:
         self.info = info
         self._recorded = recorded
@@ -103,7 +95,7 @@ class RecordedEngine(Engine):
         self._turns: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def open(self, session: str, labeller: PhaseLabeller) -> None:
+    def open(self, session: str, labeller: base.PhaseLabeller) -> None:
         """Start an empty session; after a reset its records go on where they were."""
         self._sessions[session] = _RecordedSession(labeller, self._ledger())
 
@@ -115,7 +107,7 @@ class RecordedEngine(Engine):
         state.waiting += len(tokens)
         state.prompt += len(tokens)
 
-    def generate(self, session: str, sampling: Sampling) -> Generation:
+    def generate(self, session: str, sampling: base.Sampling) -> base.Generation:
         with self._lock:
             turn = self._turns[session]
             self._turns[session] += 1
@@ -125,11 +117,11 @@ class RecordedEngine(Engine):
         limit = self.info.context_limit
         return _RecordedGeneration(self._sessions[session], generations[turn], sampling, limit)
 
-    def stats(self, session: str) -> KVStats:
+    def stats(self, session: str) -> base.KVStats:
         state = self._sessions[session]
         return replace(state.ledger.snapshot(), logical=state.length)
 
-    def close(self, session: str) -> KVStats:
+    def close(self, session: str) -> base.KVStats:
         stats = self.stats(session)
         del self._sessions[session]
         return stats
@@ -140,12 +132,12 @@ class RecordedEngine(Engine):
 
 
 @dataclass(eq=False)
-class _RecordedGeneration(Generation):
+class _RecordedGeneration(base.Generation):
     """One generation being replayed; it ends where the record does, for a reason that must be."""
 
     state: _RecordedSession
     ids: list[int]
-    sampling: Sampling
+    sampling: base.Sampling
     limit: int
     started: float = field(default_factory=time.perf_counter)
 
@@ -173,15 +165,12 @@ class _RecordedGeneration(Generation):
     def cancel(self) -> None:
         """Do nothing: a record is as long as it is."""
 
-    def _at_limit(self) -> FinishReason | None:
-        return FinishReason.CONTEXT_LIMIT if self.state.length >= self.limit else None
+    def _at_limit(self) -> base.FinishReason | None:
+        return base.FinishReason.CONTEXT_LIMIT if self.state.length >= self.limit else None
 
 
 class Replay:
-    """The trials of a run with transcripts, played again on this machine's task.
-
-    Of the model's folder, config and tokenizer are read.
-    """
+    """The trials of a run, played again with its task and the config and tokenizer of its model."""
 
     def __init__(self, evidence: RunEvidence, task: Task, folder: Path) -> None:
         spec = evidence.spec
@@ -190,7 +179,7 @@ class Replay:
         self._exact = account_is_known(evidence)
         self._facts = facts = read_model(folder)
         limit = int(evidence.info.provenance["context_limit"])
-        info = EngineInfo(
+        info = base.EngineInfo(
             spec.engine, spec.model, folder, "", "cpu", spec.dtype, limit, facts.eos_token_ids
         )
         self._engine = RecordedEngine(self._recorded, info, self._ledger)
@@ -316,11 +305,9 @@ class Replay:
 
 
 def account_is_known(evidence: RunEvidence) -> bool:
-    """Whether lengths alone say what the session held.
-
-    Not where whole spans leave and come back, which the model's embeddings decide, nor on a server,
-    which may lose a session's rows, nor for a method that is not here.
-    """
+    """Whether lengths alone say what the session held."""
+    # Not where whole spans leave and come back, which the model's embeddings decide, nor on a
+    # server, which may lose a session's rows, nor for a method that is not here.
     if evidence.spec.engine != "embedded":
         return False
     try:

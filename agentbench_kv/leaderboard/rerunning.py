@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
-from agentbench_kv.leaderboard.evidence import CUT_OFF, RunEvidence, file_sha
+from agentbench_kv.leaderboard.evidence import CUT_OFF, RunEvidence
 from agentbench_kv.leaderboard.identity import find_samples, folder_of_model, opened, unfit
 from agentbench_kv.leaderboard.replay import DERIVED
 from agentbench_kv.leaderboard.submitting import write_stored
+from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.provenance import hardware
@@ -89,12 +91,9 @@ def _runnable(evidence: RunEvidence, model: Path | None) -> RunSpec:
     return spec if own else replace(spec, model=str(folder))
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """A trial played again: where its tokens first differ; whether account and score agree."""
-
-    difference: str
-    account: bool
+class _Compared(NamedTuple):  # a trial played again
+    difference: str  # where its tokens first differ
+    account: bool  # whether it agrees, and the score
     score: bool
 
 
@@ -112,12 +111,10 @@ def _play(evidence: RunEvidence, spec: RunSpec, chosen: Sequence[TrialKey]) -> l
 
 def _compare(evidence: RunEvidence, setup: TrialSetup, sample: Sample, key: TrialKey) -> _Compared:
     attempt = play_session(setup, sample, key[1])
-    said = evidence.trials[key]
-    again = trial_record(sample, attempt, "", 1)
+    said, again = evidence.trials[key], trial_record(sample, attempt, "", 1)
     same_account = all(getattr(said.kv, name) == getattr(again.kv, name) for name in DERIVED)
-    return _Compared(
-        _first_difference(evidence, key, attempt), same_account, said.score == again.score
-    )
+    difference = _first_difference(evidence, key, attempt)
+    return _Compared(difference, same_account, said.score == again.score)
 
 
 def _first_difference(evidence: RunEvidence, key: TrialKey, attempt: Attempt) -> str:

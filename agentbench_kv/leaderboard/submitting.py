@@ -12,29 +12,12 @@ from statistics import fmean
 from pydantic import BaseModel, ValidationError
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.leaderboard import evidence
 from agentbench_kv.leaderboard.checking import RunVerdict, SubmissionVerdict, validate
-from agentbench_kv.leaderboard.evidence import (
-    HASHED,
-    MANIFEST,
-    TRANSCRIPTS,
-    file_sha,
-    first_error,
-    hashes,
-    is_plain,
-    read_run,
-    transcripts,
-)
-from agentbench_kv.results.files import write_atomic, writing
+from agentbench_kv.results import submissions
+from agentbench_kv.results.files import file_sha, write_atomic, writing
 from agentbench_kv.results.store import RunReader, TrialKey
-from agentbench_kv.results.submissions import (
-    KEPT,
-    REPLICATIONS,
-    STANDINGS,
-    Label,
-    Manifest,
-    Replication,
-    Standing,
-)
+from agentbench_kv.results.submissions import Label, Manifest, Replication, Standing
 from agentbench_kv.results.summary import summarize
 
 
@@ -56,29 +39,28 @@ def pack(
         raise UsageError(f"{folder} exists and is not empty; name a new folder")
     listed = [{"run_id": run.info.run_id, "sha256": {}} for run in runs]
     try:  # refuse names before anything is written
-        manifest = Manifest.model_validate(
-            {"who": who, "method": method, "link": link, "runs": listed}
-        )
+        said = {"who": who, "method": method, "link": link, "runs": listed}
+        manifest = Manifest.model_validate(said)
     except ValidationError as error:
-        raise UsageError(f"the submission: {first_error(error)}") from None
+        raise UsageError(f"the submission: {evidence.first_error(error)}") from None
     for run, entry in zip(runs, manifest.runs, strict=True):
         target = folder / entry.run_id
         with writing(target):
             copy_run(run.path, target, with_transcripts=with_transcripts)
         summarize(RunReader(target))
-        entry.sha256.update(hashes(target))
+        entry.sha256.update(evidence.hashes(target))
     text = manifest.model_dump_json(indent=2, by_alias=True)
-    write_atomic(folder / MANIFEST, text.encode() + b"\n")
+    write_atomic(folder / evidence.MANIFEST, text.encode() + b"\n")
     return manifest
 
 
 def copy_run(source: Path, target: Path, *, with_transcripts: bool = True) -> None:
     """Copy the plain files of a run that this version knows, nothing else."""
-    names = list(HASHED)
+    names = list(evidence.HASHED)
     if with_transcripts:
-        names += [f"{TRANSCRIPTS}/{name}" for name in transcripts(source)]
+        names += [f"{evidence.TRANSCRIPTS}/{name}" for name in evidence.transcripts(source)]
     for name in names:
-        if is_plain(source / name):
+        if evidence.is_plain(source / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
 
@@ -107,9 +89,9 @@ def add(
         raise UsageError(f"{folder}: {verdict.findings[0]}{rest}")
     places = {run.run_id: _place(folder, leaderboard, run.run_id) for run in verdict.runs}
     added = Added()
-    submission = (folder / MANIFEST).read_bytes()
+    submission = (folder / evidence.MANIFEST).read_bytes()
     name = hashlib.sha256(submission).hexdigest()[:16]
-    _write(leaderboard / KEPT / f"{name}.json", submission)
+    _write(leaderboard / submissions.KEPT / f"{name}.json", submission)
     for run in verdict.runs:
         target = places[run.run_id]
         if target is None:
@@ -125,15 +107,16 @@ def add(
 def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
     """Return where a run goes; None if it is there."""
     source, first = folder / name, leaderboard / name
-    found = hashes(source)
+    found = evidence.hashes(source)
     if not first.exists():
         return first
     if not (first / "run.json").is_file():
         raise UsageError(f"{first} is no run; remove it or rename it")
-    target = leaderboard / REPLICATIONS / f"{name}~{found['samples.jsonl'][:8]}"
-    known = [first, *(leaderboard / REPLICATIONS).glob(f"{name}~*")]
-    for hashed in map(hashes, known):
-        if all(hashed.get(name) == found.get(name) for name in HASHED):  # transcripts aside
+    target = leaderboard / submissions.REPLICATIONS / f"{name}~{found['samples.jsonl'][:8]}"
+    known = [first, *(leaderboard / submissions.REPLICATIONS).glob(f"{name}~*")]
+    for hashed in map(evidence.hashes, known):
+        # Transcripts aside.
+        if all(hashed.get(file) == found.get(file) for file in evidence.HASHED):
             return None
     for each in known:
         if _measured(each) & _measured(source):
@@ -177,7 +160,7 @@ def _write_standing(
 
 
 def _standing_path(leaderboard: Path, records: str) -> Path:
-    return leaderboard / STANDINGS / f"{records[:16]}.json"
+    return leaderboard / submissions.STANDINGS / f"{records[:16]}.json"
 
 
 def _replication(
@@ -196,8 +179,8 @@ def _replication(
 
 
 def _generated(path: Path) -> dict[TrialKey, list[str]]:
-    evidence = read_run(path, [])
-    known = evidence.transcripts if evidence else {}
+    run = evidence.read_run(path, [])
+    known = run.transcripts if run else {}
     return {key: each.generated for key, each in known.items() if each.generated}
 
 

@@ -33,10 +33,9 @@ _NOT_KEPT = {"transcript", "error", "usage"}
 
 
 class SavedRun(BaseModel, frozen=True):
-    """One run: spec and provenance, and the record of every trial without its texts.
+    """One run: spec and provenance, and the record of every trial without its texts."""
 
-    Files of kvbench 0.1 hold a summary besides, which nothing reads.
-    """
+    # Files of kvbench 0.1 hold a summary besides, which nothing reads.
 
     info: RunInfo
     trials: list[Annotated[TrialRecord, PlainValidator(lambda data: checked(data, TrialRecord))]]
@@ -140,6 +139,7 @@ BASELINES = Path("baselines")
 _FILES = ("run.json", "samples.jsonl")
 _MOST_COMMANDS = 4
 
+# Parts of a spec with the option of `kvbench run` that sets each, and what it is without one.
 _OPTIONS = {
     "task": ("task", None), "method": ("method", None), "budget": ("budget", None),
     "engine": ("engine", "embedded"), "model": ("model", "micro"), "limit": ("limit", None),
@@ -147,7 +147,6 @@ _OPTIONS = {
     "temperature": ("temperature", 0.0), "max_tokens": ("max-tokens", 1024),
     "timeout_s": ("timeout", 3600.0), "dtype": ("dtype", "float32"), "device": ("device", "auto"),
 }  # fmt: skip
-"""Parts of a spec with the option of `kvbench run` that sets each, and what it is without one."""
 
 
 @contextmanager

@@ -13,29 +13,17 @@ from typing import Literal
 from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.results import gate
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
-from agentbench_kv.results.gate import (
-    DISCORDANCE,
-    LOSSES,
-    MARGIN,
-    Design,
-    Rule,
-    Verdict,
-    chances,
-    describe,
-    repeats,
-    samples_for,
-    smallest_caught,
-    worst,
-)
+from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
 from agentbench_kv.results.summary import RunState
 
+# Task and model to the groups of one side by name.
 Sides = dict[tuple[str, str], dict[str, RunGroup]]
-"""Task and model to the groups of one side by name."""
 
 
 class Comparison(BaseModel, frozen=True):
@@ -53,13 +41,11 @@ class Comparison(BaseModel, frozen=True):
     noise: str  # the A/A floor
 
     def fails(self, verdict: Verdict) -> bool:
-        """Tell whether a verdict fails the job."""
         doubtful = verdict is Verdict.INCONCLUSIVE
         return self.inconclusive == "fail" if doubtful else verdict is Verdict.REGRESSION
 
     @property
     def exit_code(self) -> int:
-        """What a CI job sees."""
         return self.verdict.exit_code if self.fails(self.verdict) else 0
 
 
@@ -100,21 +86,19 @@ def compare(
         catch=100 * rule.catch,
         alarm=rule.alarm,
         rows=rows,
-        verdict=worst(row.verdict for row in rows),
+        verdict=gate.worst(row.verdict for row in rows),
         inconclusive=inconclusive,
         drift=drift,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
-        noise=describe(repeats([*base, *cand, *noise])),
+        noise=gate.describe(gate.repeats([*base, *cand, *noise])),
     )
 
 
 def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str]]:
-    """Find for every method of the candidate side what it is to be compared with, at least one.
-
-    The same method at the same budget if the base has it for that task and model; else the only
-    method the base has there. Runs with a seed that the other side lacks are left out. The second
-    part says what had no partner.
-    """
+    """Find for every method of the candidate side what it is to be compared with, at least one."""
+    # The same method at the same budget if the base has it for that task and model; else the only
+    # method the base has there. Runs with a seed that the other side lacks are left out. The second
+    # part says what had no partner.
     theirs, mine = sides(base), sides(cand)
     pairs, notes = [], []
     for place, groups in mine.items():
@@ -203,10 +187,8 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
 
 
 def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
-    """Never say ok of a candidate that lacks samples: what is missing may be just what failed.
-
-    One that declared its limit beforehand, and has all of that, lacks nothing.
-    """
+    """Never say ok of a candidate that lacks samples: what is missing may be just what failed."""
+    # One that declared its limit beforehand, and has all of that, lacks nothing.
     runs = [run for pair in pairs for run in pair.cand.runs]
     cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
     if row.only_base:
@@ -260,8 +242,8 @@ def _grouped(pairs: Sequence[Pair], apart: bool) -> list[list[Pair]]:
 
 
 _SAMPLES = 200
+# A changed method flips samples that a mere repeat does not; fewer are never planned with.
 _LEAST_DISCORDANCE = 0.05
-"""A changed method flips samples that a mere repeat does not; fewer are never planned with."""
 
 
 class Prospect(BaseModel, frozen=True):
@@ -347,18 +329,20 @@ def _told(row: Prospect, found: PowerPlan) -> list[str]:
 
 
 def _prospect(rule: Rule, name: str, design: Design, source: str) -> Prospect:
-    least = smallest_caught(rule, design)
+    least = gate.smallest_caught(rule, design)
     return Prospect(
         name=name,
         **asdict(design),
         source=source,
         exact=design.exact,
-        power={f"{100 * x:g}": chances(rule, design, x)[Verdict.REGRESSION] for x in LOSSES},
+        power={
+            f"{100 * x:g}": gate.chances(rule, design, x)[Verdict.REGRESSION] for x in gate.LOSSES
+        },
         caught=None if least is None else 100 * least,
-        ok=chances(rule, design, 0.0)[Verdict.OK],
-        alarm=chances(rule, design, rule.margin)[Verdict.REGRESSION],
-        samples_for_power=samples_for(rule, design, Verdict.REGRESSION, rule.catch),
-        samples_for_ok=samples_for(rule, design, Verdict.OK, 0.0),
+        ok=gate.chances(rule, design, 0.0)[Verdict.OK],
+        alarm=gate.chances(rule, design, rule.margin)[Verdict.REGRESSION],
+        samples_for_power=gate.samples_for(rule, design, Verdict.REGRESSION, rule.catch),
+        samples_for_ok=gate.samples_for(rule, design, Verdict.OK, 0.0),
     )
 
 
@@ -372,13 +356,11 @@ def _design(groups: Sequence[RunGroup], discordance: float) -> Design:
 
 
 def _discordance(groups: Sequence[RunGroup]) -> tuple[float, str]:
-    """Return how often two plays of one sample differ, and how that is known.
-
-    For graded scores, the mean of the squared difference, which is the same for right and wrong.
-    """
+    """Return how often two plays of one sample differ, and how that is known."""
+    # For graded scores, the mean of the squared difference: the same for right and wrong.
     plays = [scores for group in groups for scores in _plays(group) if len(scores) > 1]
     if not plays:
-        return DISCORDANCE, "assumed"
+        return gate.DISCORDANCE, "assumed"
     found = fmean(2 * variance(scores) for scores in plays)
     if found < _LEAST_DISCORDANCE:
         return _LEAST_DISCORDANCE, f"assumed; repeats of BASE differ in {100 * found:.1f}%"

@@ -25,8 +25,8 @@ _COLUMNS = (
     "verdict",
 )  # fmt: skip
 _PLAIN_MARKDOWN = frozenset(string.ascii_letters + string.digits + " .,/-:%")
+# What a size or speed that fell, and one that rose, is called.
 _WORDS = {PEAK: ("less", "more"), SPEED: ("slower", "faster")}
-"""What a size or speed that fell, and one that rose, is called."""
 
 
 def targets(writes: Sequence[str]) -> list[tuple[str, Path]]:
@@ -70,14 +70,16 @@ def _print(comparison: Comparison) -> None:
     for row in comparison.rows:
         table.add_row(*map(plain, _cells(row)))
     screen.print(table)
-    limits = f"{_limits(comparison)}, exit code {comparison.exit_code}"
+    margin, catch = _amounts(comparison)
+    limits = f"margin {margin}, catch {catch}, exit code {comparison.exit_code}"
     lines = (*_flips(comparison), _rule(comparison), *_remarks(comparison))
     for line in (*lines, f"verdict: {comparison.verdict} ({limits})"):
         screen.print(plain(line), soft_wrap=True)
 
 
 def _markdown(comparison: Comparison) -> str:
-    head = f"**kvbench compare: {comparison.verdict}** ({_limits(comparison)})"
+    margin, catch = _amounts(comparison)
+    head = f"**kvbench compare: {comparison.verdict}** (margin {margin}, catch {catch})"
     lines = [head, "", f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
     for row in comparison.rows:
         *cells, verdict = map(_markdown_escaped, _cells(row))
@@ -136,13 +138,13 @@ def _annotation(severity: str, title: str, text: str) -> str:
     return f"::{severity} title={name}::{message}\n"
 
 
+# Every format but the terminal's: its name and what writes it.
 TEXT_FORMATS: Mapping[str, Callable[[Comparison], str]] = {
     "markdown": _markdown,
     "junit": _junit,
     "github": _github,
     "json": lambda comparison: comparison.model_dump_json(indent=2) + "\n",
 }
-"""Every format but the terminal's: its name and what writes it."""
 
 
 def write_note(files: Sequence[tuple[str, Path]], note: str, refused: bool = False) -> None:
@@ -196,11 +198,6 @@ def _told(row: Contrast) -> str:
         f"{_level(row, row.base_level)} to {_level(row, row.cand_level)}, change {_change(row)} "
         f"over {_number(row)}: {row.verdict}"
     )
-
-
-def _limits(comparison: Comparison) -> str:
-    margin, catch = _amounts(comparison)
-    return f"margin {margin}, catch {catch}"
 
 
 def _amounts(comparison: Comparison) -> tuple[str, str]:

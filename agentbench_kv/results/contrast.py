@@ -119,21 +119,15 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     found: list[list[Scores | None]] = []
     for pair in pairs:
         groups = pair.base, pair.cand
-        asked = asked_once(groups, metric)
-        found.append([_sizes(g) if metric == PEAK else g.scores(metric, asked) for g in groups])
+        if metric == PEAK:
+            found.append([Scores.of_trials(group.peaks, group.clusters) for group in groups])
+        else:
+            asked = asked_once(groups, metric)
+            found.append([group.scores(metric, asked) for group in groups])
     base, cand = map(_pooled, zip(*found, strict=True))
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))
     return base, cand
-
-
-def _sizes(group: RunGroup) -> Scores:
-    """Return each sample's mean peak, over the trials that reached the engine."""
-    peaks: dict[str, list[int]] = {}
-    for run in group.runs:
-        for sample, values in run.peaks.items():
-            peaks.setdefault(sample, []).extend(values)
-    return Scores.of_trials(peaks, group.clusters)
 
 
 def _pooled(sides: Sequence[Scores | None]) -> Scores:
@@ -189,14 +183,12 @@ def _group_notes(rule: Rule, seen: Change) -> list[str]:
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
-    # Generated tokens per active second of each run; a copy of a run is no repetition.
-    runs = (
-        {(run.run_id, run.info.created): run for run in side.runs}
-        for side in (pair.base, pair.cand)
-    )
-    base, cand = (
-        [rate for run in own.values() if (rate := run.summary.tokens_per_s)] for own in runs
-    )
+    def rates(side: RunGroup) -> list[float]:
+        """Return tokens per active second of each run; a copy of a run is no repetition."""
+        runs = {(run.run_id, run.info.created): run for run in side.runs}
+        return [rate for run in runs.values() if (rate := run.summary.tokens_per_s)]
+
+    base, cand = rates(pair.base), rates(pair.cand)
     if not base or not cand:
         raise UsageError(f"{_ids([pair])}: no run of one side generated anything in measured time")
     found = stats.speed_change(base, cand)
@@ -243,8 +235,8 @@ def _ids(pairs: Sequence[Pair]) -> str:
     return f"{pairs[0].base.first.run_id} and {pairs[0].cand.first.run_id}"
 
 
+# Trials of one sample by index and seed, each with its run's folder.
 Played = dict[tuple[int, int], tuple[Path, TrialRecord]]
-"""Trials of one sample by index and seed, each with its run's folder."""
 
 
 @dataclass(frozen=True)
@@ -272,10 +264,7 @@ def flips(
     moved: Mapping[str, float],
     most: int,
 ) -> list[Flip]:
-    """List the samples that changed: the largest changes first, of equal ones losses first.
-
-    Figures and changes are by `number of the pair/sample`.
-    """
+    """List the largest changes, losses first; figures are by `number of the pair/sample`."""
     changed = [name for name, move in moved.items() if move]
     chosen = sorted(changed, key=lambda name: (-abs(moved[name]), moved[name], name))[:most]
     before = _played([pair.base for pair in pairs], chosen)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations, starmap
+from operator import attrgetter
 
 import numpy as np
 from scipy.integrate import trapezoid
@@ -16,6 +17,7 @@ from scipy.integrate import trapezoid
 from agentbench_kv.results.stats import Floats, Scores, draws, ends
 
 KEEP = 0.95
+_BUDGET = attrgetter("budget")
 RESAMPLES = 4000
 
 
@@ -97,9 +99,7 @@ class CurveSummary:
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A method's curve in the data (first row) and in every resample."""
-
+class _Drawn:  # a method's curve in the data (first row) and in every resample
     label: str
     budgets: list[int]
     heights: Floats  # (1 + resamples, budgets)
@@ -129,20 +129,22 @@ def curve_summary(
     resample = _Resample(full, ids, resamples)
     base = resample(whole)
     drawn = [_drawn(label, own, whole, known, resample) for label, own in columns.items()]
-    return CurveSummary(
-        full=float(whole.mean()),
-        samples=len(ids),
-        groups=resample.groups,
-        curves=[_curve(each, base, share, len(ids)) for each in drawn],
-        crossovers=[each for pair in combinations(drawn, 2) for each in _crossovers(pair)],
-    )
+    curves = []
+    for each in drawn:
+        scores = [float(height / len(ids)) for height in each.heights[0]]
+        area = _area(each, base) if base[0] > 0 and len(each.budgets) > 1 else None
+        keeps = _keeps(each, base, share) if base[0] > 0 else None
+        curves.append(Curve(each.label, each.budgets, scores, area, keeps))
+    crossovers = [
+        crossover
+        for pair in combinations(drawn, 2)
+        for crossover in sorted(chain(*starmap(_overtakings, permutations(pair))), key=_BUDGET)
+    ]
+    return CurveSummary(float(whole.mean()), len(ids), resample.groups, curves, crossovers)
 
 
 class _Resample:
-    """Sums of a column of samples: in the data, then in every resample of samples or groups.
-
-    Every figure is a ratio or a sign, so sums will do, although groups differ in size.
-    """
+    """Sums of a column of samples: in the data, then in every resample of samples or groups."""
 
     def __init__(self, full: Scores, ids: Sequence[str], resamples: int) -> None:
         grouped = full.group_of(ids)
@@ -152,6 +154,7 @@ class _Resample:
         self._resamples = resamples
 
     def __call__(self, column: Floats) -> Floats:
+        # Every figure is a ratio or a sign, so sums will do, although groups differ in size.
         units = np.bincount(self._numbers, column, self._units)
         return np.concatenate([[units.sum()], draws(self._units, self._resamples) @ units])
 
@@ -182,14 +185,6 @@ def _drawn(
     return _Drawn(label, budgets, heights, dict.fromkeys(ample, resample(whole)))
 
 
-def _curve(drawn: _Drawn, full: Floats, share: float, samples: int) -> Curve:
-    known = full[0] > 0
-    scores = [float(height / samples) for height in drawn.heights[0]]
-    area = _area(drawn, full) if known and len(drawn.budgets) > 1 else None
-    keeps = _keeps(drawn, full, share) if known else None
-    return Curve(drawn.label, drawn.budgets, scores, area, keeps)
-
-
 def _area(drawn: _Drawn, full: Floats) -> Estimate:
     x = np.log2(np.array(drawn.budgets, dtype=np.float64))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -208,11 +203,6 @@ def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
         None if np.isinf(end) else float(2.0**end) for end in (found[0], *ends(found[1:]))
     )
     return Keeps(point, low, high, smallest=drawn.budgets[0], largest=drawn.budgets[-1])
-
-
-def _crossovers(pair: Sequence[_Drawn]) -> list[Crossover]:
-    found = (each for ordered in permutations(pair) for each in _overtakings(*ordered))
-    return sorted(found, key=lambda crossover: crossover.budget)
 
 
 def _overtakings(below: _Drawn, above: _Drawn) -> list[Crossover]:
@@ -246,10 +236,8 @@ def mean_height(x: Floats, y: Floats) -> Floats:
 
 
 def rising(y: Floats) -> Floats:
-    """Return the closest curves that never fall: least squares, by the min-max formula.
-
-    That is what pooling adjacent violators gives (Robertson, Wright, Dykstra 1988, theorem 1.4.4).
-    """
+    """Return the closest curves that never fall: least squares, by the min-max formula."""
+    # What pooling adjacent violators gives (Robertson, Wright, Dykstra 1988, theorem 1.4.4).
     number = y.shape[-1]
     sums = np.concatenate([np.zeros((*y.shape[:-1], 1)), y.cumsum(-1)], axis=-1)
     found = np.full(y.shape, -np.inf)
@@ -261,10 +249,8 @@ def rising(y: Floats) -> Floats:
 
 
 def threshold(x: Floats, above: Floats) -> Floats:
-    """Return where each curve that never falls rises to 0; between two budgets it is straight.
-
-    The first budget if it is never below, infinity if it ends below.
-    """
+    """Return where each curve that never falls rises to 0; between two budgets it is straight."""
+    # The first budget if it is never below, infinity if it ends below.
     last = len(x) - 1
     first = (above < 0).sum(-1)
     right = np.clip(first, min(1, last), last)

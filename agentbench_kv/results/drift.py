@@ -9,29 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
+from agentbench_kv.results.files import leaves
 from agentbench_kv.results.runs import CONDITIONS, Run
 
 Weight = Literal["refuses", "warns"]
-Facts = dict[str, set[str]]
-"""Name to the values that runs have."""
-
+Facts = dict[str, set[str]]  # name to the values that runs have
+# Provenance that must be the same; `task` is data, checker and benchmark version.
 REFUSES = (
     "model_sha", "task", "chat_template_sha", "tool_parser", "phase_family",
     "engine", "engine_details.version", "api_model", "context_limit",
 )  # fmt: skip
-"""Provenance that must be the same; `task` is data, checker and benchmark version."""
-
+# Versions: another major or minor part refuses, another patch warns.
 RELEASES = (
     "kvbench", "python",
     *(f"packages.{name}" for name in ("torch", "transformers", "tokenizers", "numpy", "kvpress")),
 )  # fmt: skip
-"""Versions: another major or minor part refuses, another patch warns."""
-
+# Refuses where speed is compared, warns where scores are.
 MACHINE = ("hardware", "kernels", "device", "concurrency")
-"""Refuses where speed is compared, warns where scores are."""
-
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
@@ -52,10 +49,8 @@ class Drift:
 
 
 def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) -> list[Drift]:
-    """List what differs between two sides of one task and model beyond method, budget and amount.
-
-    For speed, machine and concurrency must be the same too.
-    """
+    """List what differs between two sides beyond method, budget and amount."""
+    # For speed, machine and concurrency must be the same too.
     seeds, others = ({str(run.spec.get("seed")) for run in side} for side in (base, cand))
     found = [] if seeds & others else [Drift("seed", _spell(seeds), _spell(others))]
     found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)
@@ -70,19 +65,10 @@ def _known(run: Run) -> dict[str, Any]:
 
 def _facts(documents: Iterable[Mapping[str, Any]]) -> Facts:
     facts: Facts = {}
-    for name, value in (fact for document in documents for fact in _flat(document)):
-        facts.setdefault(name, set()).add(value)
+    for name, value in chain.from_iterable(map(leaves, documents)):
+        if value is not None and value != {}:
+            facts.setdefault(name, set()).add(str(value))
     return facts
-
-
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    flat: list[tuple[str, str]] = []
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            flat += _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat.append((f"{prefix}{name}", str(value)))
-    return flat
 
 
 def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[Drift]:
@@ -131,12 +117,8 @@ def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
 def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
     found = []
     for run in cand:
-        theirs = {
-            key: prompt
-            for other in base
-            if other.spec.get("seed") == run.spec.get("seed")
-            for key, prompt in other.prompts.items()
-        }
+        same = [other for other in base if other.spec.get("seed") == run.spec.get("seed")]
+        theirs = dict(chain.from_iterable(other.prompts.items() for other in same))
         shared = run.prompts.keys() & theirs.keys()
         odd = sorted(key for key in shared if run.prompts[key] != theirs[key])
         if odd:

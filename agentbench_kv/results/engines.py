@@ -11,9 +11,8 @@ from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import Run
 from agentbench_kv.results.store import RunReader
 
+# Parts of a spec that may differ between engines.
 _FREE = {"engine", "engine_args", "allow_untested", "device", "concurrency", "timeout_s", "limit"}
-"""Parts of a spec that may differ between engines."""
-
 Outputs = list[list[int]]
 
 

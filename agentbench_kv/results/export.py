@@ -29,7 +29,6 @@ _OF_RUN = ("run_id", "task", "method", "budget", "model", "engine", "seed")
 
 
 def card(frame: pd.DataFrame, file: str, command: str) -> str:
-    """Return the card of a file that holds the frame and that the command wrote."""
     counts = f"{len(frame)} trials of {frame['run_id'].nunique()} runs"
     about = (
         f"{counts}, one row a trial, measured with kvbench and written by its version "
@@ -169,20 +168,16 @@ def export_runs(runs: Sequence[Target], target: Target, force: bool = False) -> 
     A UsageError if its suffix is none of `FORMATS`, the file exists and `force` is not set, or
     there is no run; a PrerequisiteError if it cannot be written or a package is missing.
     """
-    check_target(target, force)
-    frame = load_results(runs)
-    write_frame(frame, target)
-    return frame
-
-
-def check_target(target: Target, force: bool = False) -> None:
-    """Check before anything is read that a target can be written; raises like `export_runs`."""
+    # Before anything is read.
     if _suffix(target) == ".parquet" and find_spec("pyarrow") is None:
         raise PrerequisiteError(
             "parquet needs pyarrow, from the extra [parquet]: in the clone, pip install "
             '".[parquet]"; elsewhere, pip install pyarrow'
         )
     _refuse_to_overwrite(target, force)
+    frame = load_results(runs)
+    write_frame(frame, target)
+    return frame
 
 
 def _refuse_to_overwrite(target: Target, force: bool) -> None:
@@ -194,10 +189,7 @@ def _refuse_to_overwrite(target: Target, force: bool) -> None:
 
 
 def write_frame(frame: pd.DataFrame, target: Target) -> None:
-    """Write a frame in the format of the target's suffix; what was there stays until it is whole.
-
-    A UsageError if the suffix is unknown, a PrerequisiteError if the target cannot be written.
-    """
+    """Write a frame in the format of the target's suffix; raises like `export_runs`."""
     write = FORMATS[_suffix(target)]
     _replace(target, lambda file: write(frame, file))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
     """Encode as UTF-8 JSON; unknown objects as text, lone surrogates as escapes."""
     text = json.dumps(data, ensure_ascii=False, indent=indent, default=str)
     return text.encode("utf-8", "backslashreplace")
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `a.b` and its value for every leaf of nested mappings; an empty one is a leaf."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -143,7 +153,6 @@ def _repair(fd: int) -> None:
 
 
 def _unfinished_tail(fd: int) -> bytes:
-    """Return the bytes after the last newline, reading from the end."""
     position = os.fstat(fd).st_size
     tail = b""
     while position:
@@ -157,8 +166,14 @@ def _unfinished_tail(fd: int) -> bytes:
     return tail
 
 
+def file_sha(path: Path) -> str:
+    """Return the SHA-256 of a file, empty if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
+
+
 def is_json(raw: bytes) -> bool:
-    """Return whether the bytes are one JSON document."""
     try:
         json.loads(raw)
     except (ValueError, RecursionError):
@@ -207,10 +222,7 @@ def writing_to(target: Target) -> Iterator[None]:
 
 
 def children(fs: Any, path: str) -> list[str]:
-    """Return the folders directly below a folder, sorted; none below a file.
-
-    A FileNotFoundError if there is nothing at the path.
-    """
+    """Return the folders in a folder, sorted, none in a file; else a FileNotFoundError."""
     try:
         entries = fs.ls(path, detail=True)
     except NotADirectoryError:

@@ -7,10 +7,9 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, count, starmap
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -29,8 +28,7 @@ METRIC_PREFIX = "metric_"
 Dtype = Literal["category", "int64", "Int64", "float64"]
 
 
-@dataclass(frozen=True)
-class FrameColumn:
+class FrameColumn(NamedTuple):
     """One column."""
 
     name: str
@@ -140,7 +138,8 @@ class Columns:
         metrics = [trial.metrics for trial in trials]
         for name in dict.fromkeys(chain.from_iterable(metrics)):
             values = [each.get(name) for each in metrics]
-            self._metrics[name].append((self._rows, _compact(values)))
+            kind = object if str in set(map(type, values)) else np.float64
+            self._metrics[name].append((self._rows, np.array(values, kind)))
         self._rows += len(trials)
 
     def frame(self) -> pd.DataFrame:
@@ -182,11 +181,6 @@ class Columns:
             texts[start : start + len(values)] = map(_as_text, values.tolist())
         words = _Words()
         return words.categorical(words.codes(texts))
-
-
-def _compact(values: list[Any]) -> NDArray[Any]:
-    """Return one run's values of a metric as float64, or as objects if there is text in it."""
-    return np.array(values, object if str in set(map(type, values)) else np.float64)
 
 
 def _as_text(value: float | str | None) -> str | None:
@@ -334,8 +328,8 @@ def _line_problems(place: str, lines: Lines[TrialRecord]) -> list[dict[str, Any]
     return found
 
 
+# Of plain JSON types: pandas copies attrs with every frame and writes them into parquet files.
 def _problem(path: str, line: int | None, reason: str) -> dict[str, Any]:
-    # Plain JSON types: pandas copies attrs with every frame and writes them into parquet files.
     return {"path": path, "line": line, "reason": reason}
 
 

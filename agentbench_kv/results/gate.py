@@ -24,9 +24,8 @@ from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import LEVEL, SEED, Change, change, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
+# Share of samples whose outcome differs that a plan assumes if nothing was measured.
 DISCORDANCE = 0.15
-"""Share of samples whose outcome differs that a plan assumes if nothing was measured."""
-
 LOSSES = (0.05, 0.10, 0.15, 0.20)
 POWER = 0.9
 _ALARM = 0.03  # two-sided: a loss of the margin is called a regression in at most 1.5 %
@@ -80,10 +79,8 @@ class Rule:
         return _ALARM / self.rows
 
     def judge(self, low: float, sure_high: float) -> Verdict:
-        """Place a change, negative is worse.
-
-        By the lower end of its 95% interval and the upper end of the one that leaves out `alarm`.
-        """
+        """Place a change; negative is worse."""
+        # By the lower end of its 95% interval and the upper end of the one that leaves out `alarm`.
         if sure_high < -self.margin:
             return Verdict.REGRESSION
         return Verdict.OK if low > -self.catch else Verdict.INCONCLUSIVE
@@ -95,10 +92,8 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def units_to_decide(rule: Rule, point: float, spread: float, units: int) -> int | None:
-    """Return how many samples or groups would decide an undecided row in 4 of 5 cases.
-
-    Normal approximation, if the true change is `point`; None if that lies on both limits.
-    """
+    """Return how many samples or groups would decide an undecided row in 4 of 5 cases."""
+    # Normal approximation, if the true change is `point`; None if that lies on both limits.
     sure, seen, often = (float(norm.ppf(1 - p)) for p in (rule.alarm / 2, (1 - LEVEL) / 2, 0.2))
     needed = []
     for quantile, distance in ((sure, -rule.margin - point), (seen, point + rule.catch)):
@@ -200,10 +195,9 @@ def _approximate(rule: Rule, design: Design, loss: float) -> tuple[float, float]
 
 @lru_cache(maxsize=256)
 def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return, for 0 to `most` wins, the fewest losses that prove a regression and the most ok ones.
-
-    Both grow with the wins; -1 if no number of losses is ok.
-    """
+    """Return, for 0 to `most` wins, the fewest losses that prove a regression and the most ok."""
+    # Both grow with the wins; -1 if no number of losses is ok.
+    # Both grow with the wins; -1 if no number of losses is ok.
 
     def ends(wins: int, losses: int, confidence: float) -> tuple[float, float]:
         changes = np.repeat([1.0, -1.0, 0.0], [wins, losses, n - wins - losses])
@@ -220,8 +214,8 @@ def _limits(rule: Rule, n: int, most: int) -> tuple[NDArray[np.intp], NDArray[np
     return proof, fine
 
 
+# What the specs of two runs may differ in that are an A/A pair.
 _FREE = frozenset({"limit", "trials", "concurrency"})
-"""What the specs of two runs may differ in that are an A/A pair."""
 
 
 @dataclass(frozen=True)

@@ -27,23 +27,16 @@ from rich.table import Table
 from rich.text import Text
 
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.results import terminal
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.store import RunStatus, holder, read_info
-from agentbench_kv.results.terminal import (
-    console,
-    failures,
-    new_table,
-    number,
-    plain,
-    print_json,
-    share,
-)
+from agentbench_kv.results.terminal import failures, number, plain, share
 
 FILE = ".kvbench-index.json"
 _VERSION = 2
 _SOURCES = ("run.json", "samples.jsonl")
+# Time of change in ns, size and inode of each source; zeros for one that is missing.
 Stamp = tuple[int, ...]
-"""Time of change in ns, size and inode of each source; zeros for one that is missing."""
 
 
 class EntryScore(Struct, frozen=True, gc=False):
@@ -88,16 +81,12 @@ _SAME = (
 )  # fmt: skip
 
 
-class _Kept(Struct, frozen=True, gc=False, array_like=True):
-    """An entry with the stamp of the files it was derived from."""
-
+class _Kept(Struct, frozen=True, gc=False, array_like=True):  # an entry, its files' stamp
     stamp: Stamp
     entry: RunEntry
 
 
-class _Index(Struct):
-    """The file's content: entries by folder name."""
-
+class _Index(Struct):  # the file's content: entries by folder name
     version: int
     runs: dict[str, _Kept]
 
@@ -228,7 +217,6 @@ class Query:
 
 
 def select_runs(entries: Sequence[RunEntry], query: Query) -> list[RunEntry]:
-    """Return the entries that a query wants, in its order; equal ones by name."""
     wanted = sorted(filter(query.wants, entries), key=SORTS["name"])
     return sorted(wanted, key=SORTS[query.sort])
 
@@ -238,9 +226,9 @@ def list_runs(folder: Path, query: Query, limit: int, as_json: bool) -> None:
     entries = read_index(folder)
     wanted = select_runs(entries, query)
     if as_json:
-        print_json(msgspec.to_builtins(wanted))
+        terminal.print_json(msgspec.to_builtins(wanted))
         return
-    screen = console()
+    screen = terminal.console()
     if not wanted:
         tasks = ", ".join(sorted({entry.task for entry in entries if entry.task}))
         none = f"none of the {len(entries)} runs in {folder} is like that; tasks there: {tasks}"
@@ -353,7 +341,7 @@ def _total(widths: Mapping[str, int]) -> int:
 
 def _table(columns: Mapping[str, Sequence[Text]], widths: Mapping[str, int], fixed: bool) -> Table:
     """Return a table of columns as wide as told; unless fixed, words may be folded further."""
-    table = new_table(*columns)
+    table = terminal.new_table(*columns)
     for column, width in zip(table.columns, widths.values(), strict=True):
         column.no_wrap = column.header not in _FOLDED
         column.min_width, column.max_width = width if fixed else None, width

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, model_validator
 
 FILES = (
     "accuracy_vs_budget",
@@ -22,10 +22,8 @@ HEADLINES = ("accuracy_pct", "reward_pct")
 UNCOMPRESSED = "full"
 
 
-class PublishedFigure(BaseModel):
+class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
     """One figure of a paper, a value or a range; names as the paper has them, methods as here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: str  # which of `FILES` holds it
     source: str
@@ -75,6 +73,17 @@ def figures(file: str) -> tuple[PublishedFigure, ...]:
     return tuple(known)
 
 
+def headlines(task: str, model: str) -> list[PublishedFigure]:
+    return [
+        figure
+        for figure in figures("accuracy_vs_budget")
+        if figure.metric in HEADLINES
+        and figure.value is not None
+        and f"{figure.benchmark}/{figure.task}" == task
+        and figure.model.casefold() == model.casefold()
+    ]
+
+
 def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:
     """Return the highest of the compressed methods' figures of one cell, all of them if tied."""
     compressed = [figure for figure in cell if figure.method != UNCOMPRESSED]
@@ -82,10 +91,8 @@ def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:
     return [figure for figure in compressed if figure.value == best]
 
 
-class Firsts(BaseModel):
+class Firsts(NamedTuple):
     """In how many cells (model, task, budget) of a benchmark a method is first or tied first."""
-
-    model_config = ConfigDict(frozen=True)
 
     method: str
     benchmark: str
@@ -94,10 +101,7 @@ class Firsts(BaseModel):
 
 
 def count_first(method: str, published: Sequence[PublishedFigure] | None = None) -> list[Firsts]:
-    """Count, per benchmark, the cells in which a method leads the compressed ones or ties.
-
-    Of the figures given, else of `accuracy_vs_budget`.
-    """
+    """Count a method's firsts and ties per benchmark, of `accuracy_vs_budget` if none are given."""
     cells: dict[tuple[Any, ...], list[PublishedFigure]] = {}
     for figure in figures("accuracy_vs_budget") if published is None else published:
         cells.setdefault((*figure.place, figure.budget), []).append(figure)
@@ -105,7 +109,4 @@ def count_first(method: str, published: Sequence[PublishedFigure] | None = None)
     for (benchmark, *_), cell in cells.items():
         won = any(figure.method == method for figure in leaders(cell))
         counts.setdefault(benchmark, []).append(won)
-    return [
-        Firsts(method=method, benchmark=name, first=sum(won), cells=len(won))
-        for name, won in counts.items()
-    ]
+    return [Firsts(method, name, sum(won), len(won)) for name, won in counts.items()]

@@ -25,8 +25,7 @@ from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change,
 from agentbench_kv.results.summary import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
-LEAST_GROUPS = 5
-"""On fewer samples, or groups of samples, nobody leads."""
+LEAST_GROUPS = 5  # on fewer samples, or groups of samples, nobody leads
 OTHER_SAMPLES = "other samples: it has {} of the {} that others were asked"
 
 
@@ -149,22 +148,15 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     made = [
         Board(setting, conditions, metric, samples, entries)
         for samples, entries in zip(sets, placed, strict=True)
-    ]
-    if not made:
-        made = [Board(setting, conditions, metric, frozenset(), ())]
+    ] or [Board(setting, conditions, metric, frozenset(), ())]
     return [replace(made[0], out=(*out, *drifted)), *made[1:]]
 
 
 @dataclass(frozen=True)
-class _Played:
-    """The samples that a method has, in all its runs or in one of them.
-
-    `declared`: a run's own limit says that they are so many, before anything was played.
-    """
-
+class _Played:  # the samples that a method has, in all its runs or in one of them
     label: str
     samples: frozenset[str]
-    declared: bool = False
+    declared: bool = False  # a run's own limit says that they are so many, before it was played
 
 
 def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
@@ -176,11 +168,9 @@ def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
 
 
 def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:
-    """Return the sets of samples to compete on, the largest first.
-
-    Those that two methods have exactly, or that one declared and another has too, unless whoever
-    played it also played a larger one. Where there is none, the largest anybody has.
-    """
+    """Return the sets of samples to compete on, the largest first."""
+    # Those that two methods have exactly, or that one declared and another has too, unless whoever
+    # played it also played a larger one. Where there is none, the largest anybody has.
     methods: dict[frozenset[str], set[str]] = {}
     for each in played:
         methods.setdefault(each.samples, set()).add(each.label)

@@ -19,8 +19,7 @@ from msgspec import Meta, Struct, StructMeta, field
 from agentbench_kv import accounting
 
 T = TypeVar("T")
-# What msgspec raises for bytes that are no record.
-REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
+REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)  # raised for bytes that are no record
 # Columns of a table hold 64 bits; what does not fit is refused everywhere alike.
 _LOWEST, _MOST = -(2**63), 2**63 - 1
 Whole = Annotated[int, Meta(ge=_LOWEST, le=_MOST)]
@@ -57,10 +56,7 @@ def explained(error: Exception) -> str:
 
 
 class _Checked(StructMeta):
-    """Makes `Record(...)` check its values, which msgspec does for decoded ones only.
-
-    Decoding does not pass through here, so that it stays fast.
-    """
+    """Makes `Record(...)` check its values; decoding, which msgspec checks itself, stays fast."""
 
     def __call__(cls: type[T], **values: Any) -> T:  # noqa: N805  cls: of a metaclass
         return checked({name: _plain(value) for name, value in values.items()}, cls)
@@ -125,9 +121,7 @@ class Usage(_Record, frozen=True, kw_only=True):
 _NO_TIMING = Timing()
 
 
-class _Keyed(_Record, frozen=True, kw_only=True):
-    """A record that belongs to a trial."""
-
+class _Keyed(_Record, frozen=True, kw_only=True):  # a record that belongs to a trial
     sample_id: Annotated[str, Meta(min_length=1)]
     trial: Count
 
@@ -145,24 +139,18 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
 
     seed: Whole
     status: TrialStatus
-    # From the benchmark's own checker; None unless `status` is `scored`.
-    score: Annotated[float, Meta(ge=0, le=1)] | None = None
+    score: Annotated[float, Meta(ge=0, le=1)] | None = None  # the checker's; None unless `scored`
     # Anything else the checker says. `x_right` and `x_asked` (ints) make the sub-score `x`.
     metrics: dict[str, Metric] = field(default_factory=dict)
     kv: KVAccount = field(default_factory=KVAccount)
     timing: Timing = field(default_factory=Timing)
     usage: Usage = field(default_factory=Usage)
-    # Times the client broke the token log, so that the cache had to start over.
-    session_resets: Count = 0
-    # Hash of the first rendered prompt; None if the trial never got that far.
-    prompt_sha: str | None = None
-    # Path inside the run directory.
-    transcript: str | None = None
+    session_resets: Count = 0  # times the client broke the token log: the cache had to start over
+    prompt_sha: str | None = None  # of the first rendered prompt; None if it never got that far
+    transcript: str | None = None  # path inside the run directory
     error: str | None = None
-    # Times the trial was started, infrastructure failures included.
-    attempts: Annotated[int, Meta(ge=1, le=_MOST)] = 1
-    # Group of dependent samples (the conversation of a LoCoMo question).
-    cluster: str | None = None
+    attempts: Annotated[int, Meta(ge=1, le=_MOST)] = 1  # infrastructure failures included
+    cluster: str | None = None  # of dependent samples (the conversation of a LoCoMo question)
 
     def __post_init__(self) -> None:
         if self.status is TrialStatus.SCORED:
@@ -198,24 +186,18 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
 class TurnRecord(_Keyed, frozen=True, kw_only=True):
     """One request of a trial; one line of `turns.jsonl`."""
 
-    # Index of the request within the trial.
-    turn: Count
-    # Logical length of the prompt; tokens generated.
-    prompt_tokens: Count = 0
-    output_tokens: Count = 0
-    # Tokens of this turn by phase name.
-    phases: dict[str, Count] = field(default_factory=dict)
-    # Live tokens when the turn began and when it ended.
-    live_before: Count = 0
+    turn: Count  # index of the request within the trial
+    prompt_tokens: Count = 0  # logical length of the prompt
+    output_tokens: Count = 0  # generated
+    phases: dict[str, Count] = field(default_factory=dict)  # tokens of this turn by phase name
+    live_before: Count = 0  # live tokens when the turn began, and when it ended
     live_after: Count = 0
     events: Count = 0
     evicted: Count = 0
     restored: Count = 0
     prefill_tokens: Count = 0
-    # Bytes of K and V read while decoding this turn.
-    kv_bytes_read: Count = 0
-    # Milliseconds to the first token and per later token.
-    ttft_ms: Amount | None = None
+    kv_bytes_read: Count = 0  # bytes of K and V read while decoding this turn
+    ttft_ms: Amount | None = None  # milliseconds to the first token, and per later token
     tpot_ms: Amount | None = None
 
 

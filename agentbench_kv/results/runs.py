@@ -22,11 +22,10 @@ from agentbench_kv.results.store import RunInfo, RunReader, latest_trials
 from agentbench_kv.results.summary import RunState, Summary, derive, triggered_samples
 
 SCORE = "score"
+# What a method does not set and scores depend on: only runs alike in it compare.
 CONDITIONS = ("temperature", "max_tokens", "timeout_s", "dtype", "task_params")
-"""What a method does not set and scores depend on: only runs alike in it compare."""
-
+# What runs of one group may differ in; the budget tells groups of one label apart.
 _FREE = frozenset({"seed", "limit", "trials", "concurrency", "budget"})
-"""What runs of one group may differ in; the budget tells groups of one label apart."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,12 @@ class Run:
         self.scores: dict[str, dict[tuple[int, int], float]] = {}
         # Group of each sample that belongs to one (LoCoMo: the conversation).
         self.clusters = {r.sample_id: r.cluster for r in records if r.cluster is not None}
-        # Hash of each trial's first prompt.
         self.prompts = {r.key: r.prompt_sha for r in records if r.prompt_sha is not None}
         # Peak live tokens of each sample's trials that reached the engine.
         self.peaks: dict[str, list[int]] = {}
         # Sub-score to right and asked of each sample, summed over its trials.
         self.counts: dict[str, dict[str, tuple[float, float]]] = {}
-        # Failed trials of a sample that do not say what they were asked.
-        self.uncounted: Counter[str] = Counter()
+        self.uncounted: Counter[str] = Counter()  # failed trials that do not say what was asked
         self.triggered = triggered_samples(records)
         self.busy_s = sum(record.timing.e2e_s or 0.0 for record in records)  # of all trials
         for record in records:
@@ -153,7 +150,6 @@ class Run:
 
     @property
     def reason(self) -> str | None:
-        """Why it may not; None if it may."""
         validity = self.summary.validity
         return None if self.valid else f"{validity.state.value}: {'; '.join(validity.reasons)}"
 
@@ -253,12 +249,20 @@ class RunGroup:
         return set().union(*(run.triggered for run in self.runs))
 
     @cached_property
+    def peaks(self) -> dict[str, list[int]]:
+        """Peak live tokens of each sample's trials that reached the engine, in all the runs."""
+        found: dict[str, list[int]] = {}
+        for run in self.runs:
+            for sample, peaks in run.peaks.items():
+                found.setdefault(sample, []).extend(peaks)
+        return found
+
+    @cached_property
     def clusters(self) -> dict[str, str]:
         return {name: group for run in self.runs for name, group in run.clusters.items()}
 
     @cached_property
     def trials(self) -> dict[str, list[float]]:
-        """Scores of each sample's trials, every trial once."""
         found: dict[str, dict[tuple[int, int], float]] = {}
         for run in self.runs:
             for sample, scores in run.scores.items():
@@ -341,18 +345,13 @@ def by_setting(runs: Iterable[Run]) -> dict[Setting, list[Run]]:
 
 
 def by_conditions(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Sort a setting's runs by their conditions, each with what sets it apart from the others.
-
-    As `temperature=1.0`, joined by commas; empty where all are alike.
-    """
+    """Sort a setting's runs by their conditions, each with what sets it apart from the others."""
+    # As `temperature=1.0`, joined by commas; empty where all are alike.
     sets: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         sets.setdefault(run.conditions, []).append(run)
-    differ = [
-        name
-        for name, values in zip(CONDITIONS, zip(*sets, strict=True), strict=True)
-        if len(set(values)) > 1
-    ]
+    columns = zip(CONDITIONS, zip(*sets, strict=True), strict=True)
+    differ = [name for name, values in columns if len(set(values)) > 1]
     return [
         (", ".join(f"{name}={same[0].spec.get(name)}" for name in differ), same)
         for same in sets.values()

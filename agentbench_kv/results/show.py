@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,21 +22,13 @@ from rich.text import Text
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results import terminal
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
 from agentbench_kv.results.summary import Summary, build, median, summarize
-from agentbench_kv.results.terminal import (
-    console,
-    failures,
-    new_table,
-    number,
-    plain,
-    print_json,
-    share,
-    visible,
-)
+from agentbench_kv.results.terminal import failures, new_table, number, plain, share, visible
 
 T = TypeVar("T")
 _MOST_ROWS = 50
@@ -94,16 +87,12 @@ def _table(columns: Mapping[str, Callable[[T], object]], items: Iterable[T]) -> 
 
 
 def summary_table(summaries: Sequence[Summary]) -> Table:
-    """Return one row per run: scores, KV figures, speed, failures, validity."""
     return _table(_SUMMARY, summaries)
 
 
 def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Return what the headline scores are made of: sub-scores, and pass^k of repeated trials.
-
-    Each has one row per run. A sub-score that crosses two others (`tool_one_shot`) is left to
-    `summary.json`.
-    """
+    """Return tables of sub-scores and pass^k of repeated trials, with one row per run."""
+    # A sub-score that crosses two others (`tool_one_shot`) is left to `summary.json`.
     parts = [{name: sub.interval for name, sub in s.sub_scores.items()} for s in summaries]
     names = {name for each in parts for name in each}
     crossed = {f"{a}_{b}" for a in names for b in names}
@@ -136,23 +125,11 @@ def failure_table(trials: Sequence[TrialRecord]) -> Table | None:
     """Return one row per trial without a score; None if there is none."""
     failed = [record for record in trials if record.score is None]
     columns = ("sample", "trial", "status", "attempts", "transcript", "error")
-    rows = (
-        (r.sample_id, r.trial, r.status, r.attempts, r.transcript, r.error)
-        for r in failed[:_MOST_ROWS]
-    )
-    table = new_table(*columns, rows=rows)
+    cells = attrgetter("sample_id", *columns[1:])
+    table = new_table(*columns, rows=map(cells, failed[:_MOST_ROWS]))
     if len(failed) > _MOST_ROWS:
         table.add_row(f"and {len(failed) - _MOST_ROWS} more; --json shows all")
     return table if failed else None
-
-
-def turn_table(turns: Sequence[TurnRecord]) -> Table:
-    """Return one row per turn; live tokens before and after, times in milliseconds."""
-    return _table(_TURN, turns)
-
-
-def turn_overview(turns: Sequence[TurnRecord]) -> Table:
-    return _table(_TURNS, turns_by_index(turns))
 
 
 def percent(interval: Interval | None) -> str | None:
@@ -181,13 +158,11 @@ def facts_table(summary: Summary) -> Table:
         ("TTFT / TPOT ms", f"{number(summary.ttft_ms)} / {number(summary.tpot_ms)}"),
     ]
     if kv is not None:
+        moved = kv.rows_moved, kv.restored, kv.recomputed
         facts += [
             ("peak live, worst", kv.max_peak_live),
             ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
-            (
-                "rows moved / restored / recomputed",
-                f"{kv.rows_moved} / {kv.restored} / {kv.recomputed}",
-            ),
+            ("rows moved / restored / recomputed", " / ".join(map(str, moved))),
             ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
         ]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -216,42 +191,33 @@ class TimelineStep:
 
 
 def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
-    return [_step(group) for group in turns_by_index(turns)]
-
-
-def _step(group: Sequence[TurnRecord]) -> TimelineStep:
-    held = [turn.live_after for turn in group]
-    deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
-    return TimelineStep(
-        turn=group[0].turn,
-        trials=len(group),
-        held=statistics.median(held),
-        low=deciles[0],
-        high=deciles[-1],
-        evicted=statistics.median(turn.evicted for turn in group),
-        events=sum(turn.events for turn in group),
-    )
+    found = []
+    for group in turns_by_index(turns):
+        held = [turn.live_after for turn in group]
+        deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
+        ends = statistics.median(held), deciles[0], deciles[-1]
+        evicted = statistics.median(turn.evicted for turn in group)
+        events = sum(turn.events for turn in group)
+        found.append(TimelineStep(group[0].turn, len(group), *ends, evicted, events))
+    return found
 
 
 def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) -> Table:
     """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
     table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
+    scale = _WIDTH / most
     for step in timeline[:_MOST_BARS]:
-        bar = _bar(step, _WIDTH / most)
+        held = round(step.held * scale)
+        # Rounded together, so that equal sums end in the same column.
+        evicted = round((step.held + step.evicted) * scale) - held
+        bar = Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
         table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
     if len(timeline) > _MOST_BARS:
         table.add_row("", f"and {len(timeline) - _MOST_BARS} more turns; --png draws all")
     if budget is not None:
         table.add_row("", f"{' ' * max(0, round(budget * _WIDTH / most) - 1)}▲ budget {budget}")
     return table
-
-
-def _bar(step: TimelineStep, scale: float) -> Text:
-    held = round(step.held * scale)
-    # Rounded together, so that equal sums end in the same column.
-    evicted = round((step.held + step.evicted) * scale) - held
-    return Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
 
 
 def check_drawing() -> None:
@@ -266,10 +232,7 @@ def check_drawing() -> None:
 def draw_timeline(
     timeline: Sequence[TimelineStep], path: Path, title: str, budget: int | None = None
 ) -> None:
-    """Draw the timeline as a PNG file; a PrerequisiteError if that cannot be done.
-
-    Bars as in the terminal; a whisker spans the 10th to the 90th percentile over trials.
-    """
+    """Draw the timeline as a PNG file; whiskers are the 10th and 90th percentile over trials."""
     check_drawing()
     # Not pyplot: it keeps global state and may want a display.
     from matplotlib.figure import Figure
@@ -295,9 +258,8 @@ def draw_timeline(
         figure.savefig(path, dpi=150, format="png")
 
 
+# Colours as in the pictures of `kvbench analyze`; every line names its phase too.
 PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
-"""Colours as in the pictures of `kvbench analyze`; every line names its phase too."""
-
 _MOST_CHARACTERS = 8_000
 _EVENT_STYLE = "bold red"
 _TAG = max(map(len, PHASE_STYLES))
@@ -393,26 +355,20 @@ def _call(call: Any) -> str:
 
 
 def _list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value] * (value is not None)
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    known = "" if value is None else value
+    return known if isinstance(known, str) else json.dumps(known, ensure_ascii=False)
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
-    """Rebuild the summary of each run (a path or an id) and print them all.
-
-    A UsageError if a run does not exist; nothing is rebuilt then.
-    """
+    """Rebuild and print summaries of runs, paths or ids; first a UsageError if one is absent."""
     found = [RunStore(out).find(run) for run in runs]
     summaries = [summarize(run) for run in found]
     if as_json:
-        print_json([summary.model_dump(mode="json") for summary in summaries])
+        terminal.print_json([summary.model_dump(mode="json") for summary in summaries])
     else:
         _print_summaries(summaries)
 
@@ -448,14 +404,14 @@ def show_run(
         }
         if sample is not None:
             document["transcripts"] = [_transcript(reader, record) for record in trials]
-        print_json(document)
+        terminal.print_json(document)
         return
     failed = [failure_kinds(summary), failure_table(trials)]
     _print_run(reader, summary, [*failed, *_turn_tables(turns, budget, sample is not None)])
     if sample is not None:
         _print_transcripts(reader, trials, turns)
     if png is not None:
-        console().print(plain(png), soft_wrap=True)
+        terminal.console().print(plain(png), soft_wrap=True)
 
 
 def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -> list[Table]:
@@ -463,10 +419,10 @@ def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -
     if not turns:
         return []
     if not apart:
-        return [timeline_table(steps(turns), budget), turn_overview(turns)]
+        return [timeline_table(steps(turns), budget), _table(_TURNS, turns_by_index(turns))]
     trials = sorted({turn.trial for turn in turns})
     own = (steps([turn for turn in turns if turn.trial == trial]) for trial in trials)
-    return [*(timeline_table(each, budget) for each in own), turn_table(turns)]
+    return [*(timeline_table(each, budget) for each in own), _table(_TURN, turns)]
 
 
 def _budget(summary: Summary) -> int | None:
@@ -486,7 +442,7 @@ def _transcript(reader: RunReader, record: TrialRecord) -> Any:
 
 
 def _print_summaries(summaries: Sequence[Summary]) -> None:
-    screen = console()
+    screen = terminal.console()
     screen.print(summary_table(summaries))
     for summary in summaries:
         for reason in summary.validity.reasons:
@@ -498,7 +454,7 @@ def _print_summaries(summaries: Sequence[Summary]) -> None:
 
 def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | None]) -> None:
     _print_summaries([summary])
-    screen = console()
+    screen = terminal.console()
     screen.print()
     screen.print(facts_table(summary))
     if reader.interrupted:
@@ -512,7 +468,7 @@ def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | Non
 def _print_transcripts(
     reader: RunReader, trials: Sequence[TrialRecord], turns: Sequence[TurnRecord]
 ) -> None:
-    screen = console()
+    screen = terminal.console()
     for record in trials:
         document = _transcript(reader, record)
         own = [turn for turn in turns if turn.key == record.key]

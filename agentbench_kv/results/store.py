@@ -26,25 +26,11 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
-from agentbench_kv.results.files import (
-    append_lines,
-    exclusive,
-    is_json,
-    json_bytes,
-    write_atomic,
-    writing,
-)
-from agentbench_kv.results.records import (
-    REFUSED,
-    TrialRecord,
-    TurnRecord,
-    checked,
-    encode,
-    explained,
-)
+from agentbench_kv.results import files
+from agentbench_kv.results.records import REFUSED, TrialRecord, TurnRecord, checked, explained
 
 STALE_S = 30.0
 FILE = "run.json"
@@ -63,19 +49,15 @@ class RunStatus(StrEnum):
     FAILED = "failed"
 
 
-class Resume(BaseModel):
+class Resume(BaseModel, frozen=True):
     """A later start of the same run, and which provenance changed."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     at: float  # seconds since 1970
     changed: dict[str, tuple[Any, Any]] = {}  # by key: the value in the first start, and in this
 
 
-class RunInfo(BaseModel):
+class RunInfo(BaseModel, frozen=True):
     """The content of `run.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run_id: str
     spec: dict[str, Any]  # resolved
@@ -105,7 +87,7 @@ def read_info(folder: Path) -> RunInfo | None:
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
+    files.write_atomic(folder / FILE, info.model_dump_json(indent=2).encode() + b"\n")
 
 
 def holder(info: RunInfo, now: float) -> str | None:
@@ -171,7 +153,7 @@ def parse_lines(lines: Iterable[bytes], kind: type[R]) -> Lines[R]:
         try:
             found.records.append(decode(raw))
         except REFUSED as error:
-            if not raw.endswith(b"\n") and not is_json(raw):
+            if not raw.endswith(b"\n") and not files.is_json(raw):
                 found.torn = True
             elif raw.strip():
                 reason = _read_odd(found.records, raw, kind, error)
@@ -308,26 +290,6 @@ class RunDir(RunReader):
         self._beat = threading.Thread(target=self._keep_beating, name="kvbench-beat", daemon=True)
         self._beat.start()
 
-    @classmethod
-    def claim(
-        cls, path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any], trials: int | None
-    ) -> Self:
-        """Create the directory, or take over the one an earlier process left.
-
-        A UsageError if another process is writing the run or the directory holds another spec; a
-        PrerequisiteError if the directory cannot be written.
-        """
-        with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
-        with exclusive(path):
-            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
-                with writing(leftover):
-                    leftover.unlink(missing_ok=True)
-            info = _claimed(path, _plain(spec), _plain(provenance), trials)
-            write_info(path, info)
-            HELD.add(info.owner)
-        return cls(path, info)
-
     def append_trial(self, record: TrialRecord) -> None:
         """Append one trial to `samples.jsonl`; on return it is on the disk.
 
@@ -344,16 +306,14 @@ class RunDir(RunReader):
         """Write a transcript as JSON and return its path inside the run directory."""
         name = transcript_name(sample_id, trial)
         path = self.path / name
-        with writing(path):
+        with files.writing(path):
             path.parent.mkdir(exist_ok=True)
-        write_atomic(path, json_bytes(data, indent=1))
+        files.write_atomic(path, files.json_bytes(data, indent=1))
         return name
 
     def annotate(self, provenance: Mapping[str, Any]) -> None:
-        """Add provenance that is known only once the engine runs.
-
-        In a resumed run the first start's values stay and differences are recorded as changes.
-        """
+        """Add provenance that is known only once the engine runs."""
+        # In a resumed run the first start's values stay and differences are recorded as changes.
         with self._lock:
             self._update(**_annotated(self._info, _plain(provenance)))
 
@@ -413,10 +373,10 @@ class RunDir(RunReader):
                 self._update()
             if self._lost is not None:
                 raise self._lost
-            append_lines(self.path / name, map(encode, records))
+            files.append_lines(self.path / name, map(msgspec.json.encode, records))
 
     def _update(self, **changes: Any) -> None:
-        with self._lock, exclusive(self.path):
+        with self._lock, files.exclusive(self.path):
             current = read_info(self.path)
             if current is not None and current.owner != self._info.owner:
                 self._lost = UsageError(
@@ -470,10 +430,8 @@ def _claimed(
 
 
 def _unwritten_s(path: Path, info: RunInfo) -> float:
-    """Return the seconds a killed writer played after its last heartbeat, if records prove any.
-
-    Its trials count, so their time must: without it every kill would make the run look faster.
-    """
+    """Return the seconds a killed writer played after its last heartbeat, if records prove any."""
+    # Its trials count, so their time must: else every kill would make the run look faster.
     if info.status is not RunStatus.RUNNING:
         return 0.0
     try:
@@ -502,7 +460,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, A
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(json_bytes(dict(data))))  # as it will read back
+    return dict(json.loads(files.json_bytes(dict(data))))  # as it will read back
 
 
 def transcript_name(sample_id: str, trial: int) -> str:
@@ -559,12 +517,23 @@ class RunStore:
         provenance: Mapping[str, Any] | None = None,
         expected_trials: int | None = None,
     ) -> RunDir:
-        """Create the run or resume it, see `RunDir.claim`.
+        """Create the run, or take over the one an earlier process left.
 
         `name` is what `run_id` returned; with fewer finished trials than expected (samples times
-        trials) the run is `incomplete`.
+        trials) the run is `incomplete`. A UsageError if another process is writing the run or the
+        directory holds another spec; a PrerequisiteError if the directory cannot be written.
         """
-        return RunDir.claim(self.root / name, spec, provenance or {}, expected_trials)
+        path = self.root / name
+        with files.writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with files.exclusive(path):
+            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
+                with files.writing(leftover):
+                    leftover.unlink(missing_ok=True)
+            info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
+            write_info(path, info)
+            HELD.add(info.owner)
+        return RunDir(path, info)
 
     def names(self) -> list[str]:
         if not self.root.is_dir():

@@ -7,13 +7,14 @@ nothing is taken from a submitter's files. The checks themselves are in `agentbe
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentbench_kv.results.files import file_sha
 
 KEPT = Path("submissions")
 STANDINGS = KEPT / "checked"
@@ -126,7 +127,6 @@ def labels(leaderboard: Path) -> dict[str, Label]:
 
 
 def replications(leaderboard: Path) -> dict[str, list[Replication]]:
-    """Return the replications of each run that has some."""
     found: dict[str, list[Replication]] = {}
     for _, standing in _read(leaderboard / STANDINGS, Standing):
         if standing.replication is not None:
@@ -140,12 +140,11 @@ def standings(leaderboard: Path) -> Iterator[Standing]:
     """Yield what is known of each submitted run whose records are still those that were checked."""
     for _, standing in _read(leaderboard / STANDINGS, Standing):
         samples = leaderboard / standing.run_id / "samples.jsonl"
-        if standing.replication is None and _sha(samples) == standing.records:
+        if standing.replication is None and file_sha(samples) == standing.records:
             yield standing
 
 
 def reruns(leaderboard: Path, records: str) -> list[Rerun]:
-    """Return the reruns of the run with these records."""
     return [each for _, each in _read(leaderboard / RERUNS, Rerun) if each.records == records]
 
 
@@ -159,9 +158,3 @@ def _read(folder: Path, kind: type[S]) -> Iterator[tuple[Path, S]]:
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(ValidationError, OSError):
             yield path, kind.model_validate_json(path.read_bytes())
-
-
-def _sha(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return ""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.accounting import TOTALS
 from agentbench_kv.budget import Budget
@@ -34,10 +34,8 @@ class RunState(StrEnum):
     DRIFT = "drift"
 
 
-class Validity(BaseModel):
+class Validity(BaseModel, frozen=True):
     """The verdict on a run with all its reasons."""
-
-    model_config = ConfigDict(frozen=True)
 
     state: RunState  # the gravest finding
     reasons: list[str]  # every finding, one line each; empty for a valid run
@@ -112,11 +110,8 @@ def _parameter(spec: Mapping[str, Any], name: str) -> Any:
 
 
 def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    excess = [
-        (record.kv.peak_live - bound, record)
-        for record, bound in zip(trials, budget_bounds(spec, trials), strict=False)
-        if record.kv.peak_live > bound
-    ]
+    bounds = zip(trials, budget_bounds(spec, trials), strict=False)
+    excess = [(r.kv.peak_live - bound, r) for r, bound in bounds if r.kv.peak_live > bound]
     if not excess:
         return None
     over, worst = max(excess, key=lambda item: item[0])
@@ -129,18 +124,13 @@ def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | N
 
 
 def _raised(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    """Say where a share came to fewer tokens than the method can work with, so that it kept more.
-
-    A session without an event was not compressed to either number.
-    """
+    """Say where a share came to fewer tokens than the method can work with, so it kept more."""
+    # A session without an event was not compressed to either number.
+    # A session without an event was not compressed to either number.
     if not _is_compressed(spec):
         return None
     size = Budget.parse(spec["budget"])
-    raised = [
-        record
-        for record in trials
-        if record.kv.events and (record.kv.budget or 0) > size.at(record.kv.logical)
-    ]
+    raised = [r for r in trials if r.kv.events and (r.kv.budget or 0) > size.at(r.kv.logical)]
     if not raised:
         return None
     worst = min(raised, key=lambda record: record.kv.logical)
@@ -197,11 +187,7 @@ def _drifted(trials: Sequence[TrialRecord], reference: Sequence[TrialRecord]) ->
 FILE = "summary.json"
 
 
-class _Derived(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SubScore(_Derived):
+class SubScore(BaseModel, frozen=True, extra="forbid"):
     """A part of the score: right / asked over all trials, the interval over samples."""
 
     right: float
@@ -209,7 +195,7 @@ class SubScore(_Derived):
     interval: Interval
 
 
-class KVSummary(_Derived):
+class KVSummary(BaseModel, frozen=True, extra="forbid"):
     """KV figures over the trials that reached the engine; tokens per (layer, KV head)."""
 
     median_peak_live: float
@@ -228,7 +214,7 @@ class KVSummary(_Derived):
     bytes_read: int  # of K and V, in decode
 
 
-class Summary(_Derived):
+class Summary(BaseModel, frozen=True, extra="forbid"):
     """A run in figures; a score is a mean over samples with every failed trial counted as 0."""
 
     run_id: str
@@ -275,7 +261,6 @@ def build(run: RunReader) -> Summary:
 
 
 def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
-    """Derive the summary of what `run.json` and `samples.jsonl` hold."""
     trials = sorted(latest_trials(lines.records), key=lambda record: record.key)
     failures = Counter(record.status for record in trials if record.score is None)
     triggered = triggered_samples(trials)

@@ -19,6 +19,7 @@ import pandas as pd
 
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.baseline import open_sides
+from agentbench_kv.results.files import leaves
 from agentbench_kv.results.frame import load_results
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import build
@@ -27,10 +28,8 @@ from agentbench_kv.results.terminal import console, plain, print_json
 PROJECT = "kvbench"
 TABLE = "trial_table"
 RUN_TAG = "kvbench.run_id"
-# What W&B takes as an id; the end of a run's name is the hash of its specification.
-_ID_LENGTH = 64
-# What one request to an MLflow server may hold.
-_PARAMS_AT_ONCE = 100
+_ID_LENGTH = 64  # of W&B; the end of a run's name is the hash of its specification
+_PARAMS_AT_ONCE = 100  # in one request to an MLflow server
 _MLFLOW_KEY = re.compile(r"[^\w./: -]")
 _OF_SPEC = {"run_id", "task", "method", "budget", "engine", "model"}
 Scalar = str | int | float | bool | None
@@ -74,9 +73,7 @@ class Tracker(Protocol):
         """Write a run, in the place of the one there if there is one."""
 
 
-class _Wandb:
-    """Figures go to the run's summary: a second export overwrites them and adds no step."""
-
+class _Wandb:  # figures go to the run's summary: a second export overwrites them and adds no step
     def __init__(self, wandb: Any, project: str, offline: bool) -> None:
         self._wandb, self._project, self._offline = wandb, project, offline
         self._folder = Path(os.environ.get("WANDB_DIR", "."))
@@ -156,9 +153,7 @@ def _mlflow_key(name: str) -> str:
     return _MLFLOW_KEY.sub("_", name)
 
 
-class _Trackio:
-    """Always this machine's database: `trackio sync` is what sends it anywhere."""
-
+class _Trackio:  # always this machine's database: `trackio sync` is what sends it anywhere
     errors: Errors = (ValueError, OSError, sqlite3.Error)
 
     def __init__(self, trackio: Any, project: str, offline: bool) -> None:
@@ -275,12 +270,7 @@ def _tracked(path: Path) -> Tracked:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
     """Return nested mappings as one, keys joined by dots; a list is JSON text."""
-    flat: dict[str, Scalar] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + str(name)] = (
-                value if isinstance(value, Scalar) else json.dumps(value, default=str)
-            )
-    return flat
+    return {
+        name: value if isinstance(value, Scalar) else json.dumps(value, default=str)
+        for name, value in leaves(values, prefix)
+    }

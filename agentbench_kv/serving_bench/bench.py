@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability, EngineOptions
@@ -26,15 +27,8 @@ from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.runner import check_pair, start_engine
+from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
-from agentbench_kv.serving_bench.jobs import (
-    Load,
-    LoadJob,
-    SessionShape,
-    Target,
-    Vocabulary,
-    Workload,
-)
 from agentbench_kv.serving_bench.loadgen import measure_apart
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
@@ -52,8 +46,8 @@ _DETAILS = (
     "latency_s", "error",
 )  # fmt: skip
 
+# Called with a measurement, and whether it is from an earlier call.
 Told = Callable[[LoadMeasurement, bool], None]
-"""Called with a measurement, and whether it is from an earlier call."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +55,9 @@ class ServingRun:
     """A plan with what to run it needs and no figure depends on."""
 
     plan: ServingPlan
-    shapes: tuple[SessionShape, ...]  # the plan's, read; as are the loads
-    loads: tuple[Load, ...]
-    vocabulary: Vocabulary | None = None  # for servers by URL
+    shapes: tuple[jobs.SessionShape, ...]  # the plan's, read; as are the loads
+    loads: tuple[jobs.Load, ...]
+    vocabulary: jobs.Vocabulary | None = None  # for servers by URL
     timeout_s: float = 1800.0
     detailed: bool = False  # whether files keep every request
 
@@ -126,13 +120,13 @@ def _measure(
     run: ServingRun,
     arm: ServingArm,
     server: RunningServer,
-    shape: SessionShape,
-    load: Load,
+    shape: jobs.SessionShape,
+    load: jobs.Load,
     order: tuple[int, int],
 ) -> LoadMeasurement:
     """Measure an arm at one shape and load; `order` is the repetition, and its place there."""
     plan, target, (repetition, place) = run.plan, server.target, order
-    workload = Workload(shape, plan.turns, plan.tool_tokens, plan.think_time_s)
+    workload = jobs.Workload(shape, plan.turns, plan.tool_tokens, plan.think_time_s)
     if server.context is not None and workload.length > server.context:
         raise UsageError(
             f"a session of {shape.label} in {plan.turns} turns has {workload.length} tokens; "
@@ -142,7 +136,7 @@ def _measure(
     if vocabulary is None:
         raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
     seed = _seed(plan.seed, repetition, shape.label, load.label)
-    result = measure_apart(LoadJob(target, workload, load, vocabulary, seed, run.timeout_s))
+    result = measure_apart(jobs.LoadJob(target, workload, load, vocabulary, seed, run.timeout_s))
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,
@@ -156,20 +150,14 @@ def _measure(
         num_prompts=load.sessions * plan.turns,
         max_concurrency=load.concurrency,
         request_rate=load.rate or "inf",
-        figures=result.figures,
-        kv=result.kv,
-        errors=result.errors,
-        warmup_errors=result.warmup_errors,
         server=server.about,
-        requests=details if run.detailed else None,
+        **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )
 
 
 def _seed(*parts: object) -> int:
-    """Return the seed of a measurement: the same for all arms, else no prompt is sent twice.
-
-    A server that caches prefixes (`full` as shipped) would answer from its cache otherwise.
-    """
+    """Return the seed of a measurement: the same for all arms, else no prompt is sent twice."""
+    # A server that caches prefixes (`full` as shipped) would answer from its cache otherwise.
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
@@ -231,18 +219,15 @@ def url_arms(urls: Sequence[str]) -> list[ServingArm]:
 class RunningServer:
     """A server that can be asked."""
 
-    target: Target
-    vocabulary: Vocabulary | None = None  # of the engine's model; None of a server by URL
+    target: jobs.Target
+    vocabulary: jobs.Vocabulary | None = None  # of the engine's model; None of a server by URL
     context: int | None = None  # last position + 1 a session may reach, as far as it is known
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
 
 
 @contextmanager
 def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[RunningServer]:
-    """Start an arm's engine, or reach its server; `at_once` sessions are open at most.
-
-    A KVBenchError if it does not start, or does not answer.
-    """
+    """Start an arm's engine for `at_once` sessions, or reach its server; else a KVBenchError."""
     if arm.url:
         yield _reached(arm.url, plan.wire)
         return
@@ -267,7 +252,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
         stack.enter_context(server)
         about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
-        target = Target(server.url.removesuffix("/v1"), "gateway", info.model)
+        target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)
         yield RunningServer(target, vocabulary, info.context_limit, {**about, **info.details})
 
 
@@ -276,7 +261,7 @@ def _reached(base: str, wire: str) -> RunningServer:
         response = httpx.get(f"{base}/v1/models", headers=authorization(), timeout=_ANSWER_S)
         response.raise_for_status()
         model = response.json()["data"][0]
-        target = Target(base, wire, str(model["id"]))
+        target = jobs.Target(base, wire, str(model["id"]))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise PrerequisiteError(
             f"no model server answers at {base}/v1/models ({error}); start one, e.g. kvbench serve"

@@ -26,10 +26,7 @@ def authorization() -> dict[str, str]:
 
 
 def open_client() -> aiohttp.ClientSession:
-    """Return a client that keeps its connections and lets any number be open at once.
-
-    It must be made inside the event loop. How long an answer may take is up to the caller.
-    """
+    """Return a client that keeps its connections, any number; call it inside the event loop."""
     return aiohttp.ClientSession(
         headers={**authorization(), "Accept-Encoding": "identity"},
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -39,10 +36,7 @@ def open_client() -> aiohttp.ClientSession:
 
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON objects of a server-sent event stream, however it is cut into parts.
-
-    An event that holds anything else is a `ValueError`.
-    """
+    """Yield the JSON objects of an event stream, however it is cut; else a `ValueError`."""
     rest = b""
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n")
@@ -140,15 +134,9 @@ class VllmEndpoint(ServerEndpoint):
     """
 
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> HttpRequest:  # noqa: ARG002
-        body = {
-            "model": self.model,
-            "prompt": list(log),
-            "max_tokens": output,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        sampling = {"max_tokens": output, "temperature": 0.0, "ignore_eos": True}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self.model, "prompt": list(log), **sampling, **stream}
         if self.keep:  # ids of the answer are asked for only if another turn sends them back
             body |= {"return_token_ids": True, "session_id": session}
         return HttpRequest("POST", "/v1/completions", body)
@@ -187,10 +175,7 @@ class GatewayEndpoint(VllmEndpoint):
 
 
 class SglangEndpoint(ServerEndpoint):
-    """SGLang's own server (0.5.12): `/generate` in a streaming session takes only new ids.
-
-    It needs --enable-streaming-session.
-    """
+    """SGLang's server (0.5.12) with --enable-streaming-session: `/generate` takes only new ids."""
 
     needs_ids: ClassVar[bool] = False
 

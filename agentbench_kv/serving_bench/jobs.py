@@ -23,10 +23,8 @@ class SessionShape(msgspec.Struct, frozen=True):
     def parse(cls, text: str) -> Self:
         """Read `16k/1k` (16,384 and 1,024) or `2000/128`."""
         if match := _SHAPE.fullmatch(text.strip()):
-            prompt, prompt_unit, output, output_unit = match.groups()
-            shape = cls(
-                int(prompt) * (K if prompt_unit else 1), int(output) * (K if output_unit else 1)
-            )
+            sides = match.group(1, 2), match.group(3, 4)
+            shape = cls(*(int(size) * (K if unit else 1) for size, unit in sides))
             if shape.prompt and shape.output:
                 return shape
         raise UsageError(

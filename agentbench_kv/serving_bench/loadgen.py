@@ -21,13 +21,8 @@ import msgspec
 import numpy as np
 
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.serving_bench.endpoints import (
-    ENDPOINTS,
-    HttpRequest,
-    TimedTurn,
-    events,
-    open_client,
-)
+from agentbench_kv.serving_bench import endpoints
+from agentbench_kv.serving_bench.endpoints import HttpRequest, TimedTurn
 from agentbench_kv.serving_bench.jobs import LoadJob
 from agentbench_kv.serving_bench.prompts import Speaker
 
@@ -85,7 +80,7 @@ class PlayedJob(msgspec.Struct, frozen=True):
 async def play(job: LoadJob) -> PlayedJob:
     """Warm up, then play the sessions."""
     load = job.load
-    async with open_client() as client:
+    async with endpoints.open_client() as client:
         player = Player(client, job)
         warm_up = _sessions(job, player, job.seed + _WARMUP_SEED, load.warmup)
         measured = _sessions(job, player, job.seed, load.sessions)
@@ -132,10 +127,8 @@ async def _open(play: PlaySession, starts: Sequence[float], began: float) -> lis
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """Return when `count` sessions begin, in seconds: the first at 0, `rate` a second on average.
-
-    The same seed gives the same schedule; another rate stretches it.
-    """
+    """Return when sessions begin, in seconds: the first at 0, `rate` a second on average."""
+    # The same seed gives the same schedule; another rate stretches it.
     gaps = np.random.default_rng(seed).exponential(1.0, count)
     starts: list[float] = (np.concatenate([[0.0], np.cumsum(gaps)[:-1]]) / rate).tolist()
     return starts
@@ -151,7 +144,9 @@ class Player:
     def __init__(self, client: aiohttp.ClientSession, job: LoadJob) -> None:
         self._client = client
         self._job = job
-        self._endpoint = ENDPOINTS[job.target.wire](job.target.model, keep=job.workload.turns > 1)
+        self._endpoint = endpoints.ENDPOINTS[job.target.wire](
+            job.target.model, keep=job.workload.turns > 1
+        )
 
     async def play(self, index: int, name: str, prompts: Sequence[list[int]]) -> list[TimedTurn]:
         """Send a session's turns one after the other; a failed one is the last.
@@ -195,7 +190,7 @@ class Player:
         """Read one answer to its end; return what went wrong on the way."""
         try:
             async with self._send(request, payload) as response:
-                async for event in events(response.content.iter_any()):
+                async for event in endpoints.events(response.content.iter_any()):
                     self._endpoint.read(event, turn, time.perf_counter())
         except AnswerError as error:
             return str(error)
@@ -329,13 +324,10 @@ def most_at_once(starts: Sequence[float], ends: Sequence[float]) -> int:
 
 def _latencies(done: Sequence[TimedTurn]) -> dict[str, list[float]]:
     """Return seconds to the first token, per later token, between tokens and to the last."""
+    several = [turn for turn in done if turn.output_tokens > 1]
     return {
         "ttft": [turn.ttft_s for turn in done],
-        "tpot": [
-            (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
-            for turn in done
-            if turn.output_tokens > 1
-        ],
+        "tpot": [(t.latency_s - t.ttft_s) / (t.output_tokens - 1) for t in several],
         "itl": [gap for turn in done for gap in turn.itls_s],
         "e2el": [turn.latency_s for turn in done],
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic, writing
@@ -20,10 +20,8 @@ SUMMARY = "summary.json"
 Parsed = TypeVar("Parsed")
 
 
-class ServingArm(BaseModel):
+class ServingArm(BaseModel, frozen=True):
     """One of the things compared."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str  # unique in a plan
     method: str | None = None  # `name` or `name@preset`; None of a server whose method is unknown
@@ -37,10 +35,8 @@ class ServingArm(BaseModel):
         return int(self.settings.get("interval", DEFAULT_INTERVAL))
 
 
-class ServingPlan(BaseModel):
+class ServingPlan(BaseModel, frozen=True):
     """Everything that can change a figure, hardware and versions aside."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: Literal[1] = 1
     engine: str
@@ -65,17 +61,11 @@ class ServingPlan(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The model without its folder."""
         return self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
-class LoadMeasurement(BaseModel):
-    """One repetition of one arm at one shape and load.
-
-    On disk the figures are among the other keys, as in the files of `vllm bench serve`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
+    """One repetition of an arm at a shape and load; files are like those of `vllm bench serve`."""
 
     arm: str
     shape: str

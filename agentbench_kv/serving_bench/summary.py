@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median as middle
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agentbench_kv.results.papers import PublishedFigure, figures
 from agentbench_kv.results.stats import REPETITIONS, Median, median
@@ -24,9 +24,7 @@ from agentbench_kv.serving_bench.measurements import (
     ServingPlan,
 )
 
-BASES = ("full", "full-constrained")
-"""Arms that the others are compared with."""
-
+BASES = ("full", "full-constrained")  # arms that the others are compared with
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
 SPEED = "output_throughput"
 _KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
@@ -47,14 +45,12 @@ _KV_COLUMNS = {
     "median_logical": Column("logical", Unit.TOKENS),
 }
 
+# Repetitions by shape, load and arm.
 Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
-"""Repetitions by shape, load and arm."""
 
 
-class ArmFigures(BaseModel):
+class ArmFigures(BaseModel, frozen=True):
     """One arm at one shape and load; figures are medians over repetitions."""
-
-    model_config = ConfigDict(frozen=True)
 
     arm: str
     shape: str
@@ -66,10 +62,8 @@ class ArmFigures(BaseModel):
     reasons: list[str]  # why it may not be ranked
 
 
-class BestLoad(BaseModel):
+class BestLoad(BaseModel, frozen=True):
     """The load at which an arm is fastest (by its median), and its ratios to others at theirs."""
-
-    model_config = ConfigDict(frozen=True)
 
     arm: str
     shape: str
@@ -78,10 +72,8 @@ class BestLoad(BaseModel):
     ratios: dict[str, Median]
 
 
-class ServingSummary(BaseModel):
+class ServingSummary(BaseModel, frozen=True):
     """What a folder of measurements says."""
-
-    model_config = ConfigDict(frozen=True)
 
     plan: ServingPlan
     cells: list[ArmFigures]
@@ -247,9 +239,8 @@ def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Tabl
         rows.append(Row((Cell(each.arm), Cell(each.load), _median_cell(each.speed), *ratios)))
     if "full" in bases:
         for figure in _papers(plan, shape):
-            name = (
-                f"{figure.method} at {figure.budget}, {figure.cited}, {figure.setting.get('gpu')}"
-            )
+            place = f"{figure.cited}, {figure.setting.get('gpu')}"
+            name = f"{figure.method} at {figure.budget}, {place}"
             ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
             rows.append(Row((Cell(name), Cell(), Cell(), *ratios), published=True))
     columns = (Column("arm"), Column("load"), _SPEED_COLUMN, *bases.values())

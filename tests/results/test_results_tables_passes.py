@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.compare import compare
-from agentbench_kv.results.runs import Setting, load_runs
+from agentbench_kv.results.papers import headlines
+from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.stats import level, pass_scores
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.tables.accuracy import same_cell
 from agentbench_kv.results.tables.report import report_tables
 
 TASK = "tau2/retail"
@@ -189,8 +189,6 @@ def test_two_releases_of_a_benchmark_share_no_table_and_no_verdict(write, tmp_pa
 
 
 def test_published_figures_stand_beside_the_release_they_are_of():
-    figures = [
-        same_cell(Setting(f"{name}/airline", "Qwen3-32B", "vllm")) for name in ("tau2", "tau2-v1")
-    ]
+    figures = [headlines(f"{name}/airline", "Qwen3-32B") for name in ("tau2", "tau2-v1")]
     assert figures[0]
     assert not figures[1]

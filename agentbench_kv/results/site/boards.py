@@ -9,22 +9,13 @@ from functools import cached_property
 
 from markupsafe import Markup
 
+from agentbench_kv.results import stats
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.papers import HEADLINES, PublishedFigure, figures
 from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
 from agentbench_kv.results.runs import Run, RunGroup, Setting, asked_once, budget_order
 from agentbench_kv.results.site import charts
 from agentbench_kv.results.site.charts import NOTHING, kept, percent, visible
-from agentbench_kv.results.stats import (
-    REPETITIONS,
-    Interval,
-    Median,
-    change,
-    level,
-    median,
-    pass_k,
-    succeed_or_fail,
-)
+from agentbench_kv.results.stats import Interval, Median
 
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)  # of achieved KV
 _COLOURS = 10
@@ -34,14 +25,11 @@ _MOST_TRIALS = 8
 
 @dataclass(frozen=True)
 class Contest:
-    """The entries that compete at a budget or in a tier, the best first.
-
-    `others` are entries of the same methods that do not compete: a method is in a tier once.
-    """
+    """The entries that compete at a budget or in a tier, the best first."""
 
     name: str
     ranks: tuple[Rank, ...]
-    others: tuple[Entry, ...] = ()
+    others: tuple[Entry, ...] = ()  # of the same methods, which are in a tier once
 
     @property
     def best(self) -> Entry:
@@ -60,7 +48,6 @@ class Contest:
 
     @property
     def leaders(self) -> list[Entry]:
-        """Who leads, alone or tied; nobody where all are tied or no place means anything."""
         first = [each.entry for each in self.ranks if each.rank == 1]
         return first if self.decides and len(first) < len(self.ranks) else []
 
@@ -72,13 +59,11 @@ class Contest:
         return f"{rank}{'=' * (sum(each.rank == rank for each in self.ranks) > 1)}"
 
     def mark(self, entry: Entry) -> str:
-        """Return `best`, `tied` or nothing."""
         leaders = self.leaders
         return ("tied" if len(leaders) > 1 else "best") if entry in leaders else ""
 
 
 def by_budget(board: Board) -> list[Contest]:
-    """Return a contest for each budget, ranked together."""
     budgets: dict[int | str | None, list[Entry]] = {}
     for entry in board.entries:
         if entry.group.compressed:
@@ -89,10 +74,8 @@ def by_budget(board: Board) -> list[Contest]:
 
 
 def by_tier(board: Board) -> list[Contest]:
-    """Return a contest for each tier of achieved KV, ranked together.
-
-    A method competes in a tier with its largest budget there, which says nothing of the score.
-    """
+    """Return a contest for each tier of achieved KV, ranked together."""
+    # A method competes with its largest budget in a tier, which says nothing of the score.
     tiers: dict[int, dict[str, list[Entry]]] = {}
     for entry in board.entries:
         share = kept(entry)
@@ -176,7 +159,6 @@ class BoardView:
 
     @property
     def noise(self) -> str:
-        """The A/A line."""
         return describe(repeats(run for entry in self.board.entries for run in entry.group.runs))
 
     @property
@@ -202,24 +184,24 @@ class BoardView:
     def speeds(self) -> list[tuple[Entry, Median]]:
         """Output tokens/s of those that ran often enough on the same hardware."""
         found = ((entry, _speeds(entry.group)) for entry in self.board.entries)
-        return [(e, median(own)) for e, own in found if len(own) >= REPETITIONS]
+        return [(e, stats.median(own)) for e, own in found if len(own) >= stats.REPETITIONS]
 
     def _passes(self) -> list[str]:
         trials = [e.group.trials[name] for e in self.board.entries for name in self.board.samples]
         most = min(map(len, trials), default=0)
-        if most < 2 or not all(succeed_or_fail(e.group.trials) for e in self.board.entries):
+        if most < 2 or not all(stats.succeed_or_fail(e.group.trials) for e in self.board.entries):
             return []
         return [f"pass^{k}" for k in range(2, min(most, _MOST_TRIALS) + 1)]
 
     def _part(self, metric: str) -> list[MatrixRow]:
         groups = [entry.group for entry in self.board.entries]
-        asked = {} if pass_k(metric) else asked_once(groups, metric)
+        asked = {} if stats.pass_k(metric) else asked_once(groups, metric)
         found = {}
         for entry in self.board.entries:
             scores = entry.group.scores(metric, asked)
             own = scores and scores.only(set(self.board.samples))
             if own and own.parts:
-                found[id(entry)] = (level(own), "")
+                found[id(entry)] = (stats.level(own), "")
         return self._rows(found)
 
     def _rows(self, levels: Mapping[int, tuple[Interval, str]]) -> list[MatrixRow]:
@@ -263,7 +245,7 @@ def _floor(board: Board, null: Mapping[str, Sequence[Run]]) -> Interval | None:
     scores = RunGroup("null", tuple(own)).scores() if own else None
     if scores is None or not board.samples or not board.samples <= scores.parts.keys():
         return None
-    return level(scores.only(set(board.samples)))
+    return stats.level(scores.only(set(board.samples)))
 
 
 def _speeds(group: RunGroup) -> list[float]:
@@ -302,7 +284,7 @@ def _sentence(contest: Contest, full: Entry | None) -> Markup:
 
 
 def _to_full(entry: Entry, full: Entry | None) -> str:
-    found = full and change(entry.scores, full.scores, tested=False)
+    found = full and stats.change(entry.scores, full.scores, tested=False)
     if not found:
         return ""
     gap, low, high = (100 * value for value in (found.point, found.low, found.high))
@@ -314,15 +296,3 @@ def _to_full(entry: Entry, full: Entry | None) -> str:
 
 def _bold(name: str) -> Markup:
     return Markup("<b>{}</b>").format(visible(name, 80))
-
-
-def published(task: str, model: str) -> list[PublishedFigure]:
-    """Return the published headline figures of a task and model."""
-    return [
-        figure
-        for figure in figures("accuracy_vs_budget")
-        if figure.metric in HEADLINES
-        and figure.value is not None
-        and f"{figure.benchmark}/{figure.task}" == task
-        and figure.model.lower() == model.lower()
-    ]

@@ -18,9 +18,10 @@ from markupsafe import Markup
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import writing
+from agentbench_kv.results.papers import headlines
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site import runpage
-from agentbench_kv.results.site.boards import BoardView, Contest, family, published, views
+from agentbench_kv.results.site.boards import BoardView, Contest, family, views
 from agentbench_kv.results.site.charts import file_stem, kept, number, percent, visible
 from agentbench_kv.results.submissions import labels, replications, submissions
 
@@ -100,26 +101,17 @@ def _listed(runs: Sequence[Run], seen: Sequence[BoardView]) -> list[Listed]:
 
     def listed(run: Run) -> Listed:
         view, contest, place, label = places.get(id(run), (None, None, "", run.label))
-        reason = reasons.get(id(run), run.reason or _FLOOR)
-        return Listed(
-            run,
-            visible("null agent" if run.setting.null else label, 160),
-            f"runs/{file_stem(run.run_id, stems)}.html",
-            *submitted[run.path.parent].get(run.run_id, ("", "")),
-            view,
-            contest,
-            place,
-            "" if view else reason,
-        )
+        reason = "" if view else reasons.get(id(run), run.reason or _FLOOR)
+        name = visible("null agent" if run.setting.null else label, 160)
+        page = f"runs/{file_stem(run.run_id, stems)}.html"
+        submission = submitted[run.path.parent].get(run.run_id, ("", ""))
+        return Listed(run, name, page, *submission, view, contest, place, reason)
 
     return [listed(run) for run in runs]
 
 
 def _submitted(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return what is known of each submitted run of a folder, and its link, by run id.
-
-    That is whose it is, how far the keeper checked it, and what others got who ran it again.
-    """
+    """Return whose a submitted run is, how far checked, who replicated it, and its link; by id."""
     checked, again = labels(folder), replications(folder)
     found = {}
     for name, manifest in submissions(folder).items():
@@ -144,7 +136,7 @@ def _write_task(
         "listed": listed,
         "several": len(settings) > 1,
         "submitted": any(each.submission for each in listed),
-        "published": [figure for model in models for figure in published(task, model)],
+        "published": [figure for model in models for figure in headlines(task, model)],
     }
     pages.write(address, "task.html", context, ["table.js"])
 

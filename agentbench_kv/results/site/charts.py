@@ -29,20 +29,15 @@ _GAPS = (6.0, 14.0)  # between labels of budgets: on a wide page, on a phone
 
 
 def visible(value: object, limit: int = 500) -> str:
-    """Return text that shows what is there: newlines and tabs stay, hidden characters are spelt.
-
-    Of a longer text, how many characters are left out is said.
-    """
+    """Spell hidden characters but newlines and tabs; of a longer text, say how many are cut off."""
     text = str(value)
     shown = _INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text[:limit])
     return shown if len(text) <= limit else f"{shown} … ({len(text) - limit:,} more characters)"
 
 
 def file_stem(name: str, taken: set[str]) -> str:
-    """Return a file name without ending for any name, and note it in `taken`.
-
-    Names that are alike after cleaning, or on a file system that ignores case, stay apart.
-    """
+    """Return a file name without ending for any name, and note it in `taken`."""
+    # Names that are alike after cleaning, or on a file system that ignores case, stay apart.
     stem = _UNSAFE.sub("_", name).strip("._-")[:_LONGEST_STEM] or "page"
     if stem != name or stem.lower() in taken:
         digest = hashlib.sha256(f"{name} {len(taken)}".encode("utf-8", "replace")).hexdigest()
@@ -156,18 +151,13 @@ def _chart(
     labels = _apart([dots[-1].y for _, _, dots in drawn], scale.height)
     step = min(dodge, _MOST_DODGE / number)
     shifts = [round(step * (index - (number - 1) / 2), 1) for index in range(len(drawn))]
-    series = [
-        Series(*each, shift, label)
-        for each, shift, label in zip(drawn, shifts, labels, strict=True)
-    ]
-    return Chart(
-        scale.height, tuple(series[:number]), tuple(series[number:]), tuple(x_ticks), scale.ticks()
-    )
+    places_of = zip(drawn, shifts, labels, strict=True)
+    series = [Series(*each, shift, label) for each, shift, label in places_of]
+    ours, lines = tuple(series[:number]), tuple(series[number:])
+    return Chart(scale.height, ours, lines, tuple(x_ticks), scale.ticks())
 
 
-class _Scale:
-    """Scores from 0 at the bottom up to 100%, or to less if nobody comes near."""
-
+class _Scale:  # scores from 0 at the bottom up to 100%, or to less if nobody comes near
     def __init__(self, height: float, highest: float) -> None:
         self.height = height
         self.step = 20 if highest > 0.5 else 10

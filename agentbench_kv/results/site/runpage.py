@@ -5,7 +5,6 @@ Whatever an adapter or a model put into records is clipped and shown as plain te
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.show import Segment, segments
@@ -72,7 +72,6 @@ def _timelines(run: Run) -> dict[str, Any]:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield `a.b` and its value for every leaf."""
     for key, value in data.items():
         name = f"{prefix}{visible(key, 60)}"
         if isinstance(value, Mapping) and value:
@@ -83,12 +82,9 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield name, bytes and SHA-256 of each file that the page's figures come from."""
     for name in _FILES:
         path = folder / name
-        if path.is_file():
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest := file_sha(path):
             yield name, path.stat().st_size, digest
 
 
@@ -118,10 +114,8 @@ class TimelineChart:
 
 
 def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
-    """Return the turns of each trial's last attempt in the first lines of `turns.jsonl`.
-
-    Damaged lines are left out, and so is the trial that the end cuts off, unless it is the only.
-    """
+    """Return the turns of each trial's last attempt in the first lines of `turns.jsonl`."""
+    # Damaged lines are left out, and so is the trial that the end cuts off, unless the only one.
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -134,7 +128,6 @@ def read_turns(path: Path, most: int = MOST_TURNS) -> list[list[TurnRecord]]:
 
 
 def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
-    """Return one entry per turn index, sorted."""
     found = []
     for group in turns_by_index(chain.from_iterable(trials)):
         live = [turn.live_after for turn in group]
@@ -155,10 +148,7 @@ def timeline(figures: Sequence[TurnFigures], budget: int | None) -> TimelineChar
 
 
 def session(turns: Sequence[TurnRecord], budget: int | None) -> TimelineChart:
-    """Draw one trial: up while tokens are added, straight down by what a turn evicted.
-
-    A turn records its ends only: of several evictions in it, their sum is drawn as one drop.
-    """
+    """Draw one trial: up by what is added, straight down by the sum of what a turn evicted."""
     most = max(budget or 0, *(t.live_after + t.evicted for t in turns))
     axes = _Axes([turn.turn for turn in turns], most)
     path: list[tuple[float, float]] = []
@@ -175,9 +165,7 @@ def _told(turn: TurnFigures | TurnRecord) -> str:
     return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
 
 
-class _Axes:
-    """Places of turns from left to right and of 0 to `top` tokens from bottom to top."""
-
+class _Axes:  # places of turns from left to right and of 0 to `top` tokens from bottom to top
     def __init__(self, turns: Sequence[int], top: float) -> None:
         self.turns = turns
         self.step = _round_step(max(top, 1.0) / 4)

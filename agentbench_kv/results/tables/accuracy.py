@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.papers import HEADLINES, PublishedFigure, count_first, figures, leaders
+from agentbench_kv.results.papers import PublishedFigure, count_first, figures, headlines, leaders
 from agentbench_kv.results.ranking import Board, Entry, boards, rank
-from agentbench_kv.results.runs import SCORE, Run, RunGroup, Setting, budget_order, grouped
+from agentbench_kv.results.runs import SCORE, Run, RunGroup, budget_order, grouped
 from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
+from agentbench_kv.results.tables import model
 from agentbench_kv.results.tables.costs import conditions
-from agentbench_kv.results.tables.model import (
-    Cell,
-    Column,
-    Kind,
-    Mark,
-    Row,
-    Table,
-    Unit,
-    setting_table,
-    slug,
-)
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
 
 OURS = "agentkv"  # the method whose firsts its authors count
 
@@ -34,23 +26,13 @@ _LISTED = {
 }
 
 
-def same_cell(setting: Setting) -> list[PublishedFigure]:
-    """Return the headline figures of the same benchmark, task and model."""
-    return [
-        figure
-        for figure in figures("accuracy_vs_budget")
-        if f"{figure.benchmark}/{figure.task}" == setting.task
-        and figure.model.casefold() == setting.model.casefold()
-        and figure.metric in HEADLINES
-    ]
-
-
 def published_rows(
     rows: Sequence[Row], board: Board, budgets: Sequence[int | str | None]
 ) -> list[Row]:
     """Return a board's rows, each followed by the published figures of its method and budgets."""
     # Papers only publish the headline score.
-    known = same_cell(board.setting) if board.metric == SCORE else []
+    setting = board.setting
+    known = headlines(setting.task, setting.model) if board.metric == SCORE else []
     groups = [entry.group for entry in board.entries]
     methods = {group.label: group.method for group in groups}
     measured = {(group.method, group.budget) for group in groups}
@@ -74,7 +56,7 @@ def _cited(
         # A paper repeats full at every budget; ours has none.
         method = figure.method or ""
         budget = figure.budget if (method, None) not in measured else None
-        if (method, budget) in measured and figure.value is not None:
+        if (method, budget) in measured and figure.value is not None:  # no range
             name = f"{method}, {figure.cited}"
             cited.setdefault(name, {})[budget] = Cell(figure.value / 100)
     return [
@@ -118,7 +100,7 @@ def _accuracy(known: Sequence[PublishedFigure]) -> Table:
     about = (first.metric, first.benchmark, first.model, first.engine)
     return Table(
         Kind.ACCURACY,
-        slug("published", first.cited, first.benchmark or "", first.model),
+        model.slug("published", first.cited, first.benchmark or "", first.model),
         f"published ({first.cited}): {', '.join(map(str, about))}",
         (Column("method"), *(Column(f"{task} {budget}", Unit.NUMBER) for task, budget in columns)),
         rows,
@@ -138,15 +120,14 @@ def _listing(file: str) -> Table:
     rows = []
     for figure, facts in known:
         cells = [Cell(str(facts[name])) if name in facts else Cell() for name in names]
-        rows.append(Row((*cells, _value(figure)), published=True))
+        value = figure.value
+        if value is None:
+            cells.append(Cell(f"{figure.low:g} to {figure.high:g}", figure.low, figure.high))
+        else:
+            cells.append(Cell(value))
+        rows.append(Row(tuple(cells), published=True))
     columns = (*map(Column, names), Column("value", Unit.NUMBER))
-    return Table(kind, slug("published", file), f"published: {what}", columns, rows)
-
-
-def _value(figure: PublishedFigure) -> Cell:
-    if figure.value is not None:
-        return Cell(figure.value)
-    return Cell(f"{figure.low:g} to {figure.high:g}", figure.low, figure.high)
+    return Table(kind, model.slug("published", file), f"published: {what}", columns, rows)
 
 
 LEGEND = (
@@ -172,14 +153,11 @@ NULL = "null agent"
 NO_BUDGET = "no budget"
 FEW_GROUPS = 20
 Budgets = Sequence[int | str | None]
-Values = Mapping[tuple[str, int | str | None], Cell]
-"""What stands at a row's name and a budget."""
+Values = Mapping[tuple[str, int | str | None], Cell]  # what stands at a row's name and a budget
 
 
 @dataclass(frozen=True)
-class _Page:
-    """A board with what stands around it."""
-
+class _Page:  # a board with what stands around it
     board: Board
     smaller: bool  # whether a larger set of samples of the same conditions has a board
     null: tuple[RunGroup, ...]  # valid runs of the agent that does nothing, on the same task
@@ -203,15 +181,12 @@ class _Page:
 
 def accuracy_tables(runs: Sequence[Run], metric: str = SCORE) -> list[Table]:
     """Return the tables of every board that has the metric, `score` or a sub-score."""
-    return [table for page in _pages(runs, metric) for table in _tables(page)]
+    return list(chain(*map(_tables, _pages(runs, metric))))
 
 
 def pass_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return a table for each board with scores of 0 or 1 in several trials.
-
-    Rows with one trial are left out, and so are graded scores, of which no trial need ever be a
-    success.
-    """
+    """Return a table for each board with scores of 0 or 1 in several trials."""
+    # Rows with one trial are left out, and graded scores, of which none need be a success.
     found = (_pass_table(page) for page in _pages(runs, SCORE))
     return [table for table in found if table is not None]
 
@@ -379,7 +354,7 @@ def _table(
     board = page.board
     metric, number = board.metric, len(board.samples)
     spoken = "score" if metric == SCORE else f"sub-score {metric}"
-    return setting_table(
+    return model.setting_table(
         Kind.ACCURACY,
         f"{spoken}, {unit} [95% interval], {subset}, {page.size}",
         board.setting,
@@ -416,7 +391,7 @@ def _pass_table(page: _Page) -> Table | None:
     names = {name for _, _, powers, _ in found for name in powers}
     ordered = sorted(names, key=lambda name: pass_k(name) or 0)
     tries = sorted({most for most, *_ in found})
-    return setting_table(
+    return model.setting_table(
         Kind.ACCURACY,
         f"pass^k, % [95% interval], {page.size}",
         board.setting,

@@ -28,10 +28,7 @@ Value = Callable[[Run], float | None]
 
 
 def efficiency_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return KV memory and traffic of every run whose sessions reached the engine.
-
-    Traffic is a mean over sessions, so that runs of different length compare.
-    """
+    """Return KV memory and traffic (mean of a session) of every run that reached the engine."""
     known = by_setting(run for run in runs if run.summary.kv is not None)
     return [_efficiency(setting, same) for setting, same in known.items()]
 
@@ -66,6 +63,9 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
 
         return value
 
+    def failed(kind: str) -> Value:
+        return lambda run: run.summary.failures.get(kind, 0)
+
     kinds = [s.value for s in TrialStatus if any(s.value in r.summary.failures for r in runs)]
     return {
         Column("trials", Unit.NUMBER): lambda run: run.summary.trials,
@@ -79,12 +79,8 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
         Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),
         Column("events", Unit.RATIO): kv(lambda a: a.events, shared=True),
         Column("failed %", Unit.SHARE): lambda run: run.summary.non_completion_rate,
-        **{Column(kind.replace("_", " "), Unit.NUMBER): partial(_failed, kind) for kind in kinds},
+        **{Column(kind.replace("_", " "), Unit.NUMBER): failed(kind) for kind in kinds},
     }
-
-
-def _failed(kind: str, run: Run) -> int:
-    return run.summary.failures.get(kind, 0)
 
 
 def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
@@ -132,9 +128,8 @@ def _speed(repeats: RunGroup) -> Cell:
 def _ratio(method: str, enough: Sequence[RunGroup], repeats: RunGroup) -> Cell:
     """Compare with the runs of `method` that were served alike, if both sides have enough."""
     served = _served(repeats.first)
-    base = next(
-        (e for e in enough if e.first.method == method and _served(e.first) == served), None
-    )
+    bases = (e for e in enough if e.first.method == method and _served(e.first) == served)
+    base = next(bases, None)
     if base is None or base is repeats or repeats not in enough:
         return Cell()
     found = speed_change(_speeds(base), _speeds(repeats))
@@ -155,8 +150,8 @@ def _budget(run: Run) -> str | None:
     return None if run.budget is None else str(run.budget)
 
 
+# Keys of a task's provenance or settings that a reader must see beside its scores.
 SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
-"""Keys of a task's provenance or settings that a reader must see beside its scores."""
 
 
 def conditions(runs: Iterable[Run]) -> list[str]:

@@ -23,17 +23,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.tables.model import (
-    REASON,
-    Cell,
-    Column,
-    Line,
-    Row,
-    Table,
-    Unit,
-    headings,
-    lines,
-)
+from agentbench_kv.results.tables import model
+from agentbench_kv.results.tables.model import Cell, Column, Line, Row, Table, Unit
 from agentbench_kv.results.terminal import console, visible
 
 T = TypeVar("T")
@@ -77,7 +68,6 @@ _LONG_WORD = re.compile(r"\S{25,}")
 
 
 def escape(text: str) -> str:
-    """Return text that LaTeX typesets as it is."""
     # `--` would be one dash.
     return visible(text).translate(_SPECIAL).replace("--", "-{}-")
 
@@ -88,20 +78,18 @@ def render(tables: Sequence[Table]) -> str:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """What stands in one piece in a float: a tabular or a note, and its height in lines."""
-
+class _Block:  # what stands in one piece in a float: a tabular or a note, and its height in lines
     text: str
     height: float
 
 
 def _render(table: Table) -> str:
     # Without the text of the column for reasons: here they are notes.
-    rows = [replace(line, texts=line.texts[: len(table.columns)]) for line in lines(table)]
+    rows = [replace(line, texts=line.texts[: len(table.columns)]) for line in model.lines(table)]
     reasons = {row.below: "" for row in table.unranked}
     numbers = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
     marks = [numbers[row.below] if row.below else "" for row in (*table.ranked, *table.unranked)]
-    because = [f"{REASON} {reason}" for reason in reasons]
+    because = [f"{model.REASON} {reason}" for reason in reasons]
     notes = [_note(note, number) for note, number in zip(because, numbers.values(), strict=True)]
     notes += [_note(note) for note in dict.fromkeys(table.notes)]
     capacity = _PAGE - _lines_of(table.title)
@@ -273,11 +261,7 @@ def render_markdown(tables: Sequence[Table]) -> str:
 
 
 def render_csv(tables: Sequence[Table]) -> str:
-    """Return one CSV with a line for every cell that has a value, whatever tables there are.
-
-    A row's texts (method, seed, run) join to its name. Text that a spreadsheet would take for a
-    formula begins with an apostrophe.
-    """
+    """Return one CSV with a line for every cell that has a value, whatever tables there are."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -323,10 +307,7 @@ def show(tables: Sequence[Table], name: str) -> None:
 
 
 def write(tables: Sequence[Table], name: str, out: Path) -> list[Path]:
-    """Write one file, or one file per table into a folder; return what was written.
-
-    A path that exists as a folder or has no suffix is a folder.
-    """
+    """Write a file, or one per table into a folder (also a path without suffix); return which."""
     suffix, render = FORMATS[name]
     if _is_folder(out):
         texts = {path: render([table]) for path, table in _named(tables, out, suffix).items()}
@@ -369,11 +350,11 @@ def _print(where: Console, tables: Sequence[Table]) -> None:
 
 def _grid(table: Table) -> RichTable:
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
-    for title, number in headings(table):
+    for title, number in model.headings(table):
         justify: Literal["left", "right"] = "right" if number else "left"
         grid.add_column(Text(visible(title)), justify=justify, overflow="fold")
     above = True
-    for line in lines(table):
+    for line in model.lines(table):
         if line.below and above:
             grid.add_row("--")
         above = not line.below
@@ -386,12 +367,12 @@ def _grid(table: Table) -> RichTable:
 
 
 def _markdown(table: Table) -> str:
-    columns = headings(table)
+    columns = model.headings(table)
     grid = [
         _markdown_row(markdown_text(title) for title, _ in columns),
         _markdown_row("--:" if number else ":--" for _, number in columns),
     ]
-    for line in lines(table):
+    for line in model.lines(table):
         cells = zip(map(markdown_text, line.texts), line.strong, strict=True)
         grid.append(_markdown_row(f"**{text}**" if strong else text for text, strong in cells))
     notes = [f"- {markdown_text(note)}" for note in table.notes]
@@ -408,6 +389,7 @@ def markdown_text(text: str) -> str:
     return _MARKUP.sub(r"\\\1", visible(text))
 
 
+# A row's texts (method, seed, run) join to its name.
 def _csv_row(table: Table, row: Row, column: Column, cell: Cell) -> list[object]:
     texts = (
         str(cell.value)
@@ -423,6 +405,7 @@ def _csv_row(table: Table, row: Row, column: Column, cell: Cell) -> list[object]
 
 
 def _harmless(value: object) -> object:
+    """Write an apostrophe before text that a spreadsheet would take for a formula."""
     if not isinstance(value, str):
         return value
     text = visible(value)

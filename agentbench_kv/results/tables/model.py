@@ -161,10 +161,8 @@ _NUMBERS: dict[Unit, Callable[[float], str]] = {
 
 
 def cell_text(cell: Cell, unit: Unit) -> str:
-    """Write a cell: value, interval in brackets, adjusted p; marks and escapes are the format's.
-
-    Shares and their differences are written in percent and points.
-    """
+    """Write a cell: value in its unit (shares in percent), interval in brackets, adjusted p."""
+    # Marks and escapes are the format's.
     if cell.text is not None:
         return cell.text
     if cell.value is None:

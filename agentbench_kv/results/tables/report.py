@@ -9,7 +9,7 @@ from statistics import median
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.results.curves import CurveSummary, Point, curve_summary
 from agentbench_kv.results.ranking import Board, Entry, boards
-from agentbench_kv.results.runs import SCORE, Run, RunGroup
+from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
@@ -54,7 +54,9 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
             points.append(Point(entry.group.label, tokens, entry.scores))
         elif entry.group.compressed:
             left_out.append(f"left out: {entry.group.name}, whose budget is no number of tokens")
-    summary = curve_summary(full.scores, points, _lengths(full.group))
+    # How long a sample's session is that keeps everything.
+    lengths = {sample: median(peaks) for sample, peaks in full.group.peaks.items()}
+    summary = curve_summary(full.scores, points, lengths)
     if summary is None or summary.full <= 0:
         return
     number = len(board.samples)
@@ -68,20 +70,16 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
         what=f"accuracy over budget, {number} samples", apart=("curves", str(number)),
         columns=_CURVES, rows=_curves(summary), notes=notes, legend=LEGEND,
     )  # fmt: skip
-    if summary.crossovers:
+    if crossovers := summary.crossovers:
+        budgets = [Cell(each.budget, each.low, each.high) for each in crossovers]
+        rows = [
+            Row((Cell(each.below), Cell(each.above), budget, Cell(each.support)))
+            for each, budget in zip(crossovers, budgets, strict=True)
+        ]
         yield table(
             what=f"where methods change places, {number} samples",
-            apart=("crossovers", str(number)), columns=_CROSSOVERS, rows=_crossovers(summary),
+            apart=("crossovers", str(number)), columns=_CROSSOVERS, rows=rows,
         )  # fmt: skip
-
-
-def _lengths(group: RunGroup) -> dict[str, float]:
-    """Return how long a sample's session is that keeps everything, median over its trials."""
-    found: dict[str, list[int]] = {}
-    for run in group.runs:
-        for sample, peaks in run.peaks.items():
-            found.setdefault(sample, []).extend(peaks)
-    return {sample: median(peaks) for sample, peaks in found.items()}
 
 
 def _curves(summary: CurveSummary) -> list[Row]:
@@ -100,23 +98,11 @@ def _curves(summary: CurveSummary) -> list[Row]:
     return rows
 
 
-def _crossovers(summary: CurveSummary) -> list[Row]:
-    return [
-        Row((
-            Cell(each.below), Cell(each.above),
-            Cell(each.budget, each.low, each.high), Cell(each.support),
-        ))
-        for each in summary.crossovers
-    ]  # fmt: skip
-
-
 def report_tables(
     runs: Sequence[Run], kinds: Sequence[Kind] = (), metrics: Sequence[str] = ()
 ) -> list[Table]:
-    """Build the tables that have data: all kinds if none is named, of the score if no metric is.
-
-    A UsageError if no run has a metric, or there is nothing to show.
-    """
+    """Build the tables that have data, all kinds unless named, of the score unless metrics are."""
+    # A UsageError if no run has a metric, or there is nothing to show.
     wanted = list(dict.fromkeys(metrics)) or [SCORE]
     known = {SCORE} | {name for run in runs for name in run.summary.sub_scores}
     for metric in wanted:
