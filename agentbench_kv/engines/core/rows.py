@@ -19,7 +19,7 @@ from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
-from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.methods.spans import SpanRange, within
 from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
 
 
@@ -55,7 +55,6 @@ class PagedStore:
         self._live = live
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values."""
         keys = gather_rows(self._keys, self._table, 0, self._live)
         return keys, gather_rows(self._values, self._table, 0, self._live)
 
@@ -157,11 +156,9 @@ class WorkerRows:
 
     @property
     def cache_positions(self) -> bool:
-        """Whether RoPE positions are those in the cache."""
         return self._frequencies is not None
 
     def drop(self, session: str) -> None:
-        """Forget a session whose rows are gone."""
         rows = self._sessions.pop(session, None)
         if rows is not None:
             rows.queries.free()
@@ -223,10 +220,7 @@ class WorkerRows:
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
         rows = self._open(session)
-        labels = self._positions(rows, live, logical)[0, 0]
-        inside = torch.zeros_like(labels, dtype=torch.bool)
-        for start, end in spans:
-            inside |= (labels >= start) & (labels < end)
+        inside = within(self._positions(rows, live, logical)[0, 0], spans)
         return (~inside).nonzero()[:, 0]
 
     def keep_tokens(self, order: EvictionOrder, store: RowStore, kept: Tensor) -> int:
@@ -249,7 +243,6 @@ class WorkerRows:
     def _settle(
         self, order: EvictionOrder, store: RowStore, kept: Tensor, positions: Tensor
     ) -> None:
-        """Record what an event left."""
         session, eviction = self._sessions[order.session], order.eviction
         session.kept, session.since = positions[:, :, : eviction.keep].clone(), eviction.logical
         if self._frequencies is not None:

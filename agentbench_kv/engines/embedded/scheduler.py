@@ -277,16 +277,12 @@ class EmbeddedScheduler:
             generation.finish(reason)
 
     def _finish_reason(self, generation: EmbeddedGeneration, token: int) -> FinishReason | None:
-        sampling = generation.sampling
-        if token in sampling.stop_token_ids or (sampling.stop is not None and sampling.stop(token)):
-            return FinishReason.STOP
-        if generation.cancelled:
+        reason = generation.sampling.ends(token, generation.produced)
+        if reason is not FinishReason.STOP and generation.cancelled:
             return FinishReason.CANCELLED
-        if generation.produced >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if generation.session.logical >= self._model.context_limit:
+        if reason is None and generation.session.logical >= self._model.context_limit:
             return FinishReason.CONTEXT_LIMIT
-        return None
+        return reason
 
     def _retire(self, generation: EmbeddedGeneration) -> None:
         with self._work:

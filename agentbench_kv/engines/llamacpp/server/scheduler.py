@@ -6,13 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
@@ -24,7 +24,7 @@ from agentbench_kv.engines.llamacpp.server.session import (
 )
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
-from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.machine import PromptPhases
 
 PREFILL_CHUNK = 512
@@ -41,9 +41,8 @@ class Admission:
     back by its next turn, to the last bit. Sessions that generate are never touched.
     """
 
-    def __init__(self, context: Context, method: Method) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._method = method
         self._sequences = list(range(context.scratch))
         self.parkings = 0  # how often a session was parked
 
@@ -53,7 +52,7 @@ class Admission:
         CapacityError if nothing runs and it still does not fit.
         """
         session = generation.session
-        need = self._need(generation)
+        need = session.ledger.rows_needed(session.pending, generation.sampling.max_tokens)
         if not self.bring_in(session, need, sessions):
             if any(each.generating for each in sessions):
                 return False
@@ -101,16 +100,6 @@ class Admission:
             session.rows.sequence = -1
         session.reserved, session.generating = 0, False
 
-    def _need(self, generation: BackendGeneration) -> int:
-        """Cells the session may hold before it ends or an event frees some."""
-        session, method = generation.session, self._method
-        start = session.rows.live + session.pending
-        whole = start + generation.sampling.max_tokens
-        if not method.compresses or method.trigger == "turn":
-            return whole
-        longest = session.ledger.fed + whole
-        return min(whole, max(start, method.budget_at(longest)) + method.interval)
-
     def _lacks_sequence(self, session: BackendSession) -> bool:
         return session.rows.sequence < 0 and not self._sequences
 
@@ -128,7 +117,7 @@ class BatchScheduler:
         self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
         self._use(policy)
         self._work = threading.Condition()
-        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._commands = CommandQueue(self.wake)
         self._waiting: deque[BackendGeneration] = deque()
         self._running: list[BackendGeneration] = []
         self.sessions: dict[str, BackendSession] = {}
@@ -141,7 +130,7 @@ class BatchScheduler:
         rows = RowShape(*sizes, torch.float32, torch.device("cpu"))
         self.policy = policy
         self.worker = WorkerRows(policy, rows, self.cells.form.frequencies.float())
-        self.admission = Admission(self.context, policy.method)
+        self.admission = Admission(self.context)
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
@@ -184,11 +173,7 @@ class BatchScheduler:
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the thread that owns the context; return what it returns."""
-        done: Future[T] = Future()
-        with self._work:
-            self._commands.append((work, done))
-            self._work.notify_all()
-        return done.result()
+        return self._commands.call(work)
 
     def wake(self) -> None:
         """Look again: a reader has asked for a token, or hung up."""
@@ -251,13 +236,7 @@ class BatchScheduler:
 
     def _next_batch(self) -> list[BackendGeneration]:
         """Run commands, admit, and choose who takes part in a step; wait if there is nobody."""
-        with self._work:
-            commands, self._commands = self._commands, deque()
-        for work, done in commands:
-            try:
-                done.set_result(work())
-            except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
-                done.set_exception(error)
+        self._commands.run()
         for generation in self._closed():
             self._end(generation)
         self._admit()
