@@ -34,7 +34,6 @@ class KernelCase:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of the layer."""
         _, kv_heads, head_dim = MODELS[self.model]
         return 2 * self.sessions * kv_heads * self.tokens * head_dim * self.dtype.itemsize
 

@@ -105,7 +105,6 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> str:
-    """Return the C++ compiler's command, `$CXX` if that is set."""
     chosen = os.environ.get("CXX", "").strip()
     for name in [chosen] if chosen else ["g++", "clang++", "c++"]:
         if shutil.which(shlex.split(name)[0]):
@@ -198,7 +197,6 @@ def _workplace(folder: Path) -> Iterator[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed builds left long ago."""
     for old in folder.glob(".build-*"):
         # Another process may finish, and remove its folder, at any time.
         with suppress(FileNotFoundError):

@@ -47,7 +47,6 @@ def use_backend(name: str) -> None:
 
 
 def active_backend(device: str | torch.device = "cpu") -> Backend:
-    """Return the backend for tensors on a device."""
     kind = torch.device(device).type
     if not _chosen:
         use_backend(os.environ.get(VARIABLE) or "auto")

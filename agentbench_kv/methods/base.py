@@ -319,7 +319,6 @@ class Method:
     def _select_rows(
         self, layers: Sequence[LayerView], queries: Sequence[Queries], moment: ScoreContext
     ) -> Selection:
-        """Choose among rows in cache order."""
         scores = torch.stack(
             [self._score_layer(view, queries[i], None, moment, i) for i, view in enumerate(layers)]
         )

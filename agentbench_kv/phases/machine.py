@@ -167,7 +167,6 @@ class PhaseMachine:
         self.state = state or PhaseState()
 
     def copy(self) -> PhaseMachine:
-        """Return a machine that goes on from here on its own."""
         return PhaseMachine(self.table, self.state)
 
     def document(self) -> dict[str, Any]:
@@ -300,12 +299,10 @@ class PromptPhases:
     runs: Sequence[Sequence[int]] = ()  # [phase, tokens] of every run, in order
 
     def expand(self) -> list[Phase]:
-        """Return the phase of every token."""
         return [phase for code, tokens in self.runs for phase in [Phase(code)] * tokens]
 
 
 def add_run(runs: list[list[int]], phases: Iterable[Phase]) -> None:
-    """Append tokens of these phases to runs."""
     for phase in phases:
         if runs and runs[-1][0] == phase:
             runs[-1][1] += 1

@@ -120,7 +120,6 @@ class StopMatcher:
 
     @classmethod
     def from_document(cls, document: dict[str, list[Any]], codec: TokenCodec) -> Self:
-        """Make the matcher of a document, in another process."""
         return cls(IncrementalDecoder(codec, document["hidden"]), document["strings"])
 
     def __call__(self, token: int) -> bool:

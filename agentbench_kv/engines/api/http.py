@@ -255,7 +255,6 @@ class Spending:
             self.spent += cost or 0.0
 
     def check(self) -> None:
-        """Refuse the next request once the limit is reached."""
         if self.limit is not None and self.spent >= self.limit:
             raise PrerequisiteError(
                 f"--max-cost {self.limit:g} is reached: {self.spent:.6g} spent on {self.requests} "
@@ -278,7 +277,6 @@ def spending_limit(limit: float | None) -> Iterator[Spending]:
 
 
 def spending_of_this_command() -> Spending:
-    """Return the account in force, or a new one without a limit."""
     return _current.get() or Spending()
 
 

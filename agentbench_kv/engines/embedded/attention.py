@@ -252,5 +252,4 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Ten
 
 
 def register() -> None:
-    """Make `attn_implementation="kvbench"` known to transformers."""
     AttentionInterface.register(ATTENTION_NAME, session_attention)

@@ -127,21 +127,17 @@ class EmbeddedEngine(Engine):
 
     @property
     def times(self) -> StepTimes:
-        """Seconds spent in forwards and events since the start."""
         return replace(self._scheduler.times)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of KV cache per token, all layers and heads."""
         return self._shape.bytes_per_token
 
     def allocated_bytes(self, session: str) -> int:
-        """Bytes of the session's cache slot."""
         return self._scheduler.get(session).cache.nbytes
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes all cache pools have allocated."""
         return self._scheduler.pools.nbytes
 
     def pool(self) -> dict[str, int]:

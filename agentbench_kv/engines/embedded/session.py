@@ -88,7 +88,6 @@ class EmbeddedSession:
         return self.ledger.sampled()
 
     def compress(self, eviction: Eviction) -> None:
-        """Carry out an event that the ledger has counted."""
         layers = self.cache.shape.layers
         phases = torch.tensor(self._phases, device=self.cache.shape.device)
         selection = self.method.select(

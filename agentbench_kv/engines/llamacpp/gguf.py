@@ -120,7 +120,6 @@ def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
 
 
 def pretokenizer_of(name: str) -> dict[str, Any]:
-    """Return the pre-tokenizer of tokenizer.json for a name of llama.cpp."""
     if name not in PRETOKENIZERS:
         known = ", ".join(PRETOKENIZERS)
         raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
@@ -230,7 +229,6 @@ def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
 
 
 def write_file(writer: Any) -> None:
-    """Write all that was added to a `gguf.GGUFWriter`, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

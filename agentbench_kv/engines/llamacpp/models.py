@@ -41,7 +41,6 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]  # they end the model's turn
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return bytes of keys and values of one token over all layers and heads."""
         size = 4 if dtype == "float32" else 2
         return 2 * self.layers * self.kv_heads * self.head_dim * size
 

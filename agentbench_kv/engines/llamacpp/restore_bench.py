@@ -93,7 +93,6 @@ class BenchSession:
         self.rows = SequenceRows(Cells(self.context))
 
     def feed(self, tokens: list[int]) -> None:
-        """Compute tokens behind the last one."""
         for first in range(0, len(tokens), BATCH):
             part = tokens[first : first + BATCH]
             start, count = self.rows.next, len(part)

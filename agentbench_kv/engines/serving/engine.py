@@ -84,7 +84,6 @@ class ObservedLedger(SessionLedger):
         self._before = 0  # rows the session had when the generation began
 
     def begin(self, tokens: int) -> None:
-        """Expect a generation from a session of `tokens` tokens."""
         # The last token it generated was never fed; it is part of no prompt.
         self.begin_turn(tokens - (self.fed + (self.fed > 0)))
         self._before = self.fed
@@ -130,7 +129,6 @@ class ServingSession:
         return PromptPhases(self.labeller.labeller_name, self.labeller.document(), runs)
 
     def accept(self, token: int) -> None:
-        """Add a generated token."""
         add_run(self.phases, [self.labeller.label(token)])
         self.tokens.append(token)
         self.known += 1
@@ -150,7 +148,6 @@ class ServingSession:
         self.epoch = epoch
 
     def total(self) -> KVStats:
-        """Return the accounting over all backends."""
         merged = self.carried.followed_by(self.last)
         merged.logical = len(self.tokens)
         return merged
@@ -160,7 +157,6 @@ class ServingSession:
 
 
 def stats_from(document: dict[str, Any]) -> KVStats:
-    """Return the accounting a backend sent."""
     events = [KVEvent(**event) for event in document["events"]]
     restarts = [(before, tokens) for before, tokens in document["restarts"]]
     return KVStats(**{**document, "events": events, "restarts": restarts})
@@ -203,17 +199,14 @@ class ServingEngine(Engine):
 
     @property
     def restarts(self) -> int:
-        """How often the backend had to be started again."""
         return max(0, self._epoch - 1)
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         if session in self._sessions:
             raise KVBenchError(f"session {session} is open already")
         self._sessions[session] = ServingSession(session, resumable(labeller))
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens; they go to the backend with the next generation."""
         state = self._sessions[session]
         if len(state.tokens) + len(tokens) >= self.info.context_limit:
             raise ContextLimitError(
@@ -224,20 +217,17 @@ class ServingEngine(Engine):
         add_run(state.phases, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        """Prefill what is pending and decode."""
         state = self._sessions[session]
         if not state.tokens:
             raise KVBenchError(f"session {session} has no tokens to start from")
         return ServingGeneration(sampling, lambda generation: self._play(state, generation))
 
     def stats(self, session: str) -> KVStats:
-        """Return a snapshot of the accounting, as the backend's scheduler keeps it."""
         state = self._sessions[session]
         self._ask(state, "stats")
         return state.total()
 
     def close(self, session: str) -> KVStats:
-        """Free the session in the backend and return its accounting."""
         state = self._sessions.pop(session)
         self._ask(state, "close")
         return state.total()
@@ -261,7 +251,6 @@ class ServingEngine(Engine):
         return self._sessions[session].backend_name
 
     def shutdown(self) -> None:
-        """End the backend and remove its scratch folder."""
         self._down = True
         self._control.close()
         self._wire.close()

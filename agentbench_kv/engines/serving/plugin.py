@@ -98,7 +98,6 @@ class SessionCommands(ABC, Generic[_Session]):
         self._sessions = sessions  # by name; the scheduler's own
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the commands by name."""
         return {
             "ping": lambda _: True,
             "stats": self._stats,
@@ -184,7 +183,6 @@ class BackendPolicy:
         )
 
     def with_method(self, document: dict[str, Any]) -> BackendPolicy:
-        """Return the policy with another method."""
         return replace(self, method=method_from(document))
 
     def stop_matcher(self, document: dict[str, Any]) -> StopMatcher:
@@ -218,7 +216,6 @@ def method_document(method: Method, folder: Path) -> dict[str, Any]:
 
 
 def method_from(document: dict[str, Any]) -> Method:
-    """Build the method of a document."""
     module, _, name = document["class"].partition(":")
     cls = getattr(import_module(module), name)
     method: Method = cls(

@@ -203,7 +203,6 @@ class ControlClient:
         return answer["ok"]
 
     def answers(self) -> bool:
-        """Return whether the backend answers."""
         try:
             self.call("ping")
         except (OSError, ControlError):

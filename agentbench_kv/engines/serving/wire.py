@@ -39,7 +39,6 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return bytes of keys and values of one token, all layers and heads."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
 
 
@@ -127,7 +126,6 @@ class EngineWire(ABC):
 
     @property
     def control(self) -> Path:
-        """The control channel's socket."""
         return self.folder / "control"
 
     @property
@@ -147,7 +145,6 @@ class EngineWire(ABC):
         """
 
     def use(self, method: Method) -> None:
-        """Start backends with another method from now on."""
         self.options = replace(self.options, method=method)
 
     def opened(self, session: str) -> None:  # noqa: ARG002
@@ -159,7 +156,6 @@ class EngineWire(ABC):
         return {"setup": "as shipped" if self.stock else "plug-in"}
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _environment(self, group: str, plugins: Mapping[str, str]) -> dict[str, str]:

@@ -139,7 +139,6 @@ class SglangEngineWire(EngineWire):
         self._complete[session] = 0
 
     def forked(self, session: str, new: str) -> None:
-        """Let a session start with another one's history."""
         self._complete[new] = self._complete[session]
 
     def forget(self, session: str) -> None:
@@ -269,18 +268,15 @@ class SglangEngine(ServingEngine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse a model that is no folder, and a missing environment."""
         model_path(model)
         python_of("sglang")
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
-        """Refuse an unknown dtype or a device that is not there."""
         check_dtype(dtype)
         pick_device(device)
 
     def close(self, session: str) -> KVStats:
-        """Free the session in the backend and return its accounting."""
         self._wire.forget(self._sessions[session].backend_name)
         return super().close(session)
 
@@ -302,7 +298,6 @@ class SglangEngine(ServingEngine):
         self._sessions[new] = fork
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        """Remove logical spans from all layers and heads, between two generations."""
         state = self._sessions[session]
         if not self._lives(state):
             return 0

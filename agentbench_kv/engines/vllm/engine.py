@@ -208,12 +208,10 @@ class VllmEngine(ServingEngine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse a model that is no folder."""
         model_path(model)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
-        """Refuse an unknown dtype, and a missing environment."""
         check_dtype(dtype)
         python_of(_environment_for(device))
 

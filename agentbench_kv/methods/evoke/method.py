@@ -241,7 +241,6 @@ class EvokeSession(SpanSession):
             at += size
 
     def before_prefill(self) -> None:
-        """Make room for the new message, then bring back the blocks most like it."""
         self._make_room(self._unfed)
         if self._method.recovery == "kv_restore" and self._query is not None:
             self._bring_back(self._query)
@@ -257,7 +256,6 @@ class EvokeSession(SpanSession):
         self.at_watermark(generated)
 
     def figures(self) -> dict[str, int]:
-        """Return counts of blocks over the session and the bytes the host store holds."""
         away = [span for span in self.spans if not span.resident]
         held = sum(self._key(span) in self._store for span in away)
         return {**self._counts, "blocks": len(self.spans), "away": len(away), "held": held}

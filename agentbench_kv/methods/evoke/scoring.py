@@ -63,7 +63,6 @@ def sentence_encoder(path: Path) -> Encoder:
 
 
 def make_encoder(name: str) -> Encoder:
-    """Return the encoder that `--set encoder=` names; a sentence model is loaded now."""
     known: dict[str, Encoder] = {TOKENS: token_encoder, HASH: hash_encoder}
     return known.get(name) or sentence_encoder(Path(name))
 

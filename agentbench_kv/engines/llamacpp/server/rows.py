@@ -448,13 +448,11 @@ class SequenceRows:
             self._table[0] = cells[blob.positions.argsort()]
 
     def free(self) -> None:
-        """Give all cells back."""
         if self.sequence >= 0:
             self._cells.context.remove(self.sequence)
         self._clear()
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Copy keys and values [layers, kv_heads, live, head_dim]; see `Cells.read`."""
         return self._cells.read(self.cells)
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:

@@ -59,7 +59,6 @@ class Watch(ABC):
 
 
 def make_watch(layers: int, queries: bool) -> Watch:
-    """Return the plug-in's watch, or the one in Python."""
     kind = PythonWatch if find_plugin() is None else NativeWatch
     return kind(layers, queries)
 

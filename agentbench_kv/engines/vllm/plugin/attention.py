@@ -54,7 +54,6 @@ class QueryCapture:
         self._buffers = [like.new_zeros(rows, *shape) for _ in range(layers)]
 
     def begin(self, write: RingWrite | None, rows: int) -> None:
-        """Expect a forward of `rows` rows, some of which go to rings."""
         self._write = write
         self._rows = rows
         self._all.clear()

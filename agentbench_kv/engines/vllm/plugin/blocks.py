@@ -64,13 +64,11 @@ class SessionBlocks:
         return before
 
     def rename(self, old: str, new: str) -> None:
-        """Hand a request's blocks to another request."""
         for table in (self._single.req_to_blocks, self._single.num_cached_block):
             if old in table:
                 table[new] = table.pop(old)
 
     def drop(self, request: str) -> None:
-        """Free all blocks of a request at rest."""
         self._single.free(request)
 
 

@@ -88,7 +88,6 @@ class EvictingScheduler(Scheduler):
             return super().finish_requests(*args, **kwargs)
 
     def use(self, method: dict[str, Any]) -> None:
-        """Go on with another method; no session is open."""
         self._policy = self._policy.with_method(method)
         self.sessions.method = self._policy.method
         self._new_method = method
