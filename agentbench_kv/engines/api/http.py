@@ -420,24 +420,19 @@ class RetryPolicy:
         return float(max(asked or 0.0, grown * (1 - chance / 2)))
 
 
+@dataclass(eq=False)
 class Asker:
     """Sends requests until they are answered or it is no use."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        transport: Transport,
-        policy: RetryPolicy,
-        prices: Prices | None,
-        spending: Spending,
-    ) -> None:
-        self._endpoint = endpoint
-        self._transport = transport
-        self._policy = policy
-        self._prices = prices
-        self._spending = spending
+    endpoint: Endpoint
+    transport: Transport
+    policy: RetryPolicy
+    prices: Prices | None
+    spending: Spending
+
+    def __post_init__(self) -> None:
         # Requests begin no closer together than the rate allows.
-        self._interval = 60.0 / policy.per_minute if policy.per_minute else 0.0
+        self._interval = 60.0 / self.policy.per_minute if self.policy.per_minute else 0.0
         self._next_start = 0.0
         self._failures = 0
         self._answered = False
@@ -447,20 +442,20 @@ class Asker:
         """Return the answer; raises what `TextRequest.result` does."""
         attempt = 0
         while True:
-            self._spending.check()
+            self.spending.check()
             if self._failures >= _MOST_FAILURES:
                 raise PrerequisiteError(self._dead(f"failed {self._failures} requests in a row"))
             await self._wait_for_turn()
-            answer = await self._transport.send(body)
+            answer = await self.transport.send(body)
             problem = answer.text if answer.status != 200 else ""
             if not problem:
                 try:
-                    return self._good(read_reply(answer.data, self._prices))
+                    return self._good(read_reply(answer.data, self.prices))
                 except RubbishError as error:
                     problem = f"an answer that is no chat completion ({error}): {answer.text}"
             elif answer.status not in _PASSING and answer.status < 500:
                 raise self._refused(answer)
-            pause = self._policy.pause(attempt, answer, random.random())
+            pause = self.policy.pause(attempt, answer, random.random())
             if pause is None:
                 raise self._failed(answer, problem, attempt + 1)
             await asyncio.sleep(pause)
@@ -475,7 +470,7 @@ class Asker:
             await asyncio.sleep(start - now)
 
     def _good(self, reply: TextReply) -> TextReply:
-        self._spending.add(reply.cost)
+        self.spending.add(reply.cost)
         with self._lock:
             self._failures, self._answered = 0, True
         return reply
@@ -488,11 +483,11 @@ class Asker:
         problem = f"{what}{_short(problem)} ({attempts} attempts)"
         if lost:
             return PrerequisiteError(self._dead(f"does not answer: {problem}"))
-        return EndpointError(f"{self._endpoint.shown}: {problem}")
+        return EndpointError(f"{self.endpoint.shown}: {problem}")
 
     def _dead(self, problem: str) -> str:
         return (
-            f"{self._endpoint.shown} {problem}; start or mend the endpoint, then the same command "
+            f"{self.endpoint.shown} {problem}; start or mend the endpoint, then the same command "
             "goes on"
         )
 
@@ -500,10 +495,10 @@ class Asker:
         """Return what an answer means that asking again will not change."""
         if any(words in answer.text.lower() for words in _CONTEXT_WORDS):
             return ContextLimitError(_short(answer.text))
-        where = self._endpoint.shown
+        where = self.endpoint.shown
         if answer.status in _WRONG_SETUP:
-            keys = "OPENAI_API_KEY" if self._endpoint.public else "KVBENCH_API_KEY"
-            if self._endpoint.litellm:
+            keys = "OPENAI_API_KEY" if self.endpoint.public else "KVBENCH_API_KEY"
+            if self.endpoint.litellm:
                 keys = "the provider's key"
             return PrerequisiteError(f"{where} {_WRONG_SETUP[answer.status].format(keys=keys)}")
         said = f"{where} refused the request with HTTP {answer.status}: {_short(answer.text)}"

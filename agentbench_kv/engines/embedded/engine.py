@@ -83,25 +83,16 @@ class EmbeddedEngine(Engine):
         limit = max_live_tokens or _free_tokens(self._shape)
         self._scheduler = EmbeddedScheduler(model, method, limit, recorder)
         device = model.shape.device
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        dtype = str(model.shape.dtype).removeprefix("torch.")
         self.info = EngineInfo(
-            name="embedded",
-            model=name or str(model.path),
-            model_path=model.path,
-            model_sha=model.sha,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            dtype=str(model.shape.dtype).removeprefix("torch."),
-            context_limit=model.context_limit,
-            eos_token_ids=model.eos_token_ids,
-            capabilities=self.capabilities,
+            *("embedded", name or str(model.path), model.path, model.sha, where, dtype),
+            *(model.context_limit, model.eos_token_ids, self.capabilities),
         )
 
     @classmethod
     def create(
-        cls,
-        options: EngineOptions,
-        *,
-        model: Any = None,
-        recorder: Observer | None = None,
+        cls, options: EngineOptions, *, model: Any = None, recorder: Observer | None = None
     ) -> Self:
         """Build the engine; `model` may be a network already in memory."""
         if model is None:

@@ -166,7 +166,7 @@ class LlamaCppEngine(ServingEngine):
         return int(self._command(session, "evict_spans", spans=[list(span) for span in spans]))
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
-        path = self._folder / f"block-{id(block):x}.restored"
+        path = self._wire.folder / f"block-{id(block):x}.restored"
         block.data.tofile(path)
         try:
             self._command(session, "restore_block", start=block.start, path=str(path), at=at)

@@ -171,13 +171,10 @@ class ServingEngine(Engine):
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
 
-    def __init__(
-        self, info: EngineInfo, wire: EngineWire, folder: Path, log: Path, bytes_per_token: int
-    ) -> None:
+    def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
         self.info = info
         self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
         self._wire = wire
-        self._folder = folder  # private; removed at `shutdown`
         self._log = log
         self._control = ControlClient(wire.control)
         self._sessions: dict[str, ServingSession] = {}
@@ -191,6 +188,10 @@ class ServingEngine(Engine):
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def check_model(cls, model: str) -> None:
+        model_path(model)
 
     @property
     def backend_pid(self) -> int | None:
@@ -235,7 +236,7 @@ class ServingEngine(Engine):
     def reconfigure(self, method: Method) -> None:
         """Go on with another method, not from or to `full`; ControlError if sessions are open."""
         refuse_method(method)
-        self._control.call("configure", method=method_document(method, self._folder))
+        self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
 
     def pool(self) -> dict[str, int]:
@@ -256,7 +257,7 @@ class ServingEngine(Engine):
         self._wire.close()
         if self._process is not None:
             self._process.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._wire.folder, ignore_errors=True)
 
     def _play(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         for _ in range(RESTARTS + 1):
@@ -381,20 +382,13 @@ def start_server(
 
 def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:
     """Return an engine over the server that `wire` starts."""
-    options, facts, folder = wire.options, wire.facts, wire.folder
+    options, facts = wire.options, wire.facts
     info = EngineInfo(
-        name=name,
-        model=options.model,
-        model_path=wire.model,
-        model_sha=model_sha,
-        device="cuda" if wire.gpu else "cpu",
-        dtype=options.dtype,
-        context_limit=wire.context_limit,
-        eos_token_ids=facts.eos_token_ids,
-        capabilities=engine.capabilities,
+        *(name, options.model, wire.model, model_sha, "cuda" if wire.gpu else "cpu"),
+        *(options.dtype, wire.context_limit, facts.eos_token_ids, engine.capabilities),
     )
     # The log stays when the scratch folder is removed.
     logs = home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{name}-{folder.name}.log"
-    return engine(info, wire, folder, log, facts.bytes_per_token(options.dtype))
+    log = logs / f"{name}-{wire.folder.name}.log"
+    return engine(info, wire, log, facts.bytes_per_token(options.dtype))

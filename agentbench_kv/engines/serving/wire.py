@@ -113,11 +113,9 @@ class EngineWire(ABC):
 
     def __post_init__(self) -> None:
         self._key = secrets.token_hex(16)
+        key = {"Authorization": f"Bearer {self._key}"}
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {self._key}"},
-            limits=LIMITS,
-            timeout=10.0,
-            transport=self._transport(),
+            headers=key, limits=LIMITS, timeout=10.0, transport=self._transport()
         )
 
     def _transport(self) -> httpx.BaseTransport | None:
@@ -163,11 +161,7 @@ class EngineWire(ABC):
         options, folder = self.options, self.folder
         groups = {group: plugins} if plugins else {}
         links = link_packages(folder / "path", [type(options.method).__module__], groups)
-        environment = {
-            "PYTHONPATH": str(links),
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-        }
+        environment = {"PYTHONPATH": str(links), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if not self.stock:
             policy = BackendPolicy(options.method, self.model, self.control, options.trace)
             environment[VARIABLE] = str(policy.save(folder))

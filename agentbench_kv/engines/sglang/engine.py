@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import httpx
 
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
-from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_device
+from agentbench_kv.engines.embedded.model import check_dtype, pick_device
 from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
@@ -254,21 +254,12 @@ class SglangEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a server.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the server does not start; with its last lines.
-        UsageError
-            For a method SGLang's cache cannot hold.
-        """
         gpu = pick_device(options.device).type == "cuda"
         return start_server(cls, SglangEngineWire, "sglang", options, "sglang", gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        model_path(model)
+        super().check_model(model)
         python_of("sglang")
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import httpx
 
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.embedded.model import check_dtype, model_path
+from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
@@ -53,11 +53,7 @@ class VllmEngineWire(EngineWire):
         vLLM wants room for one whole context, as if nothing were ever evicted.
         """
         asked = self.options.engine_args.get("max-model-len")
-        limits = [
-            self.facts.context_limit,
-            self.options.max_live_tokens,
-            asked and int(asked),
-        ]
+        limits = [self.facts.context_limit, self.options.max_live_tokens, asked and int(asked)]
         return min(limit for limit in limits if limit)
 
     def launch(self) -> Launch:
@@ -194,21 +190,8 @@ class VllmEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a server.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the server does not start; with its last lines.
-        UsageError
-            For a method vLLM's cache cannot hold.
-        """
         environment, gpu = _environment_for(options.device), on_gpu(options.device)
         return start_server(cls, VllmEngineWire, "vllm", options, environment, gpu=gpu)
-
-    @classmethod
-    def check_model(cls, model: str) -> None:
-        model_path(model)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:

@@ -17,11 +17,7 @@ from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Cells
-from agentbench_kv.engines.llamacpp.server.session import (
-    BackendGeneration,
-    BackendSession,
-    Stream,
-)
+from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import QueryKind
