@@ -39,6 +39,18 @@ class Capability(StrEnum):
     TEXT = "text"
 
 
+# What an engine that moves single rows can do to spans.
+SPAN_CAPABILITIES = frozenset(
+    {
+        Capability.EVICT_SPANS,
+        Capability.SAVE_BLOCK,
+        Capability.RESTORE_BLOCK,
+        Capability.SPAN_ATTENTION,
+        Capability.EMBED_TOKENS,
+    }
+)
+
+
 class FinishReason(StrEnum):
     """Why a generation ended."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -83,6 +84,18 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PrerequisiteError("device cuda was asked for but torch sees no GPU; use --device cpu")
     return device
+
+
+def free_tokens(bytes_per_token: int, least: int = 1, device: torch.device | None = None) -> int:
+    """Return how many cached tokens fit in half of the free memory; too few are refused."""
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = free // 2 // bytes_per_token
+    if tokens < least:
+        raise PrerequisiteError("no memory is free for a KV cache; close other programs")
+    return int(tokens)
 
 
 def check_dtype(name: str) -> None:

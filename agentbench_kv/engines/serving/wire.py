@@ -9,6 +9,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import httpx
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, BackendPolicy
-from agentbench_kv.engines.serving.process import Launch, link_packages
+from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
@@ -144,6 +145,17 @@ class EngineWire(ABC):
 
     def use(self, method: Method) -> None:
         self.options = replace(self.options, method=method)
+
+    def _up(self, path: str) -> bool:
+        try:
+            return self._client.get(path).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _answers(self) -> bool:
+        """Return whether our plug-in answers."""
+        with closing(ControlClient(self.control)) as control:
+            return control.answers()
 
     def opened(self, session: str) -> None:  # noqa: ARG002
         """Prepare for a session that is new to the backend."""

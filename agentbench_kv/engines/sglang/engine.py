@@ -196,11 +196,7 @@ class SglangEngineWire(EngineWire):
             self._complete[session] = completed
 
     def _ready(self) -> bool:
-        try:
-            up = self._client.get("/model_info").status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-        return up and (self.stock or self._commands.answers())
+        return self._up("/model_info") and (self.stock or self._commands.answers())
 
 
 def _sampling(request: GenerationRequest) -> dict[str, Any]:

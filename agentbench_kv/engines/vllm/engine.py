@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Generator
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,7 +14,7 @@ import httpx
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
-from agentbench_kv.engines.serving.process import ControlClient, Launch
+from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
     EngineWire,
@@ -109,16 +108,8 @@ class VllmEngineWire(EngineWire):
         }
 
     def _ready(self) -> bool:
-        if not _listens(self._socket):
-            return False
-        try:
-            up = self._client.get(f"{_URL}/health").status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-        if not up or self.stock:
-            return up
-        with closing(ControlClient(self.control)) as control:
-            return control.answers()
+        up = _listens(self._socket) and self._up(f"{_URL}/health")
+        return up and (self.stock or self._answers())
 
     def _flags(self) -> list[str]:
         options = self.options

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from agentbench_kv.phases.machine import PromptPhases
 PREFILL_CHUNK = 512
 STEP_TOKENS = 1024
 ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
-
-T = TypeVar("T")
 
 
 class Admission:
@@ -114,6 +112,7 @@ class BatchScheduler:
         self._use(policy)
         self._work = threading.Condition()
         self._commands = CommandQueue(self.wake)
+        self.call = self._commands.call  # runs work on the thread that owns the context
         self._waiting: deque[BackendGeneration] = deque()
         self._running: list[BackendGeneration] = []
         self.sessions: dict[str, BackendSession] = {}
@@ -166,10 +165,6 @@ class BatchScheduler:
             raise KVBenchError(
                 f"session {session.name} has {len(session.tokens)} tokens, not {known}"
             )
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the thread that owns the context; return what it returns."""
-        return self._commands.call(work)
 
     def wake(self) -> None:
         """Look again: a reader has asked for a token, or hung up."""
