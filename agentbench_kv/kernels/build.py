@@ -70,10 +70,7 @@ def toolchain(kind: str) -> Toolchain:
 
 
 def library(kind: str) -> Path:
-    """Return the compiled library, building it if this machine has not yet.
-
-    A PrerequisiteError carries the compiler's first complaint, in one line.
-    """
+    """Return the library, built once; PrerequisiteError with the compiler's first complaint."""
     tools = toolchain(kind)
     folder = cache_folder()
     target = folder / f"kvb-{tools.kind}-{tools.key}.so"

@@ -295,10 +295,7 @@ def request_body(
     sampling: TextSampling,
     limit_name: str,
 ) -> dict[str, Any]:
-    """Return a chat request; `limit_name` is what the endpoint calls `max_tokens`.
-
-    Thoughts are not sent back: providers refuse or drop them.
-    """
+    """Return a chat request without thoughts, which providers refuse; `limit_name`: max_tokens."""
     sent = [{k: v for k, v in message.items() if k not in _NOT_SENT} for message in messages]
     body: dict[str, Any] = {
         "model": model,
@@ -409,10 +406,7 @@ class RetryPolicy:
         )
 
     def pause(self, attempt: int, answer: EndpointAnswer, chance: float) -> float | None:
-        """Seconds to wait before attempt number `attempt` + 1; None to give up.
-
-        `chance` in [0, 1) spreads clients that failed together.
-        """
+        """Seconds before the next attempt, None to give up; `chance` in [0, 1) spreads clients."""
         asked = _retry_after(answer.headers)
         if attempt >= self.retries or (asked or 0) > self.longest_pause_s:
             return None

@@ -213,10 +213,7 @@ class WorkerRows:
         return moved
 
     def outside(self, session: str, live: int, logical: int, spans: Sequence[SpanRange]) -> Tensor:
-        """Return the rows [n] of a session's tokens that lie outside some logical spans.
-
-        ValueError if heads keep different tokens.
-        """
+        """Return the rows [n] of tokens outside some spans; ValueError if heads keep others."""
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
         rows = self._open(session)

@@ -68,10 +68,7 @@ def restore_block(session: EmbeddedSession, block: Block, at: int | None = None)
 def restore_target(
     session: EmbeddedSession, positions: list[int], at: int | None
 ) -> tuple[list[int], int]:
-    """RoPE positions and first row where tokens saved at RoPE `positions` may return.
-
-    Raises UsageError if they cannot be there.
-    """
+    """Return RoPE positions and first row where saved tokens may return, or raise UsageError."""
     end, count = session.cache.length, len(positions)
     if session.packed_frequencies is not None:
         if at not in (None, end):
@@ -92,7 +89,7 @@ def span_attention(
 ) -> list[float]:
     cache = session.cache
     queries = session.queries.layer_queries(cache.shape.layers)
-    keys = cache.keys[:, :, : cache.length]
+    keys = cache.keys[:, :, : cache.length].unbind()
     return rings.span_attention(queries, keys, _labels(cache), spans, layers, decay)
 
 

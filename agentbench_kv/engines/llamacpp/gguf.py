@@ -102,10 +102,7 @@ def _scalar(file: BinaryIO, kind: int) -> Any:
 
 
 def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
-    """Return what llama.cpp calls the pre-tokenizer of a tokenizer.json.
-
-    UsageError if llama.cpp would split text otherwise, or is not known to split it alike.
-    """
+    """Return llama.cpp's name of a pre-tokenizer; UsageError if it might split text otherwise."""
     parts = tokenizer.get("pre_tokenizer") or {}
     steps = parts.get("pretokenizers", [parts])
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]

@@ -82,10 +82,8 @@ def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
 
 
 def refusal(metadata: Mapping[str, Any]) -> str:
-    """Say why moving or saving single rows of a model's cache would be wrong; empty if it is not.
-
-    The reasons are those of llama.cpp's memory classes at the pinned version.
-    """
+    """Say why moving or saving single rows of a cache would be wrong; empty if it is not."""
+    # The reasons are those of llama.cpp's memory classes at the pinned version.
     name = str(metadata.get("general.architecture", "?"))
     keys = {key.removeprefix(f"{name}.") for key in metadata}
     if any(key.startswith("ssm.") for key in keys):
@@ -121,10 +119,7 @@ class LlamaCppModel:
 
 
 def resolve_model(name: str, python: Path) -> LlamaCppModel:
-    """Find the GGUF file, Hugging Face folder or shipped model called `name`.
-
-    A folder is converted once, into kvbench's own cache, by the environment's interpreter `python`.
-    """
+    """Find the GGUF file, folder or shipped model `name`; `python` converts a folder, once."""
     path = Path(name).expanduser()
     if name not in SHIPPED and not path.is_dir():
         return _from_file(path)
@@ -137,7 +132,7 @@ def resolve_model(name: str, python: Path) -> LlamaCppModel:
 
 
 def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool = True) -> None:
-    """Convert a folder in the environment's interpreter; see `convert.convert`."""
+    """Convert a folder in the environment's interpreter; see `gguf.convert`."""
     arguments = [str(folder.absolute()), str(out.absolute())]
     if not tokenizer:
         arguments.append("--no-tokenizer")

@@ -101,10 +101,7 @@ class BenchSession:
             self.rows.append(self.context.watch.cells(), start)
 
     def measure(self, protocol: str, tokens: int, repeats: int) -> dict[str, Any]:
-        """Return the medians of one size as the fields of a `RestoreTimes`.
-
-        Every step is repeated on warm caches; the first repetition does not count.
-        """
+        """Return the medians of one size, for a `RestoreTimes`; the first repetition warms up."""
         start, context = (0, tokens) if protocol == "empty" else (BLOCK_START, CONTEXT_TOKENS)
         self.rows.free()
         self.rows.sequence = 0

@@ -191,10 +191,7 @@ class BackendPolicy:
 
 
 def method_document(method: Method, folder: Path) -> dict[str, Any]:
-    """Describe a method so that `method_from` builds an equal one in another process.
-
-    A calibration goes to a file in `folder`.
-    """
+    """Describe a method for another process; a calibration goes to a file in `folder`."""
     cls = type(method)
     calibration: Calibration | None = getattr(method, "calibration", None)
     path = None
@@ -282,10 +279,7 @@ def refuse_unsupported(engine: str, problems: Mapping[str, bool]) -> None:
 
 
 def follow_parent() -> None:
-    """End this process's group once its parent is gone, however that ended.
-
-    The harness starts every backend in a group of its own.
-    """
+    """End this process's group, which the harness made for it, once its parent is gone."""
     parent = os.getppid()
 
     def watch() -> None:

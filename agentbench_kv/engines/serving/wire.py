@@ -191,10 +191,7 @@ def as_flags(arguments: Mapping[str, str | None]) -> list[str]:
 
 
 def stop_document(sampling: Sampling) -> dict[str, Any] | None:
-    """Return the texts that end a generation, for the backend to match; None without any.
-
-    A stop the backend sees itself costs no token too many: what follows it never reaches the cache.
-    """
+    """Return the stop texts for the backend to match, so that nothing behind them is cached."""
     stop = sampling.stop
     return stop.document() if isinstance(stop, StopMatcher) else None
 

@@ -223,10 +223,8 @@ def _refuse_abort(event: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    """Return a port nobody has, below those that systems hand out unasked.
-
-    It is used many seconds later; one of the others could be some connection's by then.
-    """
+    """Return a port nobody has, below those that systems hand out unasked."""
+    # It is used many seconds later; one of the others could be some connection's by then.
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -394,10 +394,7 @@ class EvokeSession(SpanSession):
         return span.vector
 
     def _may_leave(self, span: EvokeSpan, fed: int) -> bool:
-        """Whether all its rows are in the cache and nothing forbids to evict them.
-
-        The newest token's block stays: an engine may go on from resident positions only.
-        """
+        """Whether it is resident and not fixed; an engine may go on from the newest only."""
         newest = span.end == len(self.tokens)
         return span.resident and span.end <= fed and not newest and not self._is_fixed(span)
 

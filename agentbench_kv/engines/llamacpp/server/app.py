@@ -125,10 +125,7 @@ class SpanCommands:
         self._scheduler = scheduler
 
     def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
-        """Return the RoPE position of the first token of [start, end), and the rows' bytes.
-
-        UsageError if a token is not in the cache, or they are no neighbours.
-        """
+        """Return the first token's RoPE position and the bytes; UsageError if any token is away."""
         rows = self._session(name).rows
         chosen = within(rows.logical, [(start, end)])
         found = rows.logical[chosen].tolist()
@@ -159,10 +156,7 @@ class SpanCommands:
         return before - rows.live
 
     def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
-        """Put saved rows back, as logical positions from `start`, without a forward pass.
-
-        UsageError if the positions are in the cache, were never seen, or are taken.
-        """
+        """Put saved rows back as logical positions from `start`; UsageError if they cannot be."""
         blob = Blob(self._scheduler.cells.form, data)
         session = self._session(name, more=blob.tokens)
         rows, ledger, before = session.rows, session.ledger, session.rows.live

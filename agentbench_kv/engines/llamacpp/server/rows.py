@@ -226,10 +226,7 @@ class Cells:
         return torch.from_numpy(np.ctypeslib.as_array(memory))
 
     def read(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy keys and values [layers, kv_heads, rows, head_dim] of some cells.
-
-        RoPE pairs of the keys are half a head apart, whatever they are in the cache.
-        """
+        """Copy keys, RoPE pairs half a head apart, and values [layers, kv_heads, n, head_dim]."""
         keys = torch.stack([layer[:, cells] for layer in self.keys])
         values = torch.stack([layer[:, cells] for layer in self.values])
         return self.form.shape.in_halves(keys), values
@@ -297,11 +294,8 @@ class Cells:
             context.remove(context.scratch)
 
     def load(self, sequence: int, blob: Blob) -> Tensor:
-        """Add a blob's rows to a sequence; return their cells [tokens], int64.
-
-        They go into a scratch sequence first: llama.cpp empties the one it writes to. Where too few
-        cells are free, a CapacityError leaves everything as it was.
-        """
+        """Add a blob's rows to a sequence, all or CapacityError; return their cells, int64."""
+        # By way of a scratch sequence: llama.cpp empties the one it writes to.
         plugin = library.find_plugin()
         if plugin is None:
             return self._load_by_python(sequence, blob)
@@ -504,10 +498,7 @@ class SequenceRows:
         self._table = self._table[:, kept]
 
     def _anchor(self) -> None:
-        """Let the last row stand in for the one before the next position, if that has gone.
-
-        llama.cpp goes on from the largest label only.
-        """
+        """Let the last row stand in for a last position that has gone: llama.cpp goes on there."""
         if self.live and int(self.labels[-1]) != self.next - 1:
             self._move_label(self.live - 1, self.next - 1)
             self._stand_ins = True

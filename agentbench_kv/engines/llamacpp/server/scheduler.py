@@ -41,10 +41,7 @@ class Admission:
         self.parkings = 0  # how often a session was parked
 
     def admit(self, generation: BackendGeneration, sessions: Collection[BackendSession]) -> bool:
-        """Lend a generation's session its cells; False if it must wait for those that run.
-
-        CapacityError if nothing runs and it still does not fit.
-        """
+        """Lend a session its cells; False if it must wait, CapacityError if nothing else runs."""
         session = generation.session
         need = session.ledger.rows_needed(session.pending, generation.sampling.max_tokens)
         if not self.bring_in(session, need, sessions):
@@ -60,10 +57,7 @@ class Admission:
     def bring_in(
         self, session: BackendSession, need: int, sessions: Collection[BackendSession]
     ) -> bool:
-        """Park resting sessions, oldest first, until `need` cells are free; bring `session` in.
-
-        False if there is no room while those that generate go on.
-        """
+        """Bring `session` in, parking resting ones, oldest first; False if there is no room now."""
         others = [each for each in sessions if each is not session]
         taken = sum(each.reserved for each in others if each.generating)
         if taken + need > self._context.cells:

@@ -41,10 +41,7 @@ class QueryCapture:
         return len(self._buffers[0]) if self._buffers else 0
 
     def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
-        """Name the layers (vLLM's name -> index) and where their queries go.
-
-        With `keep_all`, `queries` has every query of the last forward, too.
-        """
+        """Name the layers (vLLM's name -> index) and their rings; `keep_all` serves `queries`."""
         self._layers = layers
         self._rings = rings
         self.keep_all = keep_all
