@@ -238,10 +238,7 @@ class Prices:
 
 
 class Spending:
-    """Money spent by one command, over all its runs. Thread-safe.
-
-    Requests under way when the limit is reached are still paid for.
-    """
+    """Money spent by one command, requests under way at the limit included. Thread-safe."""
 
     def __init__(self, limit: float | None = None) -> None:
         self.limit = limit

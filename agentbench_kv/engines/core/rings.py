@@ -30,10 +30,7 @@ class RingWrite:
 
 
 class QueryBuffer:
-    """Rings of all sessions: [layers, sessions · slots, q_heads, head_dim].
-
-    One scatter per layer and forward serves every session.
-    """
+    """Rings of all sessions [layers, sessions · slots, q_heads, head_dim], for one scatter each."""
 
     def __init__(self, plan: QueryPlan, shape: RowShape) -> None:
         self.plan = plan

@@ -138,10 +138,7 @@ class SessionRows:
 
 
 class WorkerRows:
-    """All sessions of a worker.
-
-    RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
-    """
+    """All sessions of a worker; `frequencies` are RoPE's inverse ones [head_dim / 2]."""
 
     def __init__(self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy

@@ -48,7 +48,7 @@ from agentbench_kv.engines.embedded.spans import (
     save_block,
     span_attention,
 )
-from agentbench_kv.errors import ContextLimitError, KVBenchError
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange
 
@@ -133,11 +133,7 @@ class EmbeddedEngine(Engine):
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._scheduler.get(session)
-        if state.logical + len(tokens) >= self.info.context_limit:
-            raise ContextLimitError(
-                f"session {session} would reach {state.logical + len(tokens)} tokens; "
-                f"the model's context is {self.info.context_limit}"
-            )
+        self._check_length(session, state.logical + len(tokens))
         state.extend(tokens, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:

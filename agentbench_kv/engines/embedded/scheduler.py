@@ -27,6 +27,7 @@ from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 
+# Chunks depend on a session's own tokens only, so that its result does not on those beside it.
 PREFILL_CHUNK = 512
 STEP_TOKENS = 2048
 
@@ -53,11 +54,7 @@ class StepTimes:
 
 
 class EmbeddedScheduler:
-    """Admits generations against a memory limit and steps all of them together.
-
-    Chunk boundaries depend on a session's own tokens only, never on who else is running, so that a
-    session's result does not depend on the sessions computed with it.
-    """
+    """Admits generations against a memory limit and steps all of them together."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.environments import home, python_of
-from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases.machine import Labeller, PromptPhases, add_run, resumable
@@ -209,11 +209,7 @@ class ServingEngine(Engine):
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._sessions[session]
-        if len(state.tokens) + len(tokens) >= self.info.context_limit:
-            raise ContextLimitError(
-                f"session {session} would reach {len(state.tokens) + len(tokens)} tokens; "
-                f"the model's context is {self.info.context_limit}"
-            )
+        self._check_length(session, len(state.tokens) + len(tokens))
         state.tokens += tokens
         add_run(state.phases, phases)
 

@@ -33,7 +33,7 @@ from agentbench_kv.phases.tokens import StopMatcher, TokenCodec, load_tokenizer
 Handler = Callable[[Mapping[str, Any]], Any]
 
 
-class ControlServer:
+class ControlServer(socketserver.ThreadingUnixStreamServer):
     """Answers commands on a thread of its own until the process ends.
 
     A request is one line `{"command": NAME, ...}`, its answer one line `{"ok": ...}` or
@@ -41,25 +41,22 @@ class ControlServer:
     command the engine, so it lies in a private folder.
     """
 
-    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
-        path.unlink(missing_ok=True)
-        self._server = _CommandServer(str(path), _CommandConnection)
-        self._server.commands = commands
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _CommandServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 128
-    commands: Mapping[str, Handler]
+
+    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
+        path.unlink(missing_ok=True)
+        super().__init__(str(path), _CommandConnection)
+        self.commands = commands
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class _CommandConnection(socketserver.StreamRequestHandler):
-    server: _CommandServer
+    server: ControlServer
 
     def handle(self) -> None:
         for line in self.rfile:

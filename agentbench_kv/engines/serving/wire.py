@@ -99,10 +99,7 @@ class GenerationRequest:
 
 @dataclass(eq=False)
 class EngineWire(ABC):
-    """What a serving engine's server is started from, its command line and its HTTP surface.
-
-    It is locked with a key of its own.
-    """
+    """How a server is started and spoken to over HTTP, locked with a key of its own."""
 
     options: EngineOptions
     facts: ModelFacts

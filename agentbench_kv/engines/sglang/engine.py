@@ -87,10 +87,7 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
 
 
 class SglangEngineWire(EngineWire):
-    """One SGLang server on a loopback port.
-
-    As shipped, its radix cache finds what a session sent before.
-    """
+    """One SGLang server on a loopback port; as shipped, its radix cache finds earlier turns."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,10 +33,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 class VllmEngineWire(EngineWire):
-    """One vLLM server on a Unix socket in a private folder.
-
-    As shipped, prefix caching and async scheduling are on.
-    """
+    """One vLLM server on a Unix socket; as shipped, with prefix caching and async scheduling."""
 
     @property
     def _socket(self) -> Path:

@@ -72,10 +72,7 @@ class RowFormat:
 
 
 class Blob:
-    """Rows of some tokens, outside the cache, in the bytes that llama.cpp wrote.
-
-    They are read and written in place.
-    """
+    """Rows of some tokens in the bytes that llama.cpp wrote, read and written in place."""
 
     def __init__(self, form: RowFormat, data: bytearray) -> None:
         self.form = form

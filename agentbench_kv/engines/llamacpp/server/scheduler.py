@@ -93,11 +93,7 @@ class Admission:
 
 
 class BatchScheduler:
-    """Runs the sessions of one context.
-
-    Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
-    events fall on the same tokens.
-    """
+    """Runs the sessions of one context; chunks are cut as in the embedded engine."""
 
     def __init__(self, context: Context, policy: BackendPolicy) -> None:
         self.context = context

@@ -20,10 +20,7 @@ from agentbench_kv.kernels.layout import PagedRows
 
 
 class SessionBlocks:
-    """The blocks of all requests, running or at rest, of a model with one KV cache group.
-
-    `manager` is vLLM's `KVCacheManager`.
-    """
+    """The blocks of all requests, running or at rest, in vLLM's `KVCacheManager` of one group."""
 
     def __init__(self, manager: Any) -> None:
         (self._single,) = manager.coordinator.single_type_managers
