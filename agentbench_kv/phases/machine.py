@@ -31,12 +31,9 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 @dataclass(frozen=True)
 class HeaderRule:
-    r"""Gives a whole message a phase; `pattern` is matched at the start of the header so far.
+    """Gives a whole message a phase; `pattern` is matched at the start of the header so far."""
 
-    A pattern that must see the complete role name ends in ``\Z``.
-    """
-
-    pattern: str
+    pattern: str  # ends in `\Z` if it must see the complete role name
     phase: Phase
 
 

@@ -67,13 +67,10 @@ _MOST_PENDING = 4
 
 
 class IncrementalDecoder:
-    """Turns a stream of ids into a stream of text that never splits a character.
-
-    `hidden` are ids that have no text (turn ends and other special tokens).
-    """
+    """Turns a stream of ids into a stream of text that never splits a character."""
 
     def __init__(self, codec: TokenCodec, hidden: Iterable[int] = ()) -> None:
-        self.hidden = frozenset(hidden)
+        self.hidden = frozenset(hidden)  # ids without text: turn ends, other special tokens
         self._codec = codec
         self._context: list[int] = []
         self._pending: list[int] = []

@@ -150,10 +150,7 @@ class AttentionSums:
         return sums[:, :, :live]
 
     def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
-
-        Attention is causal; the last n rows are the queries' own.
-        """
+        """Add what a forward's queries [q_heads, n, head_dim] attend to; see `add_attention`."""
         n, live = queries.shape[1], keys.shape[1]
         sums = self.of(session, live)[layer]
         sums[:, live - n :] = 0.0

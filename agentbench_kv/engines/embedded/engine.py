@@ -92,12 +92,9 @@ class EmbeddedEngine(Engine):
             loaded = load_model(options.model, options.dtype, options.device)
         else:
             loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
+        limit = options.max_live_tokens
         return cls(
-            loaded,
-            options.method,
-            name=options.model,
-            max_live_tokens=options.max_live_tokens,
-            recorder=recorder,
+            loaded, options.method, name=options.model, max_live_tokens=limit, recorder=recorder
         )
 
     @classmethod

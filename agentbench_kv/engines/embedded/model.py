@@ -135,19 +135,12 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     parameter = next(network.parameters())
     rotary = network.model.rotary_emb
     heads = int(config.num_attention_heads)
-    shape = RowShape(
-        layers=int(config.num_hidden_layers),
-        q_heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        dtype=parameter.dtype,
-        device=parameter.device,
-    )
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    sizes = (int(config.num_hidden_layers), heads, kv_heads, head_dim)
+    shape = RowShape(*sizes, parameter.dtype, parameter.device)
     return LoadedModel(
-        network=network,
-        path=path,
-        sha=sha,
-        shape=shape,
+        *(network, path, sha, shape),
         frequencies=rotary.inv_freq.to(parameter.device),
         rope_type=str(getattr(rotary, "rope_type", "default")),
         rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),

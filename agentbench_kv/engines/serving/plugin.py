@@ -172,12 +172,8 @@ class BackendPolicy:
         """Read the policy this process was started with; KeyError if it was not."""
         document = json.loads(Path(os.environ[VARIABLE]).read_text())
         trace = document["trace"]
-        return cls(
-            method=method_from(document["method"]),
-            model_path=Path(document["model_path"]),
-            control=Path(document["control"]),
-            trace=None if trace is None else Path(trace),
-        )
+        paths = (Path(document["model_path"]), Path(document["control"]))
+        return cls(method_from(document["method"]), *paths, None if trace is None else Path(trace))
 
     def with_method(self, document: dict[str, Any]) -> BackendPolicy:
         return replace(self, method=method_from(document))
@@ -185,6 +181,9 @@ class BackendPolicy:
     def stop_matcher(self, document: dict[str, Any]) -> StopMatcher:
         """Return a matcher of the texts that end a generation, given as `StopMatcher.document`."""
         return StopMatcher.from_document(document, _codec(self.model_path))
+
+
+_SIZE = ("budget", "share", "preset")  # fields of every method, beside its settings
 
 
 def method_document(method: Method, folder: Path) -> dict[str, Any]:
@@ -195,15 +194,14 @@ def method_document(method: Method, folder: Path) -> dict[str, Any]:
     if calibration is not None:
         path = folder / f"calibration-{id(calibration):x}.safetensors"
         calibration.save(path)
-    own = ("budget", "share", "preset")
     given = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
     # What a method is made of, parameters or not, as far as JSON holds it.
-    settings = {k: v for k, v in given.items() if k not in own and isinstance(v, int | float | str)}
+    settings = {
+        k: v for k, v in given.items() if k not in _SIZE and isinstance(v, int | float | str)
+    }
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "budget": method.budget,
-        "share": method.share,
-        "preset": method.preset,
+        **{name: getattr(method, name) for name in _SIZE},
         "settings": settings,
         "calibration": None if path is None else str(path),
     }
@@ -212,12 +210,8 @@ def method_document(method: Method, folder: Path) -> dict[str, Any]:
 def method_from(document: dict[str, Any]) -> Method:
     module, _, name = document["class"].partition(":")
     cls = getattr(import_module(module), name)
-    method: Method = cls(
-        budget=document["budget"],
-        share=document["share"],
-        preset=document["preset"],
-        **document["settings"],
-    )
+    size = {name: document[name] for name in _SIZE}
+    method: Method = cls(**size, **document["settings"])
     if document["calibration"] is not None:
         method = method.with_calibration(Calibration.load(Path(document["calibration"])))
     return method

@@ -202,10 +202,7 @@ class RequestError(KVBenchError):
 
 
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up.
-
-    Raises RequestError for an answer that is no stream of events.
-    """
+    """Post a request and yield its events, or raise RequestError; closing it hangs up."""
     with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
         if response.status_code != httpx.codes.OK:
             text = response.read().decode(errors="replace")

@@ -155,9 +155,14 @@ class Patches:
         return running_growth(self.runtime.table, original, adder, request)
 
     def create_req(
-        self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
+        self,
+        original: Original,
+        session: Any,
+        arrived: Any,
+        tokenizer: Any,
+        *args: Any,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Append exactly the ids that came; SGLang would drop a leading BOS."""
         request = original(session, arrived, None, *args, **kwargs)
         request.tokenizer = tokenizer
@@ -230,9 +235,17 @@ class Patches:
         return forward
 
     def forward(
-        self, original: Original, backend: Any, q: Any, k: Any, v: Any, layer: Any,
-        forward_batch: Any, *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        original: Original,
+        backend: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Keep the queries of an attention layer, which carry RoPE already."""
         worker = self.runtime.worker
         idle = forward_batch.forward_mode.is_idle()
