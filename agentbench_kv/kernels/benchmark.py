@@ -235,8 +235,6 @@ def _measured(
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return seconds until the device is done."""
-
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

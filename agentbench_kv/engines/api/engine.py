@@ -85,7 +85,6 @@ class ApiEngine(TextEngine):
         return _Request(asyncio.run_coroutine_threadsafe(self._asker.ask(body), self._loop))
 
     def provenance(self) -> dict[str, Any]:
-        """Return the endpoint, the model it was asked for and the prices; never a key."""
         prices = self._prices
         rates = None if prices is None else [prices.prompt, prices.output, prices.cached]
         return {

@@ -297,8 +297,7 @@ class WorkerRows:
 
 
 def _write_trace(folder: Path, order: EvictionOrder, kept: Tensor) -> None:
-    name = f"{quote(order.session, safe='')}.{order.number:06d}"
-    path = folder / f"{name}.safetensors"
-    partial = folder / f"{name}.partial"
+    path = folder / f"{quote(order.session, safe='')}.{order.number:06d}.safetensors"
+    partial = path.with_suffix(".partial")
     save_file({"kept": kept.cpu().contiguous()}, partial)
     partial.replace(path)

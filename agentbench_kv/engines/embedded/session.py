@@ -136,7 +136,6 @@ class EmbeddedSession:
         self.queries.free()
 
     def stats(self) -> KVStats:
-        """Return the accounting as of now; what is live is counted in the cache."""
         snapshot = self.ledger.snapshot()
         snapshot.logical, snapshot.live = self.logical, self.cache.length
         return snapshot

@@ -167,7 +167,6 @@ def _file_sha(path: Path, size: int, modified_ns: int) -> str:  # noqa: ARG001  
 
 @contextmanager
 def environment_of() -> Iterator[dict[str, str]]:
-    """Yield variables under which the interpreter finds our package and no other of ours."""
     with tempfile.TemporaryDirectory(prefix="kvbench-") as place:
         links = link_packages(Path(place) / "path", [], {})
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}

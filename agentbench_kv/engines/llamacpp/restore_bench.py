@@ -68,13 +68,8 @@ def measure_restore(
     `python` is the interpreter of the environment `llamacpp`; without a GGUF file as `model`,
     weights are random (8 layers of 512). `repeats` counts prefills; each has five restores.
     """
-    asked = {
-        "model": "" if model is None else str(model.absolute()),
-        "dtype": dtype,
-        "tokens": list(tokens),
-        "cells": cells,
-        "repeats": repeats,
-    }
+    asked = {"dtype": dtype, "tokens": list(tokens), "cells": cells, "repeats": repeats}
+    asked["model"] = "" if model is None else str(model.absolute())
     for line in lines_of(python, __name__, [json.dumps(asked)]):
         row = json.loads(line)
         yield RestoreTimes(**row) if "protocol" in row else row

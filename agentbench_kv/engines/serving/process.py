@@ -67,7 +67,6 @@ class BackendProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; also the id of its process group."""
         return self._process.pid
 
     @property

@@ -48,14 +48,11 @@ def read_model(path: Path) -> ModelFacts:
     config = _json(path / "config.json")
     try:
         heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         return ModelFacts(
-            family=str(config["model_type"]),
-            layers=int(config["num_hidden_layers"]),
-            q_heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            context_limit=int(config["max_position_embeddings"]),
-            eos_token_ids=_eos_ids(path, config),
+            *(str(config["model_type"]), int(config["num_hidden_layers"]), heads, kv_heads),
+            *(head_dim, int(config["max_position_embeddings"]), _eos_ids(path, config)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PrerequisiteError(

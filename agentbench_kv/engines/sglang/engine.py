@@ -95,7 +95,6 @@ class SglangEngineWire(EngineWire):
         self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
 
     def launch(self) -> Launch:
-        """Return the command that starts the server, on a port that is free now."""
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
@@ -283,10 +282,8 @@ class SglangEngine(ServingEngine):
         state = self._sessions[session]
         if not self._lives(state):
             return 0
-        removed: int = self._control.call(
-            "evict_spans", session=state.backend_name, spans=[list(span) for span in spans]
-        )
-        return removed
+        name, pairs = state.backend_name, [list(span) for span in spans]
+        return int(self._control.call("evict_spans", session=name, spans=pairs))
 
     def _lives(self, state: ServingSession) -> bool:
         """Return whether the backend that runs now has a session's rows."""

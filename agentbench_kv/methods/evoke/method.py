@@ -136,7 +136,6 @@ class Evoke(SpanMethod):
         return max(super().budget_at(now), self.least)
 
     def below(self) -> Method:
-        """Return what keeps all rows, and the queries whose attention is asked for."""
         return Resident(
             positions="cache" if self.positions == "compact" else "logical",
             recent_queries=self.window if self.w_attention else 0,

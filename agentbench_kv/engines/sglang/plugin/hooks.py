@@ -210,7 +210,6 @@ class Patches:
     def cache_finished_req(
         self, original: Original, cache: Any, request: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """End the only turn of a request without a session."""
         session = self.runtime.table.of(request) if request.finished() else None
         if session is not None:
             self.runtime.steps.finish_alone(request, session)
@@ -321,7 +320,6 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 
 
 def mismatches() -> list[str]:
-    """Return what is not as listed, in words; SGLang must be importable."""
     return symbol_problems(TARGETS, exact=True)
 
 
@@ -358,7 +356,6 @@ def register() -> None:
 
 
 def check_installed() -> None:
-    """End the process unless every hook is in its place."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = sorted(set(TARGETS) - HookRegistry._patched)

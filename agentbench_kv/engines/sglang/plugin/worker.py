@@ -308,7 +308,6 @@ class Steps:
         self._worker.settle(decoded)
 
     def _count(self, session: SglangSession) -> Eviction | None:
-        """Count the token sampled by a settled forward."""
         session.samples += 1
         if session.resampling:
             session.resampling -= 1

@@ -83,7 +83,6 @@ class EvictingScheduler(Scheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """End requests from outside, as when a client hangs up."""
         with self.lock:
             return super().finish_requests(*args, **kwargs)
 
