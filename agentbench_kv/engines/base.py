@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from agentbench_kv.accounting import KVEvent as KVEvent
 from agentbench_kv.accounting import KVStats as KVStats
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
@@ -37,6 +37,18 @@ class Capability(StrEnum):
     CAPTURE = "capture"
     MEMORY_BLOCKS = "memory_blocks"
     TEXT = "text"
+
+
+# What an engine that moves single rows can do to spans.
+SPAN_CAPABILITIES = frozenset(
+    {
+        Capability.EVICT_SPANS,
+        Capability.SAVE_BLOCK,
+        Capability.RESTORE_BLOCK,
+        Capability.SPAN_ATTENTION,
+        Capability.EMBED_TOKENS,
+    }
+)
 
 
 class FinishReason(StrEnum):
@@ -228,6 +240,13 @@ class Engine(ABC):
     def fork(self, session: str, new: str) -> None:
         """Open a session that has seen what another one has."""
         raise self._cannot(Capability.FORK, session, new)
+
+    def _check_length(self, session: str, tokens: int) -> None:
+        if tokens >= self.info.context_limit:
+            raise ContextLimitError(
+                f"session {session} would reach {tokens} tokens; "
+                f"the model's context is {self.info.context_limit}"
+            )
 
     def _cannot(self, capability: Capability, *_: object) -> UsageError:
         return UsageError(

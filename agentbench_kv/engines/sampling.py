@@ -67,7 +67,6 @@ class StreamedGeneration(Generation):
         self.cancelled = True
 
     def push(self, token: int) -> None:
-        """Hand a token to the reader."""
         now = time.perf_counter() - self._started
         if self.produced == 0:
             self.first_token_s = now
@@ -76,12 +75,10 @@ class StreamedGeneration(Generation):
         self._hand_over(token)
 
     def finish(self, reason: FinishReason) -> None:
-        """End the stream."""
         self.finish_reason = reason
         self._hand_over(None)
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error, which the reader gets."""
         self._hand_over(error)
 
     def _hand_over(self, item: int | BaseException | None) -> None:

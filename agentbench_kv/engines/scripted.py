@@ -71,15 +71,10 @@ class ScriptedEngine(Engine):
         self._sessions: dict[str, ScriptedSession] = {}
         self._turns: defaultdict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
+        sha = sha256((tokenizer_path / "tokenizer.json").read_bytes()).hexdigest()
+        ends = (int(self._tokenizer.eos_token_id),)
         self.info = EngineInfo(
-            name="scripted",
-            model=model,
-            model_path=tokenizer_path,
-            model_sha=sha256((tokenizer_path / "tokenizer.json").read_bytes()).hexdigest(),
-            device="cpu",
-            dtype="none",
-            context_limit=context_limit,
-            eos_token_ids=(int(self._tokenizer.eos_token_id),),
+            "scripted", model, tokenizer_path, sha, "cpu", "none", context_limit, ends
         )
 
     @classmethod
@@ -149,30 +144,30 @@ class ScriptedEngine(Engine):
         return list(self._sessions[session].phases)
 
 
+@dataclass(eq=False)
 class ScriptedGeneration(Generation):
     """One text being replayed."""
 
-    def __init__(
-        self, session: ScriptedSession, ids: Sequence[int], sampling: Sampling, room: int
-    ) -> None:
-        self._session = session
-        self._ids = ids
-        self._sampling = sampling
-        self._room = room
-        self._cancelled = False
+    session: ScriptedSession
+    ids: Sequence[int]
+    sampling: Sampling
+    room: int
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[int]:
-        state, stats = self._session, self._session.stats
+        state, stats = self.session, self.session.stats
         stats.prefill_tokens += state.pending
         stats.longest_prefill = max(stats.longest_prefill, state.pending)
         state.pending = 0
         self._count_live()
-        for count, token in enumerate(self._ids, start=1):
-            if self._cancelled:
+        for count, token in enumerate(self.ids, start=1):
+            if self.cancelled:
                 self.finish_reason = FinishReason.CANCELLED
                 return
-            if count > self._room:
+            if count > self.room:
                 self.finish_reason = FinishReason.CONTEXT_LIMIT
                 return
             state.tokens.append(token)
@@ -182,14 +177,14 @@ class ScriptedGeneration(Generation):
             self._count_live()
             self.last_token_s = time.perf_counter() - self._start
             self.first_token_s = self.first_token_s or self.last_token_s
-            self.finish_reason = self._sampling.ends(token, count)
+            self.finish_reason = self.sampling.ends(token, count)
             yield token
             if self.finish_reason is not None:
                 return
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True
 
     def _count_live(self) -> None:
-        stats = self._session.stats
-        stats.logical = stats.live = stats.peak_live = len(self._session.tokens)
+        stats = self.session.stats
+        stats.logical = stats.live = stats.peak_live = len(self.session.tokens)

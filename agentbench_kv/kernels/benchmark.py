@@ -34,7 +34,6 @@ class KernelCase:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of the layer."""
         _, kv_heads, head_dim = MODELS[self.model]
         return 2 * self.sessions * kv_heads * self.tokens * head_dim * self.dtype.itemsize
 
@@ -236,8 +235,6 @@ def _measured(
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return seconds until the device is done."""
-
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -70,10 +70,7 @@ def toolchain(kind: str) -> Toolchain:
 
 
 def library(kind: str) -> Path:
-    """Return the compiled library, building it if this machine has not yet.
-
-    A PrerequisiteError carries the compiler's first complaint, in one line.
-    """
+    """Return the library, built once; PrerequisiteError with the compiler's first complaint."""
     tools = toolchain(kind)
     folder = cache_folder()
     target = folder / f"kvb-{tools.kind}-{tools.key}.so"
@@ -105,7 +102,6 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> str:
-    """Return the C++ compiler's command, `$CXX` if that is set."""
     chosen = os.environ.get("CXX", "").strip()
     for name in [chosen] if chosen else ["g++", "clang++", "c++"]:
         if shutil.which(shlex.split(name)[0]):
@@ -198,7 +194,6 @@ def _workplace(folder: Path) -> Iterator[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed builds left long ago."""
     for old in folder.glob(".build-*"):
         # Another process may finish, and remove its folder, at any time.
         with suppress(FileNotFoundError):

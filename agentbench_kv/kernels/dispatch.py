@@ -33,10 +33,7 @@ _loaded: dict[str, Backend] = {}
 
 
 def use_backend(name: str) -> None:
-    """Switch to the backend called `name` (see the module) for the rest of the process.
-
-    UsageError if there is no such backend, PrerequisiteError if it cannot be built here.
-    """
+    """Switch to a backend of `CHOICES` for good; PrerequisiteError if it cannot be built."""
     if name not in CHOICES:
         raise UsageError(
             f"unknown kernel backend {name!r}; expected one of {', '.join(CHOICES)} ({VARIABLE})"
@@ -47,7 +44,6 @@ def use_backend(name: str) -> None:
 
 
 def active_backend(device: str | torch.device = "cpu") -> Backend:
-    """Return the backend for tensors on a device."""
     kind = torch.device(device).type
     if not _chosen:
         use_backend(os.environ.get(VARIABLE) or "auto")

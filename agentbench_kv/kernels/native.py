@@ -180,7 +180,6 @@ class NativeBackend:
         return indices
 
     def compact(self, caches: Sequence[Tensor], kept: Tensor, length: int, sort: bool) -> int:  # noqa: ARG002
-        """Move rows of a contiguous cache [layers, kv_heads, capacity, ...]."""
         rows = [_plain_rows(each) for each in caches]
         return int(self._compact(rows, _Table(None, 0, 1, 0), kept[None], None, sort))
 
@@ -295,7 +294,6 @@ def _floating(tensor: Tensor, wanted: torch.dtype = torch.float32) -> Tensor:
 
 
 def _innermost(tensor: Tensor) -> Tensor:
-    """Return the tensor with a contiguous last dimension."""
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 

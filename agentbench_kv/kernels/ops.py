@@ -23,31 +23,18 @@ def ring_write(
 
 
 def attention_mass(
-    queries: Tensor,
-    keys: Tensor,
+    queries: Tensor,  # [q_heads, n, head_dim]; head `h` reads `h // (q_heads // kv_heads)`
+    keys: Tensor,  # [kv_heads, tokens, head_dim]
     *,
     gqa: GqaMode = "mean_prob",
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
+    query_positions: Tensor | None = None,  # [n], int64
+    key_positions: Tensor | None = None,  # [kv_heads, tokens], int64
 ) -> Tensor:
-    """Mean over queries of softmax(q·k/√d) along the keys, one score per key.
+    """Return the mean over queries of softmax(q·k/√d) along the keys [kv_heads, tokens], float32.
 
-    Parameters
-    ----------
-    queries : Tensor [q_heads, n, head_dim]
-        Representative queries; query head `h` reads KV head `h // (q_heads // kv_heads)`.
-    keys : Tensor [kv_heads, tokens, head_dim]
-        Cached keys.
-    gqa : str
-        How a group's query heads become one score: mean or maximum of their probabilities, or the
-        softmax of the maximum of their raw logits; `per_head` leaves the group apart.
-    query_positions, key_positions : Tensor [n] and [kv_heads, tokens], int64, optional
-        If both are given, a query does not see keys at later positions.
-
-    Returns
-    -------
-    Tensor [kv_heads, tokens], float32
-        With `per_head`: [kv_heads, group, tokens].
+    `gqa` says how a group's query heads become one score: mean or maximum of their probabilities,
+    or the softmax of the maximum of their raw logits; `per_head` leaves the group apart, [kv_heads,
+    group, tokens]. If both positions are given, a query does not see keys at later ones.
     """
     backend = active_backend(keys.device)
     return backend.attention_mass(queries, keys, gqa, query_positions, key_positions)

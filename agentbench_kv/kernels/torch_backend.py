@@ -85,7 +85,6 @@ class TorchBackend:
     def _select_rows(
         self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor
     ) -> Tensor:
-        """Select by ascending position, and return to rows."""
         tokens = scores.shape[-1]
         _, order = by_position(positions.reshape(1, -1, tokens))
         order = order.reshape(scores.shape)

@@ -319,7 +319,6 @@ class Method:
     def _select_rows(
         self, layers: Sequence[LayerView], queries: Sequence[Queries], moment: ScoreContext
     ) -> Selection:
-        """Choose among rows in cache order."""
         scores = torch.stack(
             [self._score_layer(view, queries[i], None, moment, i) for i, view in enumerate(layers)]
         )
@@ -334,8 +333,8 @@ class Method:
         positions, orders = by_position(moment.positions)
         scores = []
         for i, (view, order) in enumerate(zip(layers, orders, strict=True)):
-            wanted = order if self.ordered and not _ascending(order) else None
-            found = self._score_layer(view, queries[i], wanted, moment, i)
+            sorts = self.ordered and not bool((order[:, 1:] > order[:, :-1]).all())
+            found = self._score_layer(view, queries[i], order if sorts else None, moment, i)
             scores.append(found if self.ordered else found.gather(-1, order))
         merged = self._merge(torch.stack(scores))
         always = self._always(positions, moment.now, moment.prompt)
@@ -374,10 +373,6 @@ class Method:
         """Mark the positions [layers, kv_heads, tokens] that no event may evict."""
         recent = positions >= now - self.recent_kept(self.budget_at(now))
         return recent | (positions < self.sinks) if self.sinks else recent
-
-
-def _ascending(order: Tensor) -> bool:
-    return bool((order[:, 1:] > order[:, :-1]).all())
 
 
 class Schedule:

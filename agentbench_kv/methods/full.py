@@ -23,10 +23,7 @@ class Full(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FullConstrained(Full):
-    """Nothing is evicted, under the flags of the compressed arm.
-
-    On the embedded engine there are no such flags, so it runs the same path as `full`.
-    """
+    """Nothing is evicted, under the compressed arm's flags, which the embedded engine lacks."""
 
     name: ClassVar[str] = "full-constrained"
     summary: ClassVar[str] = "no eviction, same engine flags as a compressed run"

@@ -249,7 +249,6 @@ def _kvpress() -> Any:
 
 
 def _press_class(kvpress: Any, name: str) -> Any:
-    """Look a press up and make sure that it is one of those known to fit."""
     cls = getattr(kvpress, name, None)
     if not isinstance(cls, type):
         raise unknown_name("kvpress press", name, FIT)
@@ -264,7 +263,6 @@ def _press_class(kvpress: Any, name: str) -> Any:
 
 
 def _checked(cls: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every argument of a press with its value."""
     known = {f.name: f for f in fields(cls) if f.init and f.name != "compression_ratio"}
     for name in arguments:
         if name not in known:

@@ -49,10 +49,5 @@ class RKV(SnapKV):
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:
-    """Return how much each key [kv_heads, tokens, head_dim] repeats others, [kv_heads, tokens].
-
-    Keys come by ascending position. Cosines of all pairs, zero on the diagonal; in every row the
-    last column above the threshold counts 0 (column 0 if there is none, as in the authors' code);
-    then column means, and their softmax.
-    """
+    """Return the softmax of how alike each key is to the others, see `similarity_column_mean`."""
     return torch.softmax(similarity_column_mean(keys, threshold), -1)

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -167,6 +168,23 @@ class SpanSessions(Protocol):
 
     def close(self) -> None:
         """Let go of what the sessions share, such as a host store."""
+
+
+def within(labels: Tensor, spans: Sequence[SpanRange]) -> Tensor:
+    """Return which logical positions lie in any of the spans, bool."""
+    inside = torch.zeros_like(labels, dtype=torch.bool)
+    for start, end in spans:
+        inside |= (labels >= start) & (labels < end)
+    return inside
+
+
+def check_whole_tokens(method: Method) -> None:
+    """Refuse spans under a method whose heads keep different tokens."""
+    if method.compresses:
+        raise UsageError(
+            f"method {method.label!r} keeps other tokens in every head; spans can be evicted "
+            "or saved under methods that keep whole tokens only"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,6 @@ class TriAttention(Method):
     name: ClassVar[str] = "triattention"
     summary: ClassVar[str] = "trigonometric score of calibrated query statistics"
     source: ClassVar[str] = "Mao et al., TriAttention"
-    ordered: ClassVar[bool] = True
     needs_calibration: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "hf": {},

@@ -31,12 +31,9 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 @dataclass(frozen=True)
 class HeaderRule:
-    r"""Gives a whole message a phase; `pattern` is matched at the start of the header so far.
+    """Gives a whole message a phase; `pattern` is matched at the start of the header so far."""
 
-    A pattern that must see the complete role name ends in ``\Z``.
-    """
-
-    pattern: str
+    pattern: str  # ends in `\Z` if it must see the complete role name
     phase: Phase
 
 
@@ -167,7 +164,6 @@ class PhaseMachine:
         self.state = state or PhaseState()
 
     def copy(self) -> PhaseMachine:
-        """Return a machine that goes on from here on its own."""
         return PhaseMachine(self.table, self.state)
 
     def document(self) -> dict[str, Any]:
@@ -300,12 +296,10 @@ class PromptPhases:
     runs: Sequence[Sequence[int]] = ()  # [phase, tokens] of every run, in order
 
     def expand(self) -> list[Phase]:
-        """Return the phase of every token."""
         return [phase for code, tokens in self.runs for phase in [Phase(code)] * tokens]
 
 
 def add_run(runs: list[list[int]], phases: Iterable[Phase]) -> None:
-    """Append tokens of these phases to runs."""
     for phase in phases:
         if runs and runs[-1][0] == phase:
             runs[-1][1] += 1

@@ -67,13 +67,10 @@ _MOST_PENDING = 4
 
 
 class IncrementalDecoder:
-    """Turns a stream of ids into a stream of text that never splits a character.
-
-    `hidden` are ids that have no text (turn ends and other special tokens).
-    """
+    """Turns a stream of ids into a stream of text that never splits a character."""
 
     def __init__(self, codec: TokenCodec, hidden: Iterable[int] = ()) -> None:
-        self.hidden = frozenset(hidden)
+        self.hidden = frozenset(hidden)  # ids without text: turn ends, other special tokens
         self._codec = codec
         self._context: list[int] = []
         self._pending: list[int] = []
@@ -120,7 +117,6 @@ class StopMatcher:
 
     @classmethod
     def from_document(cls, document: dict[str, list[Any]], codec: TokenCodec) -> Self:
-        """Make the matcher of a document, in another process."""
         return cls(IncrementalDecoder(codec, document["hidden"]), document["strings"])
 
     def __call__(self, token: int) -> bool:

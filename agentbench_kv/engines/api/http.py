@@ -238,10 +238,7 @@ class Prices:
 
 
 class Spending:
-    """Money spent by one command, over all its runs. Thread-safe.
-
-    Requests under way when the limit is reached are still paid for.
-    """
+    """Money spent by one command, requests under way at the limit included. Thread-safe."""
 
     def __init__(self, limit: float | None = None) -> None:
         self.limit = limit
@@ -255,7 +252,6 @@ class Spending:
             self.spent += cost or 0.0
 
     def check(self) -> None:
-        """Refuse the next request once the limit is reached."""
         if self.limit is not None and self.spent >= self.limit:
             raise PrerequisiteError(
                 f"--max-cost {self.limit:g} is reached: {self.spent:.6g} spent on {self.requests} "
@@ -278,7 +274,6 @@ def spending_limit(limit: float | None) -> Iterator[Spending]:
 
 
 def spending_of_this_command() -> Spending:
-    """Return the account in force, or a new one without a limit."""
     return _current.get() or Spending()
 
 
@@ -297,10 +292,7 @@ def request_body(
     sampling: TextSampling,
     limit_name: str,
 ) -> dict[str, Any]:
-    """Return a chat request; `limit_name` is what the endpoint calls `max_tokens`.
-
-    Thoughts are not sent back: providers refuse or drop them.
-    """
+    """Return a chat request without thoughts, which providers refuse; `limit_name`: max_tokens."""
     sent = [{k: v for k, v in message.items() if k not in _NOT_SENT} for message in messages]
     body: dict[str, Any] = {
         "model": model,
@@ -411,10 +403,7 @@ class RetryPolicy:
         )
 
     def pause(self, attempt: int, answer: EndpointAnswer, chance: float) -> float | None:
-        """Seconds to wait before attempt number `attempt` + 1; None to give up.
-
-        `chance` in [0, 1) spreads clients that failed together.
-        """
+        """Seconds before the next attempt, None to give up; `chance` in [0, 1) spreads clients."""
         asked = _retry_after(answer.headers)
         if attempt >= self.retries or (asked or 0) > self.longest_pause_s:
             return None
@@ -422,24 +411,19 @@ class RetryPolicy:
         return float(max(asked or 0.0, grown * (1 - chance / 2)))
 
 
+@dataclass(eq=False)
 class Asker:
     """Sends requests until they are answered or it is no use."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        transport: Transport,
-        policy: RetryPolicy,
-        prices: Prices | None,
-        spending: Spending,
-    ) -> None:
-        self._endpoint = endpoint
-        self._transport = transport
-        self._policy = policy
-        self._prices = prices
-        self._spending = spending
+    endpoint: Endpoint
+    transport: Transport
+    policy: RetryPolicy
+    prices: Prices | None
+    spending: Spending
+
+    def __post_init__(self) -> None:
         # Requests begin no closer together than the rate allows.
-        self._interval = 60.0 / policy.per_minute if policy.per_minute else 0.0
+        self._interval = 60.0 / self.policy.per_minute if self.policy.per_minute else 0.0
         self._next_start = 0.0
         self._failures = 0
         self._answered = False
@@ -449,20 +433,20 @@ class Asker:
         """Return the answer; raises what `TextRequest.result` does."""
         attempt = 0
         while True:
-            self._spending.check()
+            self.spending.check()
             if self._failures >= _MOST_FAILURES:
                 raise PrerequisiteError(self._dead(f"failed {self._failures} requests in a row"))
             await self._wait_for_turn()
-            answer = await self._transport.send(body)
+            answer = await self.transport.send(body)
             problem = answer.text if answer.status != 200 else ""
             if not problem:
                 try:
-                    return self._good(read_reply(answer.data, self._prices))
+                    return self._good(read_reply(answer.data, self.prices))
                 except RubbishError as error:
                     problem = f"an answer that is no chat completion ({error}): {answer.text}"
             elif answer.status not in _PASSING and answer.status < 500:
                 raise self._refused(answer)
-            pause = self._policy.pause(attempt, answer, random.random())
+            pause = self.policy.pause(attempt, answer, random.random())
             if pause is None:
                 raise self._failed(answer, problem, attempt + 1)
             await asyncio.sleep(pause)
@@ -477,7 +461,7 @@ class Asker:
             await asyncio.sleep(start - now)
 
     def _good(self, reply: TextReply) -> TextReply:
-        self._spending.add(reply.cost)
+        self.spending.add(reply.cost)
         with self._lock:
             self._failures, self._answered = 0, True
         return reply
@@ -490,11 +474,11 @@ class Asker:
         problem = f"{what}{_short(problem)} ({attempts} attempts)"
         if lost:
             return PrerequisiteError(self._dead(f"does not answer: {problem}"))
-        return EndpointError(f"{self._endpoint.shown}: {problem}")
+        return EndpointError(f"{self.endpoint.shown}: {problem}")
 
     def _dead(self, problem: str) -> str:
         return (
-            f"{self._endpoint.shown} {problem}; start or mend the endpoint, then the same command "
+            f"{self.endpoint.shown} {problem}; start or mend the endpoint, then the same command "
             "goes on"
         )
 
@@ -502,10 +486,10 @@ class Asker:
         """Return what an answer means that asking again will not change."""
         if any(words in answer.text.lower() for words in _CONTEXT_WORDS):
             return ContextLimitError(_short(answer.text))
-        where = self._endpoint.shown
+        where = self.endpoint.shown
         if answer.status in _WRONG_SETUP:
-            keys = "OPENAI_API_KEY" if self._endpoint.public else "KVBENCH_API_KEY"
-            if self._endpoint.litellm:
+            keys = "OPENAI_API_KEY" if self.endpoint.public else "KVBENCH_API_KEY"
+            if self.endpoint.litellm:
                 keys = "the provider's key"
             return PrerequisiteError(f"{where} {_WRONG_SETUP[answer.status].format(keys=keys)}")
         said = f"{where} refused the request with HTTP {answer.status}: {_short(answer.text)}"

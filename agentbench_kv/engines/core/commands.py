@@ -12,13 +12,10 @@ _Command = tuple[Callable[[], Any], Future[Any]]
 
 
 class CommandQueue:
-    """Takes commands on any thread; the owner runs them between two steps.
-
-    `wake` is called after every command is queued, by the thread that queued it.
-    """
+    """Takes commands on any thread; the owner runs them between two steps."""
 
     def __init__(self, wake: Callable[[], Any]) -> None:
-        self._wake = wake
+        self._wake = wake  # called by whoever has queued a command
         self._waiting: list[_Command] = []
         self._lock = threading.Lock()
         self._closed: Exception | None = None

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass, ring_write
 from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.calibration import rotate
+from agentbench_kv.methods.spans import SpanRange, within
 
 if TYPE_CHECKING:
     from agentbench_kv.engines.core.rows import RowShape
@@ -28,10 +30,7 @@ class RingWrite:
 
 
 class QueryBuffer:
-    """Rings of all sessions: [layers, sessions · slots, q_heads, head_dim].
-
-    One scatter per layer and forward serves every session.
-    """
+    """Rings of all sessions [layers, sessions · slots, q_heads, head_dim], for one scatter each."""
 
     def __init__(self, plan: QueryPlan, shape: RowShape) -> None:
         self.plan = plan
@@ -72,7 +71,6 @@ class QueryBuffer:
         return self._vectors[:, first + slots].transpose(1, 2)
 
     def shift(self, place: int, by: int, frequencies: Tensor) -> None:
-        """Turn a session's stored queries by some positions."""
         first = place * self.per_session
         rows = slice(first, first + self.per_session)
         moves = torch.full((1, 1), by, device=self.device)
@@ -120,7 +118,6 @@ class QueryStore:
         return [Queries(vectors[i], positions, phases) for i in range(layers)]
 
     def shift(self, by: int, frequencies: Tensor) -> None:
-        """Turn the stored queries by some positions, as the end of the cache moved."""
         if self._place >= 0:
             self._buffer.shift(self._place, by, frequencies)
 
@@ -153,10 +150,7 @@ class AttentionSums:
         return sums[:, :, :live]
 
     def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
-        """Add what queries [q_heads, n, head_dim] attend to in keys [kv_heads, live, head_dim].
-
-        Attention is causal; the last n rows are the queries' own.
-        """
+        """Add what a forward's queries [q_heads, n, head_dim] attend to; see `add_attention`."""
         n, live = queries.shape[1], keys.shape[1]
         sums = self.of(session, live)[layer]
         sums[:, live - n :] = 0.0
@@ -164,6 +158,39 @@ class AttentionSums:
 
     def drop(self, session: str) -> None:
         self._sums.pop(session, None)
+
+
+def span_attention(
+    queries: Sequence[Queries],
+    keys: Sequence[Tensor],  # of every layer [kv_heads, tokens, head_dim]
+    labels: Tensor,  # logical position of every token
+    spans: Sequence[SpanRange],
+    layers: Sequence[int],
+    decay: float,
+) -> list[float]:
+    """Return the attention spans get from kept queries; see `Engine.span_attention`."""
+    for layer in layers:
+        if not -len(keys) <= layer < len(keys):
+            raise UsageError(f"layer {layer}: the model has {len(keys)}")
+    if not queries or not len(queries[0].positions) or not len(labels):
+        return [0.0] * len(spans)
+    seen = queries[0].positions
+    hidden = labels[None] > seen[:, None]
+    ages = torch.arange(len(seen) - 1, -1, -1, device=seen.device)
+    weights = torch.pow(torch.tensor(decay, device=seen.device), ages)
+    chosen = layers or range(len(keys))
+    mass = torch.stack([_mass(queries[n].vectors, keys[n], hidden) for n in chosen]).mean(0)
+    each = weights @ mass / weights.sum()
+    return [float(each[within(labels, [span])].sum()) for span in spans]
+
+
+def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
+    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
+    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
+    # A query whose every key has left sees nothing, not NaN.
+    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
+    return mass
 
 
 MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time

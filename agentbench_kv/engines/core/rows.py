@@ -19,7 +19,7 @@ from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
 from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
-from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.methods.spans import SpanRange, within
 from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
 
 
@@ -55,7 +55,6 @@ class PagedStore:
         self._live = live
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values."""
         keys = gather_rows(self._keys, self._table, 0, self._live)
         return keys, gather_rows(self._values, self._table, 0, self._live)
 
@@ -139,10 +138,7 @@ class SessionRows:
 
 
 class WorkerRows:
-    """All sessions of a worker.
-
-    RoPE's inverse frequencies [head_dim / 2] serve methods whose positions are the cache's.
-    """
+    """All sessions of a worker; `frequencies` are RoPE's inverse ones [head_dim / 2]."""
 
     def __init__(self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy
@@ -157,11 +153,9 @@ class WorkerRows:
 
     @property
     def cache_positions(self) -> bool:
-        """Whether RoPE positions are those in the cache."""
         return self._frequencies is not None
 
     def drop(self, session: str) -> None:
-        """Forget a session whose rows are gone."""
         rows = self._sessions.pop(session, None)
         if rows is not None:
             rows.queries.free()
@@ -216,17 +210,11 @@ class WorkerRows:
         return moved
 
     def outside(self, session: str, live: int, logical: int, spans: Sequence[SpanRange]) -> Tensor:
-        """Return the rows [n] of a session's tokens that lie outside some logical spans.
-
-        ValueError if heads keep different tokens.
-        """
+        """Return the rows [n] of tokens outside some spans; ValueError if heads keep others."""
         if self.policy.method.compresses:
             raise ValueError(f"{self.policy.method.label} keeps other tokens in every head")
         rows = self._open(session)
-        labels = self._positions(rows, live, logical)[0, 0]
-        inside = torch.zeros_like(labels, dtype=torch.bool)
-        for start, end in spans:
-            inside |= (labels >= start) & (labels < end)
+        inside = within(self._positions(rows, live, logical)[0, 0], spans)
         return (~inside).nonzero()[:, 0]
 
     def keep_tokens(self, order: EvictionOrder, store: RowStore, kept: Tensor) -> int:
@@ -249,7 +237,6 @@ class WorkerRows:
     def _settle(
         self, order: EvictionOrder, store: RowStore, kept: Tensor, positions: Tensor
     ) -> None:
-        """Record what an event left."""
         session, eviction = self._sessions[order.session], order.eviction
         session.kept, session.since = positions[:, :, : eviction.keep].clone(), eviction.logical
         if self._frequencies is not None:
@@ -310,8 +297,7 @@ class WorkerRows:
 
 
 def _write_trace(folder: Path, order: EvictionOrder, kept: Tensor) -> None:
-    name = f"{quote(order.session, safe='')}.{order.number:06d}"
-    path = folder / f"{name}.safetensors"
-    partial = folder / f"{name}.partial"
+    path = folder / f"{quote(order.session, safe='')}.{order.number:06d}.safetensors"
+    partial = path.with_suffix(".partial")
     save_file({"kept": kept.cpu().contiguous()}, partial)
     partial.replace(path)

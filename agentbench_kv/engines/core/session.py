@@ -49,7 +49,6 @@ class SessionLedger:
         return self.fed - self.live
 
     def begin_turn(self, tokens: int) -> None:
-        """Count a prefill of `tokens` that is to come."""
         if self._lost:
             self.stats.recomputed += self._lost
             self._lost = 0
@@ -71,7 +70,6 @@ class SessionLedger:
         return min(start + left, max(start, budget) + method.interval)
 
     def forward(self, rows: int) -> None:
-        """Count a forward that writes `rows` rows."""
         self.fed += rows
         self.live += rows
         self.stats.peak_live = max(self.stats.peak_live, self.live)
@@ -105,7 +103,6 @@ class SessionLedger:
         return True
 
     def end_turn(self) -> Eviction | None:
-        """Return the event that falls due at the end of an assistant's turn."""
         return self.evict() if self._schedule.after_turn(self.live, self.fed) else None
 
     def evict(self, keep: int | None = None) -> Eviction:
@@ -147,7 +144,6 @@ class SessionLedger:
         self.stats.rows_moved += rows
 
     def snapshot(self) -> KVStats:
-        """Return the accounting as of now."""
         snapshot = KVStats(**vars(self.stats))
         snapshot.events = list(self.stats.events)
         snapshot.restarts = list(self.stats.restarts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -121,16 +121,16 @@ class _SessionCache:
         return len(self._engine.stats(self.name).restarts)
 
 
+@dataclass(eq=False)
 class _PiecewiseGeneration(Generation):
     """A generation in pieces: each ends at the latest where the cache reaches the watermark."""
 
-    def __init__(
-        self, engine: Engine, session: str, managed: SpanSession, sampling: Sampling
-    ) -> None:
-        self._engine = engine
-        self._session = session
-        self._managed = managed
-        self._sampling = sampling
+    _engine: Engine
+    _session: str
+    _managed: SpanSession
+    _sampling: Sampling
+
+    def __post_init__(self) -> None:
         self._piece: Generation | None = None
         self._cancelled = False
         self._started = time.perf_counter()

@@ -236,10 +236,8 @@ def _add_decode_mass(
 
 
 def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """[q_heads, n, d] over [kv_heads, T, d]; the last n cache rows are the queries' own.
-
-    A group's query heads are laid along the query axis, so grouped keys are never repeated.
-    """
+    """[q_heads, n, d] over [kv_heads, T, d]; the last n cache rows are the queries' own."""
+    # A group's query heads are laid along the query axis, so grouped keys are never repeated.
     heads, n, head_dim = query.shape
     kv_heads, tokens, _ = keys.shape
     grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
@@ -252,5 +250,4 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Ten
 
 
 def register() -> None:
-    """Make `attn_implementation="kvbench"` known to transformers."""
     AttentionInterface.register(ATTENTION_NAME, session_attention)

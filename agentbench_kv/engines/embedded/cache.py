@@ -130,10 +130,7 @@ class SessionCache:
             self._move(self.length + rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> int:
-        """Put new rows [kv_heads, n, head_dim] behind the last one; return the end.
-
-        All layers are written before `advance` makes the rows count.
-        """
+        """Put new rows [kv_heads, n, head_dim] at the end; return the new end."""
         end = self.length + keys.shape[1]
         self.pool.keys[self.slot, layer, :, self.length : end] = keys
         self.pool.values[self.slot, layer, :, self.length : end] = values

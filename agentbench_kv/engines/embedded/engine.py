@@ -5,7 +5,6 @@ It is the reference that every other engine is checked against.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentbench_kv.engines.base import (
+    SPAN_CAPABILITIES,
     Capability,
     Engine,
     EngineInfo,
@@ -26,11 +26,11 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.core.rows import RowShape
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
     cache_shape,
     check_dtype,
+    free_tokens,
     load_model,
     model_path,
     pick_device,
@@ -48,7 +48,7 @@ from agentbench_kv.engines.embedded.spans import (
     save_block,
     span_attention,
 )
-from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange
 
@@ -56,17 +56,10 @@ from agentbench_kv.methods.spans import Block, SpanRange
 class EmbeddedEngine(Engine):
     """Sessions over a Hugging Face decoder; `max_live_tokens` is half the free memory if absent."""
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.COMPRESS,
-            Capability.CAPTURE,
-            Capability.EVICT_SPANS,
-            Capability.SAVE_BLOCK,
-            Capability.RESTORE_BLOCK,
-            Capability.SPAN_ATTENTION,
-            Capability.EMBED_TOKENS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | {
+        Capability.COMPRESS,
+        Capability.CAPTURE,
+    }
 
     def __init__(
         self,
@@ -80,40 +73,28 @@ class EmbeddedEngine(Engine):
         self._model = model
         self._shape = cache_shape(model, method)
         self._mean_embedding: Tensor | None = None
-        limit = max_live_tokens or _free_tokens(self._shape)
+        device, size = model.shape.device, self._shape.bytes_per_token
+        limit = max_live_tokens or free_tokens(size, device=device)
         self._scheduler = EmbeddedScheduler(model, method, limit, recorder)
-        device = model.shape.device
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        dtype = str(model.shape.dtype).removeprefix("torch.")
         self.info = EngineInfo(
-            name="embedded",
-            model=name or str(model.path),
-            model_path=model.path,
-            model_sha=model.sha,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            dtype=str(model.shape.dtype).removeprefix("torch."),
-            context_limit=model.context_limit,
-            eos_token_ids=model.eos_token_ids,
-            capabilities=self.capabilities,
+            *("embedded", name or str(model.path), model.path, model.sha, where, dtype),
+            *(model.context_limit, model.eos_token_ids, self.capabilities),
         )
 
     @classmethod
     def create(
-        cls,
-        options: EngineOptions,
-        *,
-        model: Any = None,
-        recorder: Observer | None = None,
+        cls, options: EngineOptions, *, model: Any = None, recorder: Observer | None = None
     ) -> Self:
         """Build the engine; `model` may be a network already in memory."""
         if model is None:
             loaded = load_model(options.model, options.dtype, options.device)
         else:
             loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
+        limit = options.max_live_tokens
         return cls(
-            loaded,
-            options.method,
-            name=options.model,
-            max_live_tokens=options.max_live_tokens,
-            recorder=recorder,
+            loaded, options.method, name=options.model, max_live_tokens=limit, recorder=recorder
         )
 
     @classmethod
@@ -127,21 +108,17 @@ class EmbeddedEngine(Engine):
 
     @property
     def times(self) -> StepTimes:
-        """Seconds spent in forwards and events since the start."""
         return replace(self._scheduler.times)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of KV cache per token, all layers and heads."""
         return self._shape.bytes_per_token
 
     def allocated_bytes(self, session: str) -> int:
-        """Bytes of the session's cache slot."""
         return self._scheduler.get(session).cache.nbytes
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes all cache pools have allocated."""
         return self._scheduler.pools.nbytes
 
     def pool(self) -> dict[str, int]:
@@ -153,11 +130,7 @@ class EmbeddedEngine(Engine):
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._scheduler.get(session)
-        if state.logical + len(tokens) >= self.info.context_limit:
-            raise ContextLimitError(
-                f"session {session} would reach {state.logical + len(tokens)} tokens; "
-                f"the model's context is {self.info.context_limit}"
-            )
+        self._check_length(session, state.logical + len(tokens))
         state.extend(tokens, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
@@ -201,15 +174,3 @@ class EmbeddedEngine(Engine):
 
     def shutdown(self) -> None:
         self._scheduler.stop()
-
-
-def _free_tokens(shape: RowShape) -> int:
-    """How many cached tokens fit in half of the memory that is free now."""
-    if shape.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(shape.device)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = free // 2 // shape.bytes_per_token
-    if tokens < 1:
-        raise PrerequisiteError("no memory is free for a KV cache; close other programs")
-    return int(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -85,6 +86,18 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def free_tokens(bytes_per_token: int, least: int = 1, device: torch.device | None = None) -> int:
+    """Return how many cached tokens fit in half of the free memory; too few are refused."""
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = free // 2 // bytes_per_token
+    if tokens < least:
+        raise PrerequisiteError("no memory is free for a KV cache; close other programs")
+    return int(tokens)
+
+
 def check_dtype(name: str) -> None:
     if name not in DTYPES:
         raise unknown_name("dtype", name, DTYPES)
@@ -122,19 +135,12 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     parameter = next(network.parameters())
     rotary = network.model.rotary_emb
     heads = int(config.num_attention_heads)
-    shape = RowShape(
-        layers=int(config.num_hidden_layers),
-        q_heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        dtype=parameter.dtype,
-        device=parameter.device,
-    )
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    sizes = (int(config.num_hidden_layers), heads, kv_heads, head_dim)
+    shape = RowShape(*sizes, parameter.dtype, parameter.device)
     return LoadedModel(
-        network=network,
-        path=path,
-        sha=sha,
-        shape=shape,
+        *(network, path, sha, shape),
         frequencies=rotary.inv_freq.to(parameter.device),
         rope_type=str(getattr(rotary, "rope_type", "default")),
         rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),

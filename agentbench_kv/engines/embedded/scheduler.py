@@ -27,6 +27,7 @@ from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.methods.base import Method
 
+# Chunks depend on a session's own tokens only, so that its result does not on those beside it.
 PREFILL_CHUNK = 512
 STEP_TOKENS = 2048
 
@@ -53,11 +54,7 @@ class StepTimes:
 
 
 class EmbeddedScheduler:
-    """Admits generations against a memory limit and steps all of them together.
-
-    Chunk boundaries depend on a session's own tokens only, never on who else is running, so that a
-    session's result does not depend on the sessions computed with it.
-    """
+    """Admits generations against a memory limit and steps all of them together."""
 
     def __init__(
         self,
@@ -277,16 +274,12 @@ class EmbeddedScheduler:
             generation.finish(reason)
 
     def _finish_reason(self, generation: EmbeddedGeneration, token: int) -> FinishReason | None:
-        sampling = generation.sampling
-        if token in sampling.stop_token_ids or (sampling.stop is not None and sampling.stop(token)):
-            return FinishReason.STOP
-        if generation.cancelled:
+        reason = generation.sampling.ends(token, generation.produced)
+        if reason is not FinishReason.STOP and generation.cancelled:
             return FinishReason.CANCELLED
-        if generation.produced >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if generation.session.logical >= self._model.context_limit:
+        if reason is None and generation.session.logical >= self._model.context_limit:
             return FinishReason.CONTEXT_LIMIT
-        return None
+        return reason
 
     def _retire(self, generation: EmbeddedGeneration) -> None:
         with self._work:

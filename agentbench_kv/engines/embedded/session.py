@@ -93,7 +93,6 @@ class EmbeddedSession:
         return self.ledger.sampled()
 
     def compress(self, eviction: Eviction) -> None:
-        """Carry out an event that the ledger has counted."""
         layers = self.cache.shape.layers
         phases = torch.tensor(self._phases, device=self.cache.shape.device)
         selection = self.method.select(
@@ -142,7 +141,6 @@ class EmbeddedSession:
         self.queries.free()
 
     def stats(self) -> KVStats:
-        """Return the accounting as of now; what is live is counted in the cache."""
         snapshot = self.ledger.snapshot()
         snapshot.logical, snapshot.live = self.logical, self.cache.length
         return snapshot

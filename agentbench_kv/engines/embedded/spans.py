@@ -12,15 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core import rings
 from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
-from agentbench_kv.methods.spans import Block, SpanRange
+from agentbench_kv.methods.spans import Block, SpanRange, check_whole_tokens, within
 
 
 def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
-    _check_whole_tokens(session)
+    check_whole_tokens(session.method)
     cache = session.cache
     rows = _marked(cache, [(start, end)]).nonzero()[:, 0]
     if start >= end or _labels(cache)[rows].tolist() != list(range(start, end)):
@@ -37,7 +38,7 @@ def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
 
 
 def evict_spans(session: EmbeddedSession, spans: Sequence[SpanRange]) -> int:
-    _check_whole_tokens(session)
+    check_whole_tokens(session.method)
     before = session.cache.length
     kept = (~_marked(session.cache, spans)).nonzero()[:, 0]
     if len(kept) < before:
@@ -46,7 +47,7 @@ def evict_spans(session: EmbeddedSession, spans: Sequence[SpanRange]) -> int:
 
 
 def restore_block(session: EmbeddedSession, block: Block, at: int | None = None) -> None:
-    _check_whole_tokens(session)
+    check_whole_tokens(session.method)
     cache, before = session.cache, session.cache.length
     if block.end > session.fed or bool(_marked(cache, [(block.start, block.end)]).any()):
         raise UsageError(
@@ -67,10 +68,7 @@ def restore_block(session: EmbeddedSession, block: Block, at: int | None = None)
 def restore_target(
     session: EmbeddedSession, positions: list[int], at: int | None
 ) -> tuple[list[int], int]:
-    """RoPE positions and first row where tokens saved at RoPE `positions` may return.
-
-    Raises UsageError if they cannot be there.
-    """
+    """Return RoPE positions and first row where saved tokens may return, or raise UsageError."""
     end, count = session.cache.length, len(positions)
     if session.packed_frequencies is not None:
         if at not in (None, end):
@@ -90,41 +88,9 @@ def span_attention(
     session: EmbeddedSession, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
 ) -> list[float]:
     cache = session.cache
-    count = cache.shape.layers
-    for layer in layers:
-        if not -count <= layer < count:
-            raise UsageError(f"layer {layer}: the model has {count}")
-    labels = _labels(cache)
-    queries = session.queries.layer_queries(count)
-    seen = queries[0].positions
-    if not len(seen) or not len(labels):
-        return [0.0] * len(spans)
-    hidden = labels[None] > seen[:, None]
-    ages = torch.arange(len(seen) - 1, -1, -1, device=seen.device)
-    weights = torch.pow(torch.tensor(decay, device=seen.device), ages)
-    chosen = layers or range(count)
-    mass = torch.stack(
-        [_mass(queries[n].vectors, cache.keys[n, :, : cache.length], hidden) for n in chosen]
-    ).mean(0)
-    each = weights @ mass / weights.sum()
-    return [float(each[_marked(cache, [span])].sum()) for span in spans]
-
-
-def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
-    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
-    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
-    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
-    # A query whose every key has left sees nothing, not NaN.
-    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
-    return mass
-
-
-def _check_whole_tokens(session: EmbeddedSession) -> None:
-    if session.method.compresses:
-        raise UsageError(
-            f"method {session.method.label!r} keeps other tokens in every head; "
-            "spans can be evicted or saved under methods that keep whole tokens only"
-        )
+    queries = session.queries.layer_queries(cache.shape.layers)
+    keys = cache.keys[:, :, : cache.length].unbind()
+    return rings.span_attention(queries, keys, _labels(cache), spans, layers, decay)
 
 
 def _labels(cache: SessionCache) -> Tensor:
@@ -134,11 +100,7 @@ def _labels(cache: SessionCache) -> Tensor:
 
 def _marked(cache: SessionCache, spans: Sequence[SpanRange]) -> Tensor:
     """Return which rows lie in any of the spans [length], bool."""
-    labels = _labels(cache)
-    inside = torch.zeros_like(labels, dtype=torch.bool)
-    for start, end in spans:
-        inside |= (labels >= start) & (labels < end)
-    return inside
+    return within(_labels(cache), spans)
 
 
 def _rows_of(block: Block, cache: SessionCache) -> tuple[Tensor, Tensor, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -14,8 +13,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentbench_kv.engines.base import Capability, EngineOptions
-from agentbench_kv.engines.llamacpp.models import ROW_TYPES, ModelShape, resolve_model
+from agentbench_kv.engines.base import SPAN_CAPABILITIES, Capability, EngineOptions
+from agentbench_kv.engines.embedded.model import free_tokens
+from agentbench_kv.engines.llamacpp.models import ROW_TYPES, resolve_model
 from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
 from agentbench_kv.engines.serving.engine import (
     ServingEngine,
@@ -23,7 +23,7 @@ from agentbench_kv.engines.serving.engine import (
     run_server,
     scratch_folder,
 )
-from agentbench_kv.engines.serving.process import ControlClient, ControlError, Launch
+from agentbench_kv.engines.serving.process import ControlError, Launch
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
@@ -31,7 +31,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.environments import python_of
-from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.spans import Block, SpanRange
 
 _START_S = 300.0
@@ -65,8 +65,7 @@ class LlamaCppWire(EngineWire):
         return Launch(command, self._ready, environment, _START_S)
 
     def _ready(self) -> bool:
-        with closing(ControlClient(self.control)) as control:
-            return self._stream.exists() and control.answers()
+        return self._stream.exists() and self._answers()
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
         document = _document(request)
@@ -114,16 +113,7 @@ def _answer(line: bytes) -> int | None:
 class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.COMPRESS,
-            Capability.EVICT_SPANS,
-            Capability.SAVE_BLOCK,
-            Capability.RESTORE_BLOCK,
-            Capability.SPAN_ATTENTION,
-            Capability.EMBED_TOKENS,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | {Capability.COMPRESS}
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -136,7 +126,8 @@ class LlamaCppEngine(ServingEngine):
             *(shape.architecture, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim),
             *(shape.context_limit, shape.eos_token_ids),
         )
-        cells = options.max_live_tokens or default_cells(shape, options.dtype)
+        size = shape.bytes_per_token(options.dtype)
+        cells = options.max_live_tokens or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
         wire = LlamaCppWire(
             *(options, facts, python, model.tokenizer, folder, False, False), model.file, cells
         )
@@ -166,7 +157,7 @@ class LlamaCppEngine(ServingEngine):
         return int(self._command(session, "evict_spans", spans=[list(span) for span in spans]))
 
     def restore_block(self, session: str, block: Block, at: int | None = None) -> None:
-        path = self._folder / f"block-{id(block):x}.restored"
+        path = self._wire.folder / f"block-{id(block):x}.restored"
         block.data.tofile(path)
         try:
             self._command(session, "restore_block", start=block.start, path=str(path), at=at)
@@ -197,12 +188,3 @@ class LlamaCppEngine(ServingEngine):
             if kind in kinds:
                 raise kinds[kind](text) from None
             raise KVBenchError(str(error)) from None
-
-
-def default_cells(shape: ModelShape, dtype: str) -> int:
-    """Return how many cached tokens fit in half of the free memory, `MOST_CELLS` at the most."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cells = free // 2 // shape.bytes_per_token(dtype)
-    if cells < SMALLEST_CELLS:
-        raise PrerequisiteError("no memory is free for a KV cache; close other programs")
-    return int(min(cells, MOST_CELLS))

@@ -102,10 +102,7 @@ def _scalar(file: BinaryIO, kind: int) -> Any:
 
 
 def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
-    """Return what llama.cpp calls the pre-tokenizer of a tokenizer.json.
-
-    UsageError if llama.cpp would split text otherwise, or is not known to split it alike.
-    """
+    """Return llama.cpp's name of a pre-tokenizer; UsageError if it might split text otherwise."""
     parts = tokenizer.get("pre_tokenizer") or {}
     steps = parts.get("pretokenizers", [parts])
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
@@ -120,7 +117,6 @@ def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
 
 
 def pretokenizer_of(name: str) -> dict[str, Any]:
-    """Return the pre-tokenizer of tokenizer.json for a name of llama.cpp."""
     if name not in PRETOKENIZERS:
         known = ", ".join(PRETOKENIZERS)
         raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
@@ -230,7 +226,6 @@ def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
 
 
 def write_file(writer: Any) -> None:
-    """Write all that was added to a `gguf.GGUFWriter`, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -41,7 +41,6 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]  # they end the model's turn
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return bytes of keys and values of one token over all layers and heads."""
         size = 4 if dtype == "float32" else 2
         return 2 * self.layers * self.kv_heads * self.head_dim * size
 
@@ -83,10 +82,8 @@ def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
 
 
 def refusal(metadata: Mapping[str, Any]) -> str:
-    """Say why moving or saving single rows of a model's cache would be wrong; empty if it is not.
-
-    The reasons are those of llama.cpp's memory classes at the pinned version.
-    """
+    """Say why moving or saving single rows of a cache would be wrong; empty if it is not."""
+    # The reasons are those of llama.cpp's memory classes at the pinned version.
     name = str(metadata.get("general.architecture", "?"))
     keys = {key.removeprefix(f"{name}.") for key in metadata}
     if any(key.startswith("ssm.") for key in keys):
@@ -122,10 +119,7 @@ class LlamaCppModel:
 
 
 def resolve_model(name: str, python: Path) -> LlamaCppModel:
-    """Find the GGUF file, Hugging Face folder or shipped model called `name`.
-
-    A folder is converted once, into kvbench's own cache, by the environment's interpreter `python`.
-    """
+    """Find the GGUF file, folder or shipped model `name`; `python` converts a folder, once."""
     path = Path(name).expanduser()
     if name not in SHIPPED and not path.is_dir():
         return _from_file(path)
@@ -138,7 +132,7 @@ def resolve_model(name: str, python: Path) -> LlamaCppModel:
 
 
 def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool = True) -> None:
-    """Convert a folder in the environment's interpreter; see `convert.convert`."""
+    """Convert a folder in the environment's interpreter; see `gguf.convert`."""
     arguments = [str(folder.absolute()), str(out.absolute())]
     if not tokenizer:
         arguments.append("--no-tokenizer")
@@ -173,7 +167,6 @@ def _file_sha(path: Path, size: int, modified_ns: int) -> str:  # noqa: ARG001  
 
 @contextmanager
 def environment_of() -> Iterator[dict[str, str]]:
-    """Yield variables under which the interpreter finds our package and no other of ours."""
     with tempfile.TemporaryDirectory(prefix="kvbench-") as place:
         links = link_packages(Path(place) / "path", [], {})
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}

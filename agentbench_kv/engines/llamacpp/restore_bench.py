@@ -68,13 +68,8 @@ def measure_restore(
     `python` is the interpreter of the environment `llamacpp`; without a GGUF file as `model`,
     weights are random (8 layers of 512). `repeats` counts prefills; each has five restores.
     """
-    asked = {
-        "model": "" if model is None else str(model.absolute()),
-        "dtype": dtype,
-        "tokens": list(tokens),
-        "cells": cells,
-        "repeats": repeats,
-    }
+    asked = {"dtype": dtype, "tokens": list(tokens), "cells": cells, "repeats": repeats}
+    asked["model"] = "" if model is None else str(model.absolute())
     for line in lines_of(python, __name__, [json.dumps(asked)]):
         row = json.loads(line)
         yield RestoreTimes(**row) if "protocol" in row else row
@@ -93,7 +88,6 @@ class BenchSession:
         self.rows = SequenceRows(Cells(self.context))
 
     def feed(self, tokens: list[int]) -> None:
-        """Compute tokens behind the last one."""
         for first in range(0, len(tokens), BATCH):
             part = tokens[first : first + BATCH]
             start, count = self.rows.next, len(part)
@@ -102,10 +96,7 @@ class BenchSession:
             self.rows.append(self.context.watch.cells(), start)
 
     def measure(self, protocol: str, tokens: int, repeats: int) -> dict[str, Any]:
-        """Return the medians of one size as the fields of a `RestoreTimes`.
-
-        Every step is repeated on warm caches; the first repetition does not count.
-        """
+        """Return the medians of one size, for a `RestoreTimes`; the first repetition warms up."""
         start, context = (0, tokens) if protocol == "empty" else (BLOCK_START, CONTEXT_TOKENS)
         self.rows.free()
         self.rows.sequence = 0

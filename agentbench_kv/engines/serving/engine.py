@@ -43,7 +43,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.environments import home, python_of
-from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases.machine import Labeller, PromptPhases, add_run, resumable
@@ -84,7 +84,6 @@ class ObservedLedger(SessionLedger):
         self._before = 0  # rows the session had when the generation began
 
     def begin(self, tokens: int) -> None:
-        """Expect a generation from a session of `tokens` tokens."""
         # The last token it generated was never fed; it is part of no prompt.
         self.begin_turn(tokens - (self.fed + (self.fed > 0)))
         self._before = self.fed
@@ -130,7 +129,6 @@ class ServingSession:
         return PromptPhases(self.labeller.labeller_name, self.labeller.document(), runs)
 
     def accept(self, token: int) -> None:
-        """Add a generated token."""
         add_run(self.phases, [self.labeller.label(token)])
         self.tokens.append(token)
         self.known += 1
@@ -150,7 +148,6 @@ class ServingSession:
         self.epoch = epoch
 
     def total(self) -> KVStats:
-        """Return the accounting over all backends."""
         merged = self.carried.followed_by(self.last)
         merged.logical = len(self.tokens)
         return merged
@@ -160,7 +157,6 @@ class ServingSession:
 
 
 def stats_from(document: dict[str, Any]) -> KVStats:
-    """Return the accounting a backend sent."""
     events = [KVEvent(**event) for event in document["events"]]
     restarts = [(before, tokens) for before, tokens in document["restarts"]]
     return KVStats(**{**document, "events": events, "restarts": restarts})
@@ -175,13 +171,10 @@ class ServingEngine(Engine):
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
 
-    def __init__(
-        self, info: EngineInfo, wire: EngineWire, folder: Path, log: Path, bytes_per_token: int
-    ) -> None:
+    def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
         self.info = info
         self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
         self._wire = wire
-        self._folder = folder  # private; removed at `shutdown`
         self._log = log
         self._control = ControlClient(wire.control)
         self._sessions: dict[str, ServingSession] = {}
@@ -196,6 +189,10 @@ class ServingEngine(Engine):
             self.shutdown()
             raise
 
+    @classmethod
+    def check_model(cls, model: str) -> None:
+        model_path(model)
+
     @property
     def backend_pid(self) -> int | None:
         """Process id of the backend, for those who want to kill it."""
@@ -203,41 +200,31 @@ class ServingEngine(Engine):
 
     @property
     def restarts(self) -> int:
-        """How often the backend had to be started again."""
         return max(0, self._epoch - 1)
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
-        """Start an empty session."""
         if session in self._sessions:
             raise KVBenchError(f"session {session} is open already")
         self._sessions[session] = ServingSession(session, resumable(labeller))
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
-        """Append prompt tokens; they go to the backend with the next generation."""
         state = self._sessions[session]
-        if len(state.tokens) + len(tokens) >= self.info.context_limit:
-            raise ContextLimitError(
-                f"session {session} would reach {len(state.tokens) + len(tokens)} tokens; "
-                f"the model's context is {self.info.context_limit}"
-            )
+        self._check_length(session, len(state.tokens) + len(tokens))
         state.tokens += tokens
         add_run(state.phases, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        """Prefill what is pending and decode."""
         state = self._sessions[session]
         if not state.tokens:
             raise KVBenchError(f"session {session} has no tokens to start from")
         return ServingGeneration(sampling, lambda generation: self._play(state, generation))
 
     def stats(self, session: str) -> KVStats:
-        """Return a snapshot of the accounting, as the backend's scheduler keeps it."""
         state = self._sessions[session]
         self._ask(state, "stats")
         return state.total()
 
     def close(self, session: str) -> KVStats:
-        """Free the session in the backend and return its accounting."""
         state = self._sessions.pop(session)
         self._ask(state, "close")
         return state.total()
@@ -245,7 +232,7 @@ class ServingEngine(Engine):
     def reconfigure(self, method: Method) -> None:
         """Go on with another method, not from or to `full`; ControlError if sessions are open."""
         refuse_method(method)
-        self._control.call("configure", method=method_document(method, self._folder))
+        self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
 
     def pool(self) -> dict[str, int]:
@@ -261,13 +248,12 @@ class ServingEngine(Engine):
         return self._sessions[session].backend_name
 
     def shutdown(self) -> None:
-        """End the backend and remove its scratch folder."""
         self._down = True
         self._control.close()
         self._wire.close()
         if self._process is not None:
             self._process.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._wire.folder, ignore_errors=True)
 
     def _play(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         for _ in range(RESTARTS + 1):
@@ -392,20 +378,13 @@ def start_server(
 
 def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:
     """Return an engine over the server that `wire` starts."""
-    options, facts, folder = wire.options, wire.facts, wire.folder
+    options, facts = wire.options, wire.facts
     info = EngineInfo(
-        name=name,
-        model=options.model,
-        model_path=wire.model,
-        model_sha=model_sha,
-        device="cuda" if wire.gpu else "cpu",
-        dtype=options.dtype,
-        context_limit=wire.context_limit,
-        eos_token_ids=facts.eos_token_ids,
-        capabilities=engine.capabilities,
+        *(name, options.model, wire.model, model_sha, "cuda" if wire.gpu else "cpu"),
+        *(options.dtype, wire.context_limit, facts.eos_token_ids, engine.capabilities),
     )
     # The log stays when the scratch folder is removed.
     logs = home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{name}-{folder.name}.log"
-    return engine(info, wire, folder, log, facts.bytes_per_token(options.dtype))
+    log = logs / f"{name}-{wire.folder.name}.log"
+    return engine(info, wire, log, facts.bytes_per_token(options.dtype))

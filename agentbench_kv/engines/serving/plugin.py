@@ -33,7 +33,7 @@ from agentbench_kv.phases.tokens import StopMatcher, TokenCodec, load_tokenizer
 Handler = Callable[[Mapping[str, Any]], Any]
 
 
-class ControlServer:
+class ControlServer(socketserver.ThreadingUnixStreamServer):
     """Answers commands on a thread of its own until the process ends.
 
     A request is one line `{"command": NAME, ...}`, its answer one line `{"ok": ...}` or
@@ -41,25 +41,22 @@ class ControlServer:
     command the engine, so it lies in a private folder.
     """
 
-    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
-        path.unlink(missing_ok=True)
-        self._server = _CommandServer(str(path), _CommandConnection)
-        self._server.commands = commands
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _CommandServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 128
-    commands: Mapping[str, Handler]
+
+    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
+        path.unlink(missing_ok=True)
+        super().__init__(str(path), _CommandConnection)
+        self.commands = commands
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class _CommandConnection(socketserver.StreamRequestHandler):
-    server: _CommandServer
+    server: ControlServer
 
     def handle(self) -> None:
         for line in self.rfile:
@@ -98,7 +95,6 @@ class SessionCommands(ABC, Generic[_Session]):
         self._sessions = sessions  # by name; the scheduler's own
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the commands by name."""
         return {
             "ping": lambda _: True,
             "stats": self._stats,
@@ -176,15 +172,10 @@ class BackendPolicy:
         """Read the policy this process was started with; KeyError if it was not."""
         document = json.loads(Path(os.environ[VARIABLE]).read_text())
         trace = document["trace"]
-        return cls(
-            method=method_from(document["method"]),
-            model_path=Path(document["model_path"]),
-            control=Path(document["control"]),
-            trace=None if trace is None else Path(trace),
-        )
+        paths = (Path(document["model_path"]), Path(document["control"]))
+        return cls(method_from(document["method"]), *paths, None if trace is None else Path(trace))
 
     def with_method(self, document: dict[str, Any]) -> BackendPolicy:
-        """Return the policy with another method."""
         return replace(self, method=method_from(document))
 
     def stop_matcher(self, document: dict[str, Any]) -> StopMatcher:
@@ -192,41 +183,35 @@ class BackendPolicy:
         return StopMatcher.from_document(document, _codec(self.model_path))
 
 
-def method_document(method: Method, folder: Path) -> dict[str, Any]:
-    """Describe a method so that `method_from` builds an equal one in another process.
+_SIZE = ("budget", "share", "preset")  # fields of every method, beside its settings
 
-    A calibration goes to a file in `folder`.
-    """
+
+def method_document(method: Method, folder: Path) -> dict[str, Any]:
+    """Describe a method for another process; a calibration goes to a file in `folder`."""
     cls = type(method)
     calibration: Calibration | None = getattr(method, "calibration", None)
     path = None
     if calibration is not None:
         path = folder / f"calibration-{id(calibration):x}.safetensors"
         calibration.save(path)
-    own = ("budget", "share", "preset")
     given = {each.name: getattr(method, each.name) for each in fields(method) if each.init}
     # What a method is made of, parameters or not, as far as JSON holds it.
-    settings = {k: v for k, v in given.items() if k not in own and isinstance(v, int | float | str)}
+    settings = {
+        k: v for k, v in given.items() if k not in _SIZE and isinstance(v, int | float | str)
+    }
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "budget": method.budget,
-        "share": method.share,
-        "preset": method.preset,
+        **{name: getattr(method, name) for name in _SIZE},
         "settings": settings,
         "calibration": None if path is None else str(path),
     }
 
 
 def method_from(document: dict[str, Any]) -> Method:
-    """Build the method of a document."""
     module, _, name = document["class"].partition(":")
     cls = getattr(import_module(module), name)
-    method: Method = cls(
-        budget=document["budget"],
-        share=document["share"],
-        preset=document["preset"],
-        **document["settings"],
-    )
+    size = {name: document[name] for name in _SIZE}
+    method: Method = cls(**size, **document["settings"])
     if document["calibration"] is not None:
         method = method.with_calibration(Calibration.load(Path(document["calibration"])))
     return method
@@ -285,10 +270,7 @@ def refuse_unsupported(engine: str, problems: Mapping[str, bool]) -> None:
 
 
 def follow_parent() -> None:
-    """End this process's group once its parent is gone, however that ended.
-
-    The harness starts every backend in a group of its own.
-    """
+    """End this process's group, which the harness made for it, once its parent is gone."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -67,7 +67,6 @@ class BackendProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; also the id of its process group."""
         return self._process.pid
 
     @property
@@ -203,7 +202,6 @@ class ControlClient:
         return answer["ok"]
 
     def answers(self) -> bool:
-        """Return whether the backend answers."""
         try:
             self.call("ping")
         except (OSError, ControlError):

@@ -9,6 +9,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import httpx
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, BackendPolicy
-from agentbench_kv.engines.serving.process import Launch, link_packages
+from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
@@ -39,7 +40,6 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return bytes of keys and values of one token, all layers and heads."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
 
 
@@ -48,14 +48,11 @@ def read_model(path: Path) -> ModelFacts:
     config = _json(path / "config.json")
     try:
         heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         return ModelFacts(
-            family=str(config["model_type"]),
-            layers=int(config["num_hidden_layers"]),
-            q_heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            context_limit=int(config["max_position_embeddings"]),
-            eos_token_ids=_eos_ids(path, config),
+            *(str(config["model_type"]), int(config["num_hidden_layers"]), heads, kv_heads),
+            *(head_dim, int(config["max_position_embeddings"]), _eos_ids(path, config)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PrerequisiteError(
@@ -99,10 +96,7 @@ class GenerationRequest:
 
 @dataclass(eq=False)
 class EngineWire(ABC):
-    """What a serving engine's server is started from, its command line and its HTTP surface.
-
-    It is locked with a key of its own.
-    """
+    """How a server is started and spoken to over HTTP, locked with a key of its own."""
 
     options: EngineOptions
     facts: ModelFacts
@@ -114,11 +108,9 @@ class EngineWire(ABC):
 
     def __post_init__(self) -> None:
         self._key = secrets.token_hex(16)
+        key = {"Authorization": f"Bearer {self._key}"}
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {self._key}"},
-            limits=LIMITS,
-            timeout=10.0,
-            transport=self._transport(),
+            headers=key, limits=LIMITS, timeout=10.0, transport=self._transport()
         )
 
     def _transport(self) -> httpx.BaseTransport | None:
@@ -127,7 +119,6 @@ class EngineWire(ABC):
 
     @property
     def control(self) -> Path:
-        """The control channel's socket."""
         return self.folder / "control"
 
     @property
@@ -147,8 +138,18 @@ class EngineWire(ABC):
         """
 
     def use(self, method: Method) -> None:
-        """Start backends with another method from now on."""
         self.options = replace(self.options, method=method)
+
+    def _up(self, path: str) -> bool:
+        try:
+            return self._client.get(path).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _answers(self) -> bool:
+        """Return whether our plug-in answers."""
+        with closing(ControlClient(self.control)) as control:
+            return control.answers()
 
     def opened(self, session: str) -> None:  # noqa: ARG002
         """Prepare for a session that is new to the backend."""
@@ -159,7 +160,6 @@ class EngineWire(ABC):
         return {"setup": "as shipped" if self.stock else "plug-in"}
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _environment(self, group: str, plugins: Mapping[str, str]) -> dict[str, str]:
@@ -167,11 +167,7 @@ class EngineWire(ABC):
         options, folder = self.options, self.folder
         groups = {group: plugins} if plugins else {}
         links = link_packages(folder / "path", [type(options.method).__module__], groups)
-        environment = {
-            "PYTHONPATH": str(links),
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-        }
+        environment = {"PYTHONPATH": str(links), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if not self.stock:
             policy = BackendPolicy(options.method, self.model, self.control, options.trace)
             environment[VARIABLE] = str(policy.save(folder))
@@ -189,10 +185,7 @@ def as_flags(arguments: Mapping[str, str | None]) -> list[str]:
 
 
 def stop_document(sampling: Sampling) -> dict[str, Any] | None:
-    """Return the texts that end a generation, for the backend to match; None without any.
-
-    A stop the backend sees itself costs no token too many: what follows it never reaches the cache.
-    """
+    """Return the stop texts for the backend to match, so that nothing behind them is cached."""
     stop = sampling.stop
     return stop.document() if isinstance(stop, StopMatcher) else None
 
@@ -206,10 +199,7 @@ class RequestError(KVBenchError):
 
 
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Post a request and yield its events until `[DONE]`; closing the iterator hangs up.
-
-    Raises RequestError for an answer that is no stream of events.
-    """
+    """Post a request and yield its events, or raise RequestError; closing it hangs up."""
     with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
         if response.status_code != httpx.codes.OK:
             text = response.read().decode(errors="replace")

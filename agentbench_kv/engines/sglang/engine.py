@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import httpx
 
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
-from agentbench_kv.engines.embedded.model import check_dtype, model_path, pick_device
+from agentbench_kv.engines.embedded.model import check_dtype, pick_device
 from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
@@ -87,10 +87,7 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
 
 
 class SglangEngineWire(EngineWire):
-    """One SGLang server on a loopback port.
-
-    As shipped, its radix cache finds what a session sent before.
-    """
+    """One SGLang server on a loopback port; as shipped, its radix cache finds earlier turns."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +95,6 @@ class SglangEngineWire(EngineWire):
         self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
 
     def launch(self) -> Launch:
-        """Return the command that starts the server, on a port that is free now."""
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
@@ -139,7 +135,6 @@ class SglangEngineWire(EngineWire):
         self._complete[session] = 0
 
     def forked(self, session: str, new: str) -> None:
-        """Let a session start with another one's history."""
         self._complete[new] = self._complete[session]
 
     def forget(self, session: str) -> None:
@@ -197,11 +192,7 @@ class SglangEngineWire(EngineWire):
             self._complete[session] = completed
 
     def _ready(self) -> bool:
-        try:
-            up = self._client.get("/model_info").status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-        return up and (self.stock or self._commands.answers())
+        return self._up("/model_info") and (self.stock or self._commands.answers())
 
 
 def _sampling(request: GenerationRequest) -> dict[str, Any]:
@@ -228,10 +219,8 @@ def _refuse_abort(event: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    """Return a port nobody has, below those that systems hand out unasked.
-
-    It is used many seconds later; one of the others could be some connection's by then.
-    """
+    """Return a port nobody has, below those that systems hand out unasked."""
+    # It is used many seconds later; one of the others could be some connection's by then.
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -255,32 +244,20 @@ class SglangEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a server.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the server does not start; with its last lines.
-        UsageError
-            For a method SGLang's cache cannot hold.
-        """
         gpu = pick_device(options.device).type == "cuda"
         return start_server(cls, SglangEngineWire, "sglang", options, "sglang", gpu=gpu)
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        """Refuse a model that is no folder, and a missing environment."""
-        model_path(model)
+        super().check_model(model)
         python_of("sglang")
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
-        """Refuse an unknown dtype or a device that is not there."""
         check_dtype(dtype)
         pick_device(device)
 
     def close(self, session: str) -> KVStats:
-        """Free the session in the backend and return its accounting."""
         self._wire.forget(self._sessions[session].backend_name)
         return super().close(session)
 
@@ -302,14 +279,11 @@ class SglangEngine(ServingEngine):
         self._sessions[new] = fork
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        """Remove logical spans from all layers and heads, between two generations."""
         state = self._sessions[session]
         if not self._lives(state):
             return 0
-        removed: int = self._control.call(
-            "evict_spans", session=state.backend_name, spans=[list(span) for span in spans]
-        )
-        return removed
+        name, pairs = state.backend_name, [list(span) for span in spans]
+        return int(self._control.call("evict_spans", session=name, spans=pairs))
 
     def _lives(self, state: ServingSession) -> bool:
         """Return whether the backend that runs now has a session's rows."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Generator
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,9 +12,9 @@ from typing import Any, ClassVar, Self
 import httpx
 
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.embedded.model import check_dtype, model_path
+from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
-from agentbench_kv.engines.serving.process import ControlClient, Launch
+from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
     EngineWire,
@@ -34,10 +33,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 class VllmEngineWire(EngineWire):
-    """One vLLM server on a Unix socket in a private folder.
-
-    As shipped, prefix caching and async scheduling are on.
-    """
+    """One vLLM server on a Unix socket; as shipped, with prefix caching and async scheduling."""
 
     @property
     def _socket(self) -> Path:
@@ -53,11 +49,7 @@ class VllmEngineWire(EngineWire):
         vLLM wants room for one whole context, as if nothing were ever evicted.
         """
         asked = self.options.engine_args.get("max-model-len")
-        limits = [
-            self.facts.context_limit,
-            self.options.max_live_tokens,
-            asked and int(asked),
-        ]
+        limits = [self.facts.context_limit, self.options.max_live_tokens, asked and int(asked)]
         return min(limit for limit in limits if limit)
 
     def launch(self) -> Launch:
@@ -113,16 +105,8 @@ class VllmEngineWire(EngineWire):
         }
 
     def _ready(self) -> bool:
-        if not _listens(self._socket):
-            return False
-        try:
-            up = self._client.get(f"{_URL}/health").status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-        if not up or self.stock:
-            return up
-        with closing(ControlClient(self.control)) as control:
-            return control.answers()
+        up = _listens(self._socket) and self._up(f"{_URL}/health")
+        return up and (self.stock or self._answers())
 
     def _flags(self) -> list[str]:
         options = self.options
@@ -194,26 +178,11 @@ class VllmEngine(ServingEngine):
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
-        """Start a server.
-
-        Raises
-        ------
-        PrerequisiteError
-            If the environment is missing or the server does not start; with its last lines.
-        UsageError
-            For a method vLLM's cache cannot hold.
-        """
         environment, gpu = _environment_for(options.device), on_gpu(options.device)
         return start_server(cls, VllmEngineWire, "vllm", options, environment, gpu=gpu)
 
     @classmethod
-    def check_model(cls, model: str) -> None:
-        """Refuse a model that is no folder."""
-        model_path(model)
-
-    @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
-        """Refuse an unknown dtype, and a missing environment."""
         check_dtype(dtype)
         python_of(_environment_for(device))
 

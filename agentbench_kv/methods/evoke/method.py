@@ -136,7 +136,6 @@ class Evoke(SpanMethod):
         return max(super().budget_at(now), self.least)
 
     def below(self) -> Method:
-        """Return what keeps all rows, and the queries whose attention is asked for."""
         return Resident(
             positions="cache" if self.positions == "compact" else "logical",
             recent_queries=self.window if self.w_attention else 0,
@@ -241,7 +240,6 @@ class EvokeSession(SpanSession):
             at += size
 
     def before_prefill(self) -> None:
-        """Make room for the new message, then bring back the blocks most like it."""
         self._make_room(self._unfed)
         if self._method.recovery == "kv_restore" and self._query is not None:
             self._bring_back(self._query)
@@ -257,7 +255,6 @@ class EvokeSession(SpanSession):
         self.at_watermark(generated)
 
     def figures(self) -> dict[str, int]:
-        """Return counts of blocks over the session and the bytes the host store holds."""
         away = [span for span in self.spans if not span.resident]
         held = sum(self._key(span) in self._store for span in away)
         return {**self._counts, "blocks": len(self.spans), "away": len(away), "held": held}
@@ -396,10 +393,7 @@ class EvokeSession(SpanSession):
         return span.vector
 
     def _may_leave(self, span: EvokeSpan, fed: int) -> bool:
-        """Whether all its rows are in the cache and nothing forbids to evict them.
-
-        The newest token's block stays: an engine may go on from resident positions only.
-        """
+        """Whether it is resident and not fixed; an engine may go on from the newest only."""
         newest = span.end == len(self.tokens)
         return span.resident and span.end <= fed and not newest and not self._is_fixed(span)
 

@@ -63,7 +63,6 @@ def sentence_encoder(path: Path) -> Encoder:
 
 
 def make_encoder(name: str) -> Encoder:
-    """Return the encoder that `--set encoder=` names; a sentence model is loaded now."""
     known: dict[str, Encoder] = {TOKENS: token_encoder, HASH: hash_encoder}
     return known.get(name) or sentence_encoder(Path(name))
 
@@ -119,21 +118,21 @@ class Scorer:
         return scores
 
 
+@dataclass(eq=False)
 class Focus:
     """What the task is about: an embedding that follows the user's messages."""
 
-    def __init__(self, keep: float, snap: float) -> None:
-        self.vector: Vector | None = None
-        self._keep = keep  # weight of the old focus when a message goes on with the task
-        self._snap = snap  # a message whose cosine with the focus is below begins a new task
+    keep: float  # weight of the old focus when a message goes on with the task
+    snap: float  # a message whose cosine with the focus is below begins a new task
+    vector: Vector | None = None
 
     def follow(self, message: Vector, boundary: bool = False) -> None:
         """Take in a user message [hidden]; a task boundary starts over with it."""
         old = self.vector
-        if old is None or boundary or cosine(old, message) < self._snap:
+        if old is None or boundary or cosine(old, message) < self.snap:
             self.vector = message
         else:
-            self.vector = self._keep * old + np.float32(1.0 - self._keep) * message
+            self.vector = self.keep * old + np.float32(1.0 - self.keep) * message
 
 
 def cosine(first: Vector, second: Vector) -> float:

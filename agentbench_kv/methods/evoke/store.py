@@ -35,7 +35,6 @@ class HostStore:
         self._files = 0
 
     def __contains__(self, key: Key) -> bool:
-        """Whether a block is in memory or on disk."""
         with self._lock:
             return key in self._held or key in self._spilled
 
@@ -66,7 +65,6 @@ class HostStore:
                 self._forget(key)
 
     def close(self) -> None:
-        """Forget everything and remove the files."""
         with self._lock:
             for key in [*self._held, *self._spilled]:
                 self._forget(key)

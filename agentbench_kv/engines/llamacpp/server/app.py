@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from agentbench_kv.engines.base import KVEvent, KVStats, Sampling
+from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.core.rings import span_attention
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES
 from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
 from agentbench_kv.engines.llamacpp.server.rows import Blob, SequenceRows
@@ -26,7 +26,7 @@ from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchSc
 from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
 from agentbench_kv.engines.serving.plugin import BackendPolicy, ControlServer, follow_parent
 from agentbench_kv.errors import KVBenchError, UsageError
-from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.methods.spans import SpanRange, check_whole_tokens, within
 
 SETTINGS = "KVBENCH_LLAMACPP"  # environment variable with the settings as JSON
 PART = 4096  # rows that are float32 at the same time
@@ -82,7 +82,6 @@ class Backend:
         }
 
     def start(self, request: dict[str, Any], stream: Stream) -> None:
-        """Start a generation."""
         texts, chosen = request["stop"], request["sampling"]
         stop = None if texts is None else self._policy.stop_matcher(texts)
         ends = frozenset(chosen["stop_token_ids"])
@@ -126,12 +125,9 @@ class SpanCommands:
         self._scheduler = scheduler
 
     def save(self, name: str, start: int, end: int) -> tuple[int, bytearray]:
-        """Return the RoPE position of the first token of [start, end), and the rows' bytes.
-
-        UsageError if a token is not in the cache, or they are no neighbours.
-        """
+        """Return the first token's RoPE position and the bytes; UsageError if any token is away."""
         rows = self._session(name).rows
-        chosen = _inside(rows.logical, [(start, end)])
+        chosen = within(rows.logical, [(start, end)])
         found = rows.logical[chosen].tolist()
         if start >= end or found != list(range(start, end)):
             raise UsageError(
@@ -148,30 +144,24 @@ class SpanCommands:
     def evict(self, name: str, spans: Sequence[SpanRange]) -> int:
         """Remove spans from all layers and heads; return the tokens removed."""
         session = self._session(name)
-        rows, ledger, before = session.rows, session.ledger, session.rows.live
-        gone = _inside(rows.logical, spans)
+        rows, before = session.rows, session.rows.live
+        gone = within(rows.logical, spans)
         if not bool(gone.any()):
             return 0
         rows.drop(gone)
         if self._packed:  # close the gap that the rows left
             rows.pack()
+        session.ledger.evict(rows.live)
         self._settle(session, before)
-        ledger.stats.evicted += before - rows.live
-        ledger.stats.events.append(
-            KVEvent(ledger.stats.decode_tokens, ledger.fed, before, rows.live, 0)
-        )
         return before - rows.live
 
     def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:
-        """Put saved rows back, as logical positions from `start`, without a forward pass.
-
-        UsageError if the positions are in the cache, were never seen, or are taken.
-        """
+        """Put saved rows back as logical positions from `start`; UsageError if they cannot be."""
         blob = Blob(self._scheduler.cells.form, data)
         session = self._session(name, more=blob.tokens)
         rows, ledger, before = session.rows, session.ledger, session.rows.live
         end = start + blob.tokens
-        if end > ledger.fed or bool(_inside(rows.logical, [(start, end)]).any()):
+        if end > ledger.fed or bool(within(rows.logical, [(start, end)]).any()):
             raise UsageError(
                 f"cannot restore positions {start} to {end} of session {name}: "
                 f"they are in the cache, or past its {ledger.fed} tokens"
@@ -180,26 +170,16 @@ class SpanCommands:
         if shift:
             blob.rotate(shift)
         rows.restore(blob, torch.arange(start, end))
+        ledger.restore(blob.tokens)
         self._settle(session, before)
-        ledger.stats.restored += blob.tokens
-        ledger.stats.peak_live = max(ledger.stats.peak_live, rows.live)
 
     def attention(
         self, name: str, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
     ) -> list[float]:
-        """Return the attention spans get from the kept queries; see `Engine.span_attention`."""
         rows = self._session(name).rows
-        queries = self._scheduler.worker.queries(name)
-        if not queries or not len(queries[0].positions) or not rows.live:
-            return [0.0] * len(spans)
-        seen = queries[0].positions
-        hidden = rows.logical[None] > seen[:, None]
-        weights = torch.pow(torch.tensor(decay), torch.arange(len(seen) - 1, -1, -1))
         keys, _ = self._scheduler.cells.read(rows.cells)
-        chosen = layers or range(len(keys))
-        mass = torch.stack([_mass(queries[n].vectors, keys[n], hidden) for n in chosen]).mean(0)
-        each = weights @ mass / weights.sum()
-        return [float(each[_inside(rows.logical, [span])].sum()) for span in spans]
+        queries = self._scheduler.worker.queries(name)
+        return span_attention(queries, list(keys), rows.logical, spans, layers, decay)
 
     @property
     def _packed(self) -> bool:
@@ -208,16 +188,10 @@ class SpanCommands:
 
     def _session(self, name: str, more: int = 0) -> BackendSession:
         """Return a session at rest, with room for `more` tokens in the cache."""
-        method = self._scheduler.policy.method
-        if method.compresses:
-            raise UsageError(
-                f"method {method.label!r} keeps other tokens in every head; spans can be evicted "
-                "or saved under methods that keep whole tokens only"
-            )
+        check_whole_tokens(self._scheduler.policy.method)
         return self._scheduler.idle_session(name, more)
 
     def _target(self, rows: SequenceRows, blob: Blob, at: int | None) -> int:
-        """Return the RoPE position at which a block comes back."""
         if self._packed:
             if at not in (None, rows.live):
                 raise UsageError("where positions are the cache's, blocks come back at its end")
@@ -232,25 +206,7 @@ class SpanCommands:
         """Account for a session that had `before` rows."""
         if self._packed:
             self._scheduler.worker.shift_queries(session.name, session.rows.live - before)
-        session.ledger.live = session.rows.live
         self._scheduler.admission.settle(session)
-
-
-def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
-    """Return probabilities [n, tokens], mean over the query heads of vectors [heads, n, d]."""
-    repeated = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0).float()
-    logits = queries.float() @ repeated.transpose(1, 2) * queries.shape[-1] ** -0.5
-    # A query whose every key has left sees nothing, not NaN.
-    mass: Tensor = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(0)
-    return mass
-
-
-def _inside(logical: Tensor, spans: Sequence[SpanRange]) -> Tensor:
-    """Return which logical positions [rows] lie in any of the spans, bool."""
-    inside = torch.zeros_like(logical, dtype=torch.bool)
-    for start, end in spans:
-        inside |= (logical >= start) & (logical < end)
-    return inside
 
 
 class Embeddings:

@@ -112,11 +112,8 @@ class Context:
         return tensor_at(address)
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run the model; return logits [wanted, vocabulary], a copy.
-
-        A CapacityError if too few cells are free, a KVBenchError if llama.cpp refuses the batch: a
-        sequence's next position must follow its last one.
-        """
+        """Run the model; return logits [wanted, vocabulary], a copy; CapacityError without room."""
+        # A sequence's next position must follow its last one, or llama.cpp refuses the batch.
         raw = self._batch
         raw.n_tokens = len(batch.tokens)
         wanted = set(batch.wanted)
@@ -174,10 +171,8 @@ class Context:
 
 
 def free_threads() -> int:
-    """Return how many threads may compute: `OMP_NUM_THREADS`, or the processors nobody uses.
-
-    The threads wait for one another in busy loops, so that one too many costs a hundredfold.
-    """
+    """Return how many threads may compute: `OMP_NUM_THREADS`, or the processors nobody uses."""
+    # They wait for one another in busy loops: one too many costs a hundredfold.
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen.isdigit() and int(chosen):
         return int(chosen)

@@ -189,11 +189,7 @@ def find_plugin() -> Any:
 
 @cache
 def load_plugin() -> Any:
-    """Return the compiled plug-in, building it if this machine has not yet.
-
-    PrerequisiteError if it is switched off, without a compiler or headers, or if its structs are
-    not the library's.
-    """
+    """Return the plug-in, built once per machine; PrerequisiteError if it is off or cannot be."""
     if os.environ.get(NO_PLUGIN, "").lower() == "off":
         raise PrerequisiteError(f"switched off by {NO_PLUGIN}=off")
     ggml()

@@ -14,14 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentbench_kv.engines.llamacpp.models import ModelShape
+from agentbench_kv.engines.llamacpp.server import library
 from agentbench_kv.engines.llamacpp.server.context import Context
-from agentbench_kv.engines.llamacpp.server.library import (
-    NO_ROOM,
-    PluginCells,
-    PluginKeys,
-    PluginState,
-    find_plugin,
-)
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows
@@ -78,10 +72,7 @@ class RowFormat:
 
 
 class Blob:
-    """Rows of some tokens, outside the cache, in the bytes that llama.cpp wrote.
-
-    They are read and written in place.
-    """
+    """Rows of some tokens in the bytes that llama.cpp wrote, read and written in place."""
 
     def __init__(self, form: RowFormat, data: bytearray) -> None:
         self.form = form
@@ -133,14 +124,14 @@ class Blob:
 
     def rotate(self, by: int) -> None:
         """Move the tokens by some positions: keys rotate, labels follow."""
-        plugin = find_plugin()
+        plugin = library.find_plugin()
         if plugin is None:
             self._rotate_by_kernels(by)
         else:
             form, shape = self.form, self.form.shape
             first = _address(self.data) + _keys_at(form, self.tokens, 0)
             layer_bytes = _ROWS.size + self.tokens * form.row_bytes
-            keys = PluginKeys(
+            keys = library.PluginKeys(
                 *(first, shape.layers, layer_bytes, self.tokens, shape.kv_heads, shape.head_dim),
                 *(form.dtype is torch.float16, shape.interleaved),
             )
@@ -151,10 +142,10 @@ class Blob:
         frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
         rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
 
-    def described(self) -> PluginState:
+    def described(self) -> library.PluginState:
         """Return where the blob lies, for the plug-in; valid while the blob lives."""
         first = _keys_at(self.form, self.tokens, 0)
-        return PluginState(_address(self.data), len(self.data), first, self.tokens)
+        return library.PluginState(_address(self.data), len(self.data), first, self.tokens)
 
     def _all_keys(self) -> Tensor:
         """Return every layer's keys [layers, kv_heads, tokens, head_dim], a view."""
@@ -180,14 +171,11 @@ def _address(data: bytearray) -> int:
     return ctypes.addressof(ctypes.c_uint8.from_buffer(data))
 
 
-def _cells_end(count: int) -> int:
-    return _HEADER.size + 4 * CELL_NUMBERS * count
-
-
 def _keys_at(form: RowFormat, count: int, layer: int) -> int:
     """Return where a layer's keys start; every layer's header precedes its rows."""
     before = layer * (_ROWS.size + count * form.row_bytes)
-    return _cells_end(count) + _KIND.size + before + _ROWS.size
+    cells_end = _HEADER.size + 4 * CELL_NUMBERS * count
+    return cells_end + _KIND.size + before + _ROWS.size
 
 
 def _values_at(form: RowFormat, count: int, layer: int) -> int:
@@ -235,10 +223,7 @@ class Cells:
         return torch.from_numpy(np.ctypeslib.as_array(memory))
 
     def read(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy keys and values [layers, kv_heads, rows, head_dim] of some cells.
-
-        RoPE pairs of the keys are half a head apart, whatever they are in the cache.
-        """
+        """Copy keys, RoPE pairs half a head apart, and values [layers, kv_heads, n, head_dim]."""
         keys = torch.stack([layer[:, cells] for layer in self.keys])
         values = torch.stack([layer[:, cells] for layer in self.values])
         return self.form.shape.in_halves(keys), values
@@ -306,12 +291,9 @@ class Cells:
             context.remove(context.scratch)
 
     def load(self, sequence: int, blob: Blob) -> Tensor:
-        """Add a blob's rows to a sequence; return their cells [tokens], int64.
-
-        They go into a scratch sequence first: llama.cpp empties the one it writes to. Where too few
-        cells are free, a CapacityError leaves everything as it was.
-        """
-        plugin = find_plugin()
+        """Add a blob's rows to a sequence, all or CapacityError; return their cells, int64."""
+        # By way of a scratch sequence: llama.cpp empties the one it writes to.
+        plugin = library.find_plugin()
         if plugin is None:
             return self._load_by_python(sequence, blob)
         found = np.empty(blob.tokens, np.int64)
@@ -319,7 +301,7 @@ class Cells:
             *(self.context.handle, ctypes.byref(blob.described()), ctypes.byref(self._described)),
             *(TAG, self.context.scratch, sequence, found.ctypes.data),
         )
-        if code == NO_ROOM:
+        if code == library.NO_ROOM:
             raise self.context.no_room()
         if code:
             raise KVBenchError(LOST)
@@ -340,9 +322,9 @@ class Cells:
         return torch.from_numpy(cells)
 
     @cached_property
-    def _described(self) -> PluginCells:
+    def _described(self) -> library.PluginCells:
         first = self._memory("k", 0, self.form.row_bytes).data_ptr()
-        return PluginCells(first, self.count, self.form.row_bytes)
+        return library.PluginCells(first, self.count, self.form.row_bytes)
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
@@ -448,13 +430,11 @@ class SequenceRows:
             self._table[0] = cells[blob.positions.argsort()]
 
     def free(self) -> None:
-        """Give all cells back."""
         if self.sequence >= 0:
             self._cells.context.remove(self.sequence)
         self._clear()
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Copy keys and values [layers, kv_heads, live, head_dim]; see `Cells.read`."""
         return self._cells.read(self.cells)
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
@@ -515,10 +495,7 @@ class SequenceRows:
         self._table = self._table[:, kept]
 
     def _anchor(self) -> None:
-        """Let the last row stand in for the one before the next position, if that has gone.
-
-        llama.cpp goes on from the largest label only.
-        """
+        """Let the last row stand in for a last position that has gone: llama.cpp goes on there."""
         if self.live and int(self.labels[-1]) != self.next - 1:
             self._move_label(self.live - 1, self.next - 1)
             self._stand_ins = True

@@ -5,33 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.rows import Fed, RowShape, WorkerRows
 from agentbench_kv.engines.core.session import Eviction, EvictionOrder
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Cells
-from agentbench_kv.engines.llamacpp.server.session import (
-    BackendGeneration,
-    BackendSession,
-    Stream,
-)
+from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
-from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.machine import PromptPhases
 
 PREFILL_CHUNK = 512
 STEP_TOKENS = 1024
 ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
-
-T = TypeVar("T")
 
 
 class Admission:
@@ -41,19 +35,15 @@ class Admission:
     back by its next turn, to the last bit. Sessions that generate are never touched.
     """
 
-    def __init__(self, context: Context, method: Method) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._method = method
         self._sequences = list(range(context.scratch))
         self.parkings = 0  # how often a session was parked
 
     def admit(self, generation: BackendGeneration, sessions: Collection[BackendSession]) -> bool:
-        """Lend a generation's session its cells; False if it must wait for those that run.
-
-        CapacityError if nothing runs and it still does not fit.
-        """
+        """Lend a session its cells; False if it must wait, CapacityError if nothing else runs."""
         session = generation.session
-        need = self._need(generation)
+        need = session.ledger.rows_needed(session.pending, generation.sampling.max_tokens)
         if not self.bring_in(session, need, sessions):
             if any(each.generating for each in sessions):
                 return False
@@ -67,10 +57,7 @@ class Admission:
     def bring_in(
         self, session: BackendSession, need: int, sessions: Collection[BackendSession]
     ) -> bool:
-        """Park resting sessions, oldest first, until `need` cells are free; bring `session` in.
-
-        False if there is no room while those that generate go on.
-        """
+        """Bring `session` in, parking resting ones, oldest first; False if there is no room now."""
         others = [each for each in sessions if each is not session]
         taken = sum(each.reserved for each in others if each.generating)
         if taken + need > self._context.cells:
@@ -101,26 +88,12 @@ class Admission:
             session.rows.sequence = -1
         session.reserved, session.generating = 0, False
 
-    def _need(self, generation: BackendGeneration) -> int:
-        """Cells the session may hold before it ends or an event frees some."""
-        session, method = generation.session, self._method
-        start = session.rows.live + session.pending
-        whole = start + generation.sampling.max_tokens
-        if not method.compresses or method.trigger == "turn":
-            return whole
-        longest = session.ledger.fed + whole
-        return min(whole, max(start, method.budget_at(longest)) + method.interval)
-
     def _lacks_sequence(self, session: BackendSession) -> bool:
         return session.rows.sequence < 0 and not self._sequences
 
 
 class BatchScheduler:
-    """Runs the sessions of one context.
-
-    Chunk boundaries depend on a session's own tokens only, as in the embedded engine, so that
-    events fall on the same tokens.
-    """
+    """Runs the sessions of one context; chunks are cut as in the embedded engine."""
 
     def __init__(self, context: Context, policy: BackendPolicy) -> None:
         self.context = context
@@ -128,7 +101,8 @@ class BatchScheduler:
         self._bytes = 2 * context.shape.layers * self.cells.form.row_bytes
         self._use(policy)
         self._work = threading.Condition()
-        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._commands = CommandQueue(self.wake)
+        self.call = self._commands.call  # runs work on the thread that owns the context
         self._waiting: deque[BackendGeneration] = deque()
         self._running: list[BackendGeneration] = []
         self.sessions: dict[str, BackendSession] = {}
@@ -141,7 +115,7 @@ class BatchScheduler:
         rows = RowShape(*sizes, torch.float32, torch.device("cpu"))
         self.policy = policy
         self.worker = WorkerRows(policy, rows, self.cells.form.frequencies.float())
-        self.admission = Admission(self.context, policy.method)
+        self.admission = Admission(self.context)
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
@@ -181,14 +155,6 @@ class BatchScheduler:
             raise KVBenchError(
                 f"session {session.name} has {len(session.tokens)} tokens, not {known}"
             )
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the thread that owns the context; return what it returns."""
-        done: Future[T] = Future()
-        with self._work:
-            self._commands.append((work, done))
-            self._work.notify_all()
-        return done.result()
 
     def wake(self) -> None:
         """Look again: a reader has asked for a token, or hung up."""
@@ -251,13 +217,7 @@ class BatchScheduler:
 
     def _next_batch(self) -> list[BackendGeneration]:
         """Run commands, admit, and choose who takes part in a step; wait if there is nobody."""
-        with self._work:
-            commands, self._commands = self._commands, deque()
-        for work, done in commands:
-            try:
-                done.set_result(work())
-            except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
-                done.set_exception(error)
+        self._commands.run()
         for generation in self._closed():
             self._end(generation)
         self._admit()

@@ -38,16 +38,13 @@ class BackendSession:
 
     @property
     def pending(self) -> int:
-        """Tokens that are not fed yet."""
         return len(self.tokens) - self.ledger.fed
 
     def begin_turn(self, prompt: int) -> None:
-        """Start a turn whose prompt has `prompt` new tokens."""
         self.ledger.begin_turn(prompt)
         self.used = next(_clock)
 
     def fed(self, cells: Tensor) -> None:
-        """Account for a forward that wrote the next tokens into `cells`."""
         self.rows.append(cells, self.ledger.fed)
         self.ledger.forward(len(cells))
 
@@ -87,11 +84,9 @@ class Stream:
                 self.closed = True
 
     def fail(self, error: Exception) -> None:
-        """End with an error instead of tokens."""
         self.send({"error": {"kind": type(error).__name__, "message": str(error)}})
 
     def asked(self) -> None:
-        """Note that the harness wants the next token."""
         with self._lock:
             self.ready = True
 
@@ -147,8 +142,6 @@ class BackendGeneration:
     def push(self, token: int) -> bool:
         """Hand a token over; return whether the generation ends with it."""
         self.produced += 1
-        sampling = self.sampling
-        last = token in sampling.stop_token_ids or self.produced >= sampling.max_tokens
-        last = last or (sampling.stop is not None and sampling.stop(token))
+        last = self.sampling.ends(token, self.produced) is not None
         self.stream.send({"token": token})
         return last

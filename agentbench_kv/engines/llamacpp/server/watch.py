@@ -8,89 +8,54 @@ from __future__ import annotations
 
 import ctypes
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 
-from agentbench_kv.engines.llamacpp.server.library import (
-    GgmlTensor,
-    find_plugin,
-    ggml,
-    llama,
-    load_plugin,
-    op_number,
-    tensor_at,
-)
+from agentbench_kv.engines.llamacpp.server import library
 
 CACHE_NAME = re.compile(rb"cache_([kv])_l(\d+)$")
 QUERY_NAME = re.compile(rb"Qcur-(\d+)$")
 _NUMPY = {0: np.float32, 1: np.float16, 27: np.int64}  # by ggml's number of the type
 
 
-class Watch(ABC):
-    """Sees what `llama_decode` does with the tokens of its batch, in the order of the batch."""
+class NativeWatch:
+    """The plug-in's watch; PrerequisiteError where that cannot be built.
 
-    callback: Any  # value of `llama_context_params.cb_eval`
-    data: int | None = None  # value of `llama_context_params.cb_eval_user_data`
-    wants_queries: bool
-
-    def want_queries(self, wanted: bool) -> None:
-        """Keep queries from the next decode on, or no longer."""
-        self.wants_queries = wanted
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Forget the last batch."""
-
-    @abstractmethod
-    def base(self, kind: str, layer: int) -> int:
-        """Return the address of the cache tensor of `kind` `k` or `v`; 0 before a first decode."""
-
-    @abstractmethod
-    def cells(self) -> torch.Tensor:
-        """Return the cell of every token since `begin`, int64."""
-
-    @abstractmethod
-    def queries(self, layer: int, heads: int) -> torch.Tensor:
-        """Return queries [heads, tokens, head_dim] of the tokens since `begin`, float32."""
-
-
-def make_watch(layers: int, queries: bool) -> Watch:
-    """Return the plug-in's watch, or the one in Python."""
-    kind = PythonWatch if find_plugin() is None else NativeWatch
-    return kind(layers, queries)
-
-
-class NativeWatch(Watch):
-    """The plug-in's watch; PrerequisiteError where that cannot be built."""
+    It sees what `llama_decode` does with the tokens of its batch, in the order of the batch.
+    """
 
     def __init__(self, layers: int, queries: bool) -> None:
-        self._plugin = load_plugin()
+        self._plugin = library.load_plugin()
         self._watch = self._plugin.kvb_watch_new(layers)
-        kind = llama().ggml_backend_sched_eval_callback
+        kind = library.llama().ggml_backend_sched_eval_callback
         self.callback = ctypes.cast(self._plugin.kvb_watch_callback(), kind)
         self.data = int(self._watch)
         self.want_queries(queries)
 
     def want_queries(self, wanted: bool) -> None:
-        super().want_queries(wanted)
+        """Keep queries from the next decode on, or no longer."""
+        self.wants_queries = wanted
         self._plugin.kvb_watch_want_queries(self._watch, int(wanted))
 
     def begin(self) -> None:
+        """Forget the last batch."""
         self._plugin.kvb_watch_begin(self._watch)
 
     def base(self, kind: str, layer: int) -> int:
+        """Return the address of the cache tensor of `kind` `k` or `v`; 0 before a first decode."""
         return int(self._plugin.kvb_watch_base(self._watch, int(kind == "v"), layer) or 0)
 
     def cells(self) -> torch.Tensor:
+        """Return the cell of every token since `begin`, int64."""
         count = ctypes.c_int64()
         first = self._plugin.kvb_watch_cells(self._watch, ctypes.byref(count))
         return _copied(first, count.value, torch.int64)
 
     def queries(self, layer: int, heads: int) -> torch.Tensor:
+        """Return queries [heads, tokens, head_dim] of the tokens since `begin`, float32."""
         count = ctypes.c_int64()
         first = self._plugin.kvb_watch_queries(self._watch, layer, ctypes.byref(count))
         rows = _copied(first, count.value, torch.float32)
@@ -103,21 +68,25 @@ def _copied(first: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(first, (count,)).copy())
 
 
-class PythonWatch(Watch):
+class PythonWatch:
     """The watch in Python. In `kept` it has further tensors by `names`, `kq_soft_max-0` say."""
 
     def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:  # noqa: ARG002
         self.wants_queries = queries
+        self.data = None
         self.names = frozenset(name.encode() for name in names)
         self.kept: dict[str, list[Any]] = {}
-        self._ggml = ggml()
-        self._set_rows, self._rope = op_number("SET_ROWS"), op_number("ROPE")
+        self._ggml = library.ggml()
+        self._set_rows, self._rope = library.op_number("SET_ROWS"), library.op_number("ROPE")
         self._bases: dict[tuple[str, int], int] = {}
         self._cells: list[Any] = []
         self._queries: dict[int, list[Any]] = {}
-        self.callback = llama().ggml_backend_sched_eval_callback(
+        self.callback = library.llama().ggml_backend_sched_eval_callback(
             lambda address, asking, _: self._ask(address) if asking else self._take(address)
         )
+
+    def want_queries(self, wanted: bool) -> None:
+        self.wants_queries = wanted
 
     def begin(self) -> None:
         self._cells.clear()
@@ -139,14 +108,14 @@ class PythonWatch(Watch):
         if name in self.names:
             return True
         if name.startswith(b"cache_"):
-            return self._holds_cells(tensor_at(address))
+            return self._holds_cells(library.tensor_at(address))
         return self._query_layer(address, name) >= 0
 
-    def _holds_cells(self, tensor: GgmlTensor) -> bool:
+    def _holds_cells(self, tensor: library.GgmlTensor) -> bool:
         """Learn where a cache lies; True if the tensor holds the cells of the batch."""
         if tensor.op != self._set_rows or not tensor.view_src:
             return False
-        match = CACHE_NAME.match(tensor_at(tensor.view_src).name)
+        match = CACHE_NAME.match(library.tensor_at(tensor.view_src).name)
         if match is None:
             return False
         kind, layer = match[1].decode(), int(match[2])
@@ -156,12 +125,12 @@ class PythonWatch(Watch):
     def _query_layer(self, address: int, name: bytes) -> int:
         """Return the layer whose rotated queries a tensor holds; three tensors share the name."""
         match = QUERY_NAME.match(name) if self.wants_queries else None
-        return int(match[1]) if match and tensor_at(address).op == self._rope else -1
+        return int(match[1]) if match and library.tensor_at(address).op == self._rope else -1
 
     def _take(self, address: int) -> bool:
         name: bytes = self._ggml.ggml_get_name(address)
         if name.startswith(b"cache_"):
-            self._cells.append(self._array(tensor_at(address).src[1]).reshape(-1))
+            self._cells.append(self._array(library.tensor_at(address).src[1]).reshape(-1))
             return True
         if name in self.names:
             self.kept.setdefault(name.decode(), []).append(self._array(address))
@@ -172,9 +141,17 @@ class PythonWatch(Watch):
 
     def _array(self, address: int) -> Any:
         """Copy a tensor; numpy's dimensions are ggml's in reverse."""
-        tensor = tensor_at(address)
+        tensor = library.tensor_at(address)
         raw = np.empty(tensor.nb[3] * tensor.ne[3], np.uint8)
         self._ggml.ggml_backend_tensor_get(address, raw.ctypes.data, 0, raw.nbytes)
         shape, steps = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
         elements = raw.view(_NUMPY[tensor.type])
         return np.lib.stride_tricks.as_strided(elements, shape, steps).copy()
+
+
+Watch = NativeWatch | PythonWatch
+
+
+def make_watch(layers: int, queries: bool) -> Watch:
+    kind = PythonWatch if library.find_plugin() is None else NativeWatch
+    return kind(layers, queries)

@@ -155,9 +155,14 @@ class Patches:
         return running_growth(self.runtime.table, original, adder, request)
 
     def create_req(
-        self, original: Original, session: Any, arrived: Any, tokenizer: Any, *args: Any,
+        self,
+        original: Original,
+        session: Any,
+        arrived: Any,
+        tokenizer: Any,
+        *args: Any,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Append exactly the ids that came; SGLang would drop a leading BOS."""
         request = original(session, arrived, None, *args, **kwargs)
         request.tokenizer = tokenizer
@@ -205,7 +210,6 @@ class Patches:
     def cache_finished_req(
         self, original: Original, cache: Any, request: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """End the only turn of a request without a session."""
         session = self.runtime.table.of(request) if request.finished() else None
         if session is not None:
             self.runtime.steps.finish_alone(request, session)
@@ -230,9 +234,17 @@ class Patches:
         return forward
 
     def forward(
-        self, original: Original, backend: Any, q: Any, k: Any, v: Any, layer: Any,
-        forward_batch: Any, *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        original: Original,
+        backend: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Keep the queries of an attention layer, which carry RoPE already."""
         worker = self.runtime.worker
         idle = forward_batch.forward_mode.is_idle()
@@ -308,7 +320,6 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 
 
 def mismatches() -> list[str]:
-    """Return what is not as listed, in words; SGLang must be importable."""
     return symbol_problems(TARGETS, exact=True)
 
 
@@ -345,7 +356,6 @@ def register() -> None:
 
 
 def check_installed() -> None:
-    """End the process unless every hook is in its place."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = sorted(set(TARGETS) - HookRegistry._patched)

@@ -31,7 +31,6 @@ class MemoryPressure:
         self.retracted = 0
 
     def make_room(self, batch: Any) -> None:
-        """Free rows until a decode batch fits, as far as there are any."""
         while not batch.check_decode_mem() and self._drop_one():
             pass
 
@@ -100,7 +99,6 @@ class MemoryPressure:
 
 
 def _unfinished(batch: Any) -> bool:
-    """Return whether a batch has requests that go on."""
     return batch is not None and any(not request.finished() for request in batch.reqs)
 
 
@@ -205,7 +203,6 @@ class Forks:
             raise ValueError(f"session {session.name} shares rows with {other}; close it first")
 
     def _open_session(self, source: str, name: str) -> None:
-        """Open SGLang's session with the history of another one."""
         from sglang.srt.managers.io_struct import OpenSessionReqInput
         from sglang.srt.session.session_controller import SessionReqNode
 
@@ -238,7 +235,6 @@ class Forks:
         )
 
     def _copy_tail(self, source_row: int, row: int, rows: int, shared: int) -> None:
-        """Copy the rows of a partial page to a page of the fork's own."""
         table, page = self._worker.pool.table, self._worker.pool.page
         slots = self._scheduler.token_to_kv_pool_allocator.alloc(page)
         self._compactor.wait_for_forward()

@@ -96,7 +96,6 @@ class Runtime:
         self.control = ControlServer(self.policy.control, queued)
 
     def serve(self) -> None:
-        """Answer the commands that wait."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._bell, 1 << 16)
         self._commands.run()

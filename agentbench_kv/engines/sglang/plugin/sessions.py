@@ -75,7 +75,6 @@ class SglangSessions:
         return session if session is not None and session.request is request else None
 
     def begin(self, request: Any) -> SglangSession:
-        """Start the turn of a request that enters the queue."""
         name = _session_name(request)
         session = self.open(name or request.rid, lasting=name is not None)
         wanted = wishes(request.sampling_params)
@@ -109,7 +108,6 @@ class SglangSessions:
         return sorted(idle, key=lambda session: session.used)
 
     def forks_of(self, session: SglangSession) -> list[SglangSession]:
-        """Return the sessions that read a session's rows."""
         return [other for other in self.sessions.values() if other.parent == session.name]
 
 
@@ -120,7 +118,6 @@ def wishes(sampling: Any) -> dict[str, Any]:
 
 
 def _session_name(request: Any) -> str | None:
-    """Return the streaming session of a request."""
     session = request.session
     return session.session_id if session is not None and session.streaming else None
 

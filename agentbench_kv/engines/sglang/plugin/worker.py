@@ -83,7 +83,6 @@ class DeviceWorker:
         self.configure(policy)
 
     def configure(self, policy: BackendPolicy) -> None:
-        """Go on with a policy; no session may be open."""
         self.rows = WorkerRows(policy, self.shape, self._frequencies)
         self.labels = policy.method.compresses
         self.keeps_queries = self.rows.rings.rings > 0 or self.rows.wants_sums
@@ -149,7 +148,6 @@ class Compactor:
         self._forwards = forward_stream  # where forwards run while the scheduler works ahead
 
     def carry_out(self, session: SglangSession, row: int, eviction: Eviction) -> None:
-        """Keep what the method selects of a request's rows and free the rest."""
         self.wait_for_forward()
         self._move(session, row, eviction, self._worker.rows.remove)
 
@@ -290,7 +288,6 @@ class Steps:
         session.starting = 0
 
     def _settle_last(self, request: Any, session: SglangSession, samples: int) -> Eviction | None:
-        """Account for the last forward of a turn unless it was one too many."""
         if session.samples >= samples:
             return None
         self._label([(request, session)])
@@ -311,7 +308,6 @@ class Steps:
         self._worker.settle(decoded)
 
     def _count(self, session: SglangSession) -> Eviction | None:
-        """Count the token sampled by a settled forward."""
         session.samples += 1
         if session.resampling:
             session.resampling -= 1

@@ -41,10 +41,7 @@ class QueryCapture:
         return len(self._buffers[0]) if self._buffers else 0
 
     def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
-        """Name the layers (vLLM's name -> index) and where their queries go.
-
-        With `keep_all`, `queries` has every query of the last forward, too.
-        """
+        """Name the layers (vLLM's name -> index) and their rings; `keep_all` serves `queries`."""
         self._layers = layers
         self._rings = rings
         self.keep_all = keep_all
@@ -54,7 +51,6 @@ class QueryCapture:
         self._buffers = [like.new_zeros(rows, *shape) for _ in range(layers)]
 
     def begin(self, write: RingWrite | None, rows: int) -> None:
-        """Expect a forward of `rows` rows, some of which go to rings."""
         self._write = write
         self._rows = rows
         self._all.clear()

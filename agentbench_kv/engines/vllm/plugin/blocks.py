@@ -20,10 +20,7 @@ from agentbench_kv.kernels.layout import PagedRows
 
 
 class SessionBlocks:
-    """The blocks of all requests, running or at rest, of a model with one KV cache group.
-
-    `manager` is vLLM's `KVCacheManager`.
-    """
+    """The blocks of all requests, running or at rest, in vLLM's `KVCacheManager` of one group."""
 
     def __init__(self, manager: Any) -> None:
         (self._single,) = manager.coordinator.single_type_managers
@@ -64,13 +61,11 @@ class SessionBlocks:
         return before
 
     def rename(self, old: str, new: str) -> None:
-        """Hand a request's blocks to another request."""
         for table in (self._single.req_to_blocks, self._single.num_cached_block):
             if old in table:
                 table[new] = table.pop(old)
 
     def drop(self, request: str) -> None:
-        """Free all blocks of a request at rest."""
         self._single.free(request)
 
 

@@ -111,7 +111,6 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
 
 
 def problems() -> list[str]:
-    """Return what is missing or different in the vLLM that is installed here."""
     return symbol_problems(SYMBOLS, exact=False)
 
 

@@ -71,7 +71,6 @@ class EvictingRunner(BaseRunner):
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, and report what was moved."""
         output = super().sample_tokens(*args, **kwargs)
         moved, self._kvbench_moved = self._kvbench_moved, []
         if moved and hasattr(output, "sampled_token_ids"):

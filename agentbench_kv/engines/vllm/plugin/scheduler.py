@@ -83,12 +83,10 @@ class EvictingScheduler(Scheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """End requests from outside, as when a client hangs up."""
         with self.lock:
             return super().finish_requests(*args, **kwargs)
 
     def use(self, method: dict[str, Any]) -> None:
-        """Go on with another method; no session is open."""
         self._policy = self._policy.with_method(method)
         self.sessions.method = self._policy.method
         self._new_method = method

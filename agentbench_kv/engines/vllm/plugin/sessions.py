@@ -73,7 +73,6 @@ class VllmSessions:
         return session
 
     def rest(self, session: VllmSession, tokens: list[int]) -> None:
-        """Keep a session whose request has ended."""
         session.running = False
         session.tokens = tokens
         del self.by_request[session.request]
@@ -109,7 +108,6 @@ class VllmSessions:
         return False
 
     def end(self, session: VllmSession) -> None:
-        """Forget a session altogether."""
         if session.ledger.fed:
             self.lose(session)
         self.by_request.pop(session.request, None)
@@ -127,7 +125,6 @@ class VllmSessions:
 
 
 def extra_arguments(request: Any) -> Mapping[str, Any]:
-    """Return what the harness sent with a request."""
     return getattr(request.sampling_params, "extra_args", None) or {}
 
 
