@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from agentbench_kv.engines.core.rows import RowShape
+from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.embedded.cache import SMALLEST, CachePools, SessionCache
 
 SHAPE = RowShape(

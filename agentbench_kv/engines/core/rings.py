@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +14,25 @@ from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.calibration import rotate
 from agentbench_kv.methods.spans import SpanRange, within
 
-if TYPE_CHECKING:
-    from agentbench_kv.engines.core.rows import RowShape
-
 _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    with_sums: bool = False  # whether the cache keeps the attention every row has got
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, QueryStore, RingWrite
+from agentbench_kv.engines.core.rings import (
+    AttentionSums,
+    QueryBuffer,
+    QueryStore,
+    RingWrite,
+    RowShape,
+)
 from agentbench_kv.engines.core.session import EvictionOrder
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.kernels import compact as compact_rows
@@ -73,24 +79,6 @@ class PagedStore:
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
         lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
         paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
-
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    with_sums: bool = False  # whether the cache keeps the attention every row has got
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class RowStore(Protocol):

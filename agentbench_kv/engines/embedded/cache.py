@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.core.rows import RowShape
+from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.kernels import compact, rope_rotate
 from agentbench_kv.methods.base import LayerView
 

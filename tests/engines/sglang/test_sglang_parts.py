@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.core.rows import Fed, RowShape
+from agentbench_kv.engines.core.rings import RowShape
+from agentbench_kv.engines.core.rows import Fed
 from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.engines.serving.wire import ModelFacts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agentbench_kv.engines.core.commands import CommandQueue
-from agentbench_kv.engines.core.rows import RowShape
+from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.serving.plugin import (
     BackendPolicy,
     ControlServer,
