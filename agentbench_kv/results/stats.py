@@ -27,11 +27,12 @@ from scipy.stats import mannwhitneyu
 from statsmodels.stats.contingency_tables import mcnemar
 
 Floats = NDArray[np.float64]
-Grouping = tuple[NDArray[np.intp], int] | None  # number of each sample's group, and how many
 LEVEL = 0.95
 SEED = 20260101
 RESAMPLES = 9999
-REPETITIONS = 9  # fewer repetitions than this decide nothing about speed
+REPETITIONS = 9
+"""Fewer repetitions than this decide nothing about speed."""
+
 _SAME = 1e-12
 _SUCCESS = 1e-6  # how far from 1 a success may lie, as tau2-bench has it
 
@@ -92,8 +93,9 @@ class Scores:
         """Take the scores of each sample's trials; a sample has at least one."""
         parts = {name: (sum(values) / len(values), 1.0) for name, values in trials.items()}
         binary = {name: values for name, values in trials.items() if set(values) <= {0.0, 1.0}}
-        items = {name: float(len(values)) for name, values in binary.items()}
-        return cls(parts, items, groups or {})
+        return cls(
+            parts, {name: float(len(values)) for name, values in binary.items()}, groups or {}
+        )
 
     @classmethod
     def of_counts(
@@ -113,8 +115,8 @@ class Scores:
         right, asked = np.sum(list(self.parts.values()), axis=0)
         return float(right / asked)
 
-    def group_of(self, samples: Sequence[str]) -> Grouping:
-        """Return the groups of some samples; None if all are alone."""
+    def group_of(self, samples: Sequence[str]) -> tuple[NDArray[np.intp], int] | None:
+        """Return each sample's group by number, and how many there are; None if all are alone."""
         names = [self.groups.get(name, name) for name in samples]
         order, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
         return (numbers, len(order)) if len(order) < len(samples) else None
@@ -160,9 +162,14 @@ def level(scores: Scores, confidence: float = LEVEL) -> Interval:
     plain = grouped is None and bool(np.isin(shares, (0.0, 1.0)).all()) and not np.ptp(asked)
     mean = _mean(shares, asked, items, grouped, plain, confidence)
     method: Literal["wilson", "score", "groups"] = "groups" if grouped else "score"
-    point, low, high = min(max(mean.point, 0.0), 1.0), max(mean.end(0.0), 0.0), mean.end(1.0)
-    number = grouped[1] if grouped else None
-    return Interval(point, low, min(high, 1.0), "wilson" if plain else method, len(ids), number)
+    return Interval(
+        point=min(max(mean.point, 0.0), 1.0),
+        low=max(mean.end(0.0), 0.0),
+        high=min(mean.end(1.0), 1.0),
+        method="wilson" if plain else method,
+        n=len(ids),
+        groups=grouped[1] if grouped else None,
+    )
 
 
 def change(
@@ -185,18 +192,28 @@ def change(
     plain = grouped is None and bool(np.isin(changes, (-1.0, 0.0, 1.0)).all())
     low, high = _change_ends(changes, weights, grouped, plain, confidence)
     own, other = (float(side[:, 0].sum() / side[:, 1].sum()) for side in (mine, theirs))
-    binary, point = plain and not np.ptp(weights), own - other
-    ends = point, min(low, point), max(high, point)
-    p_value = _p_value(changes, weights, grouped, binary) if tested else 1.0
-    test: Literal["mcnemar", "permutation"] = "mcnemar" if binary else "permutation"
-    units, spread = grouped[1] if grouped else None, _spread(changes, weights, grouped)
-    return Change(other, own, *ends, p_value, test, len(ids), units, spread)
+    binary = plain and not np.ptp(weights)
+    return Change(
+        base=other,
+        cand=own,
+        point=own - other,
+        low=min(low, own - other),
+        high=max(high, own - other),
+        p_value=_p_value(changes, weights, grouped, binary) if tested else 1.0,
+        test="mcnemar" if binary else "permutation",
+        n=len(ids),
+        groups=grouped[1] if grouped else None,
+        spread=_spread(changes, weights, grouped),
+    )
 
 
 def paired_ends(
     changes: Floats, confidence: float = LEVEL, groups: NDArray[np.intp] | None = None
 ) -> tuple[float, float]:
-    """Return the interval of `change` for samples of one weight; `groups` are numbers from 0 on."""
+    """Return the interval of `change` for equally weighted samples that changed by [-1, 1] each.
+
+    `groups` numbers each sample's group, from 0 on without gaps.
+    """
     grouped = None if groups is None else (groups, int(groups.max()) + 1)
     plain = grouped is None and bool(np.isin(changes, (-1.0, 0.0, 1.0)).all())
     return _change_ends(changes, np.ones(len(changes)), grouped, plain, confidence)
@@ -223,11 +240,18 @@ def size_change(
     spread = float(units.std(ddof=1)) if len(units) > 1 else 0.0
     reach = _t(confidence, len(units) - 1) * spread * sqrt(len(units)) / len(ids)
     reach = reach if len(units) > 1 else inf
-    sides, point = (float(theirs.mean()), float(mine.mean())), ratio - 1
-    ends = point, max(point - reach, -1.0), point + reach
-    p_value = _permutation(_sums(mine - theirs, grouped))
-    number, scaled = grouped[1] if grouped else None, spread * len(units) / len(ids)
-    return Change(*sides, *ends, p_value, "permutation", len(ids), number, scaled)
+    return Change(
+        base=float(theirs.mean()),
+        cand=float(mine.mean()),
+        point=ratio - 1,
+        low=max(ratio - 1 - reach, -1.0),
+        high=ratio - 1 + reach,
+        p_value=_permutation(_sums(mine - theirs, grouped)),
+        test="permutation",
+        n=len(ids),
+        groups=grouped[1] if grouped else None,
+        spread=spread * len(units) / len(ids),
+    )
 
 
 def holm(p_values: Sequence[float], family: int | None = None) -> list[float]:
@@ -241,8 +265,10 @@ def holm(p_values: Sequence[float], family: int | None = None) -> list[float]:
 
 
 def powers(trials: Mapping[str, Sequence[float]], k: int) -> dict[str, float]:
-    """Return pass^k of each sample with k trials: C(c, k) / C(n, k) of n with c successes."""
-    # That is unbiased; (c / n)^k is not. A trial succeeds if it scores 1.
+    """Return pass^k of each sample with at least k trials: C(c, k) / C(n, k) of n with c successes.
+
+    That is unbiased; (c / n)^k is not. A trial succeeds if it scores 1.
+    """
     if k < 1:
         raise ValueError(f"pass^{k}: k is at least 1")
     return {
@@ -255,8 +281,9 @@ def powers(trials: Mapping[str, Sequence[float]], k: int) -> dict[str, float]:
 def pass_scores(
     trials: Mapping[str, Sequence[float]], k: int, groups: Mapping[str, str] | None = None
 ) -> Scores:
-    parts = {name: (power, 1.0) for name, power in powers(trials, k).items()}
-    return Scores(parts, groups=groups or {})
+    return Scores(
+        {name: (power, 1.0) for name, power in powers(trials, k).items()}, {}, groups or {}
+    )
 
 
 def pass_levels(
@@ -327,9 +354,14 @@ def speed_change(base: Sequence[float], cand: Sequence[float]) -> SpeedChange:
         raise ValueError("speed is compared between positive figures, at least one a side")
     theirs, mine = (_medians(side, SEED + i) for i, side in enumerate((base, cand)))
     low, high = ends(mine / theirs - 1.0)
-    point = float(np.median(cand) / np.median(base) - 1.0)
-    p_value = float(mannwhitneyu(base, cand).pvalue)
-    return SpeedChange(median(base), median(cand), point, low, high, p_value)
+    return SpeedChange(
+        base=median(base),
+        cand=median(cand),
+        point=float(np.median(cand) / np.median(base) - 1.0),
+        low=low,
+        high=high,
+        p_value=float(mannwhitneyu(base, cand).pvalue),
+    )
 
 
 def ends(drawn: Floats, confidence: float = LEVEL) -> tuple[float, float]:
@@ -351,7 +383,7 @@ def _mean(
     values: Floats,
     weights: Floats,
     items: Floats,
-    grouped: Grouping,
+    grouped: tuple[NDArray[np.intp], int] | None,
     plain: bool,
     confidence: float,
 ) -> _Mean:
@@ -378,7 +410,11 @@ def _mean(
 
 
 def _change_ends(
-    changes: Floats, weights: Floats, grouped: Grouping, plain: bool, confidence: float
+    changes: Floats,
+    weights: Floats,
+    grouped: tuple[NDArray[np.intp], int] | None,
+    plain: bool,
+    confidence: float,
 ) -> tuple[float, float]:
     gains, losses = np.maximum(changes, 0.0), np.maximum(-changes, 0.0)
     graded = np.zeros_like(changes)
@@ -398,7 +434,9 @@ def _change_ends(
     return max(low, -1.0), min(high, 1.0)
 
 
-def _opposed(gains: Floats, losses: Floats, weights: Floats, grouped: Grouping) -> float:
+def _opposed(
+    gains: Floats, losses: Floats, weights: Floats, grouped: tuple[NDArray[np.intp], int] | None
+) -> float:
     """Return how much gains and losses exclude each other: minus their correlation."""
     total = weights.sum()
     one, other = (
@@ -408,7 +446,7 @@ def _opposed(gains: Floats, losses: Floats, weights: Floats, grouped: Grouping) 
     return float(-(one @ other) / scale) if scale > _SAME else 0.0
 
 
-def _sums(values: Floats, grouped: Grouping) -> Floats:
+def _sums(values: Floats, grouped: tuple[NDArray[np.intp], int] | None) -> Floats:
     """Sum samples' values within their groups."""
     if grouped is None:
         return values
@@ -419,14 +457,18 @@ def _t(confidence: float, freedom: float) -> float:
     return float(stdtrit(freedom, (1 + confidence) / 2)) if freedom > 0 else inf
 
 
-def _spread(changes: Floats, weights: Floats, grouped: Grouping) -> float:
+def _spread(
+    changes: Floats, weights: Floats, grouped: tuple[NDArray[np.intp], int] | None
+) -> float:
     units = _sums(weights * (changes - weights @ changes / weights.sum()), grouped)
     if len(units) < 2:
         return 0.0
     return float(units.std(ddof=1) * len(units) / weights.sum())
 
 
-def _p_value(changes: Floats, weights: Floats, grouped: Grouping, binary: bool) -> float:
+def _p_value(
+    changes: Floats, weights: Floats, grouped: tuple[NDArray[np.intp], int] | None, binary: bool
+) -> float:
     if binary:
         wins, losses = int((changes > 0).sum()), int((changes < 0).sum())
         return float(mcnemar([[0, wins], [losses, 0]], exact=True).pvalue)

@@ -84,8 +84,8 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
     for name in _FILES:
         path = folder / name
-        if digest := file_sha(path):
-            yield name, path.stat().st_size, digest
+        if path.is_file():
+            yield name, path.stat().st_size, file_sha(path) or "unreadable"
 
 
 @dataclass(frozen=True)
