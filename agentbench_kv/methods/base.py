@@ -2,7 +2,7 @@
 
 Every such method is: which queries represent the future, a score per cached token, what is always
 kept, which set granularity, and when. A method declares the first and implements the second; the
-rest is here (shared specification: methods.md, notation).
+rest is here (docs/add-a-method.md).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Method:
     by_position: ClassVar[bool] = False  # rows rank by position alone: heads, windows do nothing
     needs_calibration: ClassVar[bool] = False  # before it can score
     offline: ClassVar[bool] = False  # it needs what only a capture has: no engine can run it
-    spans: ClassVar[bool] = False  # it manages whole spans (`methods.blocks`) and ranks no rows
+    spans: ClassVar[bool] = False  # it manages whole spans (`methods.spans`) and ranks no rows
 
     budget: int | None = None  # tokens kept per (layer, KV head); None for methods without one
     share: float | None = None  # of the tokens ever seen, instead of `budget`

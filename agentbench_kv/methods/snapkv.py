@@ -29,7 +29,7 @@ _AVERAGED = {"kernel": 5, "pool": "avg", "gqa": "mean_prob", "columns": "all"}
 class SnapKV(Method):
     """Keep the last `window` tokens and the best of the rest by pooled window attention.
 
-    Presets (methods.md, section snapkv): `rkv` is the form R-KV's authors run as their baseline,
+    Presets: `rkv` is the form R-KV's authors run as their baseline,
     `kvpress` the one of NVIDIA's kvpress, `original` the authors' own: a kept set per query head,
     so that the cache holds as many heads as there are query heads.
     """

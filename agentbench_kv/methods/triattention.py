@@ -27,7 +27,7 @@ class TriAttention(Method):
 
     `S_j = mean_o Σ_f Re(μ_f e^{i w_f (t+o)} conj(k_jf)) + Σ_f (v_f - |μ_f|)·|k_jf|` over offsets
     o = 1, 2, 4, …, 65536; then z-scores, the group's maximum, and one set per KV head index or
-    another `kept_set` (methods.md, section triattention). Presets are what the authors' Hugging
+    another `kept_set`. Presets are what the authors' Hugging
     Face, vLLM and SGLang code do; `per_layer` and `global` are variants of the first.
 
     `normalise=generated` takes mean and deviation over tokens after the prompt and leaves the

@@ -51,7 +51,7 @@ def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibra
     """Average a model's queries over documents of token ids, each from position 0.
 
     Queries are taken from attention, so after the q-norm of models that have one, and turned back
-    to position 0 (methods.md, section triattention). At most 32,768 tokens are read; what is longer
+    to position 0. At most 32,768 tokens are read; what is longer
     than the model's context is cut. UsageError if there are fewer than 256.
     """
     parts = list(_parts(documents, min(MAX_TOKENS, model.context_limit - 2)))
