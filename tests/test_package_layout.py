@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Container
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -146,3 +147,13 @@ def test_the_wheel_holds_packages_and_data(tmp_path: Path) -> None:
     missing = {name for name in files if name.startswith("agentbench_kv/") and name not in held}
     assert not missing
     assert not {name for name in held if name.startswith("tests/")}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, times in found.items() if times > 1}

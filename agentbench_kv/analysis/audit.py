@@ -16,7 +16,7 @@ from agentbench_kv.methods.base import PHASE_NAMES, Phase
 
 
 @dataclass(frozen=True)
-class Eviction:
+class TokenEviction:
     """What one event did to one token, in the heads where it was evicted."""
 
     position: int
@@ -47,7 +47,7 @@ class TokenAudit:
     position: int
     heads: int  # (layer, head)s there are
     held: int  # those that still held it after the last event
-    evictions: list[Eviction]  # one for every event that evicted it somewhere, in order
+    evictions: list[TokenEviction]  # one for every event that evicted it somewhere, in order
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON data."""
@@ -70,7 +70,7 @@ def audit(events: Sequence[ScoredEvent], positions: Collection[int]) -> list[Tok
     return found
 
 
-def _eviction(position: int, number: int, event: ScoredEvent) -> Eviction:
+def _eviction(position: int, number: int, event: ScoredEvent) -> TokenEviction:
     layer, head, row = ((event.positions == position) & ~event.survived).nonzero(as_tuple=True)
     kept = event.survived[layer, head]
     scores = event.scores[layer, head]
@@ -84,7 +84,7 @@ def _eviction(position: int, number: int, event: ScoredEvent) -> Eviction:
     heads, ranks = torch.stack([layer, head], -1), ahead.sum(-1) + 1
     places, competed = chosen.sum(-1), competing.sum(-1)
     margins = (own[:, 0] - lowest).masked_fill(~chosen.any(-1), torch.nan)
-    return Eviction(position, number, event.logical, heads, ranks, places, competed, margins)
+    return TokenEviction(position, number, event.logical, heads, ranks, places, competed, margins)
 
 
 @dataclass(frozen=True)

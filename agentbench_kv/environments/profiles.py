@@ -41,7 +41,7 @@ _GIT_S = 600
 
 
 @dataclass(frozen=True)
-class Source:
+class Repository:
     """One version of a package that pip cannot find by name.
 
     Of the repository only `files` (at the root) and `folder` (the code) are exported. Nothing else
@@ -63,7 +63,7 @@ class Source:
         return f"kvbench env create {self.environment or self.distribution} --from {self.url}"
 
 
-def export(source: Source, given: str | None, target: Path) -> str:
+def export(source: Repository, given: str | None, target: Path) -> str:
     """Empty `target` and put the pinned version's files there; return what was exported.
 
     `given` is a git URL, a git directory (bare or not), or an unpacked directory; PrerequisiteError
@@ -85,7 +85,7 @@ def export(source: Source, given: str | None, target: Path) -> str:
     return about
 
 
-def _place(source: Source, given: str | None) -> Path | str:
+def _place(source: Repository, given: str | None) -> Path | str:
     name, command = source.distribution, source.create_command()
     if not given:
         raise PrerequisiteError(
@@ -104,7 +104,7 @@ def _place(source: Source, given: str | None) -> Path | str:
     raise PrerequisiteError(f"--from {given}: neither a directory nor a URL; use: {command}")
 
 
-def _from_git(source: Source, repository: Path, target: Path) -> str:
+def _from_git(source: Repository, repository: Path, target: Path) -> str:
     at = ("-c", "safe.directory=*", "-C", str(repository))
     named = (*at, "rev-parse", "--verify", "--quiet", f"{source.tag}^{{commit}}")
     found = _git(source, named).decode().strip()
@@ -124,7 +124,7 @@ def _from_git(source: Source, repository: Path, target: Path) -> str:
     return f"git {source.tag} {source.commit}"
 
 
-def _from_directory(source: Source, directory: Path, target: Path) -> str:
+def _from_directory(source: Repository, directory: Path, target: Path) -> str:
     for name in source.files:
         if (directory / name).is_file():
             shutil.copyfile(directory / name, target / name)
@@ -133,7 +133,7 @@ def _from_directory(source: Source, directory: Path, target: Path) -> str:
     return f"directory, version {source.version}"
 
 
-def _check_project(source: Source, folder: Path, given: str) -> None:
+def _check_project(source: Repository, folder: Path, given: str) -> None:
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
     except (OSError, ValueError, KeyError):
@@ -147,7 +147,7 @@ def _check_project(source: Source, folder: Path, given: str) -> None:
         )
 
 
-def _git(source: Source, arguments: Sequence[str]) -> bytes:
+def _git(source: Repository, arguments: Sequence[str]) -> bytes:
     command = ("git", *arguments)
     try:
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S)
@@ -241,7 +241,7 @@ if absent:
 import fastapi, msgspec, orjson, safetensors, tokenizers, transformers, uvicorn
 """
 
-TAU2 = Source(
+TAU2 = Repository(
     distribution="tau2",
     version="0.2.1-dev",
     description="The tau2 package",
@@ -272,7 +272,7 @@ class Profile:
     newest: tuple[int, int]
     disk_mb: int  # free space needed to build it
     probe: str  # Python source that fails unless the environment does its job
-    source: Source | None = None  # installed besides the lock, from a repository the user names
+    source: Repository | None = None  # installed besides the lock, from a repository the user names
     built: BuiltWheel | None = None  # installed besides the lock, built from its source
     resolves: bool = False  # the lock names the top only, and pip resolves what that needs
 
@@ -311,7 +311,7 @@ def _profile(name: str, pythons: tuple[int, int], disk_mb: int, probe: str, **mo
     return Profile(name, _SUMMARIES[name], lock, (3, oldest), (3, newest), disk_mb, probe, **more)
 
 
-def _tau2_probe(source: Source, installed: str) -> str:
+def _tau2_probe(source: Repository, installed: str) -> str:
     return TAU2_PROBE.format(description=source.description, installed=installed)
 
 

@@ -13,7 +13,7 @@ from agentbench_kv import environments
 from agentbench_kv.cli.env import env
 from agentbench_kv.environments import build
 from agentbench_kv.environments import profiles as source
-from agentbench_kv.environments.profiles import PROFILES, TAU2, TAU2_V1, Source, export
+from agentbench_kv.environments.profiles import PROFILES, TAU2, TAU2_V1, Repository, export
 from agentbench_kv.errors import PrerequisiteError
 
 PROJECT = '[project]\nname = "small"\nversion = "1.2"\ndescription = "made"\n'
@@ -48,8 +48,8 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small(project: Path) -> Source:
-    return Source(
+def small(project: Path) -> Repository:
+    return Repository(
         distribution="small",
         version="1.2",
         description="made",
@@ -69,7 +69,7 @@ WANTED = {"pyproject.toml", "README.md", "LICENSE", "src/small/__init__.py"}
 
 @pytest.mark.parametrize("form", ["work tree", "bare", "url"])
 def test_git_gives_the_tag_and_only_what_is_needed(
-    small: Source, project: Path, tmp_path: Path, form: str
+    small: Repository, project: Path, tmp_path: Path, form: str
 ) -> None:
     given = str(project)
     if form == "bare":
@@ -84,7 +84,7 @@ def test_git_gives_the_tag_and_only_what_is_needed(
 
 
 def test_a_missing_large_file_elsewhere_does_no_harm(
-    small: Source, project: Path, tmp_path: Path
+    small: Repository, project: Path, tmp_path: Path
 ) -> None:
     blob = git(project, "rev-parse", "v1.2:data/big")
     (project / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
@@ -92,7 +92,7 @@ def test_a_missing_large_file_elsewhere_does_no_harm(
     assert exported(tmp_path / "target") == WANTED
 
 
-def test_an_unpacked_directory_is_copied(small: Source, project: Path, tmp_path: Path) -> None:
+def test_an_unpacked_directory_is_copied(small: Repository, project: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     project.rename(plain)
     subprocess.run(("rm", "-r", str(plain / ".git")), check=True)
@@ -104,14 +104,14 @@ def test_an_unpacked_directory_is_copied(small: Source, project: Path, tmp_path:
 
 
 @pytest.mark.parametrize("given", ["small", "small==1.2", "pypi:small", "SMALL>=1", None, ""])
-def test_the_index_is_refused_by_name(small: Source, tmp_path: Path, given: str | None) -> None:
+def test_the_index_is_refused_by_name(small: Repository, tmp_path: Path, given: str | None) -> None:
     with pytest.raises(PrerequisiteError, match="the small on PyPI is another") as caught:
         export(small, given, tmp_path / "target")
     assert "kvbench env create small --from https://example.org/small" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_refused(small: Source, project: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_is_refused(small: Repository, project: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     with pytest.raises(PrerequisiteError, match="neither a directory nor a URL"):
         export(small, str(tmp_path / "absent"), target)
@@ -125,7 +125,7 @@ def test_what_is_not_there_is_refused(small: Source, project: Path, tmp_path: Pa
         export(small, str(project), target)
 
 
-def test_another_version_is_refused(small: Source, project: Path, tmp_path: Path) -> None:
+def test_another_version_is_refused(small: Repository, project: Path, tmp_path: Path) -> None:
     newer = replace(small, version="2.0")
     with pytest.raises(PrerequisiteError, match=r"is not small 2\.0 .*small, 1\.2, made"):
         export(newer, str(project), tmp_path / "target")
@@ -135,7 +135,7 @@ def test_another_version_is_refused(small: Source, project: Path, tmp_path: Path
         export(small, str(empty), tmp_path / "target")
 
 
-def test_without_git(small: Source, project: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_without_git(small: Repository, project: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     def absent(*_: object, **__: object) -> None:
         raise FileNotFoundError("git")
 

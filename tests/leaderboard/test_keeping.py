@@ -14,7 +14,7 @@ import pytest
 from agentbench_kv.adapters.browser.corpus import Corpus
 from agentbench_kv.adapters.browser.frames import FramesSynthetic
 from agentbench_kv.engines.base import EngineInfo
-from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import UsageError

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentbench_kv.engines.core.ledger import EvictionOrder
 from agentbench_kv.engines.core.rings import (
     AttentionSums,
     QueryBuffer,
@@ -19,7 +20,6 @@ from agentbench_kv.engines.core.rings import (
     RingWrite,
     RowShape,
 )
-from agentbench_kv.engines.core.session import EvictionOrder
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged, rope_rotate

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from agentbench_kv.engines.base import FinishReason, PhaseLabeller, Sampling
 from agentbench_kv.engines.core.commands import CommandQueue
+from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.rings import QueryBuffer
-from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.engines.embedded.attention import Packed, pack
 from agentbench_kv.engines.embedded.cache import CachePools
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape

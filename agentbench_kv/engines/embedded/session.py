@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, PhaseLabeller
+from agentbench_kv.engines.core.ledger import Eviction, SessionLedger
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
-from agentbench_kv.engines.core.session import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.cache import CachePools, SessionCache
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError

@@ -26,7 +26,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
 from agentbench_kv.engines.serving.plugin import method_document

@@ -24,7 +24,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
-from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.phases.machine import PromptPhases

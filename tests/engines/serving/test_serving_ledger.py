@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, KVEvent, KVStats, Sampling
-from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenPhases

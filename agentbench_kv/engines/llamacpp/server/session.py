@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
-from agentbench_kv.engines.core.session import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.llamacpp.server.rows import Cells, SequenceRows
 from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.methods.base import Method

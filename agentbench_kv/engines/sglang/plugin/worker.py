@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.rings import RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
-from agentbench_kv.engines.core.session import Eviction, EvictionOrder
 from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.kernels.layout import PagedRows

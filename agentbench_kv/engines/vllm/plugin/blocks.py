@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.rows import CopiedStore, PagedStore
-from agentbench_kv.engines.core.session import Eviction
 from agentbench_kv.kernels.layout import PagedRows
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from agentbench_kv.engines.core.ledger import EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
-from agentbench_kv.engines.core.session import EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.serving.plugin import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.vllm.plugin.attention import CAPTURE
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from agentbench_kv.engines.core.session import StepPlan
+from agentbench_kv.engines.core.ledger import StepPlan
 from agentbench_kv.engines.serving.plugin import (
     BackendPolicy,
     ControlServer,
