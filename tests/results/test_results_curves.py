@@ -117,7 +117,9 @@ def test_intervals_cover_and_keeps_is_never_past_the_longest_session():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [20, 50, 200])
+@pytest.mark.parametrize(
+    "n", [20, *(pytest.param(n, marks=pytest.mark.nightly) for n in (50, 200))]
+)
 def test_every_interval_covers_the_truth(n):
     covered, past = simulate(n, 1000)
     assert past == 0
