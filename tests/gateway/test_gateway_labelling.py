@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -17,15 +18,21 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 CODEC = TokenCodec(load_tokenizer(model_path("micro")))
 TABLE = PhaseTable.for_tokenizer(CODEC)
-PIECES = ("<|im_start|>assistant\n", "<think>", "a", "</think>", "<tool_call>", "{}", "<|im_end|>")
-IDS = st.lists(st.sampled_from([id for text in PIECES for id in CODEC.encode(text)]), max_size=30)
+HEADER = [CODEC.added["<|im_start|>"], *CODEC.encode("assistant\n")]
+CHUNKS = [HEADER, HEADER, CODEC.encode("a"), *([token] for token in CODEC.added.values())]
+IDS = st.lists(st.sampled_from(CHUNKS), max_size=8).map(lambda chunks: [*chain(*chunks)])
 
 
 def labelled(ids: list[int]) -> list[Phase]:
     return PhaseMachine(TABLE).label_many(ids)
 
 
-@settings(max_examples=200, deadline=None)
+def test_the_ids_have_phases() -> None:
+    start = CODEC.added["<|im_start|>"], *CODEC.encode("assistant\n"), CODEC.added["<think>"]
+    assert Phase.THINK in labelled(list(start))
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     turns=st.lists(st.tuples(IDS, IDS, st.integers(0, 9), st.booleans()), min_size=1, max_size=5)
 )
