@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentbench_kv.engines.core.ledger import EvictionOrder
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import (
     AttentionSums,
     QueryBuffer,
@@ -23,7 +24,7 @@ from agentbench_kv.engines.core.rings import (
 from agentbench_kv.kernels import compact as compact_rows
 from agentbench_kv.kernels import paged, rope_rotate
 from agentbench_kv.kernels.layout import PagedRows, gather_rows
-from agentbench_kv.methods.base import LayerView, Method, Phase, Queries, QueryKind
+from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
 from agentbench_kv.methods.spans import SpanRange, within
 from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
 
@@ -124,21 +125,10 @@ class SessionRows:
     since: int = 0  # logical length at that event
 
 
-class RowPolicy(Protocol):
-    """What a worker is told: the method, whose tokenizer labels, where to write traces."""
-
-    @property
-    def method(self) -> Method: ...
-    @property
-    def model_path(self) -> Path: ...
-    @property
-    def trace(self) -> Path | None: ...
-
-
 class WorkerRows:
     """All sessions of a worker; `frequencies` are RoPE's inverse ones [head_dim / 2]."""
 
-    def __init__(self, policy: RowPolicy, shape: RowShape, frequencies: Tensor) -> None:
+    def __init__(self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor) -> None:
         self.policy = policy
         self.shape = shape
         plan = policy.method.query_plan()

@@ -27,9 +27,9 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
-from agentbench_kv.engines.serving.plugin import method_document
 from agentbench_kv.engines.serving.process import (
     BackendProcess,
     BackendStoppedError,

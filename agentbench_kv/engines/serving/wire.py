@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
-from agentbench_kv.engines.serving.plugin import ALLOW_UNTESTED, VARIABLE, BackendPolicy
+from agentbench_kv.engines.core.host import ALLOW_UNTESTED
+from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method

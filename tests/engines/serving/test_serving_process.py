@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from agentbench_kv.engines.core.control import ControlServer
+from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving import process
-from agentbench_kv.engines.serving.plugin import VARIABLE, BackendPolicy, ControlServer
 from agentbench_kv.engines.serving.process import (
     BackendProcess,
     ControlClient,
@@ -158,7 +159,7 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     backend = (
         "import os, pathlib, time;"
-        "from agentbench_kv.engines.serving.plugin import follow_parent;"
+        "from agentbench_kv.engines.core.host import follow_parent;"
         f"follow_parent(); pathlib.Path({str(ready)!r}).write_text(str(os.getpid()));"
         "time.sleep(600)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentbench_kv.engines.serving.plugin import symbol_problems
+from agentbench_kv.engines.core.host import symbol_problems
 
 PROCESS = "agentbench_kv.engines.serving.process:"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.serving.plugin import VARIABLE, method_from
+from agentbench_kv.engines.core.policy import VARIABLE, method_from
 from agentbench_kv.engines.serving.wire import EngineWire, ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngineWire
 from agentbench_kv.engines.vllm.engine import VllmEngineWire

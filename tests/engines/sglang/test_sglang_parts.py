@@ -11,9 +11,9 @@ import torch
 
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.ledger import Eviction
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed
-from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.engines.serving.wire import ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
 from agentbench_kv.engines.sglang.plugin import cpu

@@ -18,13 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.core.control import ControlServer
+from agentbench_kv.engines.core.host import follow_parent
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import span_attention
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES
 from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
 from agentbench_kv.engines.llamacpp.server.rows import Blob, SequenceRows
 from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
 from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
-from agentbench_kv.engines.serving.plugin import BackendPolicy, ControlServer, follow_parent
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.spans import SpanRange, check_whole_tokens, within
 

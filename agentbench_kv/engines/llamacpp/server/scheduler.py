@@ -14,12 +14,12 @@ from torch import Tensor
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, WorkerRows
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Cells
 from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
-from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.machine import PromptPhases

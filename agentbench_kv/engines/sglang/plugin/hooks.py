@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from agentbench_kv.engines.serving.plugin import BackendPolicy, refuse_untested, symbol_problems
+from agentbench_kv.engines.core.host import refuse_untested, symbol_problems
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes

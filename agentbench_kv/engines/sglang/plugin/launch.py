@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
-from agentbench_kv.engines.serving.plugin import VARIABLE, follow_parent
+from agentbench_kv.engines.core.host import follow_parent
+from agentbench_kv.engines.core.policy import VARIABLE
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import KEY, check_installed, check_version
 

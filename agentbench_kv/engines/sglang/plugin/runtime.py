@@ -13,15 +13,10 @@ from typing import Any
 import torch
 
 from agentbench_kv.engines.core.commands import CommandQueue
+from agentbench_kv.engines.core.control import ControlServer, Handler, SessionCommands
+from agentbench_kv.engines.core.host import refuse_unsupported
+from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
-from agentbench_kv.engines.serving.plugin import (
-    BackendPolicy,
-    ControlServer,
-    Handler,
-    SessionCommands,
-    refuse_unsupported,
-    rope_frequencies,
-)
 from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker, Pool, Steps, shorten

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.base import KVStats
+from agentbench_kv.engines.core.control import SchedulerSession
 from agentbench_kv.engines.core.ledger import SessionLedger
-from agentbench_kv.engines.serving.plugin import SchedulerSession
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher

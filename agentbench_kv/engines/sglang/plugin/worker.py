@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
-from agentbench_kv.engines.serving.plugin import BackendPolicy
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.spans import SpanRange

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from agentbench_kv.engines.serving.plugin import (
+from agentbench_kv.engines.core.host import (
     follow_parent,
     refuse_unsupported,
     refuse_untested,

@@ -16,9 +16,9 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from agentbench_kv.engines.core.ledger import EvictionOrder, RowsMoved, StepPlan
+from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
-from agentbench_kv.engines.serving.plugin import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.vllm.plugin.attention import CAPTURE
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store
 from agentbench_kv.engines.vllm.plugin.launch import register

@@ -11,13 +11,9 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from agentbench_kv.engines.core.control import ControlServer, Handler, SessionCommands
 from agentbench_kv.engines.core.ledger import StepPlan
-from agentbench_kv.engines.serving.plugin import (
-    BackendPolicy,
-    ControlServer,
-    Handler,
-    SessionCommands,
-)
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,

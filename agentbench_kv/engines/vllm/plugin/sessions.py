@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentbench_kv.engines.core.control import SchedulerSession
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, SessionLedger
-from agentbench_kv.engines.serving.plugin import SchedulerSession
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
