@@ -24,7 +24,7 @@ MOVED = {
     "adapters.browser.seal": "adapters.browser.answers",
     "adapters.browser.tools": "adapters.browser.browser",
     "analysis.events": "analysis.replay",
-    "engines.blocks": "engines.core.spans",
+    "engines.blocks": "engines.core.block_engine",
     "engines.options": "engines.base",
     "methods.blocks": "methods.spans",
     "methods.params": "params",

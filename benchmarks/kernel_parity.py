@@ -18,7 +18,7 @@ from torch import Tensor
 from agentbench_kv.engines.embedded.observer import EventLog
 from agentbench_kv.kernels import describe_backend, use_backend
 from agentbench_kv.methods.base import Selection
-from agentbench_kv.run.replay import watch
+from agentbench_kv.run.observe import watch
 from agentbench_kv.run.spec import RunSpec
 
 METHODS = ["agentkv", "snapkv", "streamingllm", "rkv"]

@@ -11,7 +11,7 @@ from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import UsageError
-from agentbench_kv.run.replay import (
+from agentbench_kv.run.observe import (
     AuditedFact,
     SessionAudit,
     audit_session,

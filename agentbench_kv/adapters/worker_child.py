@@ -182,7 +182,7 @@ def import_worker(module_file: Path) -> Any:
     """Import a worker's module as part of a package that represents a folder.
 
     So the files of that folder may import one another relatively without being on the search path:
-    the module's own folder, or for our workers this file's, as they share `agent.py`.
+    the module's own folder, or for our workers this file's, as they share `agent_client.py`.
     """
     package, here = types.ModuleType("kvbench_worker"), Path(__file__).absolute().parent
     root = here if module_file.is_relative_to(here) else module_file.parent

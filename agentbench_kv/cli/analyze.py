@@ -174,7 +174,7 @@ def evidence(
     evicted ones over the places there were (1 is the last token kept).
     """
     from agentbench_kv.results.store import RunStore
-    from agentbench_kv.run.replay import audit_session, by_outcome
+    from agentbench_kv.run.observe import audit_session, by_outcome
     from agentbench_kv.run.spec import RunSpec
 
     info = RunStore(runs).find(run_name).info

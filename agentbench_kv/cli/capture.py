@@ -45,7 +45,7 @@ def capture(
 
     from agentbench_kv.analysis.captures import check_suffix
     from agentbench_kv.engines.embedded.model import load_model
-    from agentbench_kv.run.replay import capture_session, capture_size
+    from agentbench_kv.run.observe import capture_session, capture_size
     from agentbench_kv.run.spec import resolve
 
     check_suffix(out)

@@ -17,16 +17,16 @@ from torch import Tensor
 from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance import CheckResult, guarded
 from agentbench_kv.conformance.driver import drive, short_turns
+from agentbench_kv.conformance.kept_sets import check_replay, check_sessions
 from agentbench_kv.conformance.masked import check_masked_cache
 from agentbench_kv.conformance.reference import tiny_model
-from agentbench_kv.conformance.replay import check_replay, check_sessions
 from agentbench_kv.conformance.scenes import (
     CacheShape,
     always_kept,
     made_up_calibration,
     make_scene,
 )
-from agentbench_kv.conformance.spans import check_spans
+from agentbench_kv.conformance.span_checks import check_spans
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase, Selection
 from agentbench_kv.methods.spans import SpanMethod

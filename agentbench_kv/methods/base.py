@@ -219,7 +219,9 @@ class Method:
             raise UsageError(f"{self.name} needs a budget: add --budget TOKENS")
         if self.budget is None:
             if self.sinks + self.recent_kept(ENDLESS) >= ENDLESS:
-                raise UsageError(f"{self.label} would keep recent tokens only; lower recent_share")
+                raise UsageError(
+                    f"{self.label} would keep recent tokens only; choose a larger budget"
+                )
             return
         if self.budget < 1:
             raise UsageError(f"budget {self.budget}: expected a number of tokens >= 1")

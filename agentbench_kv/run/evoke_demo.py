@@ -15,11 +15,11 @@ from typing import Any
 from agentbench_kv.adapters.micro.episode import Environment, Episode, Judged
 from agentbench_kv.adapters.micro.generate import EpisodeProfile, generate
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.methods.spans import Block, SpanMethod, SpanRange
-from agentbench_kv.run.replay import find_text
+from agentbench_kv.run.observe import find_text
 
 TURNS = 14
 SEED = 85  # an episode that the model answers without a mistake with the whole cache

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
 from agentbench_kv.engines.base import Capability, Engine, EngineOptions, ScriptSource
-from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
-from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.methods.base import Phase

@@ -62,7 +62,7 @@ class Positions:
 
 
 class Driver:
-    """Plays turns as `engines.blocks` does, with a made-up engine."""
+    """Plays turns as `BlockEngine` does, with a made-up engine."""
 
     def __init__(self, method: Evoke) -> None:
         self.method = method

@@ -22,8 +22,8 @@ from agentbench_kv.conformance.driver import (
     drive,
     short_turns,
 )
+from agentbench_kv.conformance.kept_sets import check_replay, reference_inputs
 from agentbench_kv.conformance.reference import tiny_model
-from agentbench_kv.conformance.replay import check_replay, reference_inputs
 from agentbench_kv.engines.core import rings
 from agentbench_kv.engines.embedded import attention, scheduler
 from agentbench_kv.methods.base import Method, QueryKind, QueryPlan

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from agentbench_kv.conformance.driver import drive, short_turns
+from agentbench_kv.conformance.kept_sets import check_sessions, compare_traces
 from agentbench_kv.conformance.reference import tiny_model
-from agentbench_kv.conformance.replay import check_sessions, compare_traces
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from agentbench_kv.adapters.agent import NULL_SENTENCE, call_text, think_block
+from agentbench_kv.adapters.agent_client import NULL_SENTENCE, call_text, think_block
 from agentbench_kv.adapters.base import (
     AgentClient,
     Message,

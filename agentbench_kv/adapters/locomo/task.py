@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentbench_kv.adapters.agent import NULL_SENTENCE
+from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     Fact,
     Message,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agentbench_kv.adapters.agent import call_text, think_block
+from agentbench_kv.adapters.agent_client import call_text, think_block
 
 TRIGGER = "** Memory management mode **"  # the user message that asks for SideQuest's turn
 Source = Literal["think", "act", "tool", "others"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.agent import NULL_SENTENCE
+from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     AgentClient,
     Fact,

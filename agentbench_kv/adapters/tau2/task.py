@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from agentbench_kv.adapters.agent import base_url
+from agentbench_kv.adapters.agent_client import base_url
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
 from agentbench_kv.adapters.browser.judge import KEY_VARIABLE, Judge
 from agentbench_kv.adapters.data import data_file

@@ -200,7 +200,7 @@ def decision_gap(
 
 def _play(spec: RunSpec, sample: str) -> tuple[SessionTrace, Sequence[Sequence[int]]]:
     """Play a sample's first trial; return ids with events, and the ids of every generation."""
-    from agentbench_kv.run.replay import trace_session
+    from agentbench_kv.run.observe import trace_session
 
     trace, log, watched = trace_session(spec, sample)
     if watched.attempt.report.resets:

@@ -42,7 +42,7 @@ from agentbench_kv.engines.embedded.scheduler import (
     EmbeddedScheduler,
     StepTimes,
 )
-from agentbench_kv.engines.embedded.spans import (
+from agentbench_kv.engines.embedded.span_rows import (
     evict_spans,
     restore_block,
     save_block,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.adapters.agent import (
-    AgentLine,
+from agentbench_kv.adapters.agent_client import (
+    AgentConnection,
     CancelledError,
     ContextFullError,
     ServerError,
@@ -36,7 +36,7 @@ class Canceller:
 
 
 def line(url, canceller=None, key=None, timeout_s=5.0):
-    return AgentLine(
+    return AgentConnection(
         url,
         "s1",
         {"max_tokens": 5, "seed": 3},
@@ -138,6 +138,6 @@ def test_our_own_server_refuses_a_prompt_past_the_context():
 
 def test_our_own_server_says_that_the_context_ended_an_answer():
     with our_server(context_limit=40) as url:
-        answer = AgentLine(url, "s1", {}, None, 30.0, Canceller()).complete("hello")
+        answer = AgentConnection(url, "s1", {}, None, 30.0, Canceller()).complete("hello")
     assert answer.finish_reason == "context_limit"
     assert 0 < answer.usage["completion_tokens"] < 40

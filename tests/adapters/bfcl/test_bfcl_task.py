@@ -253,7 +253,11 @@ def test_simulators_are_forgotten_after_each_trial(bfcl_python, tmp_path):
 
 def test_worker_files_do_not_need_the_package():
     adapters = Path(worker_child.__file__).parent
-    files = [*adapters.glob("*/worker/*.py"), adapters / "agent.py", adapters / "worker_child.py"]
+    files = [
+        *adapters.glob("*/worker/*.py"),
+        adapters / "agent_client.py",
+        adapters / "worker_child.py",
+    ]
     assert len(files) > 5
     for file in files:
         lines = file.read_text().splitlines()

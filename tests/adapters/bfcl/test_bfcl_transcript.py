@@ -1,6 +1,6 @@
 """The append-only text and the scripted agents."""
 
-from agentbench_kv.adapters.agent import NULL_SENTENCE
+from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.bfcl.worker.samples import script
 from agentbench_kv.adapters.bfcl.worker.session import PromptText, parse, visible
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.agent import (
-    AgentLine,
+from agentbench_kv.adapters.agent_client import (
+    AgentConnection,
     CancelledError,
     ContextFullError,
     ServerError,
@@ -20,11 +20,11 @@ from agentbench_kv.adapters.agent import (
 MESSAGES = [{"role": "user", "content": "Hello?"}]
 
 
-def line(url: str, cancelled: threading.Event | None = None, **body: Any) -> AgentLine:
+def line(url: str, cancelled: threading.Event | None = None, **body: Any) -> AgentConnection:
     request: Any = SimpleNamespace(
         cancelled=cancelled or threading.Event(), on_cancel=lambda _: None
     )
-    return AgentLine(url, "run|0|1|x", body, "secret", 5.0, request)
+    return AgentConnection(url, "run|0|1|x", body, "secret", 5.0, request)
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
@@ -47,7 +47,7 @@ def test_a_trials_line_names_the_session_in_its_body_too(chats: Any) -> None:
         cancelled=threading.Event(),
         on_cancel=lambda _: None,
     )
-    AgentLine.of_trial(request, session_id=request.args["session"]).chat(MESSAGES, [])
+    AgentConnection.of_trial(request, session_id=request.args["session"]).chat(MESSAGES, [])
     (body,) = chats.bodies
     assert (body["session_id"], body["max_tokens"], body["seed"]) == ("run|0|1|x", 7, 3)
     assert allowed == [("127.0.0.1", int(chats.url.rsplit(":", 1)[1].partition("/")[0]))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-from agentbench_kv.adapters.agent import NULL_SENTENCE
+from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.tau2.worker.main import script
 
 CALL = SimpleNamespace(requestor="assistant", name="move", arguments={"to": "Zürich"})

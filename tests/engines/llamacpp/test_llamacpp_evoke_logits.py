@@ -21,7 +21,7 @@ from agentbench_kv.analysis.traces import CacheEvent
 from agentbench_kv.conformance.driver import SessionTrace
 from agentbench_kv.conformance.reference import largest_difference, tiny_model
 from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
-from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, LlamaCppWire
 from agentbench_kv.methods.spans import Source, TurnNotes

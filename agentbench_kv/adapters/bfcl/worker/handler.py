@@ -23,7 +23,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn
 from bfcl_eval.model_handler.base_handler import BaseHandler
 from bfcl_eval.model_handler.utils import convert_to_tool
 
-from ...agent import AgentLine, Completion, ContextFullError
+from ...agent_client import AgentConnection, Completion, ContextFullError
 from .session import PromptText, as_text, parse, to_python, tool_names, unmarked, visible
 
 _NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
@@ -39,7 +39,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 
     function_calling = False
 
-    def __init__(self, name: str, entry: Fields, line: AgentLine) -> None:
+    def __init__(self, name: str, entry: Fields, line: AgentConnection) -> None:
         super().__init__(name, 0.0, name, is_fc_model=self.function_calling)
         self.steps: list[Fields] = []  # one record per completion
         self._known = tool_names(entry)
@@ -86,7 +86,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 class RawSessionHandler(SessionHandler):
     """The raw route: every prompt extends the one before to the letter."""
 
-    def __init__(self, name: str, entry: Fields, line: AgentLine) -> None:
+    def __init__(self, name: str, entry: Fields, line: AgentConnection) -> None:
         super().__init__(name, entry, line)
         self._text = PromptText(entry["function"])
 
@@ -137,7 +137,7 @@ class ChatHandler(SessionHandler):
 
     function_calling = True
 
-    def __init__(self, name: str, entry: Fields, line: AgentLine) -> None:
+    def __init__(self, name: str, entry: Fields, line: AgentConnection) -> None:
         super().__init__(name, entry, line)
         self._messages: list[Fields] = []
         self._tools: list[Fields] = []

@@ -21,7 +21,7 @@ from bfcl_eval.constants import eval_config
 from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
 from bfcl_eval.utils import is_memory_prereq, load_dataset_entry, load_ground_truth_entry
 
-from ...agent import AgentLine, ContextFullError
+from ...agent_client import AgentConnection, ContextFullError
 from . import web
 from .handler import (
     ChatHandler,
@@ -140,9 +140,9 @@ def _checked(
     return _report(handler, "scored", answer_verdict(truth, texts[0]))
 
 
-def _line(request: WorkerRequest) -> AgentLine:
+def _line(request: WorkerRequest) -> AgentConnection:
     stop = {"stop": [END]} if request.args["route"] == "raw" else {}
-    return AgentLine.of_trial(request, **stop)
+    return AgentConnection.of_trial(request, **stop)
 
 
 def _report(handler: SessionHandler, status: str, checked: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...agent import NULL_SENTENCE, call_text, think_block
+from ...agent_client import NULL_SENTENCE, call_text, think_block
 from .session import WrittenCall
 
 FINISHED = think_block("Nothing is left to do in this turn.") + "Done."

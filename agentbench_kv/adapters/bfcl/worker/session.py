@@ -15,7 +15,7 @@ from itertools import chain
 from keyword import iskeyword
 from typing import Any
 
-from ...agent import marked_call
+from ...agent_client import marked_call
 
 END = "<|im_end|>"
 INSTRUCTIONS = """\

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...agent import NULL_SENTENCE, call_text, think_block
+from ...agent_client import NULL_SENTENCE, call_text, think_block
 
 # Else litellm fetches a price list from the network when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"

@@ -25,7 +25,7 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from ...agent import AgentLine, ContextFullError, address_of
+from ...agent_client import AgentConnection, ContextFullError, address_of
 from .patches import appoint
 
 # What agents and users are derived from, by the names that each release has.
@@ -56,7 +56,7 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
     The history only grows, and an answer goes back as it came: the server's session goes on.
     """
 
-    def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: AgentLine) -> None:
+    def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: AgentConnection) -> None:
         prompt = SYSTEM_PROMPT.format(domain_policy=policy, agent_instruction=AGENT_INSTRUCTION)
         # The whole history in OpenAI form, and one record per answer.
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}]
@@ -266,7 +266,7 @@ class Domain:
     def _play(self, request: WorkerRequest) -> dict[str, Any]:
         args = request.args
         task, timeout_s = self._tasks[args["sample"]], args["timeout_s"]
-        line = AgentLine.of_trial(request, session_id=args["session"])
+        line = AgentConnection.of_trial(request, session_id=args["session"])
         agent = EndpointAgent(self._policy, self._tools, line)
         user: ScriptedUser | SimulatedUser
         scenario = str(task.user_scenario)

@@ -78,7 +78,7 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
-class AgentLine:
+class AgentConnection:
     """A trial's line to the server of the agent: one session, named in every request.
 
     `body` is sent with every request (max_tokens, temperature, seed, stop). `timeout_s` bounds one
@@ -107,7 +107,7 @@ class AgentLine:
             self._headers["Authorization"] = f"Bearer {key}"
 
     @classmethod
-    def of_trial(cls, request: WorkerRequest, **body: Any) -> AgentLine:
+    def of_trial(cls, request: WorkerRequest, **body: Any) -> AgentConnection:
         """Return the line that a trial's request describes, which its worker may then use."""
         args = request.args
         request.guard.allow(*address_of(args["endpoint"]))

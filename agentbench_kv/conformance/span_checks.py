@@ -20,7 +20,7 @@ from agentbench_kv.conformance.driver import (
     random_sampling,
 )
 from agentbench_kv.conformance.reference import TOLERANCE, largest_difference, tiny_model, visible
-from agentbench_kv.engines.core.spans import BlockEngine
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.methods.spans import Hints, Source, SpanMethod, TurnNotes
 
 PINNED = 2
