@@ -79,10 +79,9 @@ def pack(
 ) -> Packed:
     """Take a chunk of pending tokens from every session and plan their attention.
 
-    Decoding sessions come first, ordered by pool and slot, so that each pool's are neighbours.
+    Every session has reserved room for its chunk. Decoding sessions come first, ordered by pool and
+    slot, so that each pool's are neighbours.
     """
-    for session in sessions:
-        session.cache.reserve(min(chunk, len(session.pending)))
     ordered = sorted(
         sessions, key=lambda s: (len(s.pending) > 1, s.cache.pool.capacity, s.cache.slot)
     )

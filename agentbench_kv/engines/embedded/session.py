@@ -70,6 +70,11 @@ class EmbeddedSession:
         self.ledger.begin_turn(self.prompt_pending)
         self.prompt_pending = 0
 
+    def reserve(self, rows: int) -> None:
+        """Have room for the next rows and their queries."""
+        self.cache.reserve(rows)
+        self.queries.place((), self.fed, 0)
+
     def take(self, limit: int) -> list[tuple[int, Phase]]:
         taken = [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
         self._phases += [int(phase) for _, phase in taken]
@@ -137,7 +142,7 @@ class EmbeddedSession:
         self._next = max(self._next, targets[-1] + 1)
 
     def free(self) -> None:
-        self.cache.free()
+        self.cache.free(clear=self.broken is not None)
         self.queries.free()
 
     def stats(self) -> KVStats:
