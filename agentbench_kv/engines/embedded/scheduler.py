@@ -51,6 +51,16 @@ class EmbeddedGeneration(StreamedGeneration):
         self.sampler = Sampler(sampling)
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What a forward says of a generation's next token."""
+
+    generation: EmbeddedGeneration
+    logits: Tensor  # [vocab]
+    best: float  # lowest id of the largest logit
+    value: float  # of that logit
+
+
 @dataclass
 class StepTimes:
     """Seconds the scheduler spent, for benchmarks and metrics."""
@@ -255,8 +265,8 @@ class EmbeddedScheduler:
             with self._isolated(generation):
                 name, need = generation.session.name, self._need(generation)
                 problem = (
-                    f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs {need} "
-                    "beside the others; lower --concurrency, the budget or max tokens"
+                    f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs "
+                    f"{need} beside the others; lower --concurrency, the budget or max tokens"
                 )
                 self._waiting.popleft()
                 generation.fail(CapacityError(problem))
@@ -288,39 +298,43 @@ class EmbeddedScheduler:
         started = time.perf_counter()
         for generation in batch:
             with self._isolated(generation):
-                session = generation.session
-                session.reserve(min(PREFILL_CHUNK, len(session.pending)))
-        batch = [generation for generation in batch if generation.session.broken is None]
-        if not batch:
-            return
-        try:
-            logits, ready = self._forward(batch)
-            # Waits for the device, once a step.
-            best, highest = torch.stack([part.double() for part in _largest(logits)]).tolist()
-        except Exception as error:  # noqa: BLE001  a failed forward must not end the engine
-            self._break(batch, error)
-            return
+                generation.session.take(PREFILL_CHUNK)
+        whole = [generation for generation in batch if generation.session.broken is None]
+        fed = self._forward(whole) if whole else []
         self.times.forward_s += time.perf_counter() - started
         self.times.steps += 1
-        for row, generation in enumerate(ready):
-            with self._isolated(generation):
-                if not isfinite(highest[row]):
-                    raise ValueError("the model's logits are no numbers")
-                if generation.session.broken is None:
-                    self._advance(generation, logits[row], int(best[row]))
+        for each in fed:
+            with self._isolated(each.generation):
+                self._advance(each)
 
-    def _forward(self, batch: list[EmbeddedGeneration]) -> tuple[Tensor, list[EmbeddedGeneration]]:
-        """Feed a chunk of every session; return logits [ready, vocab] of those fully fed."""
+    def _forward(self, batch: list[EmbeddedGeneration]) -> list[Predicted]:
+        """Feed every session its chunk; return the predictions of those that are fully fed."""
+        try:
+            return self._forward_together(batch)
+        except Exception as error:  # noqa: BLE001  a failed forward must not end the engine
+            # Sums have been added to already; everything else is as before.
+            if len(batch) == 1 or self.pools.shape.with_sums:
+                self._break(batch, error)
+                return []
+        # One of them may be to blame, or there may be memory for fewer.
+        return [each for generation in batch for each in self._forward([generation])]
+
+    def _forward_together(self, batch: list[EmbeddedGeneration]) -> list[Predicted]:
         by_session = {id(generation.session): generation for generation in batch}
-        packed = pack([g.session for g in batch], PREFILL_CHUNK, self._queries, self._recorder)
+        packed = pack([g.session for g in batch], self._queries, self._recorder)
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
         logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
+        highest, best = logits.max(-1)
+        # Waits for the device, once a forward; before that nothing says that it went well.
+        values, ids = torch.stack([highest.double(), best.double()]).tolist()
         generations = [by_session[id(session)] for session in packed.sessions]
         for generation, rows in zip(generations, packed.rows, strict=True):
             with self._isolated(generation):
                 generation.session.fed_rows(rows)
-        return logits, list(compress(generations, ready))
+        chosen = compress(generations, ready)
+        found = [Predicted(*row) for row in zip(chosen, logits, ids, values, strict=True)]
+        return [each for each in found if each.generation.session.broken is None]
 
     def _run_network(self, packed: Packed, last: list[int]) -> Tensor:
         device = self._model.shape.device
@@ -334,12 +348,16 @@ class EmbeddedScheduler:
         logits: Tensor = output.logits[0].float()
         return logits
 
-    def _advance(self, generation: EmbeddedGeneration, logits: Tensor, best: int) -> None:
+    def _advance(self, predicted: Predicted) -> None:
         """Sample one token for a session whose pending tokens are all fed; run due events."""
+        generation, logits = predicted.generation, predicted.logits
         session = generation.session
+        if not isfinite(predicted.value):
+            raise ValueError("the model's logits are no numbers")
         if self._recorder is not None:
             self._recorder.on_logits(session.name, session.fed, logits)
-        token = best if generation.sampler.greedy else generation.sampler.draw(logits)
+        greedy = generation.sampler.greedy
+        token = int(predicted.best) if greedy else generation.sampler.draw(logits)
         self._compress(session, session.accept(token))
         generation.push(token)
         reason = self._finish_reason(generation, token)
@@ -374,12 +392,6 @@ class EmbeddedScheduler:
             self._fail(generation, error)
         # An error that a device does not get over, such as an illegal access, fails this too.
         torch.zeros(1, device=self._model.shape.device).tolist()
-
-
-def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest id of the largest logit, and that logit, of every row."""
-    values, ids = logits.max(-1)
-    return ids, values
 
 
 def _described(error: BaseException) -> str:

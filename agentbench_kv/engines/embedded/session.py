@@ -38,6 +38,9 @@ class EmbeddedSession:
         self.ledger = SessionLedger(method, pools.shape.bytes_per_token)
         self.pending: deque[tuple[int, Phase]] = deque()
         self.prompt_pending = 0  # how many of them the next turn's prompt adds
+        self.chunk: list[tuple[int, Phase]] = []  # what the next forward is fed
+        # Of the chunk's rows those whose queries are kept, and their slots.
+        self.kept_queries: tuple[list[int], list[int]] = ([], [])
         self.generated: set[int] = set()  # positions of all the model wrote
         self.frequencies = frequencies  # None if the model's RoPE changes with the length
         self.packed_frequencies = frequencies if method.positions == "cache" else None
@@ -70,15 +73,13 @@ class EmbeddedSession:
         self.ledger.begin_turn(self.prompt_pending)
         self.prompt_pending = 0
 
-    def reserve(self, rows: int) -> None:
-        """Have room for the next rows and their queries."""
+    def take(self, limit: int) -> None:
+        """Make the next pending tokens the chunk, with room for their rows and queries."""
+        rows = min(limit, len(self.pending))
         self.cache.reserve(rows)
-        self.queries.place((), self.fed, 0)
-
-    def take(self, limit: int) -> list[tuple[int, Phase]]:
-        taken = [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
-        self._phases += [int(phase) for _, phase in taken]
-        return taken
+        self.chunk = [self.pending.popleft() for _ in range(rows)]
+        self.kept_queries = self.queries.place([phase for _, phase in self.chunk], self.fed, 0)
+        self._phases += [int(phase) for _, phase in self.chunk]
 
     def fed_rows(self, rows: int) -> None:
         self.cache.advance(self.fed, rows)
