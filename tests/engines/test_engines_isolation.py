@@ -304,7 +304,7 @@ def test_an_engine_whose_thread_ends_says_so_to_everybody(
         lambda: engine.open("d", Labeller()),
         lambda: scheduler.between_turns("c", lambda _: None),
     ):
-        with pytest.raises(EngineGoneError, match="illegal memory access$"):
+        with pytest.raises(EngineGoneError, match=r"illegal memory access$"):
             late()
     assert engine.stats("c").logical == 5
     engine.close("c")
