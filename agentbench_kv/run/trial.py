@@ -119,7 +119,7 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
     seconds = time.perf_counter() - started
     report, problem = _close(client)
     del setup.deadlines[session]
-    outcome = _judged(problem or outcome, deadline, report)
+    outcome = problem or _judged(outcome, deadline, report)
     if outcome.status is not TrialStatus.SCORED and not outcome.metrics:
         # A failed trial has its parts of the score too.
         outcome = replace(outcome, metrics=dict(setup.task.nothing_right(sample)))
@@ -178,18 +178,19 @@ def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outc
 
 
 def _close(client: InProcessClient) -> tuple[SessionReport, Outcome | None]:
-    """Close the trial's session; return its report, and what it comes to if that fails.
+    """Close the trial's session; return its report, and what the trial comes to if that fails.
 
-    A session that a slow engine will not let go of stays behind.
+    A session that the engine does not let go of, though it was told to, stays behind.
     """
     try:
         return client.close(), None
-    except SessionBusyError:
-        return client.report, None
     except EngineGoneError:
         raise
+    except SessionBusyError:
+        problem = KVBenchError(f"the engine did not let go of session {client.session}")
     except KVBenchError as error:  # no account, no trial
-        return client.report, _engine_error(error)
+        problem = error
+    return client.report, _engine_error(problem)
 
 
 class Deadline:
