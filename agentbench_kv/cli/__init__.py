@@ -74,7 +74,7 @@ def main() -> None:
     except KVBenchError as error:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted; the same command goes on where it stopped", INTERRUPTED)
+        _fail("interrupted; the same command goes on where it stopped", 130)
 
 
 INTERRUPTED = 130
@@ -144,7 +144,7 @@ def _end_if_hanging(before: set[threading.Thread], error: BaseException) -> None
     code = INTERRUPTED if isinstance(error, _Interruption) else 1
     if isinstance(error, KVBenchError):
         code = error.exit_code
-        click.echo(_line(str(error)), err=True)
+        click.echo(f"kvbench: {' '.join(str(error).split())}", err=True)
     elif not isinstance(error, _Interruption):
         traceback.print_exception(error)
     with suppress(OSError, ValueError):
@@ -162,9 +162,5 @@ def _show_notes() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(_line(message), err=True)
+    click.echo(f"kvbench: {' '.join(message.split())}", err=True)
     sys.exit(code)
-
-
-def _line(message: str) -> str:
-    return f"kvbench: {' '.join(message.split())}"

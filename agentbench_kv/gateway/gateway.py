@@ -215,20 +215,25 @@ class BaseGateway(ABC, Generic[S]):
         with self._owned(name) as state:
             try:
                 with self._lock:
-                    self._check_stopped()
                     state.running = request.cancellation
                     cancelled = name in self._cancelled
                 if cancelled:
                     request.cancellation.cancel()
-                yield from self._answer(state, request)
-                self._check_stopped()
-            except EngineGoneError as error:
-                self._fatal = self._fatal or error
-                raise
+                yield from self._guarded(state, request)
             finally:
                 state.running = None
                 if session is None or not state.opened:
                     self._drop(state)
+
+    def _guarded(self, state: S, request: Request) -> Answer:
+        """Answer unless the gateway is stopped meanwhile; remember an engine that is gone."""
+        try:
+            self._check_stopped()
+            yield from self._answer(state, request)
+            self._check_stopped()
+        except EngineGoneError as error:
+            self._fatal = self._fatal or error
+            raise
 
     def _check_stopped(self) -> None:
         if self._stopped:
