@@ -28,6 +28,16 @@ class EndpointError(KVBenchError):
     """An endpoint gave no usable answer however often it was asked; later it may."""
 
 
+class EngineGoneError(KVBenchError):
+    """The engine will answer nothing any more: the end of a run, never of a trial."""
+
+    exit_code = 1
+
+
+class SessionFailedError(KVBenchError):
+    """An engine's session ended by an error of its own, the cause; its neighbours go on."""
+
+
 class ContextLimitError(KVBenchError):
     """A session would pass the model's last position."""
 

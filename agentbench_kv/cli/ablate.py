@@ -49,6 +49,7 @@ def ablate(
     Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the
     same samples; p-values are Holm-adjusted over all variants.
     """
+    from agentbench_kv.cli import interruptible
     from agentbench_kv.cli.output import run_progress, show_plan
     from agentbench_kv.results.terminal import console
     from agentbench_kv.run.ablation import ablate as run_arms
@@ -59,7 +60,7 @@ def ablate(
     if dry_run:
         show_plan([arm.spec for arm in arms], out, as_json)
         return
-    with run_progress(quiet) as progress:
+    with interruptible(), run_progress(quiet) as progress:
         compared = run_arms(arms, out, progress, metric)
     if as_json:
         opt.print_json([_document(arm) for arm in compared])

@@ -26,6 +26,7 @@ from agentbench_kv.methods.kvpress import HINT
 from agentbench_kv.registry import load_engine, load_method, load_task, names
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.show import finer_tables, summary_table
+from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.results.terminal import console, new_table
 from agentbench_kv.run.spec import RunSpec
@@ -59,6 +60,21 @@ def show_outcome(summaries: Sequence[Summary], out: Path, as_json: bool) -> int:
     for summary in summaries:
         screen.print(str(out / summary.run_id), markup=False, soft_wrap=True)
     return 0
+
+
+def show_lost(summaries: Sequence[Summary], out: Path) -> int:
+    """Name the runs most of whose trials were lost, and to what; return the exit code."""
+    lost = [each for each in summaries if 2 * each.lost >= max(1, each.trials)]
+    for each in lost:
+        trials = RunReader(out / each.run_id).trials()
+        errors = [record.error for record in trials if not record.finished and record.error]
+        last = errors[-1].strip().splitlines()[-1] if errors else "no reason was given"
+        click.echo(
+            f"kvbench: {each.lost} of {each.trials} trials of {each.run_id} were lost to engine or "
+            f"infrastructure, the last to: {last}; the same command tries them again",
+            err=True,
+        )
+    return 1 if lost else 0
 
 
 def show_listing(kind: str, engine: str | None, as_json: bool) -> None:

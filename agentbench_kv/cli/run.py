@@ -53,7 +53,8 @@ def run(
 
     Repeated options make a grid. The same command finishes a run that was interrupted.
     """
-    from agentbench_kv.cli.output import run_progress, show_outcome, show_plan
+    from agentbench_kv.cli import interruptible
+    from agentbench_kv.cli.output import run_progress, show_lost, show_outcome, show_plan
     from agentbench_kv.engines.api.http import spending_limit
     from agentbench_kv.run.runner import run_all
     from agentbench_kv.run.spec import default_methods, grid
@@ -71,9 +72,9 @@ def run(
     if dry_run:
         show_plan(specs, out, as_json)
         return 0
-    with spending_limit(max_cost), run_progress(quiet) as progress:
+    with interruptible(), spending_limit(max_cost), run_progress(quiet) as progress:
         summaries = run_all(specs, out, progress)
-    return show_outcome(summaries, out, as_json)
+    return show_outcome(summaries, out, as_json) or show_lost(summaries, out)
 
 
 def _check_billed(engine: str) -> None:

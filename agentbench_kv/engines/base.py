@@ -257,8 +257,19 @@ class Engine(ABC):
         """Return figures of the KV memory, such as `free_blocks` and `total_blocks`, if known."""
         return {}
 
+    def progress(self) -> int | None:
+        """Return a number that changes with every piece of work done.
+
+        None while there is nothing to do, or if the engine does not say. An engine whose number
+        stays the same for long is taken for hung, and the run ends.
+        """
+        return None
+
     def shutdown(self) -> None:
-        """Release threads, processes and memory. The engine is unusable afterwards."""
+        """Release threads, processes and memory. The engine is unusable afterwards.
+
+        What is still asked of it, and every later call, raises EngineGoneError.
+        """
         return None
 
 

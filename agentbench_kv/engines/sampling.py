@@ -28,7 +28,10 @@ class Sampler:
         """Draw one token id from logits [vocab]; ties in greedy mode go to the lower id."""
         if self.greedy:
             return int(logits.argmax())
-        probs = torch.softmax(logits.double().cpu() / self._sampling.temperature, -1)
+        # Below 0, or a temperature near 0 would make two infinities of them.
+        scores = logits.double().cpu()
+        scores -= scores.max()
+        probs = torch.softmax(scores / self._sampling.temperature, -1)
         ranked, ids = probs.sort(descending=True, stable=True)
         ranked = ranked * self._allowed(ranked)
         return int(ids[torch.multinomial(ranked, 1, generator=self._stream)])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Engine, KVStats
-from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
 from agentbench_kv.gateway.messages import ChatTemplate, Message, text_of
 from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
 from agentbench_kv.gateway.session import (
@@ -90,6 +90,7 @@ class BaseGateway(ABC, Generic[S]):
         self._lock = threading.Lock()
         self._one_shots = itertools.count(1)
         self._fatal: KVBenchError | None = None
+        self._stopped = False
 
     @abstractmethod
     def provenance(self) -> dict[str, Any]:
@@ -127,9 +128,20 @@ class BaseGateway(ABC, Generic[S]):
         return self._stream(session, asked)
 
     def check(self) -> None:
-        """Raise what ends a whole run: a dead endpoint, money spent."""
+        """Raise what ends a whole run: an engine that is gone, a dead endpoint, money spent."""
         if self._fatal is not None:
             raise self._fatal
+
+    def stop(self, reason: KVBenchError) -> None:
+        """End every request, and refuse every later one, with `reason`; the first reason counts.
+
+        Nothing that was cut off passes for an answer: `check` raises from now on.
+        """
+        with self._lock:
+            self._fatal, self._stopped = self._fatal or reason, True
+            running = [state.running for state in self._sessions.values() if state.running]
+        for request in running:
+            request.cancel()
 
     def chat(
         self,
@@ -207,11 +219,25 @@ class BaseGateway(ABC, Generic[S]):
                     cancelled = name in self._cancelled
                 if cancelled:
                     request.cancellation.cancel()
-                yield from self._answer(state, request)
+                yield from self._guarded(state, request)
             finally:
                 state.running = None
                 if session is None or not state.opened:
                     self._drop(state)
+
+    def _guarded(self, state: S, request: Request) -> Answer:
+        """Answer unless the gateway is stopped meanwhile; remember an engine that is gone."""
+        try:
+            self._check_stopped()
+            yield from self._answer(state, request)
+            self._check_stopped()
+        except EngineGoneError as error:
+            self._fatal = self._fatal or error
+            raise
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            self.check()
 
     @contextmanager
     def _owned(self, name: str, wait_s: float = 0.0) -> Iterator[S]:

@@ -16,7 +16,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agentbench_kv.errors import CapacityError, EndpointError, KVBenchError
+from agentbench_kv.errors import (
+    CapacityError,
+    EndpointError,
+    EngineGoneError,
+    KVBenchError,
+    SessionFailedError,
+)
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.session import (
     ChatResult,
@@ -144,6 +150,8 @@ _KNOWN: list[tuple[type[KVBenchError], int, str | None, dict[str, str]]] = [
     (UnknownSessionError, 404, "session_not_found", {}),
     (CapacityError, 400, "kv_capacity_exceeded", {}),
     (EndpointError, 502, "endpoint_failed", {}),
+    (EngineGoneError, 500, "engine_gone", {}),
+    (SessionFailedError, 500, "session_failed", {}),
     (KVBenchError, 400, None, {}),
 ]
 

@@ -24,7 +24,7 @@ from agentbench_kv.leaderboard.evidence import (
     place,
 )
 from agentbench_kv.leaderboard.identity import folder_of_model
-from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
+from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey, transcript_name
 from agentbench_kv.results.summary import UNCOMPRESSED, RunState, assess
 from agentbench_kv.run.trial import MAX_ATTEMPTS
@@ -36,7 +36,7 @@ _TOTALS = {
     **{f"kv.{name}": name for name in ("events", "evicted", "restored", "prefill_tokens")},
 }
 _OWN_TOTALS = {"kv.decode_tokens": "output_tokens", "kv.bytes_read": "kv_bytes_read"}
-_RETRIED = frozenset({TrialStatus.INFRA_ERROR, TrialStatus.USER_ERROR})
+_RETRIED = LOST | {TrialStatus.USER_ERROR}
 _LOCAL = frozenset({"embedded", "llamacpp", "vllm", "sglang"})
 _CLOCK_SLACK_S = 60.0  # a clock may be set while a run is going on
 # Beyond what any machine decodes or reads, by two orders of magnitude.

@@ -29,7 +29,7 @@ Metric = Whole | float | str | None
 
 
 class TrialStatus(StrEnum):
-    """How a trial ended; only `scored` carries a score, `infra_error` is tried again."""
+    """How a trial ended; only `scored` carries a score, the two `LOST` are tried again."""
 
     SCORED = "scored"
     UNPARSABLE = "unparsable"
@@ -39,6 +39,10 @@ class TrialStatus(StrEnum):
     USER_ERROR = "user_error"
     ENGINE_ERROR = "engine_error"
     INFRA_ERROR = "infra_error"
+
+
+# Neither the agent's doing nor the simulated user's: the trial is still to be played.
+LOST = frozenset({TrialStatus.ENGINE_ERROR, TrialStatus.INFRA_ERROR})
 
 
 def checked(data: Any, kind: type[T]) -> T:
@@ -164,7 +168,7 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
     @property
     def finished(self) -> bool:
         """Whether the trial need not be run again."""
-        return self.status is not TrialStatus.INFRA_ERROR
+        return self.status not in LOST
 
     @property
     def sub_scores(self) -> dict[str, tuple[float, float]]:

@@ -306,9 +306,11 @@ class RunDir(RunReader):
         """Write a transcript as JSON and return its path inside the run directory."""
         name = transcript_name(sample_id, trial)
         path = self.path / name
-        with files.writing(path):
-            path.parent.mkdir(exist_ok=True)
-        files.write_atomic(path, files.json_bytes(data, indent=1))
+        with self._lock:
+            self._check_open()
+            with files.writing(path):
+                path.parent.mkdir(exist_ok=True)
+            files.write_atomic(path, files.json_bytes(data, indent=1))
         return name
 
     def annotate(self, provenance: Mapping[str, Any]) -> None:
@@ -338,9 +340,10 @@ class RunDir(RunReader):
 
     def close(self, status: RunStatus = RunStatus.COMPLETE, error: str | None = None) -> None:
         """Stop the heartbeat and write the final status; further calls do nothing."""
-        if self._stop.is_set():
-            return
-        self._stop.set()
+        with self._lock:  # what is being appended is whole first
+            if self._stop.is_set():
+                return
+            self._stop.set()
         self._beat.join()
         try:
             self._update(status=status, error=error)
@@ -366,8 +369,13 @@ class RunDir(RunReader):
             else:
                 self.close(RunStatus.FAILED, f"{type(error).__name__}: {error}")
 
+    def _check_open(self) -> None:
+        if self._stop.is_set():
+            raise UsageError(f"run {self._info.run_id} is closed: nothing is recorded any more")
+
     def _append(self, name: str, records: Sequence[Struct]) -> None:
         with self._lock:
+            self._check_open()
             # A process that was suspended may have been taken for dead before its next heartbeat.
             if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
                 self._update()

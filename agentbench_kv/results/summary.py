@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from agentbench_kv.accounting import TOTALS
 from agentbench_kv.budget import Budget
 from agentbench_kv.results.files import write_atomic
-from agentbench_kv.results.records import TrialRecord, TrialStatus
+from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.store import Lines, RunInfo, RunReader, RunStatus, latest_trials
 
@@ -126,7 +126,6 @@ def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | N
 def _raised(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
     """Say where a share came to fewer tokens than the method can work with, so it kept more."""
     # A session without an event was not compressed to either number.
-    # A session without an event was not compressed to either number.
     if not _is_compressed(spec):
         return None
     size = Budget.parse(spec["budget"])
@@ -167,7 +166,7 @@ def _missing(trials: Sequence[TrialRecord], expected: int | None) -> str | None:
         return None
     if not wanted:
         return "no trials"
-    again = "; {} lost to infrastructure errors count 0 until the same command tries them again"
+    again = "; {} lost to engine or infrastructure count 0 until the same command tries them again"
     lost = len(trials) - finished
     return f"{finished} of {wanted} trials finished{again.format(lost) if lost else ''}"
 
@@ -246,6 +245,11 @@ class Summary(BaseModel, frozen=True, extra="forbid"):
     notes: list[str]  # what a reader of the figures should know besides the validity
     user_retries: int = 0  # attempts that the simulated user spoilt and another followed
     pass_k: dict[str, Interval] = {}  # `pass^1` to `pass^K` if every sample was tried K times
+
+    @property
+    def lost(self) -> int:
+        """Trials that ended through no fault of the agent and are still to be played."""
+        return sum(self.failures.get(status, 0) for status in LOST)
 
 
 def summarize(run: RunReader) -> Summary:

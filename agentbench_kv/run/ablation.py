@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.errors import UsageError, unknown_name
+from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.agentkv import SAMPLERS
 from agentbench_kv.registry import load_method
 from agentbench_kv.results.runs import RunGroup, asked_once, load_run
@@ -88,7 +88,11 @@ def ablate(
     arms: Sequence[Variant], out: Path, progress: Progress, metric: str = "score"
 ) -> list[Variant]:
     """Run what is missing and compare every variant with the first; `metric` may be a sub-score."""
-    run_all([arm.spec for arm in arms], out, progress)
+    if lost := sum(summary.lost for summary in run_all([arm.spec for arm in arms], out, progress)):
+        raise PrerequisiteError(
+            f"{lost} trials were lost to engine or infrastructure (kvbench show RUN says to what), "
+            "so there is nothing to compare; the same command tries them again"
+        )
     store = RunStore(out)
     runs = [load_run(store.find(arm.spec.id).path) for arm in arms]
     groups = [RunGroup(run.label, (run,)) for run in runs]

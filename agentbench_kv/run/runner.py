@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+import faulthandler
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
 from agentbench_kv.engines.base import Capability, Engine, EngineOptions, ScriptSource
 from agentbench_kv.engines.core.block_engine import BlockEngine
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Method
@@ -117,10 +120,9 @@ def _play(
     progress(finished, expected, None)
     with trial_setup(spec, task, [sample for sample, _ in todo]) as setup:
         _note_provenance(run, setup)
-        jobs = ((setup, run, sample, trial) for sample, trial in todo)
         progress(finished, expected, None)
-        with run.playing():
-            for record in _in_parallel(jobs, spec.concurrency):
+        with run.playing(), TrialThreads(setup, run, todo) as trials:
+            for record in trials:
                 finished += record.finished
                 progress(finished, expected, record)
 
@@ -200,16 +202,121 @@ def _changed_settings(spec: RunSpec) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != defaults.get(name)}
 
 
-def _in_parallel(
-    jobs: Iterable[tuple[TrialSetup, RunDir, Sample, int]], width: int
-) -> Iterator[TrialRecord]:
-    """Run trials `width` at a time; the first error that is not a trial's own ends the run."""
-    queue = iter(jobs)
-    with ThreadPoolExecutor(width, thread_name_prefix="kvbench-trial") as pool:
-        running = {pool.submit(play_trial, *job) for job in islice(queue, width)}
-        while running:
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            # All of them first: after an error nothing more is started.
-            records = [future.result() for future in finished]
-            running |= {pool.submit(play_trial, *job) for job in islice(queue, len(finished))}
-            yield from records
+_STOP_S = 3.0  # for cancelled trials to end before the engine is shut down under them
+_LOOK_S = 5.0
+HUNG = "KVBENCH_HUNG"  # seconds
+_HUNG_S = 1800.0
+THREADS = "threads.txt"
+
+
+class TrialThreads:
+    """Plays trials side by side; iterate for their records as they end.
+
+    The first error that is not a trial's own is raised. Leaving the block by an error, Ctrl-C
+    included, cancels the trials under way, and nothing is recorded of them.
+    """
+
+    def __init__(self, setup: TrialSetup, run: RunDir, todo: Sequence[tuple[Sample, int]]) -> None:
+        self._setup = setup
+        self._run = run
+        self._count = len(todo)
+        self._todo = iter(todo)
+        self._taking = threading.Lock()
+        self._stopped = threading.Event()
+        self._ended: queue.SimpleQueue[TrialRecord | BaseException] = queue.SimpleQueue()
+        self._watchdog = Watchdog(setup)
+        # Daemons: the process must be able to end though one of them hangs.
+        self._threads = [
+            threading.Thread(target=self._play, name="kvbench-trial", daemon=True)
+            for _ in range(min(setup.spec.concurrency, len(todo)))
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._stopped.set()
+            self._setup.gateway.stop(KVBenchError("the run has ended"))
+        latest = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, latest - time.monotonic()))
+
+    def __iter__(self) -> Iterator[TrialRecord]:
+        for _ in range(self._count):
+            ended = self._next()
+            if isinstance(ended, BaseException):
+                raise ended
+            yield ended
+
+    def _play(self) -> None:
+        while not self._stopped.is_set():
+            with self._taking:
+                job = next(self._todo, None)
+            if job is None:
+                return
+            try:
+                self._ended.put(play_trial(self._setup, self._run, *job))
+            except BaseException as error:  # noqa: BLE001  raised where the run is
+                self._stopped.set()  # after an error nothing more is started
+                self._ended.put(error)
+
+    def _next(self) -> TrialRecord | BaseException:
+        while True:
+            try:
+                return self._ended.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if hung := self._watchdog.look():
+                    raise self._hung(hung) from None
+
+    def _hung(self, what: str) -> EngineGoneError:
+        path = self._run.path / THREADS
+        with suppress(OSError), path.open("w") as file:
+            faulthandler.dump_traceback(file)
+        return EngineGoneError(
+            f"the run hangs: {what}; the stacks of all threads are in {path}; "
+            "the same command goes on where it stopped"
+        )
+
+
+class Watchdog:
+    """Tells a run that hangs from one that is slow.
+
+    It counts its looks, `_LOOK_S` apart: a clock would go on while the process is stopped.
+    """
+
+    def __init__(self, setup: TrialSetup) -> None:
+        self.seconds = _hung_s()
+        self._setup = setup
+        self._progress: int | None = None
+        self._still = 0  # looks since the engine, which has work, last moved
+        self._late: dict[str, int] = {}  # looks since the time of a session under way was up
+
+    def look(self) -> str | None:
+        """Return what hangs, in words; None if nothing has for long enough."""
+        before, self._progress = self._progress, self._setup.engine.progress()
+        moved = self._progress is None or self._progress != before
+        self._still = 0 if moved else self._still + 1
+        deadlines = list(self._setup.deadlines.items())
+        late = [session for session, deadline in deadlines if deadline.passed]
+        self._late = {session: self._late.get(session, 0) + 1 for session in late}
+        if self._still * _LOOK_S >= self.seconds:
+            name = self._setup.engine.info.name
+            return f"engine {name!r} has work and has done nothing for {self.seconds:g} s"
+        for session, looks in self._late.items():
+            if looks * _LOOK_S >= self.seconds:
+                return f"session {session} goes on {self.seconds:g} s after its time limit"
+        return None
+
+
+def _hung_s() -> float:
+    text = os.environ.get(HUNG, "")
+    try:
+        seconds = float(text or _HUNG_S)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{HUNG}={text!r}: expected seconds above 0")
+    return seconds

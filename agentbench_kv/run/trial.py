@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from threading import Timer
 from typing import Any, Self
@@ -24,11 +24,19 @@ from agentbench_kv.adapters.base import (
     TrialContext,
 )
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.errors import ContextLimitError, KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.errors import (
+    ContextLimitError,
+    EngineGoneError,
+    KVBenchError,
+    PrerequisiteError,
+    SessionFailedError,
+    UsageError,
+)
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.gateway import AnyGateway
 from agentbench_kv.gateway.session import SessionBusyError, SessionReport, TurnInfo
 from agentbench_kv.results.records import (
+    LOST,
     KVAccount,
     Timing,
     TrialRecord,
@@ -43,7 +51,7 @@ MAX_ATTEMPTS = 3
 
 # With the longest run id, a session id stays within what the HTTP surface takes.
 _LONGEST_KEY = 64
-_ERRORS = frozenset({TrialStatus.ENGINE_ERROR, TrialStatus.INFRA_ERROR})
+_AGAIN = frozenset({TrialStatus.INFRA_ERROR, TrialStatus.USER_ERROR})
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class TrialSetup:
     engine: Engine
     gateway: AnyGateway
     endpoint: str | None
+    deadlines: dict[str, Deadline] = field(default_factory=dict)  # of the sessions under way
 
 
 @dataclass(frozen=True)
@@ -70,14 +79,16 @@ class Attempt:
 def play_trial(setup: TrialSetup, run: RunDir, sample: Sample, trial: int) -> TrialRecord:
     """Attempt a trial at most `MAX_ATTEMPTS` times, until what ends it is the agent's doing.
 
-    Infrastructure and the simulated user may fail in passing. Every attempt leaves its record.
+    Infrastructure and the simulated user may fail in passing; what an engine failed at it would
+    fail at again, until it is started anew. Every attempt leaves its record, but for one that was
+    under way when the run came to its end.
     """
     for number in range(1, MAX_ATTEMPTS + 1):
         attempt = play_session(setup, sample, trial, number)
         # A benchmark behind HTTP sees a failed request where the whole run has come to its end.
         setup.gateway.check()
         record = _record(run, sample, attempt, number)
-        if record.finished and record.status is not TrialStatus.USER_ERROR:
+        if record.status not in _AGAIN:
             break
     return record
 
@@ -93,7 +104,9 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
     }
     client = InProcessClient(setup.gateway, session, **shared)
     started = time.perf_counter()
-    with Deadline(spec.timeout_s, partial(setup.gateway.cancel, session)) as deadline:
+    deadline = Deadline(spec.timeout_s, partial(setup.gateway.cancel, session))
+    setup.deadlines[session] = deadline
+    with deadline:
         context = TrialContext(
             trial=trial,
             client=TimedClient(client, deadline),
@@ -104,8 +117,9 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
         )
         outcome = _outcome(setup.task, sample, context)
     seconds = time.perf_counter() - started
-    report = _close(client)
-    outcome = _judged(outcome, deadline, report)
+    report, problem = _close(client)
+    del setup.deadlines[session]
+    outcome = problem or _judged(outcome, deadline, report)
     if outcome.status is not TrialStatus.SCORED and not outcome.metrics:
         # A failed trial has its parts of the score too.
         outcome = replace(outcome, metrics=dict(setup.task.nothing_right(sample)))
@@ -126,19 +140,26 @@ def sample_key(sample: str) -> str:
 
 
 def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
-    """Play the trial; whatever breaks is a status, never the end of the run."""
+    """Play the trial; whatever breaks is a status, unless it breaks for all trials."""
     try:
         return task.run_trial(sample, context)
-    except (UsageError, PrerequisiteError):
+    except (UsageError, PrerequisiteError, EngineGoneError):
         raise
     except TimeoutError as error:
         return Outcome(TrialStatus.TIMEOUT, error=str(error))
     except ContextLimitError as error:
         return Outcome(TrialStatus.CONTEXT_LIMIT, error=str(error))
     except KVBenchError as error:
-        return Outcome(TrialStatus.ENGINE_ERROR, error=str(error))
-    except Exception:  # noqa: BLE001  one broken trial must not end the run
+        return _engine_error(error)
+    except (Exception, SystemExit):  # noqa: BLE001  one broken trial must not end the run
         return Outcome(TrialStatus.INFRA_ERROR, error=traceback.format_exc(limit=20))
+
+
+def _engine_error(error: KVBenchError) -> Outcome:
+    """Return what an engine's failure comes to, with the way to it where code of others failed."""
+    cause = error.__cause__ if isinstance(error, SessionFailedError) else None
+    where = "".join(traceback.format_exception(cause, limit=20)) if cause else ""
+    return Outcome(TrialStatus.ENGINE_ERROR, error=f"{error}\n{where}".strip())
 
 
 def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outcome:
@@ -149,19 +170,27 @@ def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outc
     """
     if deadline.passed:
         return Outcome(TrialStatus.TIMEOUT, transcript=outcome.transcript, error=deadline.message)
-    if outcome.status in _ERRORS and report.at_context_limit:
+    if outcome.status in LOST and report.at_context_limit:
         return replace(outcome, status=TrialStatus.CONTEXT_LIMIT)
-    if outcome.status in _ERRORS and report.endpoint_failed:
+    if outcome.status in LOST and report.endpoint_failed:
         return replace(outcome, status=TrialStatus.INFRA_ERROR)
     return outcome
 
 
-def _close(client: InProcessClient) -> SessionReport:
-    """Close the trial's session; one that a slow engine will not let go of stays behind."""
+def _close(client: InProcessClient) -> tuple[SessionReport, Outcome | None]:
+    """Close the trial's session; return its report, and what the trial comes to if that fails.
+
+    A session that the engine does not let go of, though it was told to, stays behind.
+    """
     try:
-        return client.close()
+        return client.close(), None
+    except EngineGoneError:
+        raise
     except SessionBusyError:
-        return client.report
+        problem = KVBenchError(f"the engine did not let go of session {client.session}")
+    except KVBenchError as error:  # no account, no trial
+        problem = error
+    return client.report, _engine_error(problem)
 
 
 class Deadline:

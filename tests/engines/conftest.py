@@ -133,7 +133,7 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
         engine.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Any]:
     return tiny
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from agentbench_kv.engines.base import FinishReason, Sampling
-from agentbench_kv.errors import CapacityError, ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.errors import (
+    CapacityError,
+    ContextLimitError,
+    KVBenchError,
+    SessionFailedError,
+    UsageError,
+)
 from agentbench_kv.methods.base import Phase
 
 
@@ -250,7 +256,7 @@ def test_a_failing_forward_fails_its_sessions_only(
         raise RuntimeError("no memory left")
 
     monkeypatch.setattr(scheduler, "_run_network", fails)
-    with pytest.raises(RuntimeError, match="no memory left"):
+    with pytest.raises(SessionFailedError, match="a failed: RuntimeError: no memory left"):
         list(engine.generate("a", Sampling(max_tokens=2)))
     monkeypatch.setattr(scheduler, "_run_network", works)
     assert len(list(engine.generate("b", Sampling(max_tokens=2)))) == 2

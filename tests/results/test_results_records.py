@@ -41,9 +41,9 @@ def test_a_scored_trial_must_have_a_score_in_the_unit_interval(make_trial):
             make_trial(status="scored", score=bad)
 
 
-def test_only_infrastructure_failures_are_run_again(make_trial):
-    unfinished = [status for status in FAILURES if not make_trial(status=status).finished]
-    assert unfinished == [TrialStatus.INFRA_ERROR]
+def test_what_engine_and_infrastructure_failed_at_is_run_again(make_trial):
+    unfinished = {status for status in FAILURES if not make_trial(status=status).finished}
+    assert unfinished == {TrialStatus.ENGINE_ERROR, TrialStatus.INFRA_ERROR}
 
 
 def test_records_are_frozen_and_refuse_unknown_fields(make_trial):

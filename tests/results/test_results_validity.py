@@ -107,9 +107,11 @@ def test_missing_and_unfinished_trials_make_a_run_incomplete(spec, compressed):
     missing = assess(spec, one, expected=2)
     assert (missing.state, missing.reasons) == ("incomplete", ["1 of 2 trials finished"])
     assert assess(spec | {"expected_trials": 2}, one).state == "incomplete"
-    infra = [*one, compressed("b", status="infra_error")]
-    (reason,) = assess(spec, infra).reasons
-    assert reason.startswith("1 of 2 trials finished; 1 lost to infrastructure errors")
+    for status in ("infra_error", "engine_error"):
+        lost = assess(spec, [*one, compressed("b", status=status)])
+        assert lost.state == "incomplete"
+        (reason,) = lost.reasons
+        assert reason.startswith("1 of 2 trials finished; 1 lost to engine or infrastructure")
     failed = [*one, compressed("b", status="timeout")]
     assert assess(spec, failed, expected=2).state == "valid"
     assert assess(spec, []).reasons == ["no trials"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures as futures_module
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -57,23 +56,15 @@ def test_samples_are_those_of_the_seed(spec: SpecOf, tmp_path: Path) -> None:
     assert record.sample_id == "recall-1k-1000000"
 
 
-@pytest.mark.parametrize("together", [False, True])
 def test_as_many_trials_run_at_once_as_were_asked_for(
-    told: Callable[..., Any],
-    spec: SpecOf,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    together: bool,
+    told: Callable[..., Any], spec: SpecOf, tmp_path: Path
 ) -> None:
-    """Also when several have ended before anyone looks."""
     meeting, seen = threading.Barrier(3), []
 
     def behave(*_: Any) -> Outcome:
         meeting.wait(LONG)
         return scored()
 
-    if together:
-        monkeypatch.setattr(runner, "wait", lambda futures, **_: futures_module.wait(futures))
     told(behave, ids=[f"x-{i}" for i in range(12)])
     one = spec(limit=None, concurrency=3)
     runner.run_one(one, tmp_path, lambda *state: seen.append(state[1]))

@@ -71,12 +71,18 @@ class BlockEngine(Engine):
     def close(self, session: str) -> KVStats:
         managed = self._managed.pop(session)
         self._notes.pop(session, None)
-        figures = managed.figures()
-        managed.close()
-        return self._with_figures(self.below.close(session), figures)
+        try:
+            figures = managed.figures()
+            managed.close()
+        finally:  # the engine's rows, whatever the method's own end comes to
+            stats = self.below.close(session)
+        return self._with_figures(stats, figures)
 
     def _with_figures(self, stats: KVStats, figures: dict[str, int]) -> KVStats:
         return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
+
+    def progress(self) -> int | None:
+        return self.below.progress()
 
     def shutdown(self) -> None:
         self.below.shutdown()

@@ -19,6 +19,12 @@ class CommandQueue:
         self._waiting: list[_Command] = []
         self._lock = threading.Lock()
         self._closed: Exception | None = None
+        self._running = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command waits or is under way."""
+        return self._running or bool(self._waiting)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -35,11 +41,13 @@ class CommandQueue:
 
     def run(self) -> None:
         """Run what is waiting; on the owner's thread."""
+        self._running = True
         for work, done in self._take():
             try:
                 done.set_result(work())
-            except Exception as error:  # noqa: BLE001  handed to the caller, who raises it
+            except BaseException as error:  # noqa: BLE001  handed to the caller, who raises it
                 done.set_exception(error)
+        self._running = False
 
     def close(self, error: Exception) -> None:
         """Raise `error` in those who wait, and in whoever calls from now on."""

@@ -73,18 +73,15 @@ class Packed:
 
 def pack(
     sessions: Sequence[EmbeddedSession],
-    chunk: int,
     queries: QueryBuffer,
     observer: Observer | None = None,
 ) -> Packed:
-    """Take a chunk of pending tokens from every session and plan their attention.
+    """Lay the chunks of all sessions one after the other and plan their attention.
 
     Decoding sessions come first, ordered by pool and slot, so that each pool's are neighbours.
     """
-    for session in sessions:
-        session.cache.reserve(min(chunk, len(session.pending)))
     ordered = sorted(
-        sessions, key=lambda s: (len(s.pending) > 1, s.cache.pool.capacity, s.cache.slot)
+        sessions, key=lambda s: (len(s.chunk) > 1, s.cache.pool.capacity, s.cache.slot)
     )
     tokens: list[int] = []
     positions: list[int] = []
@@ -92,9 +89,8 @@ def pack(
     ring_rows: list[int] = []
     ring_slots: list[int] = []
     for session in ordered:
-        taken = session.take(chunk)
-        stored, slots = session.queries.place([p for _, p in taken], session.fed, len(tokens))
-        ring_rows += stored
+        taken, (stored, slots) = session.chunk, session.kept_queries
+        ring_rows += [len(tokens) + row for row in stored]
         ring_slots += slots
         positions += range(session.next_position, session.next_position + len(taken))
         ids = [token for token, _ in taken]

@@ -6,6 +6,8 @@ an event left it nearly empty: allocated memory follows live memory within a sma
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class CachePool:
         self.shape = shape
         self.capacity = capacity
         self._used: set[int] = set()
-        self._allocate(0)
+        self.keys, self.values, self.positions, self.sums = self._zeros(0)
 
     @property
     def slots(self) -> int:
@@ -42,27 +44,35 @@ class CachePool:
         self._used.discard(slot)
         needed = max(self._used, default=-1) + 1
         if 4 * needed <= self.slots:
-            self._resize(needed)
+            # The smaller pool is a new one: without memory for it the large one does as well.
+            with suppress(RuntimeError, MemoryError):
+                self._resize(needed)
 
-    def _allocate(self, slots: int) -> None:
+    def clear(self, slot: int) -> None:
+        """Zero a slot that may hold what is no number."""
+        for held in self.tensors:
+            held[slot].zero_()
+
+    def _zeros(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return keys, values, and of each row its original position and the attention it got."""
         s, heads = self.shape, (slots, self.shape.layers, self.shape.kv_heads)
         # Zeros, not garbage: a masked row counts 0 times its value, and 0 times NaN is NaN.
-        self.keys = torch.zeros(*heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
-        self.values = torch.zeros_like(self.keys)
-        # Original position of each row, and the attention it has got, if the shape has sums.
-        self.positions = torch.zeros(*heads, self.capacity, dtype=torch.int64, device=s.device)
-        self.sums = torch.zeros(*heads, self.capacity if s.with_sums else 0, device=s.device)
+        keys = torch.zeros(*heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
+        positions = torch.zeros(*heads, self.capacity, dtype=torch.int64, device=s.device)
+        sums = torch.zeros(*heads, self.capacity if s.with_sums else 0, device=s.device)
+        return keys, torch.zeros_like(keys), positions, sums
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.keys, self.values, self.positions, self.sums
 
     def _resize(self, slots: int) -> None:
-        old = self.tensors
+        # All of it, then the change: no memory for a part of it must not cost the others' rows.
+        new = self._zeros(slots)
         kept = min(slots, self.slots)
-        self._allocate(slots)
-        for source, target in zip(old, self.tensors, strict=True):
+        for source, target in zip(self.tensors, new, strict=True):
             target[:kept] = source[:kept]
+        self.keys, self.values, self.positions, self.sums = new
 
 
 class CachePools:
@@ -192,11 +202,13 @@ class SessionCache:
         self.length = end + n
         return (end - row) * self.shape.layers * self.shape.kv_heads
 
-    def free(self) -> None:
-        """Give the slot back; the cache is unusable afterwards."""
+    def free(self, *, clear: bool = False) -> None:
+        """Give the slot back, as zeros if asked to; the cache is unusable afterwards."""
         if self.slot >= 0:
-            self.pool.give_back(self.slot)
-            self.slot = -1
+            slot, self.slot = self.slot, -1
+            if clear:
+                self.pool.clear(slot)
+            self.pool.give_back(slot)
 
     def _move(self, rows: int) -> None:
         target = self._pools.for_rows(rows)

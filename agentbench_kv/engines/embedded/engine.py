@@ -48,7 +48,7 @@ from agentbench_kv.engines.embedded.span_rows import (
     save_block,
     span_attention,
 )
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange
 
@@ -73,6 +73,7 @@ class EmbeddedEngine(Engine):
         self._model = model
         self._shape = cache_shape(model, method)
         self._mean_embedding: Tensor | None = None
+        self._vocabulary = int(model.network.get_input_embeddings().num_embeddings)
         device, size = model.shape.device, self._shape.bytes_per_token
         limit = max_live_tokens or free_tokens(size, device=device)
         self._scheduler = EmbeddedScheduler(model, method, limit, recorder)
@@ -131,6 +132,11 @@ class EmbeddedEngine(Engine):
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._scheduler.get(session)
         self._check_length(session, state.logical + len(tokens))
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+            raise UsageError(
+                f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
+                f"{self._vocabulary}, numbered from 0"
+            )
         state.extend(tokens, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
@@ -171,6 +177,9 @@ class EmbeddedEngine(Engine):
 
     def close(self, session: str) -> KVStats:
         return self._scheduler.remove(session).stats()
+
+    def progress(self) -> int | None:
+        return self._scheduler.progress()
 
     def shutdown(self) -> None:
         self._scheduler.stop()

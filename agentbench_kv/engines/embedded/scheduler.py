@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
+from math import isfinite
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +26,18 @@ from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
-from agentbench_kv.errors import CapacityError, KVBenchError
+from agentbench_kv.errors import (
+    CapacityError,
+    EngineGoneError,
+    KVBenchError,
+    SessionFailedError,
+)
 from agentbench_kv.methods.base import Method
 
 # Chunks depend on a session's own tokens only, so that its result does not on those beside it.
 PREFILL_CHUNK = 512
 STEP_TOKENS = 2048
+_STOP_S = 20.0  # for the step under way to end
 
 T = TypeVar("T")
 
@@ -43,6 +51,16 @@ class EmbeddedGeneration(StreamedGeneration):
         self.sampler = Sampler(sampling)
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What a forward says of a generation's next token."""
+
+    generation: EmbeddedGeneration
+    logits: Tensor  # [vocab]
+    best: float  # lowest id of the largest logit
+    value: float  # of that logit
+
+
 @dataclass
 class StepTimes:
     """Seconds the scheduler spent, for benchmarks and metrics."""
@@ -54,7 +72,12 @@ class StepTimes:
 
 
 class EmbeddedScheduler:
-    """Admits generations against a memory limit and steps all of them together."""
+    """Admits generations against a memory limit and steps all of them together.
+
+    What goes wrong in one session ends that session, with `SessionFailedError` to its reader; a
+    forward that fails ends those it was for. What ends the thread is what everybody who waits, and
+    who comes later, is told: `EngineGoneError`.
+    """
 
     def __init__(
         self,
@@ -79,12 +102,14 @@ class EmbeddedScheduler:
         self._waiting: deque[EmbeddedGeneration] = deque()
         self._running: list[EmbeddedGeneration] = []
         self._sessions: dict[str, EmbeddedSession] = {}
-        self._stopping = False
+        self._gone: EngineGoneError | None = None  # why nothing will be done any more
+        self._rounds = 0
         self._thread = threading.Thread(target=self._loop, name="kvbench-engine", daemon=True)
         self._thread.start()
 
     def open(self, name: str, labeller: PhaseLabeller) -> None:
         with self._work:
+            self._check()
             if name in self._sessions:
                 raise KVBenchError(f"session {name} is open already")
             shared = (self._method, self.pools, self._queries, self._frequencies, self._recorder)
@@ -107,10 +132,15 @@ class EmbeddedScheduler:
 
     def submit(self, generation: EmbeddedGeneration) -> None:
         with self._work:
-            if self._stopping:
-                raise KVBenchError("the engine has been shut down")
+            self._check()
             self._waiting.append(generation)
             self._work.notify()
+
+    def progress(self) -> int | None:
+        """Return how often the thread has looked for work; None while there is none."""
+        # Without the lock: a thread that hangs may hold it.
+        busy = self._running or self._waiting or self._commands.busy
+        return self._rounds if busy else None
 
     def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
         """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
@@ -136,40 +166,82 @@ class EmbeddedScheduler:
             self._work.notify()
 
     def stop(self) -> None:
-        with self._work:
-            self._stopping = True
+        self._gone = self._gone or EngineGoneError("the engine has been shut down")
+        # A step that hangs keeps its thread, and the lock if it has it; nobody waits for either.
+        if self._work.acquire(timeout=_STOP_S):
             self._work.notify()
-        self._commands.close(KVBenchError("the engine has been shut down"))
-        self._thread.join()
+            self._work.release()
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            self._fail_all(self._gone)
+
+    def _check(self) -> None:
+        if self._gone is not None:
+            raise self._gone
 
     def _loop(self) -> None:
-        with torch.inference_mode():
-            while self._admit():
-                batch = self._plan()
-                try:
-                    self._step(batch)
-                except Exception as error:  # noqa: BLE001  a failed step must not end the engine
-                    self._break(batch, error)
+        try:
+            with torch.inference_mode():
+                while self._admit():
+                    self._step(self._plan())
+        except BaseException as error:  # noqa: BLE001  whoever waits for this thread must hear of it
+            self._gone = EngineGoneError(f"the embedded engine ended: {_described(error)}")
+            self._gone.__cause__ = error
+        with self._work:
+            self._fail_all(self._gone or EngineGoneError("the embedded engine ended"))
 
     def _admit(self) -> bool:
         """Wait for work and move what fits to the running list; False when stopping."""
         with self._work:
-            while True:
-                if self._stopping:
-                    self._cancel_all()
-                    return False
+            while self._gone is None:
+                self._rounds += 1
                 self._drop_cancelled()
                 self._commands.run()
                 self._free_closed()
-                while self._waiting and self._fits(self._waiting[0]):
-                    generation = self._waiting.popleft()
-                    generation.session.reserved = self._need(generation)
-                    generation.session.begin_turn()
-                    self._running.append(generation)
+                self._start_waiting()
                 if self._running:
                     return True
                 self._refuse_stuck()
                 self._work.wait(0.05 if self._waiting else None)
+            return False
+
+    def _start_waiting(self) -> None:
+        while self._waiting:
+            generation = self._waiting[0]
+            with self._isolated(generation):
+                if not self._fits(generation):
+                    return
+                generation.session.reserved = self._need(generation)
+                generation.session.begin_turn()
+                self._running.append(generation)
+                self._waiting.popleft()
+
+    @contextmanager
+    def _isolated(self, generation: EmbeddedGeneration) -> Iterator[None]:
+        """End this generation and its session, and nothing else, with what goes wrong within."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001  its reader raises it
+            self._fail(generation, error)
+
+    def _fail(self, generation: EmbeddedGeneration, error: BaseException) -> None:
+        session, told = generation.session, error
+        if not isinstance(error, KVBenchError):
+            told = SessionFailedError(f"session {session.name} failed: {_described(error)}")
+            told.__cause__ = error
+        session.broken = told
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        if generation in self._running:
+            self._retire(generation)
+        generation.fail(told)
+
+    def _fail_all(self, error: EngineGoneError) -> None:
+        self._commands.close(error)
+        for generation in (*self._running, *self._waiting):
+            generation.fail(error)
+        self._running.clear()
+        self._waiting.clear()
 
     def _need(self, generation: EmbeddedGeneration) -> int:
         session = generation.session
@@ -189,13 +261,15 @@ class EmbeddedScheduler:
         stuck = {generation.session.name for generation in self._waiting}
         holders = {s.name for s in self._sessions.values() if s.reserved}
         if holders <= stuck:
-            generation = self._waiting.popleft()
-            name, need = generation.session.name, self._need(generation)
-            problem = (
-                f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs {need} "
-                "beside the others; lower --concurrency, the budget or max tokens"
-            )
-            generation.fail(CapacityError(problem))
+            generation = self._waiting[0]
+            with self._isolated(generation):
+                name, need = generation.session.name, self._need(generation)
+                problem = (
+                    f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs "
+                    f"{need} beside the others; lower --concurrency, the budget or max tokens"
+                )
+                self._waiting.popleft()
+                generation.fail(CapacityError(problem))
 
     def _free_closed(self) -> None:
         """Free closed sessions here: only this thread may touch the pools."""
@@ -208,12 +282,6 @@ class EmbeddedScheduler:
         for generation in [g for g in self._waiting if g.cancelled]:
             self._waiting.remove(generation)
             generation.finish(FinishReason.CANCELLED)
-
-    def _cancel_all(self) -> None:
-        for generation in (*self._running, *self._waiting):
-            generation.finish(FinishReason.CANCELLED)
-        self._running.clear()
-        self._waiting.clear()
 
     def _plan(self) -> list[EmbeddedGeneration]:
         """Choose the next forward's generations: all that decode, prefills while they fit."""
@@ -228,24 +296,45 @@ class EmbeddedScheduler:
 
     def _step(self, batch: list[EmbeddedGeneration]) -> None:
         started = time.perf_counter()
-        logits, ready = self._forward(batch)
-        best = logits.argmax(-1).tolist()  # waits for the device, once a step
+        for generation in batch:
+            with self._isolated(generation):
+                generation.session.take(PREFILL_CHUNK)
+        whole = [generation for generation in batch if generation.session.broken is None]
+        fed = self._forward(whole) if whole else []
         self.times.forward_s += time.perf_counter() - started
         self.times.steps += 1
-        for row, generation in enumerate(ready):
-            self._advance(generation, logits[row], best[row])
+        for each in fed:
+            with self._isolated(each.generation):
+                self._advance(each)
 
-    def _forward(self, batch: list[EmbeddedGeneration]) -> tuple[Tensor, list[EmbeddedGeneration]]:
-        """Feed a chunk of every session; return logits [ready, vocab] of those fully fed."""
+    def _forward(self, batch: list[EmbeddedGeneration]) -> list[Predicted]:
+        """Feed every session its chunk; return the predictions of those that are fully fed."""
+        try:
+            return self._forward_together(batch)
+        except Exception as error:  # noqa: BLE001  a failed forward must not end the engine
+            # Sums have been added to already; everything else is as before.
+            if len(batch) == 1 or self.pools.shape.with_sums:
+                self._break(batch, error)
+                return []
+        # One of them may be to blame, or there may be memory for fewer.
+        return [each for generation in batch for each in self._forward([generation])]
+
+    def _forward_together(self, batch: list[EmbeddedGeneration]) -> list[Predicted]:
         by_session = {id(generation.session): generation for generation in batch}
-        packed = pack([g.session for g in batch], PREFILL_CHUNK, self._queries, self._recorder)
+        packed = pack([g.session for g in batch], self._queries, self._recorder)
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
         logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
+        highest, best = logits.max(-1)
+        # Waits for the device, once a forward; before that nothing says that it went well.
+        values, ids = torch.stack([highest.double(), best.double()]).tolist()
         generations = [by_session[id(session)] for session in packed.sessions]
         for generation, rows in zip(generations, packed.rows, strict=True):
-            generation.session.fed_rows(rows)
-        return logits, list(compress(generations, ready))
+            with self._isolated(generation):
+                generation.session.fed_rows(rows)
+        chosen = compress(generations, ready)
+        found = [Predicted(*row) for row in zip(chosen, logits, ids, values, strict=True)]
+        return [each for each in found if each.generation.session.broken is None]
 
     def _run_network(self, packed: Packed, last: list[int]) -> Tensor:
         device = self._model.shape.device
@@ -259,12 +348,16 @@ class EmbeddedScheduler:
         logits: Tensor = output.logits[0].float()
         return logits
 
-    def _advance(self, generation: EmbeddedGeneration, logits: Tensor, best: int) -> None:
+    def _advance(self, predicted: Predicted) -> None:
         """Sample one token for a session whose pending tokens are all fed; run due events."""
+        generation, logits = predicted.generation, predicted.logits
         session = generation.session
+        if not isfinite(predicted.value):
+            raise ValueError("the model's logits are no numbers")
         if self._recorder is not None:
             self._recorder.on_logits(session.name, session.fed, logits)
-        token = best if generation.sampler.greedy else generation.sampler.draw(logits)
+        greedy = generation.sampler.greedy
+        token = int(predicted.best) if greedy else generation.sampler.draw(logits)
         self._compress(session, session.accept(token))
         generation.push(token)
         reason = self._finish_reason(generation, token)
@@ -296,7 +389,11 @@ class EmbeddedScheduler:
 
     def _break(self, batch: list[EmbeddedGeneration], error: Exception) -> None:
         for generation in batch:
-            if generation in self._running:
-                generation.session.broken = error
-                self._retire(generation)
-                generation.fail(error)
+            self._fail(generation, error)
+        # An error that a device does not get over, such as an illegal access, fails this too.
+        torch.zeros(1, device=self._model.shape.device).tolist()
+
+
+def _described(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

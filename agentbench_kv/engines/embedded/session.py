@@ -38,6 +38,9 @@ class EmbeddedSession:
         self.ledger = SessionLedger(method, pools.shape.bytes_per_token)
         self.pending: deque[tuple[int, Phase]] = deque()
         self.prompt_pending = 0  # how many of them the next turn's prompt adds
+        self.chunk: list[tuple[int, Phase]] = []  # what the next forward is fed
+        # Of the chunk's rows those whose queries are kept, and their slots.
+        self.kept_queries: tuple[list[int], list[int]] = ([], [])
         self.generated: set[int] = set()  # positions of all the model wrote
         self.frequencies = frequencies  # None if the model's RoPE changes with the length
         self.packed_frequencies = frequencies if method.positions == "cache" else None
@@ -70,10 +73,13 @@ class EmbeddedSession:
         self.ledger.begin_turn(self.prompt_pending)
         self.prompt_pending = 0
 
-    def take(self, limit: int) -> list[tuple[int, Phase]]:
-        taken = [self.pending.popleft() for _ in range(min(limit, len(self.pending)))]
-        self._phases += [int(phase) for _, phase in taken]
-        return taken
+    def take(self, limit: int) -> None:
+        """Make the next pending tokens the chunk, with room for their rows and queries."""
+        rows = min(limit, len(self.pending))
+        self.cache.reserve(rows)
+        self.chunk = [self.pending.popleft() for _ in range(rows)]
+        self.kept_queries = self.queries.place([phase for _, phase in self.chunk], self.fed, 0)
+        self._phases += [int(phase) for _, phase in self.chunk]
 
     def fed_rows(self, rows: int) -> None:
         self.cache.advance(self.fed, rows)
@@ -137,7 +143,7 @@ class EmbeddedSession:
         self._next = max(self._next, targets[-1] + 1)
 
     def free(self) -> None:
-        self.cache.free()
+        self.cache.free(clear=self.broken is not None)
         self.queries.free()
 
     def stats(self) -> KVStats:
