@@ -322,7 +322,7 @@ def test_no_verb_takes_an_id_that_is_none(slow: Any) -> None:
             assert httpx.post(url, json=CHAT, headers=headers).status_code == 400
         slow.go.set()
         asking.join(WAIT_S)
-        assert answers[0].json()["usage"]["kvbench"]["finish_reason"] == "length"
+        assert answers[0].json()["usage"]["kvbench"]["finish_reason"] == "stop"
 
 
 # Stopping
@@ -385,29 +385,32 @@ from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import ServerSettings, run_server
 from agentbench_kv.gateway.listening import Patience
 
-class Stuck(ScriptedEngine):
-    def generate(self, session, sampling):
-        threading.Event().wait()
+go, stuck = Path(sys.argv[3]), sys.argv[4] == "stuck"
 
-kind = Stuck if sys.argv[3] == "stuck" else ScriptedEngine
-engine = kind(lambda _: ["word " * 100] * 9, tokenizer_path=Path(sys.argv[1]))
-settings = ServerSettings(patience=Patience(drain_s=0.5))
-print("ready", flush=True)
+class Waiting(ScriptedEngine):
+    def generate(self, session, sampling):
+        while stuck or not go.exists():
+            time.sleep(0.01)
+        return super().generate(session, sampling)
+
+engine = Waiting(lambda _: ["word " * 100] * 9, tokenizer_path=Path(sys.argv[1]))
+settings = ServerSettings(patience=Patience(drain_s=0.5 if stuck else 60))
 run_server(Gateway(engine), "127.0.0.1", int(sys.argv[2]), settings)
 print("ended", threading.active_count(), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "signals"), [("working", 1), ("stuck", 1), ("stuck", 2)])
 def test_sigterm_leaves_nothing_running(
     tokenizer_path: Path, tmp_path: Path, kind: str, signals: int
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = tmp_path / "serve.py"
+    program, go = tmp_path / "serve.py", tmp_path / "go"
     program.write_text(SERVE)
     process = subprocess.Popen(
-        [sys.executable, str(program), str(tokenizer_path), str(port), kind],
+        [sys.executable, str(program), str(tokenizer_path), str(port), str(go), kind],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -424,11 +427,11 @@ def test_sigterm_leaves_nothing_running(
 
         asking = threading.Thread(target=ask)
         asking.start()
-        if kind == "stuck":
-            metrics = f"http://127.0.0.1:{port}/metrics"
-            wait_until(lambda: "in_flight 1" in httpx.get(metrics).text)
+        metrics = f"http://127.0.0.1:{port}/metrics"
+        wait_until(lambda: "in_flight 1" in httpx.get(metrics).text)
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
+        go.touch()
         out, err = process.communicate(timeout=WAIT_S)
         asking.join(WAIT_S)
         assert process.returncode == 0, err
