@@ -444,7 +444,7 @@ class BackgroundServer:
         self._stop_s = settings.patience.drain_s + 5.0
         self._socket = listen(host, 0)
         self.port: int = self._socket.getsockname()[1]
-        limits = {"answers": api, "patience": settings.patience}
+        limits: dict[str, Any] = {"answers": api, "patience": settings.patience}
         self._server = make_server(guarded, host, self.port, log_level="warning", **limits)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="kvbench-server", daemon=True
