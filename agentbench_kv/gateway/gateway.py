@@ -200,6 +200,12 @@ class BaseGateway(ABC, Generic[S]):
         if running is not None:
             running.cancel()
 
+    def touch(self, session: str) -> None:
+        """Note that somebody asks a session, though its request may have to wait or be refused."""
+        with self._lock:
+            if session in self._sessions:
+                self._sessions[session].used_at = self.clock()
+
     def expire(self) -> list[SessionReport]:
         """Close every session that was idle for too long; return their final reports."""
         if self.idle_s is None:
