@@ -521,7 +521,10 @@ class Gateway(BaseGateway[Session]):
                 plan = self._planner.chat(state, request.messages, request.tools, words)
             syntax = self.syntax if options.parse_tools else PARSERS["none"]
             reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
-        limit, silent = options.max_tokens or self.default_max_tokens, (self._hidden, self._eos)
+        # An engine keeps room for as many, and others wait for it.
+        most = self.engine.info.context_limit
+        limit = min(options.max_tokens or self.default_max_tokens, most)
+        silent = (self._hidden, self._eos)
         asked = (reader, options, limit, *silent, request.cancellation)
         turn = Turn(state, plan, self.codec, *asked)
         turns = len(state.turns)
