@@ -15,10 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from agentbench_kv.engines.base import Engine, KVStats
+from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
-from agentbench_kv.gateway.messages import ChatTemplate, Message, text_of
-from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
+from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
+from agentbench_kv.gateway.messages import ChatTemplate, Message, count_calls, text_of
+from agentbench_kv.gateway.parsing import (
+    PARSERS,
+    OutputParser,
+    Reader,
+    ToolSyntax,
+    choose_parser,
+)
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -376,6 +383,7 @@ class Gateway(BaseGateway[Session]):
         engine.decode_with(self.codec.decode)
         self._planner = Planner(self.codec, self._ids_of(self.table.family.message_close))
         self._eos = frozenset(engine.info.eos_token_ids)
+        self._grammars = GrammarCompiler(self.codec, self.syntax, engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.
         shown = self._ids_of((self.syntax.open, self.syntax.close, "<think>", "</think>"))
         self._hidden = (self.codec.special - shown) | self._eos
@@ -398,17 +406,22 @@ class Gateway(BaseGateway[Session]):
 
     def _answer(self, state: Session, request: Request) -> Answer:
         options = request.options
-        reader = Reader()
+        self._check_able(options)
+        reader: Reader = Reader()
+        held: tuple[GrammarConstraint | None, str | None] = (None, None)
         if request.prompt is not None:
             plan = self._planner.raw(state, request.prompt)
         else:
             plan = self._planner.chat(state, request.messages, request.tools)
             if words := self._reminder(state, plan, options):
                 plan = self._planner.chat(state, request.messages, request.tools, words)
-            syntax = self.syntax if options.parse_tools else PARSERS["none"]
+            # Without a session every request would name its calls anew, and a history holds many.
+            state.calls = max(state.calls, count_calls(request.messages))
+            syntax = self._syntax_for(request)
             reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
+            held = (self._constraint(request, plan), self._last_text(options, syntax))
         limit, silent = options.max_tokens or self.default_max_tokens, (self._hidden, self._eos)
-        asked = (reader, options, limit, *silent, request.cancellation)
+        asked = (reader, options, limit, *silent, request.cancellation, *held)
         turn = Turn(state, plan, self.codec, *asked)
         turns = len(state.turns)
         try:
@@ -417,6 +430,41 @@ class Gateway(BaseGateway[Session]):
             if self.on_turn and len(state.turns) > turns:
                 self.on_turn(state.id, state.turns[-1])
         yield turn.result()
+
+    def _check_able(self, options: Options) -> None:
+        """Refuse what the engine cannot do while it samples."""
+        info, forced = self.engine.info, options.tool_choice.mode == "required"
+        missing = {
+            Capability.CONSTRAIN: "response_format" if options.answer else forced and "tool_choice",
+            Capability.LOGPROBS: options.logprobs is not None and "logprobs",
+        }
+        for capability, field in missing.items():
+            if field and capability not in info.capabilities:
+                raise UsageError(
+                    f"engine {info.name!r} has no {capability.value}, which {field} of this "
+                    "request needs; kvbench ls engines shows who has"
+                )
+
+    def _syntax_for(self, request: Request) -> ToolSyntax:
+        """Return how calls are read; an answer in JSON that may not call is never one."""
+        options = request.options
+        no_calls = options.tool_choice.mode == "none" or (options.answer and not request.tools)
+        return PARSERS["none"] if no_calls else self.syntax
+
+    def _constraint(self, request: Request, plan: Plan) -> GrammarConstraint | None:
+        options, thinking = request.options, plan.thinking
+        asked = (options.tool_choice, options.answer, request.tools)
+        return self._grammars.constraint(*asked, thinking=thinking)
+
+    def _last_text(self, options: Options, syntax: ToolSyntax) -> str | None:
+        """Return the text behind which an answer with a single call ends."""
+        if options.tool_choice.parallel or syntax.open is None:
+            return None
+        if syntax.close is None:
+            raise UsageError(
+                f"parallel_tool_calls=false: calls of parser {syntax.name!r} have no end to stop at"
+            )
+        return syntax.close
 
     def _reminder(self, state: Session, plan: Plan, options: Options) -> str:
         """Return a line for every evicted span that the method wants mentioned."""

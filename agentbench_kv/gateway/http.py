@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from uuid import uuid4
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,18 +30,18 @@ from starlette.types import Receive, Scope, Send
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway.gateway import AnyGateway
 from agentbench_kv.gateway.protocol import (
-    DONE,
     ApiError,
     ChatFormat,
     ChatRequest,
+    ChoiceFormat,
     CommonRequest,
     CompletionFormat,
     CompletionRequest,
     Format,
     as_api_error,
     parse_request,
-    sse,
 )
+from agentbench_kv.gateway.responses import ResponsesFormat, ResponsesRequest, ResponseStore
 from agentbench_kv.gateway.session import Answer, Cancellation, ChatResult, Item, TurnInfo
 
 Work = Callable[[Cancellation], Answer]
@@ -197,11 +198,13 @@ class HttpApi:
         self._model = gateway.engine.info.model
         self._pool = JobPool(settings.threads, settings.queue)
         self._metrics = Metrics()
+        self._responses = ResponseStore(gateway)
 
     def app(self) -> Starlette:
         routes = [
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._complete, "POST"),
+            self._route("/v1/responses", self._answer_response, "POST"),
             self._route("/v1/models", self._models, "GET"),
             self._route("/v1/sessions/{session:path}", self._close_session, "DELETE"),
             self._route("/metrics", self._show_metrics, "GET"),
@@ -237,7 +240,7 @@ class HttpApi:
         def work(cancel: Cancellation) -> Answer:
             return self._gateway.stream(session, body.messages, body.tools, options, cancel)
 
-        return await self._respond(request, body, work, ChatFormat)
+        return await self._respond(request, body, work, self._choices(ChatFormat, body))
 
     async def _complete(self, request: Request) -> Response:
         body = parse_request(CompletionRequest, await self._json(request))
@@ -246,7 +249,18 @@ class HttpApi:
         def work(cancel: Cancellation) -> Answer:
             return self._gateway.stream_complete(session, prompt, options, cancel)
 
-        return await self._respond(request, body, work, CompletionFormat)
+        return await self._respond(request, body, work, self._choices(CompletionFormat, body))
+
+    async def _answer_response(self, request: Request) -> Response:
+        body = parse_request(ResponsesRequest, await self._json(request))
+        session, response_id = self._admit(request, body), f"resp_{uuid4().hex}"
+        work = self._responses.answer(body, response_id, session)
+        form = ResponsesFormat(self._model, body, response_id)
+        return await self._respond(request, body, work, form)
+
+    def _choices(self, kind: type[ChoiceFormat], body: CommonRequest) -> ChoiceFormat:
+        usage, ids = body.include_usage, body.return_token_ids
+        return kind(self._model, include_usage=usage, token_ids=ids)
 
     async def _models(self, _: Request) -> Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "kvbench"}
@@ -272,9 +286,8 @@ class HttpApi:
         return JSONResponse({"id": session, "deleted": True, "kvbench": report.as_dict()})
 
     async def _respond(
-        self, request: Request, body: CommonRequest, work: Work, kind: type[Format]
+        self, request: Request, body: CommonRequest, work: Work, form: Format
     ) -> Response:
-        form = kind(self._model, include_usage=body.include_usage, token_ids=body.return_token_ids)
         job = self._pool.submit(work)
         items = job.items()
         watch = asyncio.create_task(_cancel_on_disconnect(request, job))
@@ -298,17 +311,18 @@ class HttpApi:
 
     async def _events(self, items: AsyncIterator[Item], form: Format) -> AsyncIterator[bytes]:
         for chunk in form.first():
-            yield sse(chunk)
+            yield form.frame(chunk)
         try:
             async for item in items:
                 chunks = form.last(item) if isinstance(item, ChatResult) else form.pieces(item)
                 for chunk in chunks:
-                    yield sse(chunk)
+                    yield form.frame(chunk)
                 if isinstance(item, ChatResult):
                     self._metrics.turn(item.turn)
         except Exception as error:  # noqa: BLE001 - the status line is sent already
-            yield sse(as_api_error(error).body)
-        yield DONE
+            for chunk in form.failed(as_api_error(error)):
+                yield form.frame(chunk)
+        yield form.end
 
     def _admit(self, request: Request, body: CommonRequest) -> str | None:
         """Return the session a request names; refuse another model and unusable ids."""

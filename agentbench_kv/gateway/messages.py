@@ -55,6 +55,10 @@ def tool_call(call_id: str, name: str, arguments: object) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def count_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
+
+
 def tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
     """Return a string equal for equal tool lists."""
     return json.dumps(list(tools), sort_keys=True) if tools else ""

@@ -12,8 +12,8 @@ from agentbench_kv.gateway.messages import tool_call
 from agentbench_kv.phases.tokens import encodable
 
 _Mode = Literal["content", "reasoning", "call"]
-_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
-_MODES: dict[str, _Mode] = {_THINK_OPEN: "reasoning", _THINK_CLOSE: "content"}
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_MODES: dict[str, _Mode] = {THINK_OPEN: "reasoning", THINK_CLOSE: "content"}
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,20 @@ class ToolSyntax:
     open: str | None  # None: the text has no calls
     close: str | None
     bare: bool = False  # a text that starts with `{` is a call without markers
+    arguments: str = "arguments"  # key of the payload, as the model writes it
 
 
 PARSERS: Mapping[str, ToolSyntax] = {
     syntax.name: syntax
     for syntax in (
         ToolSyntax("hermes", "<tool_call>", "</tool_call>"),
-        ToolSyntax("llama3_json", "<|python_tag|>", None, bare=True),
+        ToolSyntax("llama3_json", "<|python_tag|>", None, bare=True, arguments="parameters"),
         ToolSyntax("none", None, None),
     )
 }
+
+
+Logprob = dict[str, Any]  # of one token, in the form of a chat response
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Delta:
     kind: Literal["content", "reasoning", "tool_call"]
     text: str = ""
     call: dict[str, Any] | None = None
+    logprobs: tuple[Logprob, ...] = ()  # of the tokens drawn since the last piece, if asked for
 
 
 def choose_parser(name: str, vocabulary: Container[str]) -> ToolSyntax:
@@ -146,8 +151,8 @@ class OutputParser(Reader):
 
     def _markers(self) -> tuple[str, ...]:
         if self._mode == "reasoning":
-            return (_THINK_CLOSE,)
-        return (_THINK_OPEN, self._syntax.open) if self._syntax.open else (_THINK_OPEN,)
+            return (THINK_CLOSE,)
+        return (THINK_OPEN, self._syntax.open) if self._syntax.open else (THINK_OPEN,)
 
     def _starts_bare(self) -> bool:
         bare = self._syntax.bare and self._mode == "content" and not self.content
