@@ -1,0 +1,213 @@
+"""What an answer must look like, JSON or a tool call, as a grammar over the model's tokens.
+
+llguidance compiles the grammar and says which tokens may come next; they are drawn one by one as
+any others are. A think block before the answer is free.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolSyntax
+from agentbench_kv.phases.tokens import TokenCodec
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether an answer must, may or must not call tools, which one, and how many."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str = ""  # of the only tool it may call; with `required`
+    parallel: bool = True  # False ends the answer with its first call
+
+
+@dataclass(frozen=True)
+class JsonFormat:
+    """An answer that is JSON; what cannot be enforced is refused if `strict`, else left out."""
+
+    schema: Mapping[str, Any] | None = None  # None: any object
+    name: str = ""
+    strict: bool = False
+
+
+class GrammarConstraint:
+    """One generation's way through a grammar. Satisfies `engines.base.Constraint`."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> NDArray[np.bool_]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
+        if self._matcher.is_error() or not allowed.any():
+            raise KVBenchError(f"no token fits the grammar: {_line(self._matcher.get_error())}")
+        return allowed
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+class GrammarCompiler:
+    """Makes the constraints of one vocabulary and one syntax of calls. Thread-safe."""
+
+    def __init__(self, codec: TokenCodec, syntax: ToolSyntax, eos: Sequence[int]) -> None:
+        self._codec = codec
+        self._syntax = syntax
+        self._eos = list(eos)
+        self._lock = threading.Lock()
+
+    def constraint(
+        self, choice: ToolChoice, answer: JsonFormat | None, tools: Tools | None, *, thinking: bool
+    ) -> GrammarConstraint | None:
+        """Return what holds an answer to what was asked; None if it is free.
+
+        With `thinking` the prompt has opened the think block. Raises UsageError for a schema that
+        cannot be enforced, an unknown tool, or a syntax without calls.
+        """
+        forced = choice.mode == "required"
+        if not forced and answer is None:
+            return None
+        functions = [_function(tool) for tool in tools or ()]
+        called = _chosen(choice, functions) if forced else functions
+        if choice.mode == "none":
+            called = []
+        rules = Rules(self._codec, self._syntax, thinking=thinking)
+        if called:
+            rules.add_calls(called, several=choice.parallel)
+        if answer is not None and not forced:
+            rules.add_answer(answer)
+        return self._compiled(rules.text())
+
+    def _compiled(self, grammar: str) -> GrammarConstraint:
+        with self._lock:
+            library, tokenizer = self._library, self._tokenizer
+        limits = library.LLParserLimits(verbose_errors=False)
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        constraint = GrammarConstraint(matcher)
+        try:
+            constraint.allowed()
+        except KVBenchError:
+            problem = _line(matcher.get_error())
+            raise UsageError(f"a schema of this request cannot be enforced: {problem}") from None
+        return constraint
+
+    @cached_property
+    def _library(self) -> Any:
+        if find_spec("llguidance") is None:
+            raise PrerequisiteError(
+                "response_format and a forced tool_choice need llguidance; "
+                "install it with: pip install llguidance"
+            )
+        return import_module("llguidance")
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        fast = getattr(self._codec.tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise UsageError("response_format and a forced tool_choice need a fast tokenizer")
+        document = json.loads(fast.to_str())
+        # Markers are never spelled out in text, and no text holds one.
+        for token in document["added_tokens"]:
+            token["special"] = True
+        document |= {"padding": None, "truncation": None}
+        return self._library.LLTokenizer(json.dumps(document), eos_token=self._eos)
+
+
+_WHITE = r"[ \t\r\n]{1,64}"  # bounded: a model could go on for ever
+
+
+class Rules:
+    """The grammar of one answer, in llguidance's Lark."""
+
+    def __init__(self, codec: TokenCodec, syntax: ToolSyntax, *, thinking: bool) -> None:
+        self._codec = codec
+        self._syntax = syntax
+        self._ways: list[str] = []
+        self._lines = ["GAP: /[ \\t\\r\\n]{1,8}/", *self._thought(opened=thinking)]
+        self._start = "thought" if thinking else "thought?"
+
+    def text(self) -> str:
+        return "\n".join([f"start: {self._start} ({' | '.join(self._ways)})", *self._lines])
+
+    def add_calls(self, functions: Tools, *, several: bool) -> None:
+        syntax = self._syntax
+        if syntax.open is None:
+            raise UsageError(f"parser {syntax.name!r} reads no calls, so none can be asked for")
+        payloads = []
+        for number, function in enumerate(functions):
+            schema, name = _arguments(function), json.dumps(function["name"])
+            head = json.dumps(f'{{"name": {name}, "{syntax.arguments}": ')
+            payloads.append(f'{head} arguments_{number} "}}"')
+            self._lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        opening = f"{self._marker(syntax.open)}{'?' if syntax.bare else ''} GAP?"
+        closing = f" GAP? {self._marker(syntax.close)}" if syntax.close else ""
+        self._lines.append(f"call: {opening} ({' | '.join(payloads)}){closing}")
+        # Without a closing marker nothing says where the next call begins.
+        self._ways.append("call (GAP? call)*" if several and syntax.close else "call")
+
+    def add_answer(self, answer: JsonFormat) -> None:
+        schema = {"type": "object"} if answer.schema is None else answer.schema
+        schema = _enforced(schema, strict=answer.strict)
+        self._lines.append(f"answer: %json {json.dumps(schema)}")
+        self._ways.append("answer")
+
+    def _thought(self, *, opened: bool) -> list[str]:
+        start = "" if opened else self._marker(THINK_OPEN)
+        if THINK_CLOSE in self._codec.added:
+            end = f"TEXT? {self._marker(THINK_CLOSE)}"
+            return [f"thought: {start} {end} GAP?", "TEXT: /(.|\\n)+/"]
+        inner = f"inner[suffix={json.dumps(THINK_CLOSE)}]: /(.|\\n)*/"
+        return [f"thought: {start} inner GAP?", inner]
+
+    def _marker(self, text: str) -> str:
+        """Return a marker as its token, or as text where the vocabulary has none."""
+        return f"<[{self._codec.added[text]}]>" if text in self._codec.added else json.dumps(text)
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UsageError("every tool needs a function with a name")
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise UsageError(f"the parameters of tool {function['name']!r} are no JSON schema")
+    return function
+
+
+def _chosen(choice: ToolChoice, functions: Tools) -> Tools:
+    if not functions:
+        raise UsageError("tool_choice asks for a call, and there are no tools")
+    found = [each for each in functions if choice.name in ("", each["name"])]
+    if not found:
+        known = ", ".join(each["name"] for each in functions)
+        raise UsageError(f"tool_choice names {choice.name!r}; the tools are {known}")
+    return found
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call's arguments: an object with no others than those it names."""
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    if "properties" in schema:
+        schema = {"additionalProperties": False, **schema}
+    return _enforced(schema, strict=bool(function.get("strict")))
+
+
+def _enforced(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"lenient": not strict, "whitespace_pattern": _WHITE}}
+
+
+def _line(text: str) -> str:
+    """Return the first line of a message that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing can follow")
