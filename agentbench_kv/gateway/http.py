@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
-from uuid import uuid4
 
 import uvicorn
 from starlette.applications import Starlette
@@ -41,7 +40,13 @@ from agentbench_kv.gateway.protocol import (
     as_api_error,
     parse_request,
 )
-from agentbench_kv.gateway.responses import ResponsesFormat, ResponsesRequest, ResponseStore
+from agentbench_kv.gateway.responses import (
+    PREFIX,
+    ResponsesFormat,
+    ResponsesRequest,
+    ResponseStore,
+    new_id,
+)
 from agentbench_kv.gateway.session import Answer, Cancellation, ChatResult, Item, TurnInfo
 
 Work = Callable[[Cancellation], Answer]
@@ -253,7 +258,7 @@ class HttpApi:
 
     async def _answer_response(self, request: Request) -> Response:
         body = parse_request(ResponsesRequest, await self._json(request))
-        session, response_id = self._admit(request, body), f"resp_{uuid4().hex}"
+        session, response_id = self._admit(request, body), new_id(PREFIX)
         work = self._responses.answer(body, response_id, session)
         form = ResponsesFormat(self._model, body, response_id)
         return await self._respond(request, body, work, form)

@@ -169,8 +169,8 @@ def _string(item: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid4().hex}"
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid4().hex}"
 
 
 @dataclass
@@ -183,11 +183,11 @@ class _TextItem:
     text: str = ""
     logprobs: list[Logprob] = field(default_factory=list)
 
-    _TYPES: ClassVar = {"reasoning": ("rs", "reasoning_text"), "content": ("msg", "output_text")}
+    _TYPES: ClassVar = {"reasoning": ("rs_", "reasoning_text"), "content": ("msg_", "output_text")}
 
     def __post_init__(self) -> None:
         prefix, self.type = self._TYPES[self.kind]
-        self.id = _new_id(prefix)
+        self.id = new_id(prefix)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class ResponsesFormat(Format):
         yield self._event(f"response.{text.type}.delta", **text.place, **said)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        index, item_id = len(self._output), _new_id("fc")
+        index, item_id = len(self._output), new_id("fc_")
         place, arguments = {"item_id": item_id, "output_index": index}, call["function"]["arguments"]
         begun, done = (_call_item(item_id, call, status) for status in ("in_progress", "completed"))
         self._output.append(done)
@@ -353,6 +353,7 @@ def _usage(result: ChatResult) -> dict[str, Any]:
     }
 
 
+PREFIX = "resp_"  # of responses, and of the sessions that are called after their first one
 KEPT_SESSIONS = 16
 _KEPT_RESPONSES = 4096
 _KEPT_CHARACTERS = 64 * 2**20
@@ -407,7 +408,7 @@ class ResponseStore:
                             answered = True
                         yield item
             finally:
-                if name is not None and session is None:
+                if name is not None and name.startswith(PREFIX):
                     self._rest(name, keep=answered)
 
         return work
@@ -430,6 +431,7 @@ class ResponseStore:
         with self._lock:
             if self._newest.get(before.session) != response_id:
                 return None
+            del self._newest[before.session]
             self._resting.pop(before.session, None)
             return before.session
 
