@@ -76,9 +76,11 @@ def serve(
     """  # noqa: D301  \b is click's mark for "do not wrap"
     from agentbench_kv.adapters.browser.corpus import Corpus, corpus_folder
     from agentbench_kv.adapters.browser.server import BrowserServer
-    from agentbench_kv.gateway.http import check_exposure, run_app
+    from agentbench_kv.gateway.http import run_app
+    from agentbench_kv.gateway.listening import check_exposure
 
     check_exposure(host, api_key)
     loaded = Corpus.load(corpus_folder(corpus), encoder)
     click.echo(f"kvbench: {loaded.info.label} on http://{host}:{port}", err=True)
-    run_app(BrowserServer(loaded, view_tokens=view_tokens, api_key=api_key).app, host, port)
+    app = BrowserServer(loaded, view_tokens=view_tokens, api_key=api_key).app
+    run_app(app, host, port, api_key)

@@ -25,9 +25,33 @@ from agentbench_kv.cli import options as opt
     "What clients must send; needed to bind another host than this machine's own. "
     "Prefer KVBENCH_API_KEY: an option can be read in the list of processes.",
 )
+@opt.many(
+    "--allow-host allow_hosts NAME",
+    "Another name that clients call this machine by, or web pages that may ask come from; "
+    "* for any. Repeatable.",
+)
 @opt.option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
 @opt.option("--concurrency", "Requests answered at once.", opt.POSITIVE, default=16)
 @opt.option("--max-sessions", "Sessions open at once.", opt.POSITIVE, default=1024)
+@opt.option(
+    "--sessions",
+    "Who says which requests belong together: their header alone, or auto: without one, the "
+    "messages, for as many conversations as --concurrency.",
+    click.Choice(["header", "auto"]),
+    default="header",
+)
+@opt.option(
+    "--session-idle SECONDS",
+    "A session without a request for so long is closed; 0 for never.",
+    click.FloatRange(0),
+    default=1800.0,
+)
+@opt.option(
+    "--drain SECONDS",
+    "What answers in flight get to end after SIGTERM or Ctrl-C.",
+    click.FloatRange(0, 3600),
+    default=5.0,
+)
 @opt.option("--max-tokens", "For requests that do not say.", opt.POSITIVE, default=1024)
 def serve(
     engine: str, model: str, method: str, host: str, port: int, api_key: str | None, **asked: Any
@@ -42,12 +66,24 @@ def serve(
     """  # noqa: D301  \b is click's mark for "do not wrap"
     from agentbench_kv.engines.base import EngineOptions
     from agentbench_kv.gateway import open_gateway
-    from agentbench_kv.gateway.http import ServerSettings, check_exposure, run_server
+    from agentbench_kv.gateway.http import ServerSettings, run_server
+    from agentbench_kv.gateway.listening import (
+        Patience,
+        check_exposure,
+        end_on_sigterm,
+        ends_soon,
+    )
     from agentbench_kv.registry import make_method
     from agentbench_kv.run.runner import start_engine
 
     check_exposure(host, api_key)
-    settings = ServerSettings(api_key=api_key, threads=asked["concurrency"])
+    end_on_sigterm()
+    settings = ServerSettings(
+        api_key=api_key,
+        threads=asked["concurrency"],
+        allow_hosts=asked["allow_hosts"],
+        patience=Patience(drain_s=asked["drain"]),
+    )
     asked["engine_args"] = opt.parse_settings(asked["engine_args"], "--engine-arg")
     budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
     same = ("device", "dtype", "concurrency", "engine_args", "allow_untested")
@@ -57,8 +93,11 @@ def serve(
     )
     try:
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
+        limits["idle_s"] = asked["session_idle"] or None
+        limits["conversations"] = asked["concurrency"] if asked["sessions"] == "auto" else 0
         gateway = open_gateway(started, parser=asked["parser"], **limits)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)
     finally:
-        started.shutdown()
+        with ends_soon("the engine"):
+            started.shutdown()

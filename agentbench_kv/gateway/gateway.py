@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
+from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
 from agentbench_kv.gateway.messages import ChatTemplate, Message, count_calls, text_of
 from agentbench_kv.gateway.parsing import (
     PARSERS,
@@ -47,9 +50,10 @@ from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PhaseTable
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
-# Not a name the HTTP surface lets through.
-_ONE_SHOT = "one shot "
+# Of sessions that no client named: nothing that the HTTP surface lets through.
+_UNNAMED = "one shot "
 _CLOSE_WAIT_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,12 @@ class BaseGateway(ABC, Generic[S]):
 
     A session answers one request at a time; a second one at the same moment is refused with
     `SessionBusyError`, not queued, because it cannot extend a log that is still being written.
-    Requests without a session get one of their own, closed when they are answered.
+    Requests without a session get one of their own, closed when they are answered. With
+    `conversations` the sessions of that many such chats live on: a request whose messages extend
+    the answer of exactly one of them goes on in its session, see `headerless`.
+
+    `max_sessions` bounds the named sessions. `expire` closes those that had no request for `idle_s`
+    seconds; a request that names one of them again is answered, and its `note` says what happened.
 
     `on_turn` is called after every answered turn, in the request's thread, with session id and
     figures; `on_close` with the final accounting of every session.
@@ -83,19 +92,26 @@ class BaseGateway(ABC, Generic[S]):
         *,
         max_sessions: int = 1024,
         default_max_tokens: int = 1024,
+        idle_s: float | None = None,
+        conversations: int = 0,
         on_turn: Callable[[str, TurnInfo], None] | None = None,
         on_close: Callable[[SessionReport], None] | None = None,
     ) -> None:
         self.engine = engine
         self.max_sessions = max_sessions
         self.default_max_tokens = default_max_tokens
+        self.idle_s = idle_s
+        self.clock = time.monotonic
         self.on_turn = on_turn
         self.on_close = on_close
         self._sessions: dict[str, S] = {}
         self._closed: dict[str, SessionReport] = {}
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
-        self._one_shots = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._conversations = Conversations(conversations)
+        self.keeps_conversations = conversations > 0
+        self._hint_due = not conversations
         self._fatal: KVBenchError | None = None
 
     @abstractmethod
@@ -164,8 +180,13 @@ class BaseGateway(ABC, Generic[S]):
         return _last(self.stream_complete(session, prompt, options, cancellation))
 
     def close_report(self, session: str) -> SessionReport:
-        """Free a session and return its final report; a request it is answering is cancelled."""
+        """Free a session and return its final report; a request it is answering is cancelled.
+
+        That of a session that has expired is still there, once.
+        """
         try:
+            if (final := self._take_expired(session)) is not None:
+                return final
             self._find(session)
             self.cancel(session)
             with self._owned(session, wait_s=_CLOSE_WAIT_S) as state:
@@ -186,6 +207,14 @@ class BaseGateway(ABC, Generic[S]):
         if running is not None:
             running.cancel()
 
+    def expire(self) -> list[SessionReport]:
+        """Close every session that was idle for too long; return their final reports."""
+        if self.idle_s is None:
+            return []
+        with self._lock:
+            states = list(self._sessions.values())
+        return [report for state in states if (report := self._expired(state)) is not None]
+
     def stats(self, session: str) -> KVStats:
         return self._find(session).stats()
 
@@ -205,20 +234,57 @@ class BaseGateway(ABC, Generic[S]):
             return sorted(self._sessions)
 
     def _stream(self, session: str | None, request: Request) -> Answer:
-        """Answer in a session; one without a name lives as long as its request."""
-        name = session or f"{_ONE_SHOT}{next(self._one_shots)}"
-        with self._owned(name) as state:
+        """Answer in a session; one without a name lives as long as its request or conversation."""
+        opening = self._open(session, request)
+        name = session or opening.session or f"{_UNNAMED}{next(self._numbers)}"
+        result: ChatResult | None = None
+        given_up: list[str] = []
+        # A conversation's last request may not be over, though it is answered.
+        with self._owned(name, wait_s=_CLOSE_WAIT_S if opening.session else 0.0) as state:
             try:
-                with self._lock:
-                    state.running = request.cancellation
-                    cancelled = name in self._cancelled
-                if cancelled:
-                    request.cancellation.cancel()
-                yield from self._answer(state, request)
+                self._begin(state, request, opening)
+                for item in self._answer(state, request):
+                    if isinstance(item, ChatResult):
+                        result = item
+                    else:
+                        yield item
             finally:
-                state.running = None
-                if session is None or not state.opened:
+                if session is None:
+                    given_up = self._ended(state, opening, answered=result is not None)
+                state.running, state.note, state.used_at = None, "", self.clock()
+                if name in given_up or not state.opened:
                     self._drop(state)
+        for other in given_up:
+            with suppress(UnknownSessionError):
+                self.close_report(other)
+        # Last, so that whoever has the answer can go on from it.
+        if result is not None:
+            yield result
+
+    def _open(self, session: str | None, request: Request) -> Opening:
+        """Return what a request without a session goes on from."""
+        if session is not None or request.prompt is not None:
+            return Opening()
+        return self._conversations.claim(Known.of_chat(request.messages, request.tools))
+
+    def _begin(self, state: S, request: Request, opening: Opening) -> None:
+        if self._hint_due and opening.requests + 1 == HINT_AFTER:
+            self._hint_due = False
+            state.note = HINT
+            _log.warning("kvbench: %s", HINT)
+        with self._lock:
+            state.running = request.cancellation
+            cancelled = state.id in self._cancelled
+        if cancelled:
+            request.cancellation.cancel()
+
+    def _ended(self, state: S, opening: Opening, *, answered: bool) -> list[str]:
+        """Return the sessions to close after a request without a name; most often its own."""
+        if not answered or state.known is None or state.known.text is not None:
+            return [state.id]
+        kept = state.id if self.keeps_conversations else None
+        given_up = self._conversations.answered(state.known, Opening(kept, opening.requests + 1))
+        return given_up if kept else [state.id]
 
     @contextmanager
     def _owned(self, name: str, wait_s: float = 0.0) -> Iterator[S]:
@@ -240,12 +306,21 @@ class BaseGateway(ABC, Generic[S]):
     def _find_or_add(self, name: str) -> S:
         with self._lock:
             if name not in self._sessions:
-                if len(self._sessions) >= self.max_sessions:
-                    raise SessionLimitError(
-                        f"all {self.max_sessions} sessions are in use; close one first"
-                    )
-                self._sessions[name] = self._new_session(name)
+                self._check_room(name)
+                state = self._sessions[name] = self._new_session(name)
+                state.used_at = self.clock()
+                old = self._closed.get(name)
+                if old is not None and old.expired:
+                    state.resets = old.resets + 1
+                    state.note = f"session {name!r} had expired, so this is a fresh cache"
             return self._sessions[name]
+
+    def _check_room(self, name: str) -> None:
+        """Refuse one named session too many; those without a name end with their requests."""
+        if name.startswith(_UNNAMED) or len(self._sessions) < self.max_sessions:
+            return
+        if sum(not name.startswith(_UNNAMED) for name in self._sessions) >= self.max_sessions:
+            raise SessionLimitError(f"all {self.max_sessions} sessions are in use; close one first")
 
     def _find(self, name: str) -> S:
         with self._lock:
@@ -253,16 +328,46 @@ class BaseGateway(ABC, Generic[S]):
                 raise UnknownSessionError(f"no open session {name!r}")
             return self._sessions[name]
 
-    def _drop(self, state: S) -> SessionReport:
+    def _expired(self, state: S) -> SessionReport | None:
+        """Close a session if nobody asked it for too long and nobody asks it now."""
+        if self.idle_s is None or self.clock() - state.used_at < self.idle_s:
+            return None
+        if not state.lock.acquire(blocking=False):
+            return None
+        try:
+            if state.gone or self.clock() - state.used_at < self.idle_s:
+                return None
+            report = self._drop(state, expired=True)
+            _log.info(
+                "kvbench: session %s expired: no request for %g s; %d turns, %d tokens live",
+                report.session, self.idle_s, len(report.turns), report.stats.live,
+            )  # fmt: skip
+            return report
+        except Exception:  # noqa: BLE001  the others still have to be closed
+            _log.exception("kvbench: session %s expired and could not be closed", state.id)
+            return None
+        finally:
+            state.lock.release()
+
+    def _take_expired(self, session: str) -> SessionReport | None:
+        """Return the final report of a session that has expired, to the first who closes it."""
+        with self._lock:
+            final = self._closed.get(session)
+            if session in self._sessions or final is None or not final.expired:
+                return None
+            self._closed[session] = replace(final, expired=False)
+            return final
+
+    def _drop(self, state: S, *, expired: bool = False) -> SessionReport:
         """Close a session its caller owns; its name is free once the engine has let go of it."""
         used = state.opened
         try:
-            report = state.close()
+            report = replace(state.close(), expired=expired)
         finally:
             state.gone = True
             with self._lock:
                 self._sessions.pop(state.id, None)
-        if used and not state.id.startswith(_ONE_SHOT):
+        if used and not state.id.startswith(_UNNAMED):
             with self._lock:
                 self._closed.pop(state.id, None)
                 self._closed[state.id] = report
@@ -309,6 +414,7 @@ class Planner:
         self._codec = codec
         self._template = ChatTemplate(codec.tokenizer)
         self._message_ends = message_ends
+        self._vocabulary = 1 + max(codec.tokenizer.get_vocab().values())
 
     def chat(
         self,
@@ -342,6 +448,8 @@ class Planner:
         return Plan(ids, rest is None and not session.fresh, Known(text=prompt))
 
     def _raw_ids(self, session: Session, ids: list[int]) -> Plan:
+        if not 0 <= min(ids) <= max(ids) < self._vocabulary:
+            raise UsageError(f"token ids of this model are from 0 to {self._vocabulary - 1}")
         size = len(session.tokens)
         extends = not session.fresh and not session.broken and ids[:size] == session.tokens
         asked = Known(text=self._codec.decode(ids))

@@ -5,29 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
-import json
+import logging
 import re
-import signal
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.listening import (
+    HostGuard,
+    Patience,
+    check_exposure,
+    end_on_sigterm,
+    listen,
+    make_server,
+)
 from agentbench_kv.gateway.protocol import (
     ApiError,
     ChatFormat,
@@ -39,6 +43,7 @@ from agentbench_kv.gateway.protocol import (
     Format,
     as_api_error,
     parse_request,
+    read_json,
 )
 from agentbench_kv.gateway.responses import (
     PREFIX,
@@ -49,17 +54,19 @@ from agentbench_kv.gateway.responses import (
 )
 from agentbench_kv.gateway.session import Answer, Cancellation, ChatResult, Item, TurnInfo
 
-Work = Callable[[Cancellation], Answer]
+Work = Callable[[Cancellation], Iterator[Any]]
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Job:
     """One request being answered in a pool thread; iterate it in the event loop."""
 
-    def __init__(self, work: Work, release: Callable[[], None]) -> None:
+    def __init__(self, work: Work, release: Callable[[Job], None]) -> None:
         self._work = work
         self._release = release
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._cancellation = Cancellation()
         # Nobody reads on. The gateway may also end the generation alone: its result is still due.
         self._cancelled = threading.Event()
@@ -69,7 +76,12 @@ class Job:
         self._cancelled.set()
         self._cancellation.cancel()
 
-    async def items(self) -> AsyncIterator[Item]:
+    def end(self, error: ApiError) -> None:
+        """Stop the generation and have its reader raise an error."""
+        self._put(error)
+        self.cancel()
+
+    async def items(self) -> AsyncIterator[Any]:
         """Yield what the work yields; raise what it raises."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
@@ -83,7 +95,7 @@ class Job:
         except BaseException as error:  # noqa: BLE001 - handed to the reader, who raises it
             self._put(error)
         finally:
-            self._release()
+            self._release(self)
             self._put(None)
 
     def _pull(self) -> None:
@@ -97,42 +109,76 @@ class Job:
             if isinstance(iterator, Generator):
                 iterator.close()
 
-    def _put(self, item: Item | BaseException | None) -> None:
+    def _put(self, item: object) -> None:
         # The loop is gone when the server stopped while the engine was still at it.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
 
 class JobPool:
-    """Runs `threads` jobs at once, lets `queue` wait and refuses more."""
+    """Runs `threads` jobs at once, lets `queue` wait and refuses more.
+
+    A job that hangs in the engine does not keep the process: its thread is a daemon.
+    """
 
     def __init__(self, threads: int, queue: int) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvbench-gateway")
+        self._threads = threads
         self._most = threads + queue
         self._lock = threading.Lock()
-        self.admitted = 0  # requests running or waiting
+        self._waiting: SimpleQueue[Job | None] = SimpleQueue()
+        self._started = 0
+        self._jobs: set[Job] = set()  # running or waiting
+
+    @property
+    def admitted(self) -> int:
+        """How many requests are running or waiting."""
+        return len(self._jobs)
 
     def submit(self, work: Work) -> Job:
         """Start or queue a job; 429 when the queue is full."""
         with self._lock:
-            if self.admitted >= self._most:
-                message = f"{self.admitted} requests are running or waiting; try again later"
+            if len(self._jobs) >= self._most:
+                message = f"{len(self._jobs)} requests are running or waiting; try again later"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-            self.admitted += 1
-        job = Job(work, self._release)
-        self._executor.submit(job.run)
+            job = Job(work, self._release)
+            self._jobs.add(job)
+            if self._started < min(self._threads, len(self._jobs)):
+                name = f"kvbench-gateway-{self._started}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._started += 1
+        self._waiting.put(job)
         return job
 
-    def shutdown(self) -> None:
-        """Take no more jobs; those that run end by themselves."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+    async def ask(self, call: Callable[[], T]) -> T:
+        """Return what a call returns that may take a while."""
+        job = self.submit(lambda _: iter([call()]))
+        answers: list[T] = [answer async for answer in job.items()]
+        return answers[0]
 
-    def _release(self) -> None:
+    def end_all(self, error: ApiError) -> None:
+        """Have all readers raise an error; the jobs that run end by themselves."""
         with self._lock:
-            self.admitted -= 1
+            jobs = list(self._jobs)
+        for job in jobs:
+            job.end(error)
+
+    def shutdown(self) -> None:
+        """Let the threads go when their jobs have ended."""
+        with self._lock:
+            for _ in range(self._started):
+                self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            job.run()
+
+    def _release(self, job: Job) -> None:
+        with self._lock:
+            self._jobs.discard(job)
 
 
 _REQUESTS = "kvbench_requests_total"
+_EXPIRED = "kvbench_sessions_expired_total"
 
 # Each with its help text and the field of `TurnInfo` that it adds up.
 _TURN_COUNTERS = {
@@ -146,6 +192,7 @@ _TURN_COUNTERS = {
 
 _HELP = {
     _REQUESTS: "HTTP requests by route and status.",
+    _EXPIRED: "Sessions closed because nobody asked for too long.",
     **{name: text for name, (text, _) in _TURN_COUNTERS.items()},
 }
 
@@ -160,6 +207,10 @@ class Metrics:
     def request(self, route: str, status: int) -> None:
         with self._lock:
             self._counts[_REQUESTS, f'{{route="{route}",status="{status}"}}'] += 1
+
+    def expired(self, sessions: int) -> None:
+        with self._lock:
+            self._counts[_EXPIRED, ""] += sessions
 
     def turn(self, turn: TurnInfo) -> None:
         with self._lock:
@@ -179,8 +230,11 @@ class Metrics:
 
 
 SESSION_HEADER = "X-KVBench-Session"
+NOTE_HEADER = "X-KVBench-Note"
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
 Handler = Callable[[Request], Awaitable[Response]]
+_ASIDES = 4  # threads for what is not an answer
+_SWEEP_S = 15.0  # at most between two looks at idle sessions
 
 
 @dataclass(frozen=True)
@@ -192,6 +246,8 @@ class ServerSettings:
     queue: int = 512  # requests that may wait
     max_body: int = 32 * 2**20  # largest request body in bytes
     body_timeout_s: float = 60.0  # longest time a client may take to send its body
+    allow_hosts: tuple[str, ...] = ()  # other names that this machine is called by; * for any
+    patience: Patience = field(default_factory=Patience)
 
 
 class HttpApi:
@@ -202,8 +258,30 @@ class HttpApi:
         self._settings = settings
         self._model = gateway.engine.info.model
         self._pool = JobPool(settings.threads, settings.queue)
+        # What must not wait for an answer that takes long.
+        self._asides = JobPool(_ASIDES, settings.queue)
         self._metrics = Metrics()
         self._responses = ResponseStore(gateway)
+        self._stopping = False
+        self._receiving: set[asyncio.Timeout] = set()
+        gateway.on_turn = gateway.on_turn or (lambda _, turn: self._metrics.turn(turn))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is being answered."""
+        return bool(self._pool.admitted or self._asides.admitted)
+
+    def refuse_new(self) -> None:
+        """Answer no more requests: the server is about to stop."""
+        self._stopping = True
+        for timeout in self._receiving:
+            with suppress(RuntimeError):  # it has just run out
+                timeout.reschedule(0.0)
+
+    def end_all(self) -> None:
+        """End the requests in flight with an error."""
+        for pool in (self._pool, self._asides):
+            pool.end_all(_stopped())
 
     def app(self) -> Starlette:
         routes = [
@@ -215,21 +293,39 @@ class HttpApi:
             self._route("/metrics", self._show_metrics, "GET"),
             self._route("/health", self._health, "GET", public=True),
         ]
-        handlers = {404: _not_found, 405: _not_allowed}
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        handlers = {404: self._not_found, 405: self._not_allowed}
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        # Its redirect would go to whatever Host says.
+        app.router.redirect_slashes = False
+        return app
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        sweep = asyncio.create_task(self._expire_sessions())
         try:
             yield
         finally:
+            sweep.cancel()
             self._pool.shutdown()
+            self._asides.shutdown()
+
+    async def _expire_sessions(self) -> None:
+        if not self._gateway.idle_s:
+            return
+        while True:
+            await asyncio.sleep(min(self._gateway.idle_s / 4, _SWEEP_S))
+            try:
+                self._metrics.expired(len(await self._asides.ask(self._gateway.expire)))
+            except ApiError:  # busy, or stopping: there is a next time, or none is needed
+                continue
 
     def _route(self, path: str, handler: Handler, method: str, *, public: bool = False) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
                 if not public:
                     self._check_key(request)
+                if self._stopping:
+                    raise _stopped()
                 response = await handler(request)
             except Exception as error:  # noqa: BLE001 - every failure is a JSON body
                 response = _error_response(as_api_error(error))
@@ -281,18 +377,22 @@ class HttpApi:
             "kvbench_requests_in_flight": self._pool.admitted,
         }
         # An engine in another process has to be asked.
-        pool = await asyncio.to_thread(self._gateway.engine.pool)
+        pool = await self._asides.ask(self._gateway.engine.pool)
         gauges |= {f"kvbench_pool_{name}": value for name, value in pool.items()}
         return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
     async def _close_session(self, request: Request) -> Response:
-        session = str(request.path_params["session"])
-        report = await asyncio.to_thread(self._gateway.close_report, session)
-        return JSONResponse({"id": session, "deleted": True, "kvbench": report.as_dict()})
+        session = _checked(str(request.path_params["session"]))
+        report = await self._asides.ask(lambda: self._gateway.close_report(session))
+        expired = {"expired": True} if report.expired else {}
+        account = report.as_dict()
+        return JSONResponse({"id": session, "deleted": True, **expired, "kvbench": account})
 
     async def _respond(
         self, request: Request, body: CommonRequest, work: Work, form: Format
     ) -> Response:
+        if self._stopping:
+            raise _stopped()
         job = self._pool.submit(work)
         items = job.items()
         watch = asyncio.create_task(_cancel_on_disconnect(request, job))
@@ -308,11 +408,11 @@ class HttpApi:
             raise
         finally:
             watch.cancel()
-        self._metrics.turn(result.turn)
         if _over_limit(result):
             message = f"{result.turn.prompt_tokens} prompt tokens are more than the context holds"
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
-        return JSONResponse(form.body(result))
+        note = {NOTE_HEADER: result.report.note} if result.report.note else None
+        return JSONResponse(form.body(result), headers=note)
 
     async def _events(self, items: AsyncIterator[Item], form: Format) -> AsyncIterator[bytes]:
         for chunk in form.first():
@@ -322,8 +422,6 @@ class HttpApi:
                 chunks = form.last(item) if isinstance(item, ChatResult) else form.pieces(item)
                 for chunk in chunks:
                     yield form.frame(chunk)
-                if isinstance(item, ChatResult):
-                    self._metrics.turn(item.turn)
         except Exception as error:  # noqa: BLE001 - the status line is sent already
             for chunk in form.failed(as_api_error(error)):
                 yield form.frame(chunk)
@@ -334,11 +432,8 @@ class HttpApi:
         if body.model != self._model:
             message = f"no model {body.model!r} here; this server runs {self._model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        session = request.headers.get(SESSION_HEADER) or body.session
-        if session is not None and not _SESSION_ID.fullmatch(session):
-            message = "a session id is 1 to 256 printable ASCII characters without spaces"
-            raise ApiError(400, message, param="session_id")
-        return session
+        session = request.headers.get(SESSION_HEADER, body.session)
+        return session if session is None else _checked(session)
 
     def _check_key(self, request: Request) -> None:
         key = self._settings.api_key
@@ -353,26 +448,43 @@ class HttpApi:
         # A web page can post anything but JSON to a local server without asking it first.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "the body must be application/json")
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                body = await self._body(request)
-        except TimeoutError:
-            raise ApiError(408, "the body took too long to arrive") from None
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+        return read_json(await self._receive(request))
 
-    async def _body(self, request: Request) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._settings.max_body:
-                message = f"the body is larger than {self._settings.max_body} bytes"
-                raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
-            parts.append(part)
-        return b"".join(parts)
+    async def _receive(self, request: Request) -> bytes:
+        most, size, body = self._settings.max_body, 0, bytearray()
+        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
+        if "expect" in request.headers and int(request.headers.get("content-length", 0)) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s) as timeout:
+                self._receiving.add(timeout)
+                async for part in request.stream():
+                    size += len(part)
+                    # What is too much is taken all the same: a client that is hung up on while it
+                    # sends sees a broken connection, not the answer.
+                    body = body + part if size <= most else bytearray()
+        except TimeoutError:
+            if size <= most:
+                late = ApiError(408, "the body took too long to arrive", code="timeout")
+                raise _stopped() if self._stopping else late from None
+        except ClientDisconnect:
+            raise _left() from None
+        finally:
+            self._receiving.discard(timeout)
+        if size > most:
+            raise too_large
+        return bytes(body)
+
+    async def _not_found(self, request: Request, _: Exception) -> Response:
+        return self._no_route(ApiError(404, f"no such path: {request.url.path}", code="not_found"))
+
+    async def _not_allowed(self, request: Request, _: Exception) -> Response:
+        message = f"{request.method} is not allowed on {request.url.path}"
+        return self._no_route(ApiError(405, message, code="method_not_allowed"))
+
+    def _no_route(self, error: ApiError) -> Response:
+        self._metrics.request("other", error.status)
+        return _error_response(error)
 
 
 class _JobStream(StreamingResponse):
@@ -405,7 +517,7 @@ async def _chain(first: Item | None, items: AsyncIterator[Item]) -> AsyncIterato
 async def _last_result(items: AsyncIterator[Item]) -> ChatResult:
     results = [item async for item in items if isinstance(item, ChatResult)]
     if not results:
-        raise ApiError(499, "the client went away", code="cancelled")
+        raise _left()
     return results[-1]
 
 
@@ -419,30 +531,24 @@ def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)
 
 
-async def _not_found(request: Request, _: Exception) -> Response:
-    return _error_response(ApiError(404, f"no such path: {request.url.path}", code="not_found"))
+def _left() -> ApiError:
+    return ApiError(499, "the client went away", code="cancelled")
 
 
-async def _not_allowed(request: Request, _: Exception) -> Response:
-    message = f"{request.method} is not allowed on {request.url.path}"
-    return _error_response(ApiError(405, message, code="method_not_allowed"))
+def _stopped() -> ApiError:
+    message = "the server is stopping; ask again when it is back"
+    return ApiError(503, message, code="server_stopping", headers={"Retry-After": "5"})
+
+
+def _checked(session: str) -> str:
+    """Return a session id that a client gave, if it is one."""
+    if not _SESSION_ID.fullmatch(session):
+        message = "a session id is 1 to 256 printable ASCII characters without spaces"
+        raise ApiError(400, message, param="session_id")
+    return session
 
 
 _START_TIMEOUT_S = 30.0
-_STOP_TIMEOUT_S = 5
-
-
-def check_exposure(host: str, api_key: str | None) -> None:
-    """Refuse to be reachable from other machines without a key."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        loopback = False
-    if not api_key and not loopback:
-        raise UsageError(
-            f"{host!r} can be reached from other machines and no API key is set; "
-            "set KVBENCH_API_KEY, or bind 127.0.0.1"
-        )
 
 
 def run_server(
@@ -451,17 +557,21 @@ def run_server(
     """Serve a gateway until interrupted; PrerequisiteError if the port is taken."""
     settings = settings or ServerSettings()
     check_exposure(host, settings.api_key)
-    run_app(HttpApi(gateway, settings).app(), host, port)
+    api = HttpApi(gateway, settings)
+    guarded = HostGuard(api.app(), host, settings.api_key, settings.allow_hosts)
+    _run(guarded, host, port, answers=api, patience=settings.patience)
 
 
-def run_app(app: Starlette, host: str, port: int) -> None:
+def run_app(app: ASGIApp, host: str, port: int, api_key: str | None = None) -> None:
     """Serve an application until interrupted; PrerequisiteError if the port is taken."""
+    _run(HostGuard(app, host, api_key), host, port)
+
+
+def _run(app: ASGIApp, host: str, port: int, **settings: Any) -> None:
     # uvicorn has shut down in good order when it passes a signal on; backends must end too.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _listen(host, port) as listener, suppress(KeyboardInterrupt):
-        config = _config(app, host, port, log_level="info")
-        uvicorn.Server(config).run(sockets=[listener])
+    end_on_sigterm()
+    with listen(host, port) as listener, suppress(KeyboardInterrupt):
+        make_server(app, host, port, **settings).run(sockets=[listener])
 
 
 class BackgroundServer:
@@ -474,10 +584,13 @@ class BackgroundServer:
         self, gateway: AnyGateway, *, concurrency: int = 16, settings: ServerSettings | None = None
     ) -> None:
         settings = replace(settings or ServerSettings(), threads=concurrency)
-        app = HttpApi(gateway, settings).app()
-        self._socket = _listen("127.0.0.1", 0)
+        api, host = HttpApi(gateway, settings), "127.0.0.1"
+        guarded = HostGuard(api.app(), host, settings.api_key, settings.allow_hosts)
+        self._stop_s = settings.patience.drain_s + 5.0
+        self._socket = listen(host, 0)
         self.port: int = self._socket.getsockname()[1]
-        self._server = uvicorn.Server(_config(app, "127.0.0.1", self.port, log_level="warning"))
+        limits = {"answers": api, "patience": settings.patience}
+        self._server = make_server(guarded, host, self.port, log_level="warning", **limits)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="kvbench-server", daemon=True
         )
@@ -500,21 +613,5 @@ class BackgroundServer:
         """Stop and wait for the thread; requests in flight get a few seconds."""
         self._server.should_exit = True
         if self._thread.is_alive():
-            self._thread.join(2 * _STOP_TIMEOUT_S)
+            self._thread.join(self._stop_s)
         self._socket.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise PrerequisiteError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from error
-
-
-def _config(app: Starlette, host: str, port: int, log_level: str) -> uvicorn.Config:
-    plain: dict[str, Any] = {"access_log": False, "ws": "none", "server_header": False}
-    plain |= {"lifespan": "on", "timeout_graceful_shutdown": _STOP_TIMEOUT_S}
-    return uvicorn.Config(app, host=host, port=port, log_level=log_level, **plain)

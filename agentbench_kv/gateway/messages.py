@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentbench_kv.errors import KVBenchError, UsageError
 
 Message = Mapping[str, Any]
 Canonical = tuple[str, str, str]  # role, content, calls as JSON
+
+# What a client may call a role, and what templates call it.
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+# Objects and lists inside one another. Python's own limit is a thousand, and shared by all callers.
+_MOST_LEVELS = 100
 
 
 def text_of(content: object) -> str:
@@ -32,7 +36,7 @@ def canonical(message: Message) -> Canonical:
     """
     role = _role(message)
     content = text_of(message.get("content"))
-    calls = [_name_and_arguments(call) for call in message.get("tool_calls") or ()]
+    calls = [_name_and_arguments(call) for call in _calls_of(message)]
     if role == "assistant":
         content = content.strip()
     return role, content, json.dumps(calls, sort_keys=True) if calls else ""
@@ -45,7 +49,7 @@ def for_template(message: Message) -> dict[str, Any]:
     plain["content"] = text_of(message.get("content"))
     plain.pop("tool_calls", None)
     calls = []
-    for call in message.get("tool_calls") or ():
+    for call in _calls_of(message):
         name, arguments = _name_and_arguments(call)
         calls.append(tool_call(call.get("id", ""), name, {} if arguments is None else arguments))
     return {**plain, "tool_calls": calls} if calls else plain
@@ -64,11 +68,37 @@ def tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
     return json.dumps(list(tools), sort_keys=True) if tools else ""
 
 
+def check_levels(value: object, what: str) -> None:
+    """Refuse parsed JSON that nests deeper than a template or an encoder can follow."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        children = (child for item in level for child in _children(item))
+        level = [child for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise UsageError(f"{what} nest deeper than {_MOST_LEVELS} levels")
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def _role(message: Message) -> str:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise UsageError("every message needs a role")
-    return role
+    if role not in _ROLES:
+        raise UsageError(f"no role {role[:40]!r}; a message is of {', '.join(_ROLES)}")
+    return _ROLES[role]
+
+
+def _calls_of(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise UsageError(f"tool_calls must be a list, not {type(calls).__name__}")
+    return calls or []
 
 
 def _part_text(part: object) -> str:
@@ -78,16 +108,30 @@ def _part_text(part: object) -> str:
     raise UsageError(f"message content part {kind!r} is not text; this server takes text only")
 
 
-def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, object]:
+def _name_and_arguments(call: object) -> tuple[str, object]:
     """Return a call's function name and its arguments, parsed where they are JSON text."""
-    function = call.get("function", call)
+    function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError("every tool call needs a function with a name")
-    arguments = function.get("arguments")
+    name, arguments = function["name"], function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):
-            arguments = json.loads(arguments)
-    return function["name"], arguments
+        arguments = _parsed(arguments, f"the arguments of the call of {name[:40]!r}")
+    elif arguments is not None and not isinstance(arguments, Mapping):
+        kind = type(arguments).__name__
+        raise UsageError(f"a call's arguments must be an object or its JSON text, not {kind}")
+    return name, arguments
+
+
+def _parsed(text: str, what: str) -> object:
+    """Return what JSON text says; what is no JSON, as models write it too, is its own text."""
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return text
+    except RecursionError:
+        raise UsageError(f"{what} nest deeper than {_MOST_LEVELS} levels") from None
+    check_levels(value, what)
+    return value
 
 
 # Text that no template rewrites and no message holds.

@@ -5,19 +5,31 @@ Fields of a request that cannot be honoured are refused, not ignored.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import logging
+import math
+import re
+import reprlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from agentbench_kv.errors import CapacityError, EndpointError, KVBenchError
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
+from agentbench_kv.gateway.messages import check_levels
 from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.gateway.session import (
     ChatResult,
@@ -241,8 +253,19 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-TokenId = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(max_length=1000)]
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+
+# Taken whatever they hold: they label a request or say how it is billed and stored, and change
+# nothing that is answered. docs/server.md lists them.
+IGNORED = frozenset(
+    {
+        "metadata", "moderation", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "user",
+    }
+)  # fmt: skip
 
 # Each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -254,6 +277,22 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "store": (None, False),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "repetition_penalty": (None, 1),
+    "stop_token_ids": (None, []),
+    "skip_special_tokens": (None, True),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template_kwargs": (None, {}),
 }
 # What only chat has.
 _NOT_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {
@@ -261,55 +300,69 @@ _NOT_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
+    "parallel_tool_calls": (None, True),
 }
 
 
-class _StreamOptions(BaseModel):
-    include_usage: bool = False
+class StrictModel(BaseModel):
+    """A part of a request."""
+
+    # A number is not taken from text, nor a flag from a number.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _KVBench(BaseModel):
+class _StreamOptions(StrictModel):
+    include_usage: bool | None = False
+    # Padding against listeners who measure lengths; there is none.
+    include_obfuscation: bool | None = False
+
+
+class _KVBench(StrictModel):
     session: str | None = None
 
 
-class CommonRequest(BaseModel):
+class CommonRequest(StrictModel):
     """The fields that both kinds of request have."""
 
-    model_config = ConfigDict(extra="ignore")
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     session_id: str | None = None
     kvbench: _KVBench | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
     evoke_priority: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     evoke_pinned: bool | None = None
     evoke_task_boundary: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _take_what_counts(cls, data: Any) -> Any:
+        """Refuse what cannot be done, and leave out what changes nothing."""
+        if not isinstance(data, dict):
+            return data
         for name, harmless in cls.unsupported.items():
-            if isinstance(data, dict) and data.get(name) not in harmless:
-                message = f"this server does not support {name}={data[name]!r}"
+            if data.get(name) not in harmless:
+                message = f"this server does not support {name}={reprlib.repr(data[name])}"
                 raise ApiError(400, message, code="unsupported_parameter", param=name)
-        return data
+        passed = (IGNORED | cls.unsupported.keys()) - cls.model_fields.keys()
+        return {name: value for name, value in data.items() if name not in passed}
 
     @property
     def session(self) -> str | None:
-        return self.session_id or (self.kvbench.session if self.kvbench else None)
+        given = self.kvbench.session if self.kvbench else None
+        return given if self.session_id is None else self.session_id
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     def options(self) -> Options:
         """Return the sampling; greedy unless a temperature is given."""
@@ -327,10 +380,11 @@ class CommonRequest(BaseModel):
         )
 
 
-class _JsonSchema(BaseModel):
+class _JsonSchema(StrictModel):
     """A schema and what it is called; chat has it in a field, responses have it flat."""
 
     name: str = ""
+    description: str | None = None
     body: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -338,14 +392,14 @@ class _JsonSchema(BaseModel):
         return JsonFormat(self.body, self.name, strict=bool(self.strict))
 
 
-class _PlainFormat(BaseModel):
+class _PlainFormat(StrictModel):
     type: Literal["text", "json_object"]
 
     def answer(self) -> JsonFormat | None:
         return JsonFormat() if self.type == "json_object" else None
 
 
-class _SchemaFormat(BaseModel):
+class _SchemaFormat(StrictModel):
     type: Literal["json_schema"]
     json_schema: _JsonSchema
 
@@ -359,11 +413,11 @@ class FlatSchemaFormat(_JsonSchema):
     type: Literal["json_schema"]
 
 
-class _Named(BaseModel):
+class _Named(StrictModel):
     name: Annotated[str, Field(min_length=1)]
 
 
-class _NamedTool(BaseModel):
+class _NamedTool(StrictModel):
     type: Literal["function"]
     function: _Named
 
@@ -384,12 +438,22 @@ class ChatRequest(CommonRequest):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     tool_choice: ToolMode | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: AnswerFormat | None = None
     logprobs: bool | None = None
     top_logprobs: MostLogprobs | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _only_functions(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for tool in tools or ():
+            function = tool.get("function")
+            named = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if tool.get("type", "function") != "function" or not named:
+                raise ValueError('a tool is {"type": "function", "function": {"name": ...}}')
+        return tools
 
     def options(self) -> Options:
         """Return the sampling; the limit has two names."""
@@ -413,12 +477,12 @@ class CompletionRequest(CommonRequest):
     unsupported = _UNSUPPORTED | _NOT_OF_COMPLETIONS
 
     prompt: Prompt
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     logprobs: MostLogprobs | None = None
 
     def options(self) -> Options:
         """Return the sampling; a raw completion may go on behind the model's turn end."""
-        more = {"ignore_eos": self.ignore_eos, "logprobs": self.logprobs}
+        more = {"ignore_eos": bool(self.ignore_eos), "logprobs": self.logprobs}
         return replace(super().options(), **more)
 
     def one_prompt(self) -> str | list[int]:
@@ -433,11 +497,48 @@ class CompletionRequest(CommonRequest):
         return nested[0]
 
 
+# Half of a character that JSON writes as two escapes; clients that cut text send it.
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_json(body: bytes) -> Any:
+    """Return what a body says; a number that is none, or endless nesting, is a 400."""
+    try:
+        text = body.decode()
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        check_levels(data, "the body's objects and lists")
+        # The same text goes to the template, the log and other servers: none of them takes halves.
+        if _HALF.search(body):
+            data = json.loads(encodable(json.dumps(data, ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    return data
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"{text} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
 def parse_request(kind: type[Body], data: object) -> Body:
     """Return the validated body; the first thing wrong with it becomes a 400."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"])
+        param = encodable(".".join(str(part) for part in first["loc"]))[:200]
+        if first["type"] == "extra_forbidden":
+            raise _unknown(kind, param) from error
         raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param or None) from error
+
+
+def _unknown(kind: type[BaseModel], name: str) -> ApiError:
+    near = difflib.get_close_matches(name, kind.model_fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "docs/server.md lists those that are taken"
+    return ApiError(400, f"unknown field {name!r}; {hint}", code="unknown_parameter", param=name)

@@ -7,6 +7,7 @@ A request becomes chat messages and an answer becomes items; nothing below knows
 from __future__ import annotations
 
 import json
+import reprlib
 import threading
 import time
 from collections import OrderedDict
@@ -25,9 +26,11 @@ from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.gateway.protocol import (
     ApiError,
     CommonRequest,
+    Count,
     FlatAnswerFormat,
     Format,
     MostLogprobs,
+    StrictModel,
     ToolMode,
     sse,
     tool_choice,
@@ -42,14 +45,15 @@ from agentbench_kv.gateway.session import (
 
 Messages = list[dict[str, Any]]
 _SHOW_LOGPROBS = "message.output_text.logprobs"
-_ROLES = {"developer": "system"}  # the same to OpenAI's models, and no template knows the new name
+_ASSISTANT = ("function_call", "reasoning")
 
 
-class _Text(BaseModel):
+class _TextShape(StrictModel):
     format: FlatAnswerFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
-class _FlatNamedTool(BaseModel):
+class _FlatNamedTool(StrictModel):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
 
@@ -58,11 +62,15 @@ class ResponsesRequest(CommonRequest):
     """Body of `POST /v1/responses`."""
 
     unsupported = CommonRequest.unsupported | {
+        "store": (None, False, True),
         "background": (None, False),
         "conversation": (None,),
         "prompt": (None,),
         "max_tool_calls": (None,),
         "truncation": (None, "disabled"),
+        "context_management": (None,),
+        # Thoughts are the model's own length, and returned whole.
+        "reasoning": (None, {}, {"effort": None}, {"summary": None}),
     }
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -70,10 +78,10 @@ class ResponsesRequest(CommonRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolMode | _FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Count | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    text: _Text | None = None
+    text: _TextShape | None = None
     include: list[str] | None = None
     top_logprobs: MostLogprobs | None = None
     metadata: dict[str, str] | None = None
@@ -98,6 +106,13 @@ class ResponsesRequest(CommonRequest):
             return [{"role": "user", "content": self.input}]
         return as_messages(self.input)
 
+    @property
+    def resends(self) -> bool:
+        """Whether the client keeps the conversation itself and sends all of it each time."""
+        return not isinstance(self.input, str) and any(
+            item.get("type") in _ASSISTANT or item.get("role") == "assistant" for item in self.input
+        )
+
     def system(self) -> Messages:
         text = self.instructions
         return [{"role": "system", "content": text}] if text is not None else []
@@ -108,8 +123,9 @@ class ResponsesRequest(CommonRequest):
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        message = f"this server knows no tool of type {tool.get('type')!r}, only functions"
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        kind = reprlib.repr(tool.get("type"))
+        message = f"a tool is a function with a name; this one is of type {kind}"
         raise ApiError(400, message, code="unsupported_parameter", param="tools")
     known = ("name", "description", "parameters", "strict")
     kept = {key: tool[key] for key in known if tool.get(key) is not None}
@@ -157,15 +173,14 @@ def _other_message(item: Mapping[str, Any]) -> dict[str, Any]:
         result = text_of(item.get("output"))
         return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": result}
     if kind != "message":
-        raise UsageError(f"this server knows no input item of type {kind!r}")
-    role = item.get("role")
-    return {"role": _ROLES.get(str(role), role), "content": text_of(item.get("content"))}
+        raise UsageError(f"this server knows no input item of type {reprlib.repr(kind)}")
+    return {"role": item.get("role"), "content": text_of(item.get("content"))}
 
 
 def _string(item: Mapping[str, Any], key: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise UsageError(f"an item of type {item.get('type')!r} needs {key!r}, a text")
+        raise UsageError(f"an item of type {reprlib.repr(item.get('type'))} needs {key!r}, a text")
     return value
 
 
@@ -288,7 +303,10 @@ class ResponsesFormat(Format):
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         index, item_id = len(self._output), new_id("fc_")
-        place, arguments = {"item_id": item_id, "output_index": index}, call["function"]["arguments"]
+        place, arguments = (
+            {"item_id": item_id, "output_index": index},
+            call["function"]["arguments"],
+        )
         begun, done = (_call_item(item_id, call, status) for status in ("in_progress", "completed"))
         self._output.append(done)
         name = "response.function_call_arguments"
@@ -333,7 +351,9 @@ class ResponsesFormat(Format):
             "temperature": asked.temperature or 0.0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "text": {"format": text},
-            "tool_choice": chosen.model_dump() if isinstance(chosen, BaseModel) else chosen or "auto",
+            "tool_choice": chosen.model_dump()
+            if isinstance(chosen, BaseModel)
+            else chosen or "auto",
             "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
             "truncation": "disabled",
             **fields,
@@ -363,7 +383,7 @@ _KEPT_CHARACTERS = 64 * 2**20
 class StoredResponse:
     """An answered request: what was said so far, and where the cache of it is."""
 
-    session: str
+    session: str | None  # None if it ended with the request
     messages: tuple[dict[str, Any], ...]  # without instructions, which do not carry over
     size: int  # characters that this response added
 
@@ -371,8 +391,10 @@ class StoredResponse:
 class ResponseStore:
     """Answered requests for `previous_response_id`, and the sessions that no client named.
 
-    Both are bounded: the oldest goes first. Who continues a response whose session is gone gets a
-    new session, computed from its messages. Thread-safe.
+    The session of a response lives on for the one request that continues it. A client that sends
+    its whole conversation each time will not ask for it: its requests are as those of chat. All is
+    bounded, the oldest goes first. Who continues a response whose session is gone, or that another
+    request has continued, gets a new session, computed from its messages. Thread-safe.
     """
 
     def __init__(self, gateway: AnyGateway) -> None:
@@ -392,17 +414,18 @@ class ResponseStore:
         said = [*(before.messages if before else ()), *new]
         messages, tools, options = asked.system() + said, asked.chat_tools(), asked.options()
         keeps = asked.store is not False
+        # Where messages alone say which requests belong together, an id adds nothing.
+        unnamed = self._gateway.keeps_conversations or asked.resends or not keeps
 
         def work(cancel: Cancellation) -> Answer:
             name = session or self._take(asked.previous_response_id, before)
-            if name is None and keeps:
-                name = response_id
+            name = name or (None if unnamed else response_id)
             answered = False
             try:
                 items = self._gateway.stream(name, messages, tools, options, cancel)
                 with closing(items) as stream:  # type: ignore[type-var]
                     for item in stream:
-                        if isinstance(item, ChatResult) and keeps and name is not None:
+                        if isinstance(item, ChatResult) and keeps:
                             history = (*said, item.message)
                             self._add(response_id, StoredResponse(name, history, _size(new, item)))
                             answered = True
@@ -426,7 +449,7 @@ class ResponseStore:
 
     def _take(self, response_id: str | None, before: StoredResponse | None) -> str | None:
         """Return the session to go on in; None if another request has gone on from there."""
-        if before is None:
+        if before is None or before.session is None:
             return None
         with self._lock:
             if self._newest.get(before.session) != response_id:
@@ -438,12 +461,13 @@ class ResponseStore:
     def _add(self, response_id: str, response: StoredResponse) -> None:
         with self._lock:
             self._stored[response_id] = response
-            self._newest[response.session] = response_id
+            if response.session is not None:
+                self._newest[response.session] = response_id
             self._size += response.size
             while len(self._stored) > _KEPT_RESPONSES or self._size > _KEPT_CHARACTERS:
                 oldest, gone = self._stored.popitem(last=False)
                 self._size -= gone.size
-                if self._newest.get(gone.session) == oldest:
+                if gone.session is not None and self._newest.get(gone.session) == oldest:
                     del self._newest[gone.session]
 
     def _rest(self, session: str, *, keep: bool) -> None:

@@ -60,6 +60,8 @@ class SessionReport:
     prompt_sha: str | None  # sha256 of the ids of the first rendered prompt
     stats: KVStats  # sums over the whole session; `logical` and `live` are the current ones
     outputs: tuple[tuple[int, ...], ...] = ()  # the ids of every generation
+    expired: bool = False  # nobody asked for too long, and the session was closed
+    note: str = ""  # what the client should be told with this answer
 
     @property
     def usage(self) -> dict[str, int]:
@@ -132,6 +134,7 @@ def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
         "reset": turn.reset,
         "finish_reason": turn.finish_reason,
         "prompt_sha": report.prompt_sha,
+        **({"note": report.note} if report.note else {}),
     }
 
 
@@ -250,6 +253,8 @@ class BaseSession(ABC):
     opened: bool = False
     gone: bool = False
     running: Cancellation | None = None
+    used_at: float = 0.0  # by the gateway's clock: when its last request began or ended
+    note: str = ""
 
     @abstractmethod
     def stats(self) -> KVStats:
@@ -263,7 +268,8 @@ class BaseSession(ABC):
         """Return the accounting, so far or `final`, with the turns it is made of."""
         stats = self.stats() if final is None else final
         turns, outputs = tuple(self.turns), tuple(self.outputs)
-        return SessionReport(self.id, turns, self.resets, self.prompt_sha, stats, outputs)
+        account = (turns, self.resets, self.prompt_sha, stats, outputs)
+        return SessionReport(self.id, *account, note=self.note)
 
 
 class SessionLabeller(PhaseMachine):

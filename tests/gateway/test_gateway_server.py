@@ -19,7 +19,8 @@ from agentbench_kv.engines.base import Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import CapacityError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.http import BackgroundServer, ServerSettings, check_exposure, run_server
+from agentbench_kv.gateway.http import BackgroundServer, ServerSettings, run_server
+from agentbench_kv.gateway.listening import check_exposure
 
 EngineOf = Callable[..., ScriptedEngine]
 USER = [{"role": "user", "content": "Weather?"}]
