@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolSyntax
 from agentbench_kv.phases.tokens import TokenCodec
 
@@ -44,16 +44,24 @@ class JsonFormat:
 
 
 class GrammarConstraint:
-    """One generation's way through a grammar. Satisfies `engines.base.Constraint`."""
+    """One generation's way through a grammar. Satisfies `engines.base.Constraint`.
 
-    def __init__(self, matcher: Any) -> None:
+    Where the grammar leads nowhere only the turn's end is allowed, and `problem` says why: the
+    engine goes on for the others.
+    """
+
+    def __init__(self, matcher: Any, eos: Sequence[int]) -> None:
+        self.problem = ""
         self._matcher = matcher
+        self._eos = list(eos)
 
     def allowed(self) -> NDArray[np.bool_]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
         if self._matcher.is_error() or not allowed.any():
-            raise KVBenchError(f"no token fits the grammar: {_line(self._matcher.get_error())}")
+            self.problem = self.problem or _line(self._matcher.get_error())
+            allowed[:] = False
+            allowed[self._eos] = True
         return allowed
 
     def accept(self, token: int) -> None:
@@ -89,19 +97,22 @@ class GrammarCompiler:
             rules.add_calls(called, several=choice.parallel)
         if answer is not None and not forced:
             rules.add_answer(answer)
-        return self._compiled(rules.text())
+        for title, schema in rules.schemas.items():
+            # By itself first: behind a think block nobody would notice before it is reached.
+            self._compiled(f"start: {schema}", title)
+        return self._compiled(rules.text(), "the request")
 
-    def _compiled(self, grammar: str) -> GrammarConstraint:
+    def _compiled(self, grammar: str, title: str) -> GrammarConstraint:
+        """Return a grammar's beginning; UsageError where it leads nowhere."""
         with self._lock:
             library, tokenizer = self._library, self._tokenizer
         limits = library.LLParserLimits(verbose_errors=False)
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        constraint = GrammarConstraint(matcher)
-        try:
-            constraint.allowed()
-        except KVBenchError:
-            problem = _line(matcher.get_error())
-            raise UsageError(f"a schema of this request cannot be enforced: {problem}") from None
+        constraint = GrammarConstraint(matcher, self._eos)
+        constraint.allowed()
+        if constraint.problem:
+            reason = constraint.problem.rpartition("JSON schema: ")[2]
+            raise UsageError(f"the schema of {title} cannot be enforced: {reason}")
         return constraint
 
     @cached_property
@@ -126,7 +137,7 @@ class GrammarCompiler:
         return self._library.LLTokenizer(json.dumps(document), eos_token=self._eos)
 
 
-_WHITE = r"[ \t\r\n]{1,64}"  # bounded: a model could go on for ever
+_WHITE = r" |\n[ \t]{0,40}"  # a model could go on with more for ever
 
 
 class Rules:
@@ -135,8 +146,9 @@ class Rules:
     def __init__(self, codec: TokenCodec, syntax: ToolSyntax, *, thinking: bool) -> None:
         self._codec = codec
         self._syntax = syntax
+        self.schemas: dict[str, str] = {}  # as terms of a rule, by what they belong to
         self._ways: list[str] = []
-        self._lines = ["GAP: /[ \\t\\r\\n]{1,8}/", *self._thought(opened=thinking)]
+        self._lines = ["GAP: /[ \\n]{1,3}/", *self._thought(opened=thinking)]
         self._start = "thought" if thinking else "thought?"
 
     def text(self) -> str:
@@ -148,10 +160,10 @@ class Rules:
             raise UsageError(f"parser {syntax.name!r} reads no calls, so none can be asked for")
         payloads = []
         for number, function in enumerate(functions):
-            schema, name = _arguments(function), json.dumps(function["name"])
+            name = json.dumps(function["name"])
             head = json.dumps(f'{{"name": {name}, "{syntax.arguments}": ')
             payloads.append(f'{head} arguments_{number} "}}"')
-            self._lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
+            self._add(f"arguments_{number}", _arguments(function), f"tool {function['name']!r}")
         opening = f"{self._marker(syntax.open)}{'?' if syntax.bare else ''} GAP?"
         closing = f" GAP? {self._marker(syntax.close)}" if syntax.close else ""
         self._lines.append(f"call: {opening} ({' | '.join(payloads)}){closing}")
@@ -160,9 +172,12 @@ class Rules:
 
     def add_answer(self, answer: JsonFormat) -> None:
         schema = {"type": "object"} if answer.schema is None else answer.schema
-        schema = _enforced(schema, strict=answer.strict)
-        self._lines.append(f"answer: %json {json.dumps(schema)}")
+        self._add("answer", _enforced(schema, strict=answer.strict), "the answer")
         self._ways.append("answer")
+
+    def _add(self, rule: str, schema: dict[str, Any], title: str) -> None:
+        term = self.schemas[title] = f"%json {json.dumps(schema)}"
+        self._lines.append(f"{rule}: {term}")
 
     def _thought(self, *, opened: bool) -> list[str]:
         start = "" if opened else self._marker(THINK_OPEN)
@@ -199,6 +214,8 @@ def _chosen(choice: ToolChoice, functions: Tools) -> Tools:
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a call's arguments: an object with no others than those it names."""
     schema = {"type": "object", **(function.get("parameters") or {})}
+    if schema["type"] != "object":
+        raise UsageError(f"the parameters of tool {function['name']!r} are no object's schema")
     if "properties" in schema:
         schema = {"additionalProperties": False, **schema}
     return _enforced(schema, strict=bool(function.get("strict")))

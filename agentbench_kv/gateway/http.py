@@ -360,7 +360,7 @@ class HttpApi:
         return await self._respond(request, body, work, form)
 
     def _choices(self, kind: type[ChoiceFormat], body: CommonRequest) -> ChoiceFormat:
-        usage, ids = body.include_usage, body.return_token_ids
+        usage, ids = body.include_usage, bool(body.return_token_ids)
         return kind(self._model, include_usage=usage, token_ids=ids)
 
     async def _models(self, _: Request) -> Response:

@@ -482,8 +482,8 @@ class CompletionRequest(CommonRequest):
 
     def options(self) -> Options:
         """Return the sampling; a raw completion may go on behind the model's turn end."""
-        more = {"ignore_eos": bool(self.ignore_eos), "logprobs": self.logprobs}
-        return replace(super().options(), **more)
+        ignored = bool(self.ignore_eos)
+        return replace(super().options(), ignore_eos=ignored, logprobs=self.logprobs)
 
     def one_prompt(self) -> str | list[int]:
         """Return the prompt; a batch of one is one."""

@@ -210,11 +210,14 @@ class _TextItem:
 
     def part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.type, "text": self.text}
-        return part | self.shown(self.logprobs) | {"annotations": []} if self._said else part
+        if self._said:
+            part |= self.shown(self.logprobs)
+            part["annotations"] = []
+        return part
 
     def shown(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
         """Return log probabilities, which only a message has."""
-        return {"logprobs": list(tokens)} if self._said else {}
+        return {"logprobs": [_with_bytes(token) for token in tokens]} if self._said else {}
 
     def item(self, status: str, *, empty: bool = False) -> dict[str, Any]:
         content = [] if empty else [self.part()]
@@ -229,10 +232,20 @@ class _TextItem:
         return self.kind == "content"
 
 
+def _with_bytes(token: Logprob) -> Logprob:
+    """Return a token as responses have it: its bytes are a list in any case."""
+    top = [{**each, "bytes": each.get("bytes") or []} for each in token.get("top_logprobs") or ()]
+    return {**token, "bytes": token.get("bytes") or [], "top_logprobs": top}
+
+
+def _arguments_of(call: Mapping[str, Any]) -> str:
+    return str(call["function"]["arguments"])
+
+
 def _call_item(item_id: str, call: Mapping[str, Any], status: str) -> dict[str, Any]:
     function = call["function"]
     names = {"call_id": call["id"], "name": function["name"]}
-    arguments = "" if status == "in_progress" else function["arguments"]
+    arguments = "" if status == "in_progress" else _arguments_of(call)
     common = {"id": item_id, "type": "function_call", "status": status}
     return {**common, **names, "arguments": arguments}
 
@@ -303,10 +316,7 @@ class ResponsesFormat(Format):
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         index, item_id = len(self._output), new_id("fc_")
-        place, arguments = (
-            {"item_id": item_id, "output_index": index},
-            call["function"]["arguments"],
-        )
+        place, arguments = {"item_id": item_id, "output_index": index}, _arguments_of(call)
         begun, done = (_call_item(item_id, call, status) for status in ("in_progress", "completed"))
         self._output.append(done)
         name = "response.function_call_arguments"
@@ -331,9 +341,8 @@ class ResponsesFormat(Format):
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        asked, chosen = self._asked, self._asked.tool_choice
-        shape = asked.text.format if asked.text else None
-        text = shape.model_dump(by_alias=True) if shape else {"type": "text"}
+        asked = self._asked
+        text = _plain(asked.text.format if asked.text else None) or {"type": "text"}
         return {
             **self._head,
             "status": status,
@@ -351,13 +360,15 @@ class ResponsesFormat(Format):
             "temperature": asked.temperature or 0.0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "text": {"format": text},
-            "tool_choice": chosen.model_dump()
-            if isinstance(chosen, BaseModel)
-            else chosen or "auto",
+            "tool_choice": _plain(asked.tool_choice) or "auto",
             "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
             "truncation": "disabled",
             **fields,
         }
+
+
+def _plain(field: object) -> object:
+    return field.model_dump(by_alias=True) if isinstance(field, BaseModel) else field
 
 
 def _usage(result: ChatResult) -> dict[str, Any]:
@@ -425,14 +436,15 @@ class ResponseStore:
                 items = self._gateway.stream(name, messages, tools, options, cancel)
                 with closing(items) as stream:  # type: ignore[type-var]
                     for item in stream:
-                        if isinstance(item, ChatResult) and keeps:
+                        # Before the client has the answer, and with it the right to go on.
+                        if isinstance(item, ChatResult):
                             history = (*said, item.message)
-                            self._add(response_id, StoredResponse(name, history, _size(new, item)))
-                            answered = True
+                            stored = StoredResponse(name, history, _size(new, item))
+                            answered = self._keep(response_id, stored) if keeps else False
                         yield item
             finally:
-                if name is not None and name.startswith(PREFIX):
-                    self._rest(name, keep=answered)
+                if not answered:
+                    self._close(name)
 
         return work
 
@@ -458,6 +470,30 @@ class ResponseStore:
             self._resting.pop(before.session, None)
             return before.session
 
+    def _keep(self, response_id: str, response: StoredResponse) -> bool:
+        """Remember a response, and let its session rest until a request goes on from here."""
+        self._add(response_id, response)
+        session = response.session
+        if session is None or not session.startswith(PREFIX):
+            return True
+        leaving = []
+        with suppress(UnknownSessionError):
+            live = self._gateway.stats(session).live
+            room = self._gateway.engine.pool().get("max_live_tokens", 0) // 2 or None
+            with self._lock:
+                self._resting[session] = live
+                while self._too_many(room):
+                    leaving.append(self._resting.popitem(last=False)[0])
+        for name in leaving:
+            self._close(name)
+        return True
+
+    def _close(self, session: str | None) -> None:
+        """Close a session that no client named."""
+        if session is not None and session.startswith(PREFIX):
+            with suppress(UnknownSessionError):
+                self._gateway.close_report(session)
+
     def _add(self, response_id: str, response: StoredResponse) -> None:
         with self._lock:
             self._stored[response_id] = response
@@ -469,21 +505,6 @@ class ResponseStore:
                 self._size -= gone.size
                 if gone.session is not None and self._newest.get(gone.session) == oldest:
                     del self._newest[gone.session]
-
-    def _rest(self, session: str, *, keep: bool) -> None:
-        """Let a session rest until somebody goes on from its last response; close the oldest."""
-        leaving = [] if keep else [session]
-        with suppress(UnknownSessionError):
-            live = self._gateway.stats(session).live
-            room = self._gateway.engine.pool().get("max_live_tokens", 0) // 2 or None
-            with self._lock:
-                if keep:
-                    self._resting[session] = live
-                while self._too_many(room):
-                    leaving.append(self._resting.popitem(last=False)[0])
-        for name in leaving:
-            with suppress(UnknownSessionError):
-                self._gateway.close_report(name)
 
     def _too_many(self, room: int | None) -> bool:
         held = sum(self._resting.values())

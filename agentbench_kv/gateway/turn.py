@@ -7,14 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentbench_kv.engines.base import (
-    Constraint,
-    FinishReason,
-    Generation,
-    Sampling,
-    TokenLogprob,
-)
-from agentbench_kv.errors import ContextLimitError
+from agentbench_kv.engines.base import FinishReason, Generation, Sampling, TokenLogprob
+from agentbench_kv.errors import ContextLimitError, KVBenchError
+from agentbench_kv.gateway.grammar import GrammarConstraint
 from agentbench_kv.gateway.messages import canonical
 from agentbench_kv.gateway.parsing import Delta, Logprob, Reader, beginning_of
 from agentbench_kv.gateway.session import (
@@ -74,7 +69,7 @@ class Turn:
     hidden: frozenset[int]  # ids without text
     eos: frozenset[int]  # ids that end the model's turn
     cancellation: Cancellation
-    constraint: Constraint | None = None
+    constraint: GrammarConstraint | None = None
     last_text: str | None = None  # ends the generation and stays: the end of its only call
 
     def __post_init__(self) -> None:
@@ -111,6 +106,9 @@ class Turn:
         self._settle()
 
     def result(self) -> ChatResult:
+        """Return what was answered; KVBenchError if nothing could fit what was asked for."""
+        if self.constraint is not None and self.constraint.problem:
+            raise KVBenchError(f"no token fits the schema: {self.constraint.problem}")
         reader = self.reader
         turn = self.session.turns[-1]
         said = (reader.content, reader.reasoning, reader.tool_calls, turn.finish_reason)
@@ -185,8 +183,10 @@ class Turn:
         stop_ids = self._stop_ids if options.ignore_eos else self._stop_ids | self.eos
         seed = _turn_seed(options.seed, len(self.session.turns))
         shape = (options.temperature, options.top_p, options.top_k)
-        watched = (stop_ids, self._matcher, self.constraint, options.logprobs)
-        return Sampling(self.max_tokens, *shape, seed, *watched)
+        ends = (stop_ids, self._matcher)
+        return Sampling(
+            *(self.max_tokens, *shape, seed, *ends, self.constraint), logprobs=options.logprobs
+        )
 
     def _finish_reason(self) -> str:
         if self._over_limit or self._generation is None:
