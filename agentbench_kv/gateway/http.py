@@ -452,9 +452,6 @@ class HttpApi:
 
     async def _receive(self, request: Request) -> bytes:
         most, size, body = self._settings.max_body, 0, bytearray()
-        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
-        if "expect" in request.headers and int(request.headers.get("content-length", 0)) > most:
-            raise too_large
         try:
             async with asyncio.timeout(self._settings.body_timeout_s) as timeout:
                 self._receiving.add(timeout)
@@ -472,7 +469,7 @@ class HttpApi:
         finally:
             self._receiving.discard(timeout)
         if size > most:
-            raise too_large
+            raise ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
         return bytes(body)
 
     async def _not_found(self, request: Request, _: Exception) -> Response:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from agentbench_kv.engines.base import Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
 
@@ -25,7 +28,8 @@ TEMPLATE = """\
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for m in messages %}
-{%- if m.role == 'assistant' %}
+{%- if m.forbidden %}{{ raise_exception('not this message') }}
+{%- elif m.role == 'assistant' %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if loop.index0 > ns.last %}
 {{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{%- endif %}
@@ -40,7 +44,6 @@ TEMPLATE = """\
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}
 {%- elif m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
 {%- elif m.role == 'system' %}
-{%- elif m.role == 'forbidden' %}{{ raise_exception('no such role') }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
@@ -110,3 +113,47 @@ def gateway_of(engine_of: Callable[..., ScriptedEngine]) -> Callable[..., Gatewa
         return Gateway(engine_of(*texts, context_limit=context_limit), **options)
 
     return build
+
+
+class Slow(ScriptedEngine):
+    """Waits after some free tokens until it is told to go on, or is cancelled."""
+
+    free = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.go = threading.Event()
+        self.running = threading.Semaphore(0)
+        self.generations: list[Generation] = []
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        generation = super().generate(session, sampling)
+        cancelled = threading.Event()
+        cancel, iterate = generation.cancel, generation.__iter__
+
+        def stepped() -> Iterator[int]:
+            for count, token in enumerate(iterate()):
+                while count >= self.free and not (self.go.is_set() or cancelled.is_set()):
+                    time.sleep(0.002)
+                yield token
+
+        class Stepped(Generation):
+            def __iter__(inner) -> Iterator[int]:  # noqa: N805
+                yield from stepped()
+                inner.finish_reason = generation.finish_reason
+
+            def cancel(inner) -> None:  # noqa: N805
+                cancelled.set()
+                cancel()
+
+        made = Stepped()
+        self.generations.append(made)
+        self.running.release()
+        return made
+
+
+@pytest.fixture
+def slow(tokenizer_path: Any) -> Iterator[Slow]:
+    engine = Slow(lambda _: ["word " * 200] * 3, tokenizer_path=tokenizer_path)
+    yield engine
+    engine.go.set()

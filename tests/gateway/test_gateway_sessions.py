@@ -304,7 +304,15 @@ def test_a_client_keeps_its_report_whoever_closes(gateway_of: GatewayOf) -> None
         ([{"role": "user", "content": 3}], "must be text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not text"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "name"),
-        ([{"role": "forbidden", "content": ""}], "no such role"),
+        ([{"role": "assistant", "tool_calls": 5}], "tool_calls must be a list, not int"),
+        ([{"role": "assistant", "tool_calls": [5]}], "name"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": 5}]}], "not int"),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 5000}]}],
+            "deeper than 100",
+        ),
+        ([{"role": "robot", "content": ""}], "no role 'robot'"),
+        ([{"role": "user", "content": "", "forbidden": True}], "not this message"),
     ],
 )
 def test_messages_the_template_cannot_take(
@@ -313,6 +321,23 @@ def test_messages_the_template_cannot_take(
     gateway = gateway_of("x")
     with pytest.raises(UsageError, match=words):
         gateway.chat("s", messages)
+    assert gateway.sessions() == []
+
+
+def test_a_developer_is_the_system(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("one", "two")
+    first = gateway.chat("s", [{"role": "developer", "content": "Be short."}, *USER])
+    history = [{"role": "system", "content": "Be short."}, *USER, first.message, *USER]
+    assert gateway.chat("s", history).turn.reset is False
+    text = gateway.codec.decode(gateway.token_log("s")[0])
+    assert text.startswith("<|im_start|>system\nBe short.")
+
+
+def test_ids_of_no_token_are_refused(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("x")
+    for ids in ([10**9], [0, -1]):
+        with pytest.raises(UsageError, match="token ids of this model"):
+            gateway.complete("s", ids)
     assert gateway.sessions() == []
 
 
