@@ -25,7 +25,11 @@ from agentbench_kv.cli import options as opt
     "What clients must send; needed to bind another host than this machine's own. "
     "Prefer KVBENCH_API_KEY: an option can be read in the list of processes.",
 )
-@opt.option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
+@opt.option(
+    "--tool-syntax --parser tool_syntax",
+    "How the model writes calls: see docs/models.md; auto: as chat template and vocabulary show.",
+    default="auto",
+)
 @opt.option("--concurrency", "Requests answered at once.", opt.POSITIVE, default=16)
 @opt.option("--max-sessions", "Sessions open at once.", opt.POSITIVE, default=1024)
 @opt.option("--max-tokens", "For requests that do not say.", opt.POSITIVE, default=1024)
@@ -57,7 +61,7 @@ def serve(
     )
     try:
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
-        gateway = open_gateway(started, parser=asked["parser"], **limits)
+        gateway = open_gateway(started, tool_syntax=asked["tool_syntax"], **limits)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)
     finally:

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from agentbench_kv.engines.base import Engine, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.messages import ChatTemplate, Message, text_of
-from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
+from agentbench_kv.gateway.parsing import Reader, reader_for
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -38,6 +38,7 @@ from agentbench_kv.gateway.session import (
 from agentbench_kv.gateway.turn import Turn
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PhaseTable
+from agentbench_kv.phases.syntax import refuse_tools_without_syntax
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 # Not a name the HTTP surface lets through.
@@ -296,12 +297,15 @@ def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
 
 
 class Planner:
-    """Turns requests into plans. Of `message_ends` (ids), two in a row are one too many."""
+    """Turns requests into plans."""
 
-    def __init__(self, codec: TokenCodec, message_ends: frozenset[int]) -> None:
+    def __init__(self, codec: TokenCodec, table: PhaseTable) -> None:
         self._codec = codec
-        self._template = ChatTemplate(codec.tokenizer)
-        self._message_ends = message_ends
+        family = table.family
+        self._template = ChatTemplate(
+            codec.tokenizer, table.syntax, (*family.opens, *family.closes)
+        )
+        self._message_ends = codec.ids_of(family.closes)  # two in a row are one too many
 
     def chat(
         self,
@@ -317,7 +321,8 @@ class Planner:
         asked, old = Known.of_chat(messages, tools), session.known
         if old is not None and not session.broken and asked.extends(old):
             new = remind(messages[len(old.messages) :], reminder)
-            text, reset = self._template.render_delta(new, tools), False
+            last = messages[len(old.messages) - 1]
+            text, reset = self._template.render_delta(new, tools, last), False
             ids = self._without_second_end(session, self._codec.encode(text))
         else:
             text, reset = self._template.render_first(messages, tools), not session.fresh
@@ -361,31 +366,30 @@ def _rest_of(prompt: str, known: Known | None) -> str | None:
 class Gateway(BaseGateway[Session]):
     """Chat and completions over an engine of tokens.
 
-    `tokenizer` is by default the one in the engine's model folder; `parser` is the tool-call syntax
-    (`hermes`, `llama3_json`, `none`, or `auto` from the vocabulary); `limits` are those of
-    `BaseGateway`.
+    `tokenizer` is by default the one in the engine's model folder; `tool_syntax` is a name in
+    `SYNTAXES`, or `auto` from chat template and vocabulary; `limits` are those of `BaseGateway`.
     """
 
     def __init__(
-        self, engine: Engine, *, tokenizer: Any = None, parser: str = "auto", **limits: Any
+        self, engine: Engine, *, tokenizer: Any = None, tool_syntax: str = "auto", **limits: Any
     ) -> None:
         super().__init__(engine, **limits)
         self.codec = TokenCodec(tokenizer or load_tokenizer(engine.info.model_path))
-        self.table = PhaseTable.for_tokenizer(self.codec)
-        self.syntax = choose_parser(parser, self.codec.added)
+        self.table = PhaseTable.for_tokenizer(self.codec, tool_syntax)
+        self.syntax = self.table.syntax
+        self._asked_syntax = tool_syntax
         engine.decode_with(self.codec.decode)
-        self._planner = Planner(self.codec, self._ids_of(self.table.family.message_close))
+        self._planner = Planner(self.codec, self.table)
         self._eos = frozenset(engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.
-        shown = self._ids_of((self.syntax.open, self.syntax.close, "<think>", "</think>"))
+        shown = self.codec.ids_of((*self.syntax.markers, "<think>", "</think>"))
         self._hidden = (self.codec.special - shown) | self._eos
 
     def provenance(self) -> dict[str, Any]:
-        template = str(getattr(self.codec.tokenizer, "chat_template", None) or "")
         return {
             "tool_parser": self.syntax.name,
             "phase_family": self.table.family.name,
-            "chat_template_sha": hashlib.sha256(template.encode()).hexdigest(),
+            "chat_template_sha": hashlib.sha256(self.codec.template.encode()).hexdigest(),
         }
 
     def token_log(self, session: str) -> tuple[list[int], list[int]]:
@@ -405,8 +409,11 @@ class Gateway(BaseGateway[Session]):
             plan = self._planner.chat(state, request.messages, request.tools)
             if words := self._reminder(state, plan, options):
                 plan = self._planner.chat(state, request.messages, request.tools, words)
-            syntax = self.syntax if options.parse_tools else PARSERS["none"]
-            reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
+            if request.tools:
+                refuse_tools_without_syntax(self.syntax, self._asked_syntax)
+            syntax = self.syntax if options.parse_tools else self.syntax.without_calls()
+            tools = request.tools or ()
+            reader = reader_for(syntax, state.next_call_id, thinking=plan.thinking, tools=tools)
         limit, silent = options.max_tokens or self.default_max_tokens, (self._hidden, self._eos)
         asked = (reader, options, limit, *silent, request.cancellation)
         turn = Turn(state, plan, self.codec, *asked)
@@ -424,7 +431,3 @@ class Gateway(BaseGateway[Session]):
             return ""
         notes = notes_for(state.labeller, plan.ids, options.hints)
         return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
-
-    def _ids_of(self, texts: Sequence[str | None]) -> frozenset[int]:
-        """Return the ids of those texts that are tokens of their own."""
-        return frozenset(self.codec.added[text] for text in texts if text in self.codec.added)
