@@ -52,7 +52,7 @@ class SpanRule:
     header: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """The markers of one chat format. A message's header holds role, channel and recipient."""
 
@@ -327,19 +327,27 @@ class PhaseMachine:
 
     def _text(self, piece: str) -> Phase:
         state, table = self.state, self.table
-        if not state.begun and not state.open and piece.strip():
-            self.state = replace(state, begun=True)
-            bare = piece.lstrip().startswith(tuple(table.syntax.bare))
-            if bare and any(span.open == _BARE for span in state.spans):
-                return self._span_marker(_BARE)
-        phase = state.phase
-        if state.spans and table.textual:
-            window = state.tail + piece
-            for marker in _completed(table.textual, window, len(state.tail)):
-                phase = self._span_marker(marker)
-            tail = window[-table.reach :] if table.reach else ""
-            self.state = replace(self.state, tail=tail)
+        if not state.spans:
+            return state.phase
+        window = state.tail + piece
+        if not state.begun and not state.open and self._begins(window.lstrip()):
+            return self._span_marker(_BARE)
+        phase, read = state.phase, 0
+        for end, marker in _completed(table.textual, window, len(state.tail)):
+            before = self.state.open
+            phase = self._span_marker(marker)
+            # What opened or closed a span is no beginning of another marker; "```" may be.
+            read = read if self.state.open == before else end
+        self.state = replace(self.state, tail=window[max(read, len(window) - table.reach) :])
         return phase
+
+    def _begins(self, said: str) -> bool:
+        """Note that a message has begun; return whether with a call that has no marker."""
+        if not said or any(marker.startswith(said) for marker in self.table.textual):
+            return False  # it may still become a marker
+        self.state = replace(self.state, begun=True)
+        bare = any(span.open == _BARE for span in self.state.spans)
+        return bare and said.startswith(tuple(self.table.syntax.bare))
 
     def _span_marker(self, marker: str) -> Phase:
         for span in self.state.spans:
@@ -354,15 +362,15 @@ class PhaseMachine:
         return self.state.phase
 
 
-def _completed(markers: tuple[str, ...], window: str, start: int) -> list[str]:
-    """Return the markers that end behind `start` in `window`, in order of their ends."""
+def _completed(markers: tuple[str, ...], window: str, start: int) -> list[tuple[int, str]]:
+    """Return where markers end behind `start` in `window`, and which, in order."""
     ends = []
     for marker in markers:
         at = window.find(marker, max(0, start - len(marker) + 1))
         while at >= 0:
             ends.append((at + len(marker), marker))
             at = window.find(marker, at + 1)
-    return [marker for _, marker in sorted(ends)]
+    return sorted(ends)
 
 
 class TokenPhases:
