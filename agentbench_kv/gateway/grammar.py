@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolSyntax
+from agentbench_kv.phases.syntax import ToolSyntax
 from agentbench_kv.phases.tokens import TokenCodec
 
 Tools = Sequence[Mapping[str, Any]]
@@ -137,6 +137,8 @@ class GrammarCompiler:
         return self._library.LLTokenizer(json.dumps(document), eos_token=self._eos)
 
 
+# Tool syntaxes whose calls are JSON between markers, with what they call the arguments.
+_ARGUMENTS = {"hermes": "arguments", "llama3_json": "parameters", "json": "arguments"}
 _WHITE = r" |\n[ \t]{0,40}"  # a model could go on with more for ever
 
 
@@ -156,19 +158,22 @@ class Rules:
 
     def add_calls(self, functions: Tools, *, several: bool) -> None:
         syntax = self._syntax
-        if syntax.open is None:
-            raise UsageError(f"parser {syntax.name!r} reads no calls, so none can be asked for")
+        if syntax.name not in _ARGUMENTS:
+            known = ", ".join(_ARGUMENTS)
+            raise UsageError(f"no grammar for calls in {syntax.name!r} syntax, only for {known}")
         payloads = []
         for number, function in enumerate(functions):
             name = json.dumps(function["name"])
-            head = json.dumps(f'{{"name": {name}, "{syntax.arguments}": ')
+            head = json.dumps(f'{{"name": {name}, "{_ARGUMENTS[syntax.name]}": ')
             payloads.append(f'{head} arguments_{number} "}}"')
             self._add(f"arguments_{number}", _arguments(function), f"tool {function['name']!r}")
-        opening = f"{self._marker(syntax.open)}{'?' if syntax.bare else ''} GAP?"
-        closing = f" GAP? {self._marker(syntax.close)}" if syntax.close else ""
+        ((opens, closes), *_) = syntax.spans
+        # Without a closing marker the opening one may be missing, too, and nothing says where a
+        # second call begins.
+        opening = f"{self._marker(opens)}{'' if closes else '?'} GAP?"
+        closing = f" GAP? {self._marker(closes)}" if closes else ""
         self._lines.append(f"call: {opening} ({' | '.join(payloads)}){closing}")
-        # Without a closing marker nothing says where the next call begins.
-        self._ways.append("call (GAP? call)*" if several and syntax.close else "call")
+        self._ways.append("call (GAP? call)*" if several and closes else "call")
 
     def add_answer(self, answer: JsonFormat) -> None:
         schema = {"type": "object"} if answer.schema is None else answer.schema
@@ -180,11 +185,14 @@ class Rules:
         self._lines.append(f"{rule}: {term}")
 
     def _thought(self, *, opened: bool) -> list[str]:
-        start = "" if opened else self._marker(THINK_OPEN)
-        if THINK_CLOSE in self._codec.added:
-            end = f"TEXT? {self._marker(THINK_CLOSE)}"
+        opens, closes = self._syntax.think
+        if not opens:
+            raise UsageError(f"no grammar for answers of models with {self._syntax.name!r} syntax")
+        start = "" if opened else self._marker(opens)
+        if closes in self._codec.added:
+            end = f"TEXT? {self._marker(closes)}"
             return [f"thought: {start} {end} GAP?", "TEXT: /(.|\\n)+/"]
-        inner = f"inner[suffix={json.dumps(THINK_CLOSE)}]: /(.|\\n)*/"
+        inner = f"inner[suffix={json.dumps(closes)}]: /(.|\\n)*/"
         return [f"thought: {start} inner GAP?", inner]
 
     def _marker(self, text: str) -> str:

@@ -173,10 +173,10 @@ def notes_for(machine: PhaseMachine, ids: Sequence[int], hints: Hints) -> TurnNo
     """
     machine = machine.copy()
     messages: list[_Message] = []
-    opens = machine.table.family.message_open
+    table = machine.table
     for token in ids:
         # What closes the message before goes with the first one: it is too little to be apart.
-        begins = machine.table.atomic.get(token) == opens
+        begins = table.atomic.get(token, "") in table.family.opens
         if not messages or (begins and messages[-1].header):
             messages.append(_Message())
         messages[-1].add(machine.label(token), machine.state.header)
@@ -364,7 +364,7 @@ class Session(BaseSession):
 
     def next_call_id(self) -> str:
         self.calls += 1
-        return f"call_{self.calls}"
+        return self.table.syntax.call_ids.format(self.calls)
 
     def stats(self) -> KVStats:
         now = self.engine.stats(self.id) if self.opened else KVStats()

@@ -17,10 +17,11 @@ from agentbench_kv.errors import (
     PrerequisiteError,
     UsageError,
 )
+from agentbench_kv.gateway.calls import read_calls
 from agentbench_kv.gateway.gateway import BaseGateway, Request
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import canonical, tool_call
-from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
+from agentbench_kv.gateway.parsing import Delta, OutputParser
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -29,6 +30,7 @@ from agentbench_kv.gateway.session import (
     SessionReport,
     TurnInfo,
 )
+from agentbench_kv.phases.syntax import SYNTAXES
 
 
 @dataclass
@@ -196,7 +198,7 @@ def _thoughts(reply: TextReply) -> tuple[str, str]:
     """Return content and reasoning; an endpoint without a reasoning parser leaves the markers."""
     if reply.reasoning or not reply.content.lstrip().startswith("<think>"):
         return reply.content.strip(), reply.reasoning.strip()
-    parser = OutputParser(PARSERS["none"], str)
+    parser = OutputParser(SYNTAXES["none"], str)
     parser.feed(reply.content)
     parser.finish()
     return parser.content, parser.reasoning
@@ -211,10 +213,11 @@ def _calls(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool
             return [], True
         # Some endpoints leave the arguments of a call without any empty.
         function = {**function, "arguments": function.get("arguments") or {}}
-        parsed = parse_calls(json.dumps(function))
+        parsed = read_calls("hermes", json.dumps(function))
         if not parsed:
             return [], True
-        calls.append(tool_call(str(call.get("id") or f"call_{number}"), *parsed[0]))
+        name, arguments = parsed[0].name, parsed[0].arguments
+        calls.append(tool_call(str(call.get("id") or f"call_{number}"), name, arguments))
     return calls, False
 
 
