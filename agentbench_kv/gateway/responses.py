@@ -209,11 +209,8 @@ class _TextItem:
         return {"item_id": self.id, "output_index": self.index, "content_index": 0}
 
     def part(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.type, "text": self.text}
-        if self._said:
-            part |= self.shown(self.logprobs)
-            part["annotations"] = []
-        return part
+        notes: dict[str, Any] = {"annotations": []} if self._said else {}
+        return {"type": self.type, "text": self.text, **self.shown(self.logprobs), **notes}
 
     def shown(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
         """Return log probabilities, which only a message has."""
@@ -222,9 +219,9 @@ class _TextItem:
     def item(self, status: str, *, empty: bool = False) -> dict[str, Any]:
         content = [] if empty else [self.part()]
         if self._said:
-            common = {"id": self.id, "type": "message", "role": "assistant"}
-            return {**common, "status": status, "content": content}
-        common = {"id": self.id, "type": "reasoning", "summary": []}
+            said = {"id": self.id, "type": "message", "role": "assistant"}
+            return {**said, "status": status, "content": content}
+        common: dict[str, Any] = {"id": self.id, "type": "reasoning", "summary": []}
         return {**common, "content": content, "status": status}
 
     @property
