@@ -123,5 +123,7 @@ def test_the_same_chat_where_sessions_go_by_their_header(name: str, tmp_path: Pa
 
 def test_the_page_shows_each_framework() -> None:
     assert set(FRAMEWORKS) <= set(BLOCKS)
-    settings: Callable[[str], list[str]] = re.compile(r"header|session|tool_choice|use_resp").findall
+    settings: Callable[[str], list[str]] = re.compile(
+        r"header|session|tool_choice|use_resp"
+    ).findall
     assert not any(settings(BLOCKS[name]) for name in FRAMEWORKS)
