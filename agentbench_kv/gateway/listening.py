@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 # What uvicorn has left to write the last answers, after `drain_s`.
 _WRITE_LAST_S = 3.0
 _ENGINE_STOP_S = 30.0
+_KEEP_ALIVE_S = 75
 
 
 def _most_connections() -> int:
@@ -112,8 +113,8 @@ class Connection(H11Protocol):
     def _waits(self) -> bool:
         """Whether headers are due, or the rest of a body that was answered already."""
         if self.conn.their_state is h11.IDLE:
-            # Between two requests uvicorn's own clock runs.
-            return self.timeout_keep_alive_task is None
+            # Between two requests uvicorn's own clock runs; half of the second may be there.
+            return self.timeout_keep_alive_task is None or bool(self.conn.trailing_data[0])
         answered = self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.SEND_BODY and answered
 
@@ -257,6 +258,9 @@ def make_server(
     patience = patience or Patience()
     plain: dict[str, Any] = {"access_log": False, "ws": "none", "server_header": False}
     plain |= {"lifespan": "on", "http": partial(Connection, patience)}
+    # Longer than clients keep idle connections: whoever closes first must not be the server, or a
+    # request that is on its way is lost.
+    plain |= {"timeout_keep_alive": _KEEP_ALIVE_S}
     plain |= {"timeout_graceful_shutdown": math.ceil(patience.drain_s + _WRITE_LAST_S)}
     config = uvicorn.Config(app, host=host, port=port, log_level=log_level, **plain)
     return StoppingServer(config, answers, patience)

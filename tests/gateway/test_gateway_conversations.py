@@ -302,11 +302,13 @@ def test_clients_at_once_keep_apart(tokenizer_path: Path) -> None:
     engine = Thinking(("x",), tokenizer_path)
     gateway = Gateway(engine, conversations=8)
     failures: list[str] = []
+    together = threading.Barrier(8, timeout=120)
 
     def drive(client: int) -> None:
         history: list[Any] = []
         thoughts: set[str] = set()
         for turn in range(12):
+            together.wait()
             # All begin alike; from the third turn on each says its own.
             text = "same" if turn < 2 else f"client {client}"
             history.append({"role": "user", "content": text})
