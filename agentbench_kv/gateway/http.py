@@ -133,6 +133,8 @@ class HttpApi:
         self._gateway = gateway
         self._settings = settings
         self._model = gateway.engine.info.model
+        # Clients that take a slash for a provider's name cannot say a path.
+        self._names = list(dict.fromkeys((self._model, self._model.rstrip("/").rpartition("/")[2])))
         self._pool = JobPool(settings.threads, settings.queue)
         # What must not wait for an answer that takes long.
         self._asides = JobPool(_ASIDES, settings.queue)
@@ -240,9 +242,10 @@ class HttpApi:
         return kind(self._model, include_usage=usage, token_ids=ids)
 
     async def _models(self, _: Request) -> Response:
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "kvbench"}
         limit = {"max_model_len": self._gateway.engine.info.context_limit}
-        return JSONResponse({"object": "list", "data": [{**model, **limit}]})
+        common = {"object": "model", "created": 0, "owned_by": "kvbench", **limit}
+        listed = [{"id": name, **common} for name in self._names]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "engine": self._gateway.engine.info.name})
@@ -305,7 +308,7 @@ class HttpApi:
 
     def _admit(self, request: Request, body: CommonRequest) -> str | None:
         """Return the session a request names; refuse another model and unusable ids."""
-        if body.model != self._model:
+        if body.model not in self._names:
             message = f"no model {body.model!r} here; this server runs {self._model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
         session = request.headers.get(SESSION_HEADER, body.session)
