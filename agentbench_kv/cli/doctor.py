@@ -175,9 +175,10 @@ def _micro_model() -> Iterator[Diagnosis]:
 
 
 def _tool_parser() -> Iterator[Diagnosis]:
-    from agentbench_kv.gateway.parsing import OutputParser, choose_parser
+    from agentbench_kv.gateway.parsing import OutputParser
+    from agentbench_kv.phases.syntax import SYNTAXES
 
-    parser = OutputParser(choose_parser("hermes", ()), lambda: "call_0")
+    parser = OutputParser(SYNTAXES["hermes"], lambda: "call_0")
     deltas = [*parser.feed(_CANNED_CALL), *parser.finish()]
     calls = [delta.call["function"] for delta in deltas if delta.call is not None]
     read = [json.loads(call["arguments"]) for call in calls] == [{"city": "Z\u00fcrich"}]

@@ -117,6 +117,11 @@ engine_arg_option = many(
     "--engine-arg engine_args NAME=VALUE",
     "Option of a serving engine's own command line, without dashes; repeatable.",
 )
+tool_syntax_option = option(
+    "--tool-syntax",
+    "How the model writes calls: see docs/models.md; auto: as chat template and vocabulary show.",
+    default="auto",
+)
 untested_option = flag(
     "--allow-untested-engine allow_untested",
     "Go on with a version of the engine that the adapter was not tested with.",
@@ -133,6 +138,7 @@ SPEC_OPTIONS = {
     "dtype": dtype_option,
     "device": device_option,
     "engine_args": engine_arg_option,
+    "tool_syntax": tool_syntax_option,
     "allow_untested": untested_option,
 }
 
@@ -162,6 +168,7 @@ def base_spec(
 
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
     plain |= {"timeout_s": plain.pop("timeout"), "task": task, "seed": seed}
+    plain["tool_syntax"] = plain["tool_syntax"].replace("auto", "")
     return RunSpec(method=method, budget=parse_budget(budget), **plain)
 
 

@@ -30,7 +30,11 @@ from agentbench_kv.cli import options as opt
     "Another name that clients call this machine by, or web pages that may ask come from; "
     "* for any. Repeatable.",
 )
-@opt.option("--parser", "Tool-call syntax: hermes, llama3_json, none.", default="auto")
+@opt.option(
+    "--tool-syntax --parser tool_syntax",
+    "How the model writes calls: see docs/models.md; auto: as chat template and vocabulary show.",
+    default="auto",
+)
 @opt.option("--concurrency", "Requests answered at once.", opt.POSITIVE, default=16)
 @opt.option("--max-sessions", "Sessions open at once.", opt.POSITIVE, default=1024)
 @opt.option(
@@ -95,7 +99,7 @@ def serve(
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
         limits["idle_s"] = asked["session_idle"] or None
         limits["conversations"] = asked["concurrency"] if asked["sessions"] == "auto" else 0
-        gateway = open_gateway(started, parser=asked["parser"], **limits)
+        gateway = open_gateway(started, tool_syntax=asked["tool_syntax"], **limits)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)
     finally:

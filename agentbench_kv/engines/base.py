@@ -25,7 +25,7 @@ from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
 
 class Capability(StrEnum):
-    """What an engine can do to a session's cache; a method states which it needs."""
+    """What an engine can do; a method states what it needs done to a session's cache."""
 
     COMPRESS = "compress"
     EVICT_SPANS = "evict_spans"
@@ -37,6 +37,8 @@ class Capability(StrEnum):
     CAPTURE = "capture"
     MEMORY_BLOCKS = "memory_blocks"
     TEXT = "text"
+    CONSTRAIN = "constrain"
+    LOGPROBS = "logprobs"
 
 
 # What an engine that moves single rows can do to spans.
@@ -68,6 +70,25 @@ class PhaseLabeller(Protocol):
         """Return the phase of the next token of the session."""
 
 
+class Constraint(Protocol):
+    """Which tokens a generation may draw; holds the state between them."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return for every id whether it may come next; never none. Ids behind the end may not."""
+
+    def accept(self, token: int) -> None:
+        """Take the token that was drawn."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the model gave a token it drew: before temperature, cut-offs and constraint."""
+
+    token: int
+    logprob: float  # natural logarithm
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest ids with theirs, best first
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How one generation picks its tokens."""
@@ -79,6 +100,8 @@ class Sampling:
     seed: int = 0  # of this generation's own random stream
     stop_token_ids: frozenset[int] = frozenset()  # they end it and are kept in the session
     stop: Callable[[int], bool] | None = None  # asked after every token; True ends the generation
+    constraint: Constraint | None = None  # of this generation alone
+    logprobs: int | None = None  # how many of the likeliest ids to note; None notes nothing
 
     def ends(self, token: int, produced: int) -> FinishReason | None:
         """Return why a generation ends with this token, its `produced`-th; None if it goes on."""
@@ -114,6 +137,7 @@ class Generation(ABC):
     finish_reason: FinishReason | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    logprobs: Sequence[TokenLogprob] = ()  # of the tokens so far, where they were asked for
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:

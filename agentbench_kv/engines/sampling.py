@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.base import FinishReason, Generation, Sampling
+from agentbench_kv.engines.base import (
+    Constraint,
+    FinishReason,
+    Generation,
+    Sampling,
+    TokenLogprob,
+)
 
 
 class Sampler:
@@ -19,14 +25,26 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._stream = torch.Generator().manual_seed(sampling.seed)
+        self.logprobs: list[TokenLogprob] = []
 
     @property
     def greedy(self) -> bool:
-        return self._sampling.temperature == 0.0
+        """Whether the highest logit is the token, and nobody has to be told more."""
+        plain = self._sampling.constraint is None and self._sampling.logprobs is None
+        return plain and self._sampling.temperature == 0.0
 
     def draw(self, logits: Tensor) -> int:
         """Draw one token id from logits [vocab]; ties in greedy mode go to the lower id."""
-        if self.greedy:
+        constraint, noted = self._sampling.constraint, self._sampling.logprobs
+        token = self._pick(logits if constraint is None else _only_allowed(logits, constraint))
+        if constraint is not None:
+            constraint.accept(token)
+        if noted is not None:
+            self.logprobs.append(_note(logits, token, noted))
+        return token
+
+    def _pick(self, logits: Tensor) -> int:
+        if self._sampling.temperature == 0.0:
             return int(logits.argmax())
         # Below 0, or a temperature near 0 would make two infinities of them.
         scores = logits.double().cpu()
@@ -44,6 +62,22 @@ class Sampler:
             allowed[self._sampling.top_k :] = False
         allowed[0] = True
         return allowed
+
+
+def _only_allowed(logits: Tensor, constraint: Constraint) -> Tensor:
+    """Return logits [vocab] that are minus infinity where the constraint forbids."""
+    known = torch.from_numpy(constraint.allowed())[: len(logits)]
+    allowed = torch.zeros(len(logits), dtype=torch.bool)
+    allowed[: len(known)] = known
+    return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+
+def _note(logits: Tensor, token: int, count: int) -> TokenLogprob:
+    """Return a drawn token's log probability, and the `count` likeliest ids with theirs."""
+    logprobs = torch.log_softmax(logits.double().cpu(), -1)
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)
 
 
 _PATIENCE_S = 30.0  # between two looks whether a reader that fell behind has cancelled

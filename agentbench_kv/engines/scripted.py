@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from agentbench_kv.engines.base import (
+    Capability,
     Engine,
     EngineInfo,
     EngineOptions,
@@ -27,7 +28,7 @@ from agentbench_kv.engines.base import (
     ScriptSource,
 )
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.errors import ContextLimitError, PrerequisiteError, unknown_name
+from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Phase
 
 AGENTS = ("gold", "corrupt", "null")
@@ -49,10 +50,14 @@ class ScriptedSession:
 class ScriptedEngine(Engine):
     """Replays texts as token ids; the k-th generation of a session id is its k-th text.
 
+    A text that breaks the constraint of its request is an error of the script.
+
     The count of a session id goes on when the session is closed and opened again, because that is
     what a reset does in the middle of a trial. `scripts` gives the assistant texts of a session id,
     in order, without turn ends; past the last one the engine says `Done.`
     """
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.CONSTRAIN})
 
     def __init__(
         self,
@@ -74,7 +79,8 @@ class ScriptedEngine(Engine):
         sha = sha256((tokenizer_path / "tokenizer.json").read_bytes()).hexdigest()
         ends = (int(self._tokenizer.eos_token_id),)
         self.info = EngineInfo(
-            "scripted", model, tokenizer_path, sha, "cpu", "none", context_limit, ends
+            *("scripted", model, tokenizer_path, sha, "cpu", "none", context_limit, ends),
+            self.capabilities,
         )
 
     @classmethod
@@ -170,6 +176,7 @@ class ScriptedGeneration(Generation):
             if count > self.room:
                 self.finish_reason = FinishReason.CONTEXT_LIMIT
                 return
+            self._check(token)
             state.tokens.append(token)
             state.phases.append(state.labeller.label(token))
             stats.decode_tokens += 1
@@ -184,6 +191,14 @@ class ScriptedGeneration(Generation):
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def _check(self, token: int) -> None:
+        constraint = self.sampling.constraint
+        if constraint is None:
+            return
+        if not constraint.allowed()[token]:
+            raise UsageError(f"the script breaks what the request demands, at token {token}")
+        constraint.accept(token)
 
     def _count_live(self) -> None:
         stats = self.session.stats

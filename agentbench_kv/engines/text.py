@@ -27,7 +27,10 @@ _NO_TOKENS = "this engine works on messages, not on tokens; ask it by /v1/chat/c
 
 @dataclass(frozen=True)
 class TextSampling:
-    """How one message is sampled; the fields are those of `engines.base.Sampling`."""
+    """How one message is sampled: fields of `engines.base.Sampling`, the last four of a request.
+
+    Those are in the form of a chat request, for the endpoint to honour; None is not sent.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -35,6 +38,10 @@ class TextSampling:
     top_k: int = 0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    response_format: Mapping[str, Any] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class TextReply:
     output_tokens: int = 0
     cached_tokens: int = 0
     cost: float | None = None  # at the prices the user gave
+    thinking_tokens: int = 0  # of the output, as the endpoint counts them
+    logprobs: list[dict[str, Any]] | None = None  # as in a chat response, not checked
 
 
 class TextRequest(ABC):

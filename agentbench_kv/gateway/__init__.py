@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 
-def open_gateway(engine: Engine, *, parser: str = "auto", **limits: Any) -> AnyGateway:
+def open_gateway(engine: Engine, *, tool_syntax: str = "auto", **limits: Any) -> AnyGateway:
     """Return the gateway that fits an engine: over tokens, or over text.
 
-    An engine at text level reads its calls itself and needs no `parser`.
+    An engine at text level reads its calls itself and needs no `tool_syntax`.
     """
     if isinstance(engine, TextEngine):
         return TextGateway(engine, **limits)
-    return Gateway(engine, parser=parser, **limits)
+    return Gateway(engine, tool_syntax=tool_syntax, **limits)

@@ -17,11 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from agentbench_kv.engines.base import Engine, KVStats
+from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
+from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
-from agentbench_kv.gateway.messages import ChatTemplate, Message, text_of
-from agentbench_kv.gateway.parsing import PARSERS, OutputParser, Reader, choose_parser
+from agentbench_kv.gateway.messages import ChatTemplate, Message, count_calls, text_of
+from agentbench_kv.gateway.parsing import Reader, reader_for
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -41,6 +42,7 @@ from agentbench_kv.gateway.session import (
 from agentbench_kv.gateway.turn import Turn
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PhaseTable
+from agentbench_kv.phases.syntax import ToolSyntax, refuse_tools_without_syntax
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 # Of sessions that no client named: nothing that the HTTP surface lets through.
@@ -103,7 +105,7 @@ class BaseGateway(ABC, Generic[S]):
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._conversations = Conversations(conversations)
-        self._keeps_conversations = conversations > 0
+        self.keeps_conversations = conversations > 0
         self._hint_due = not conversations
         self._fatal: KVBenchError | None = None
         self._stopped = False
@@ -293,7 +295,7 @@ class BaseGateway(ABC, Generic[S]):
         """Return the sessions to close after a request without a name; most often its own."""
         if not answered or state.known is None or state.known.text is not None:
             return [state.id]
-        kept = state.id if self._keeps_conversations else None
+        kept = state.id if self.keeps_conversations else None
         given_up = self._conversations.answered(state.known, Opening(kept, opening.requests + 1))
         return given_up if kept else [state.id]
 
@@ -433,12 +435,15 @@ def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
 
 
 class Planner:
-    """Turns requests into plans. Of `message_ends` (ids), two in a row are one too many."""
+    """Turns requests into plans."""
 
-    def __init__(self, codec: TokenCodec, message_ends: frozenset[int]) -> None:
+    def __init__(self, codec: TokenCodec, table: PhaseTable) -> None:
         self._codec = codec
-        self._template = ChatTemplate(codec.tokenizer)
-        self._message_ends = message_ends
+        family = table.family
+        self._template = ChatTemplate(
+            codec.tokenizer, table.syntax, (*family.opens, *family.closes)
+        )
+        self._message_ends = codec.ids_of(family.closes)  # two in a row are one too many
         self._vocabulary = 1 + max(codec.tokenizer.get_vocab().values())
 
     def chat(
@@ -455,7 +460,8 @@ class Planner:
         asked, old = Known.of_chat(messages, tools), session.known
         if old is not None and not session.broken and asked.extends(old):
             new = remind(messages[len(old.messages) :], reminder)
-            text, reset = self._template.render_delta(new, tools), False
+            last = messages[len(old.messages) - 1]
+            text, reset = self._template.render_delta(new, tools, last), False
             ids = self._without_second_end(session, self._codec.encode(text))
         else:
             text, reset = self._template.render_first(messages, tools), not session.fresh
@@ -501,31 +507,31 @@ def _rest_of(prompt: str, known: Known | None) -> str | None:
 class Gateway(BaseGateway[Session]):
     """Chat and completions over an engine of tokens.
 
-    `tokenizer` is by default the one in the engine's model folder; `parser` is the tool-call syntax
-    (`hermes`, `llama3_json`, `none`, or `auto` from the vocabulary); `limits` are those of
-    `BaseGateway`.
+    `tokenizer` is by default the one in the engine's model folder; `tool_syntax` is a name in
+    `SYNTAXES`, or `auto` from chat template and vocabulary; `limits` are those of `BaseGateway`.
     """
 
     def __init__(
-        self, engine: Engine, *, tokenizer: Any = None, parser: str = "auto", **limits: Any
+        self, engine: Engine, *, tokenizer: Any = None, tool_syntax: str = "auto", **limits: Any
     ) -> None:
         super().__init__(engine, **limits)
         self.codec = TokenCodec(tokenizer or load_tokenizer(engine.info.model_path))
-        self.table = PhaseTable.for_tokenizer(self.codec)
-        self.syntax = choose_parser(parser, self.codec.added)
+        self.table = PhaseTable.for_tokenizer(self.codec, tool_syntax)
+        self.syntax = self.table.syntax
+        self._asked_syntax = tool_syntax
         engine.decode_with(self.codec.decode)
-        self._planner = Planner(self.codec, self._ids_of(self.table.family.message_close))
+        self._planner = Planner(self.codec, self.table)
         self._eos = frozenset(engine.info.eos_token_ids)
+        self._grammars = GrammarCompiler(self.codec, self.syntax, engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.
-        shown = self._ids_of((self.syntax.open, self.syntax.close, "<think>", "</think>"))
+        shown = self.codec.ids_of((*self.syntax.markers, "<think>", "</think>"))
         self._hidden = (self.codec.special - shown) | self._eos
 
     def provenance(self) -> dict[str, Any]:
-        template = str(getattr(self.codec.tokenizer, "chat_template", None) or "")
         return {
             "tool_parser": self.syntax.name,
             "phase_family": self.table.family.name,
-            "chat_template_sha": hashlib.sha256(template.encode()).hexdigest(),
+            "chat_template_sha": hashlib.sha256(self.codec.template.encode()).hexdigest(),
         }
 
     def token_log(self, session: str) -> tuple[list[int], list[int]]:
@@ -538,20 +544,27 @@ class Gateway(BaseGateway[Session]):
 
     def _answer(self, state: Session, request: Request) -> Answer:
         options = request.options
-        reader = Reader()
+        self._check_able(options)
+        reader: Reader = Reader()
+        held: tuple[GrammarConstraint | None, str | None] = (None, None)
         if request.prompt is not None:
             plan = self._planner.raw(state, request.prompt)
         else:
             plan = self._planner.chat(state, request.messages, request.tools)
             if words := self._reminder(state, plan, options):
                 plan = self._planner.chat(state, request.messages, request.tools, words)
-            syntax = self.syntax if options.parse_tools else PARSERS["none"]
-            reader = OutputParser(syntax, state.next_call_id, thinking=plan.thinking)
+            if request.tools:
+                refuse_tools_without_syntax(self.syntax, self._asked_syntax)
+            # Without a session every request would name its calls anew, and a history holds many.
+            state.calls = max(state.calls, count_calls(request.messages))
+            syntax, tools = self._syntax_for(request), request.tools or ()
+            reader = reader_for(syntax, state.next_call_id, thinking=plan.thinking, tools=tools)
+            held = (self._constraint(request, plan), self._last_text(options, syntax))
         # An engine keeps room for as many, and others wait for it.
         most = self.engine.info.context_limit
         limit = min(options.max_tokens or self.default_max_tokens, most)
         silent = (self._hidden, self._eos)
-        asked = (reader, options, limit, *silent, request.cancellation)
+        asked = (reader, options, limit, *silent, request.cancellation, *held)
         turn = Turn(state, plan, self.codec, *asked)
         turns = len(state.turns)
         try:
@@ -561,13 +574,46 @@ class Gateway(BaseGateway[Session]):
                 self.on_turn(state.id, state.turns[-1])
         yield turn.result()
 
+    def _check_able(self, options: Options) -> None:
+        """Refuse what the engine cannot do while it samples."""
+        info, forced = self.engine.info, options.tool_choice.mode == "required"
+        missing = {
+            Capability.CONSTRAIN: "response_format" if options.answer else forced and "tool_choice",
+            Capability.LOGPROBS: options.logprobs is not None and "logprobs",
+        }
+        for capability, field in missing.items():
+            if field and capability not in info.capabilities:
+                raise UsageError(
+                    f"engine {info.name!r} has no {capability.value}, which {field} of this "
+                    "request needs; kvbench ls engines shows who has"
+                )
+
+    def _syntax_for(self, request: Request) -> ToolSyntax:
+        """Return how calls are read; an answer in JSON that may not call is never one."""
+        options = request.options
+        no_calls = options.tool_choice.mode == "none" or (options.answer and not request.tools)
+        return self.syntax.without_calls() if no_calls else self.syntax
+
+    def _constraint(self, request: Request, plan: Plan) -> GrammarConstraint | None:
+        options, thinking = request.options, plan.thinking
+        asked = (options.tool_choice, options.answer, request.tools)
+        return self._grammars.constraint(*asked, thinking=thinking)
+
+    def _last_text(self, options: Options, syntax: ToolSyntax) -> str | None:
+        """Return the text behind which an answer with a single call ends."""
+        if options.tool_choice.parallel or not syntax.spans:
+            return None
+        close = syntax.spans[0][1]
+        if close is None or syntax.inner:
+            raise UsageError(
+                f"parallel_tool_calls=false: calls in {syntax.name!r} syntax have no end of their "
+                "own to stop at"
+            )
+        return close
+
     def _reminder(self, state: Session, plan: Plan, options: Options) -> str:
         """Return a line for every evicted span that the method wants mentioned."""
         if not self.engine.wants_notes or plan.reset or not state.opened:
             return ""
         notes = notes_for(state.labeller, plan.ids, options.hints)
         return reminder(self.codec, state.tokens, self.engine.recalls(state.id, plan.ids, notes))
-
-    def _ids_of(self, texts: Sequence[str | None]) -> frozenset[int]:
-        """Return the ids of those texts that are tokens of their own."""
-        return frozenset(self.codec.added[text] for text in texts if text in self.codec.added)

@@ -32,10 +32,10 @@ from agentbench_kv.gateway.listening import (
     make_server,
 )
 from agentbench_kv.gateway.protocol import (
-    DONE,
     ApiError,
     ChatFormat,
     ChatRequest,
+    ChoiceFormat,
     CommonRequest,
     CompletionFormat,
     CompletionRequest,
@@ -43,7 +43,13 @@ from agentbench_kv.gateway.protocol import (
     as_api_error,
     parse_request,
     read_json,
-    sse,
+)
+from agentbench_kv.gateway.responses import (
+    PREFIX,
+    ResponsesFormat,
+    ResponsesRequest,
+    ResponseStore,
+    new_id,
 )
 from agentbench_kv.gateway.session import Answer, Cancellation, ChatResult, Item, TurnInfo
 
@@ -127,10 +133,13 @@ class HttpApi:
         self._gateway = gateway
         self._settings = settings
         self._model = gateway.engine.info.model
+        # Clients that take a slash for a provider's name cannot say a path.
+        self._names = list(dict.fromkeys((self._model, self._model.rstrip("/").rpartition("/")[2])))
         self._pool = JobPool(settings.threads, settings.queue)
         # What must not wait for an answer that takes long.
         self._asides = JobPool(_ASIDES, settings.queue)
         self._metrics = Metrics()
+        self._responses = ResponseStore(gateway)
         self._stopping = False
         self._receiving: set[asyncio.Timeout] = set()
         gateway.on_turn = gateway.on_turn or (lambda _, turn: self._metrics.turn(turn))
@@ -156,6 +165,7 @@ class HttpApi:
         routes = [
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._complete, "POST"),
+            self._route("/v1/responses", self._answer_response, "POST"),
             self._route("/v1/models", self._models, "GET"),
             self._route("/v1/sessions/{session:path}", self._close_session, "DELETE"),
             self._route("/metrics", self._show_metrics, "GET"),
@@ -209,7 +219,7 @@ class HttpApi:
         def work(cancel: Cancellation) -> Answer:
             return self._gateway.stream(session, body.messages, body.tools, options, cancel)
 
-        return await self._respond(request, body, work, ChatFormat)
+        return await self._respond(request, body, work, self._choices(ChatFormat, body))
 
     async def _complete(self, request: Request) -> Response:
         body = parse_request(CompletionRequest, await self._json(request))
@@ -218,12 +228,24 @@ class HttpApi:
         def work(cancel: Cancellation) -> Answer:
             return self._gateway.stream_complete(session, prompt, options, cancel)
 
-        return await self._respond(request, body, work, CompletionFormat)
+        return await self._respond(request, body, work, self._choices(CompletionFormat, body))
+
+    async def _answer_response(self, request: Request) -> Response:
+        body = parse_request(ResponsesRequest, await self._json(request))
+        session, response_id = self._admit(request, body), new_id(PREFIX)
+        work = self._responses.answer(body, response_id, session)
+        form = ResponsesFormat(self._model, body, response_id)
+        return await self._respond(request, body, work, form)
+
+    def _choices(self, kind: type[ChoiceFormat], body: CommonRequest) -> ChoiceFormat:
+        usage, ids = body.include_usage, bool(body.return_token_ids)
+        return kind(self._model, include_usage=usage, token_ids=ids)
 
     async def _models(self, _: Request) -> Response:
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "kvbench"}
         limit = {"max_model_len": self._gateway.engine.info.context_limit}
-        return JSONResponse({"object": "list", "data": [{**model, **limit}]})
+        common = {"object": "model", "created": 0, "owned_by": "kvbench", **limit}
+        listed = [{"id": name, **common} for name in self._names]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "engine": self._gateway.engine.info.name})
@@ -246,10 +268,8 @@ class HttpApi:
         return JSONResponse({"id": session, "deleted": True, **expired, "kvbench": account})
 
     async def _respond(
-        self, request: Request, body: CommonRequest, work: Work, kind: type[Format]
+        self, request: Request, body: CommonRequest, work: Work, form: Format
     ) -> Response:
-        ids = bool(body.return_token_ids)
-        form = kind(self._model, include_usage=body.include_usage, token_ids=ids)
         if self._stopping:
             raise _stopped()
         job = self._pool.submit(work)
@@ -275,19 +295,20 @@ class HttpApi:
 
     async def _events(self, items: AsyncIterator[Item], form: Format) -> AsyncIterator[bytes]:
         for chunk in form.first():
-            yield sse(chunk)
+            yield form.frame(chunk)
         try:
             async for item in items:
                 chunks = form.last(item) if isinstance(item, ChatResult) else form.pieces(item)
                 for chunk in chunks:
-                    yield sse(chunk)
+                    yield form.frame(chunk)
         except Exception as error:  # noqa: BLE001 - the status line is sent already
-            yield sse(as_api_error(error).body)
-        yield DONE
+            for chunk in form.failed(as_api_error(error)):
+                yield form.frame(chunk)
+        yield form.end
 
     def _admit(self, request: Request, body: CommonRequest) -> str | None:
         """Return the session a request names; refuse another model and unusable ids."""
-        if body.model != self._model:
+        if body.model not in self._names:
             message = f"no model {body.model!r} here; this server runs {self._model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
         session = request.headers.get(SESSION_HEADER, body.session)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.phases.syntax import ToolSyntax
 
 Message = Mapping[str, Any]
 Canonical = tuple[str, str, str]  # role, content, calls as JSON
@@ -57,6 +58,10 @@ def for_template(message: Message) -> dict[str, Any]:
 
 def tool_call(call_id: str, name: str, arguments: object) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def count_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -130,37 +135,114 @@ def _parsed(text: str, what: str) -> object:
     return value
 
 
-# Text that no template rewrites and no message holds.
-_SENTINEL = "kvbench\u2063sentinel\u2063kvbench"
-_STAND_IN = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
+# Text that no template rewrites, in JSON neither, and no message holds.
+_SENTINEL = "kvbench-7c1e-sentinel-9b52-kvbench"
+_ASKED = {"role": "user", "content": "."}
+_SAID = {"role": "assistant", "content": _SENTINEL}
 Tools = Sequence[Mapping[str, Any]] | None
+
+
+_EXPLANATION = """You can call these functions, each given as a JSON schema:
+
+{tools}
+
+To call functions, answer with nothing but one JSON object for each call, in a block like this:
+
+```json
+{{"name": "<function>", "arguments": {{"<parameter>": <value>}}}}
+```
+
+You will be given the results. If no call is needed, answer in words."""
+
+
+def explained(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return messages whose system prompt says which functions there are and how to call them."""
+    listed = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+    text = _EXPLANATION.format(tools=listed)
+    if messages[0].get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    first = {**messages[0], "content": f"{text_of(messages[0].get('content'))}\n\n{text}"}
+    return [first, *messages[1:]]
+
+
+def all_in_words(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without calls and results; what users say in a row becomes one message."""
+    said: list[Message] = []
+    for message in map(_in_words, messages):
+        if said and message.get("role") == said[-1].get("role") == "user":
+            texts = [text_of(each.get("content")) for each in (said[-1], message)]
+            said[-1] = {"role": "user", "content": "\n".join(texts)}
+        else:
+            said.append(message)
+    return said
+
+
+def _in_words(message: Message) -> Message:
+    """Return a message as a model sees it whose template knows neither calls nor their results."""
+    if message.get("role") == "tool":
+        result = text_of(message.get("content"))
+        return {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+    calls = [_name_and_arguments(call) for call in message.get("tool_calls") or ()]
+    if not calls:
+        return message
+    said = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    blocks = [f"```json\n{call}\n```" for call in said]
+    words = text_of(message.get("content"))
+    return {"role": message["role"], "content": "\n".join([words, *blocks] if words else blocks)}
 
 
 class ChatTemplate:
     """Renders whole prompts, and what a later turn adds to a prompt."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, syntax: ToolSyntax, markers: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._prompted = syntax.prompted
+        self._markers = markers  # of messages: where one ends or the next begins
 
     def render_first(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """Return the whole prompt, generation prompt included."""
         if not messages:
             raise UsageError("a chat request needs at least one message")
+        if self._prompted and tools:
+            messages, tools = explained(messages, tools), None
         return self._render(messages, tools)
 
-    def render_delta(self, messages: Sequence[Message], tools: Tools = None) -> str:
+    def render_delta(
+        self, messages: Sequence[Message], tools: Tools = None, last: Message | None = None
+    ) -> str:
         """Return the text between an assistant's last content and its next turn.
 
         The turn end marker comes first. The new messages are rendered behind a stand-in assistant
         message, so that a template which drops the thoughts of earlier turns (Qwen3) still gives
-        text that extends what the session holds.
+        text that extends what the session holds. Results of tools are rendered behind the `last`
+        message with its calls: templates look up their names and ids, or refuse without them.
         """
-        _, found, delta = self._render([*_STAND_IN, *messages], tools).rpartition(_SENTINEL)
+        if self._prompted:
+            tools = None
+        elif last is not None and (delta := self._after_calls(messages, tools, last)):
+            return delta
+        _, found, delta = self._render([_ASKED, _SAID, *messages], tools).rpartition(_SENTINEL)
         if not found:
             raise UsageError("the model's chat template does not show the assistant's content")
         return delta
 
+    def _after_calls(self, messages: Sequence[Message], tools: Tools, last: Message) -> str:
+        """Return the text behind a message with calls, from its end marker on; empty if unknown."""
+        calls = [dict(call) for call in last.get("tool_calls") or ()]
+        if not calls or not messages or messages[0].get("role") != "tool":
+            return ""
+        calls[-1]["function"] = {**calls[-1]["function"], "arguments": {"_": _SENTINEL}}
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            _, found, rest = self._render([_ASKED, said, *messages], tools).rpartition(_SENTINEL)
+        except UsageError:
+            return ""  # some take one call at a time only
+        ends = [at for marker in self._markers if (at := rest.find(marker)) >= 0]
+        return rest[min(ends) :] if found and ends else ""
+
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        if self._prompted:
+            messages = all_in_words(messages)
         try:
             plain, listed = [*map(for_template, messages)], [*map(dict, tools)] if tools else None
             text = self._tokenizer.apply_chat_template(

@@ -14,9 +14,9 @@ import re
 import reprlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -34,8 +34,9 @@ from agentbench_kv.errors import (
     KVBenchError,
     SessionFailedError,
 )
+from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import check_levels
-from agentbench_kv.gateway.parsing import Delta
+from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.gateway.session import (
     ChatResult,
     Options,
@@ -55,6 +56,36 @@ def sse(data: dict[str, Any]) -> bytes:
 
 
 class Format(ABC):
+    """How a result is written: whole, or as the chunks of a stream."""
+
+    end: ClassVar[bytes] = DONE  # of a stream
+
+    @abstractmethod
+    def body(self, result: ChatResult) -> dict[str, Any]:
+        """Return a whole response."""
+
+    @abstractmethod
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Yield the chunks before any text."""
+
+    @abstractmethod
+    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of one delta."""
+
+    @abstractmethod
+    def last(self, result: ChatResult) -> Iterator[dict[str, Any]]:
+        """Yield the chunks that say how it ended."""
+
+    def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a stream that breaks off."""
+        yield error.body
+
+    def frame(self, chunk: dict[str, Any]) -> bytes:
+        """Return a chunk as an event of the stream."""
+        return sse(chunk)
+
+
+class ChoiceFormat(Format):
     """What chat and completion responses share."""
 
     prefix: ClassVar[str]  # of the id
@@ -67,14 +98,15 @@ class Format(ABC):
         self._model = model
         self._include_usage = include_usage
         self._token_ids = token_ids
+        self._reported = 0  # tokens whose log probabilities chunks have shown
 
     @abstractmethod
     def answer(self, result: ChatResult) -> dict[str, Any]:
         """Return the answer of a whole response."""
 
     @abstractmethod
-    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of one delta."""
+    def logprobs(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
+        """Return the log probabilities of a choice, or of a chunk's new tokens."""
 
     def body(self, result: ChatResult) -> dict[str, Any]:
         choice = self._last_choice(self.answer(result), result)
@@ -89,22 +121,27 @@ class Format(ABC):
         if self._include_usage:
             yield {**envelope, "choices": [], "usage": result.usage}
 
-    def _piece(self, answer: dict[str, Any]) -> dict[str, Any]:
-        choice = {**answer, "index": 0, "finish_reason": None}
+    def _piece(self, answer: dict[str, Any], tokens: Sequence[Logprob] = ()) -> dict[str, Any]:
+        choice = {**answer, **self._shown(tokens), "index": 0, "finish_reason": None}
         return {**self._envelope(self.chunk), "choices": [choice]}
+
+    def _shown(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
+        self._reported += len(tokens)
+        return {"logprobs": self.logprobs(tokens)} if tokens else {}
 
     def _last_choice(self, answer: dict[str, Any], result: ChatResult) -> dict[str, Any]:
         # Finish reasons that OpenAI clients know; `usage.kvbench` has the exact one.
         known = {"context_limit": "length", "cancelled": "stop"}
         reason = known.get(result.finish_reason, result.finish_reason)
         ids = {"token_ids": result.token_ids} if self._token_ids else {}
-        return {**answer, "index": 0, "finish_reason": reason, **ids}
+        rest = self._shown((result.logprobs or [])[self._reported :])
+        return {**answer, **rest, "index": 0, "finish_reason": reason, **ids}
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {**self._head, "object": kind, "model": self._model}
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoiceFormat):
     """Responses of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
@@ -121,6 +158,9 @@ class ChatFormat(Format):
         empty = not result.content and result.tool_calls
         return {"message": {**result.message, "content": None if empty else result.content}}
 
+    def logprobs(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
+        return {"content": list(tokens), "refusal": None}
+
     def first(self) -> Iterator[dict[str, Any]]:
         yield self._piece({"delta": {"role": "assistant", "content": ""}})
 
@@ -128,28 +168,42 @@ class ChatFormat(Format):
         """Yield text as it is, a call as its name and then its arguments."""
         if delta.call is None:
             field = "content" if delta.kind == "content" else "reasoning_content"
-            yield self._piece({"delta": {field: delta.text}})
+            yield self._piece({"delta": {field: delta.text}}, delta.logprobs)
             return
         index, self._calls = self._calls, self._calls + 1
         function = delta.call["function"]
         head = {**delta.call, "index": index, "function": {**function, "arguments": ""}}
         tail = {"index": index, "function": {"arguments": function["arguments"]}}
-        yield self._piece({"delta": {"tool_calls": [head]}})
+        yield self._piece({"delta": {"tool_calls": [head]}}, delta.logprobs)
         yield self._piece({"delta": {"tool_calls": [tail]}})
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoiceFormat):
     """Responses of `/v1/completions`."""
 
     prefix = "cmpl"
     whole = chunk = "text_completion"
     empty: ClassVar[dict[str, Any]] = {"text": "", "logprobs": None}
+    _offset = 0  # of the next token in the text of all tokens
 
     def answer(self, result: ChatResult) -> dict[str, Any]:
         return {"text": result.content, "logprobs": None}
 
     def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        yield self._piece({"text": delta.text, "logprobs": None})
+        yield self._piece({"text": delta.text, "logprobs": None}, delta.logprobs)
+
+    def logprobs(self, tokens: Sequence[Logprob]) -> dict[str, Any]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token["token"])
+        best = [{each["token"]: each["logprob"] for each in t["top_logprobs"]} for t in tokens]
+        return {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": best if any(best) else None,
+            "text_offset": offsets,
+        }
 
 
 _log = logging.getLogger(__name__)
@@ -225,18 +279,13 @@ IGNORED = frozenset(
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
-    "logprobs": (None, False, 0),
-    "top_logprobs": (None, 0),
     "echo": (None, False),
     "suffix": (None, ""),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
-    "parallel_tool_calls": (None, True),
     "store": (None, False),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -253,25 +302,37 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "chat_template_kwargs": (None, {}),
 }
+# What only chat has.
+_NOT_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "auto", "none"),
+    "response_format": (None, {"type": "text"}),
+    "top_logprobs": (None, 0),
+    "parallel_tool_calls": (None, True),
+}
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """A part of a request."""
+
     # A number is not taken from text, nor a flag from a number.
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(StrictModel):
     include_usage: bool | None = False
     # Padding against listeners who measure lengths; there is none.
     include_obfuscation: bool | None = False
 
 
-class _KVBench(_Strict):
+class _KVBench(StrictModel):
     session: str | None = None
 
 
-class CommonRequest(_Strict):
+class CommonRequest(StrictModel):
     """The fields that both kinds of request have."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
 
     model: str
     max_tokens: Count | None = None
@@ -284,7 +345,6 @@ class CommonRequest(_Strict):
     stream_options: _StreamOptions | None = None
     session_id: str | None = None
     kvbench: _KVBench | None = None
-    tool_choice: Any = None
     return_token_ids: bool | None = None
     evoke_priority: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     evoke_pinned: bool | None = None
@@ -296,11 +356,11 @@ class CommonRequest(_Strict):
         """Refuse what cannot be done, and leave out what changes nothing."""
         if not isinstance(data, dict):
             return data
-        for name, harmless in _UNSUPPORTED.items():
+        for name, harmless in cls.unsupported.items():
             if data.get(name) not in harmless:
                 message = f"this server does not support {name}={reprlib.repr(data[name])}"
                 raise ApiError(400, message, code="unsupported_parameter", param=name)
-        passed = IGNORED | _UNSUPPORTED.keys() - cls.model_fields.keys()
+        passed = (IGNORED | cls.unsupported.keys()) - cls.model_fields.keys()
         return {name: value for name, value in data.items() if name not in passed}
 
     @property
@@ -324,9 +384,61 @@ class CommonRequest(_Strict):
             top_k=max(self.top_k or 0, 0),
             seed=self.seed or 0,
             stop=tuple(stop for stop in stops if stop),
-            parse_tools=self.tool_choice != "none",
             hints=Hints(priority, bool(self.evoke_pinned), bool(self.evoke_task_boundary)),
         )
+
+
+class _JsonSchema(StrictModel):
+    """A schema and what it is called; chat has it in a field, responses have it flat."""
+
+    name: str = ""
+    description: str | None = None
+    body: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+    def answer(self) -> JsonFormat:
+        return JsonFormat(self.body, self.name, strict=bool(self.strict))
+
+
+class _PlainFormat(StrictModel):
+    type: Literal["text", "json_object"]
+
+    def answer(self) -> JsonFormat | None:
+        return JsonFormat() if self.type == "json_object" else None
+
+
+class _SchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: _JsonSchema
+
+    def answer(self) -> JsonFormat:
+        return self.json_schema.answer()
+
+
+class FlatSchemaFormat(_JsonSchema):
+    """`text.format` of a response."""
+
+    type: Literal["json_schema"]
+
+
+class _Named(StrictModel):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class _NamedTool(StrictModel):
+    type: Literal["function"]
+    function: _Named
+
+
+AnswerFormat = Annotated[_PlainFormat | _SchemaFormat, Field(discriminator="type")]
+FlatAnswerFormat = Annotated[_PlainFormat | FlatSchemaFormat, Field(discriminator="type")]
+ToolMode = Literal["none", "auto", "required"]
+MostLogprobs = Annotated[int, Field(ge=0, le=20)]
+
+
+def tool_choice(mode: ToolMode | None, name: str, parallel: bool | None) -> ToolChoice:
+    """Return what a request says of tools: a mode, or the name of the one to call."""
+    return ToolChoice("required" if name else mode or "auto", name, parallel is not False)
 
 
 class ChatRequest(CommonRequest):
@@ -335,6 +447,11 @@ class ChatRequest(CommonRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: Count | None = None
+    tool_choice: ToolMode | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: AnswerFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: MostLogprobs | None = None
 
     @field_validator("tools")
     @classmethod
@@ -348,19 +465,33 @@ class ChatRequest(CommonRequest):
 
     def options(self) -> Options:
         """Return the sampling; the limit has two names."""
-        limit = self.max_completion_tokens or self.max_tokens
-        return replace(super().options(), max_tokens=limit)
+        chosen = self.tool_choice
+        named = chosen.function.name if isinstance(chosen, _NamedTool) else ""
+        mode = None if isinstance(chosen, _NamedTool) else chosen
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        return replace(
+            super().options(),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            tool_choice=tool_choice(mode, named, self.parallel_tool_calls),
+            answer=self.response_format.answer() if self.response_format else None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
 
 
 class CompletionRequest(CommonRequest):
     """Body of `POST /v1/completions`; a prompt is text or token ids, one of them."""
 
+    unsupported = _UNSUPPORTED | _NOT_OF_COMPLETIONS
+
     prompt: Prompt
     ignore_eos: bool | None = None
+    logprobs: MostLogprobs | None = None
 
     def options(self) -> Options:
         """Return the sampling; a raw completion may go on behind the model's turn end."""
-        return replace(super().options(), ignore_eos=bool(self.ignore_eos))
+        ignored = bool(self.ignore_eos)
+        return replace(super().options(), ignore_eos=ignored, logprobs=self.logprobs)
 
     def one_prompt(self) -> str | list[int]:
         """Return the prompt; a batch of one is one."""

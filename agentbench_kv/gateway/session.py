@@ -13,8 +13,9 @@ from typing import Any, Self
 from agentbench_kv.engines.base import Engine, FinishReason, Generation, KVStats
 from agentbench_kv.engines.text import TextRequest
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_key
-from agentbench_kv.gateway.parsing import Delta
+from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Hints, Source, TurnNotes
 from agentbench_kv.phases.machine import PhaseMachine, PhaseState, PhaseTable
@@ -172,10 +173,10 @@ def notes_for(machine: PhaseMachine, ids: Sequence[int], hints: Hints) -> TurnNo
     """
     machine = machine.copy()
     messages: list[_Message] = []
-    opens = machine.table.family.message_open
+    table = machine.table
     for token in ids:
         # What closes the message before goes with the first one: it is too little to be apart.
-        begins = machine.table.atomic.get(token) == opens
+        begins = table.atomic.get(token, "") in table.family.opens
         if not messages or (begins and messages[-1].header):
             messages.append(_Message())
         messages[-1].add(machine.label(token), machine.state.header)
@@ -363,7 +364,7 @@ class Session(BaseSession):
 
     def next_call_id(self) -> str:
         self.calls += 1
-        return f"call_{self.calls}"
+        return self.table.syntax.call_ids.format(self.calls)
 
     def stats(self) -> KVStats:
         now = self.engine.stats(self.id) if self.opened else KVStats()
@@ -398,7 +399,9 @@ class Options:
     top_k: int = 0
     seed: int = 0  # of the session; every turn draws from a stream of its own
     stop: tuple[str, ...] = ()  # strings that end the text; they are cut off
-    parse_tools: bool = True  # False leaves tool calls in the content
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    answer: JsonFormat | None = None  # None: free text
+    logprobs: int | None = None  # how many of the likeliest tokens to report with each; None: no
     hints: Hints = field(default_factory=Hints)  # for methods that manage whole spans
     ignore_eos: bool = False  # the model's turn end does not end the generation: fixed length
 
@@ -431,6 +434,8 @@ class ChatResult:
     token_ids: list[int]  # all generated ids
     turn: TurnInfo
     report: SessionReport
+    thinking_tokens: int = 0  # of the generated ids
+    logprobs: list[Logprob] | None = None  # per generated token but the turn end; None: not asked
 
     @property
     def message(self) -> dict[str, Any]:
@@ -451,6 +456,7 @@ class ChatResult:
             "completion_tokens": turn.output_tokens,
             "total_tokens": turn.prompt_tokens + turn.output_tokens,
             "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.thinking_tokens},
             "kvbench": kvbench_usage(self.report, turn),
         }
 

@@ -17,9 +17,11 @@ from agentbench_kv.errors import (
     PrerequisiteError,
     UsageError,
 )
+from agentbench_kv.gateway.calls import read_calls
 from agentbench_kv.gateway.gateway import BaseGateway, Request
+from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import canonical, tool_call
-from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, parse_calls
+from agentbench_kv.gateway.parsing import Delta, OutputParser
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -28,6 +30,7 @@ from agentbench_kv.gateway.session import (
     SessionReport,
     TurnInfo,
 )
+from agentbench_kv.phases.syntax import SYNTAXES
 
 
 @dataclass
@@ -131,7 +134,14 @@ class TextGateway(BaseGateway[TextSession]):
         options = request.options
         limit, shape = options.max_tokens, (options.temperature, options.top_p, options.top_k)
         limit = limit or self.default_max_tokens
-        sampling = TextSampling(limit, *shape, options.seed, options.stop)
+        choice = options.tool_choice
+        sampling = TextSampling(
+            *(limit, *shape, options.seed, options.stop),
+            response_format=None if options.answer is None else _response_format(options.answer),
+            tool_choice=_tool_choice(choice) if request.tools else None,
+            parallel_tool_calls=None if choice.parallel or not request.tools else False,
+            top_logprobs=options.logprobs,
+        )
         asked = self.engine.ask(request.messages, request.tools, sampling)
         request.cancellation.attach(asked)
         try:
@@ -145,6 +155,19 @@ class TextGateway(BaseGateway[TextSession]):
         """Remember what ends the run; the first reason counts."""
         self._fatal = self._fatal or error
         return error
+
+
+def _response_format(answer: JsonFormat) -> dict[str, Any]:
+    if answer.schema is None:
+        return {"type": "json_object"}
+    named = {"name": answer.name or "answer", "schema": answer.schema, "strict": answer.strict}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any] | None:
+    if choice.name:
+        return {"type": "function", "function": {"name": choice.name}}
+    return None if choice.mode == "auto" else choice.mode
 
 
 def _charge(account: KVStats, prompt: int, output: int, fresh: int) -> None:
@@ -166,7 +189,8 @@ def _result(state: TextSession, reply: TextReply, *, reset: bool) -> ChatResult:
     reason = "tool_calls" if calls and reply.finish_reason == "stop" else reply.finish_reason
     turn = state.add(reply, reason, reset=reset)
     return ChatResult(
-        content, reasoning, calls, reason, unparsable, reply.content, [], turn, state.report()
+        *(content, reasoning, calls, reason, unparsable, reply.content, [], turn, state.report()),
+        *(reply.thinking_tokens, reply.logprobs),
     )
 
 
@@ -174,7 +198,7 @@ def _thoughts(reply: TextReply) -> tuple[str, str]:
     """Return content and reasoning; an endpoint without a reasoning parser leaves the markers."""
     if reply.reasoning or not reply.content.lstrip().startswith("<think>"):
         return reply.content.strip(), reply.reasoning.strip()
-    parser = OutputParser(PARSERS["none"], str)
+    parser = OutputParser(SYNTAXES["none"], str)
     parser.feed(reply.content)
     parser.finish()
     return parser.content, parser.reasoning
@@ -189,10 +213,11 @@ def _calls(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool
             return [], True
         # Some endpoints leave the arguments of a call without any empty.
         function = {**function, "arguments": function.get("arguments") or {}}
-        parsed = parse_calls(json.dumps(function))
+        parsed = read_calls("hermes", json.dumps(function))
         if not parsed:
             return [], True
-        calls.append(tool_call(str(call.get("id") or f"call_{number}"), *parsed[0]))
+        name, arguments = parsed[0].name, parsed[0].arguments
+        calls.append(tool_call(str(call.get("id") or f"call_{number}"), name, arguments))
     return calls, False
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from agentbench_kv.engines.base import FinishReason, Generation, Sampling
-from agentbench_kv.errors import ContextLimitError
+from agentbench_kv.engines.base import FinishReason, Generation, Sampling, TokenLogprob
+from agentbench_kv.errors import ContextLimitError, KVBenchError
+from agentbench_kv.gateway.grammar import GrammarConstraint
 from agentbench_kv.gateway.messages import canonical
-from agentbench_kv.gateway.parsing import Delta, Reader, beginning_of
+from agentbench_kv.gateway.parsing import Delta, Logprob, Reader, beginning_of
 from agentbench_kv.gateway.session import (
     Cancellation,
     ChatResult,
@@ -20,6 +22,7 @@ from agentbench_kv.gateway.session import (
     TurnInfo,
     count_phases,
 )
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher, TokenCodec
 
 
@@ -66,15 +69,20 @@ class Turn:
     hidden: frozenset[int]  # ids without text
     eos: frozenset[int]  # ids that end the model's turn
     cancellation: Cancellation
+    constraint: GrammarConstraint | None = None
+    last_text: str | None = None  # ends the generation and stays: the end of its only call
 
     def __post_init__(self) -> None:
         self._stop_ids, stops = _split_stops(self.options.stop, self.codec)
         hidden = self.hidden | self._stop_ids
         self._decoder = IncrementalDecoder(self.codec, hidden)
         self._cutter = StopCutter(stops)
+        ends = (*stops, self.last_text) if self.last_text else stops
         # The engine calls the matcher from another thread than the reader's.
         own_decoder = IncrementalDecoder(self.codec, hidden)
-        self._matcher = StopMatcher(own_decoder, stops) if stops else None
+        self._matcher = StopMatcher(own_decoder, ends) if ends else None
+        self._logprobs: list[Logprob] = []
+        self._reported = 0  # of them, how many a delta carries
         self._raw = ""
         self._output: list[int] = []
         self._generation: Generation | None = None
@@ -98,11 +106,20 @@ class Turn:
         self._settle()
 
     def result(self) -> ChatResult:
+        """Return what was answered; KVBenchError if nothing could fit what was asked for."""
+        if self.constraint is not None and self.constraint.problem:
+            raise KVBenchError(f"no token fits the schema: {self.constraint.problem}")
         reader = self.reader
         turn = self.session.turns[-1]
         said = (reader.content, reader.reasoning, reader.tool_calls, turn.finish_reason)
         generated = (reader.unparsable, self._raw, self._output)
-        return ChatResult(*said, *generated, turn, self.session.report())
+        phases = self.session.phases[len(self.session.phases) - len(self._output) :]
+        more = (phases.count(Phase.THINK), self._logprobs if self._asks_logprobs else None)
+        return ChatResult(*said, *generated, turn, self.session.report(), *more)
+
+    @property
+    def _asks_logprobs(self) -> bool:
+        return self.options.logprobs is not None
 
     def _decode(self) -> Iterator[Delta]:
         session = self.session
@@ -113,6 +130,7 @@ class Turn:
         tokens = iter(generation)
         try:
             for token in tokens:
+                self._note(generation, token)
                 self._output.append(token)
                 yield from self._read(self._decoder.feed(token))
         except GeneratorExit:
@@ -128,9 +146,18 @@ class Turn:
     def _read(self, text: str, *, last: bool = False) -> Iterator[Delta]:
         text = self._cutter.feed(text) + (self._cutter.finish() if last else "")
         self._raw += text
-        yield from self.reader.feed(text)
+        yield from map(self._with_logprobs, self.reader.feed(text))
         if last:
-            yield from self.reader.finish()
+            yield from map(self._with_logprobs, self.reader.finish())
+
+    def _note(self, generation: Generation, token: int) -> None:
+        if self._asks_logprobs and token not in self.eos:
+            noted = generation.logprobs[len(self._output)]
+            self._logprobs.append(_logprob(noted, self.codec))
+
+    def _with_logprobs(self, delta: Delta) -> Delta:
+        new, self._reported = self._logprobs[self._reported :], len(self._logprobs)
+        return replace(delta, logprobs=tuple(new)) if new else delta
 
     def _settle(self) -> None:
         """Bring log, history and accounting up to date."""
@@ -156,7 +183,10 @@ class Turn:
         stop_ids = self._stop_ids if options.ignore_eos else self._stop_ids | self.eos
         seed = _turn_seed(options.seed, len(self.session.turns))
         shape = (options.temperature, options.top_p, options.top_k)
-        return Sampling(self.max_tokens, *shape, seed, stop_ids, self._matcher)
+        ends = (stop_ids, self._matcher)
+        return Sampling(
+            *(self.max_tokens, *shape, seed, *ends, self.constraint), logprobs=options.logprobs
+        )
 
     def _finish_reason(self) -> str:
         if self._over_limit or self._generation is None:
@@ -188,6 +218,22 @@ class Turn:
             finish_reason=self._finish_reason(),
             reset=self.plan.reset,
         )
+
+
+_LOWEST = -9999.0  # what OpenAI says of a token that was impossible; JSON has no infinity
+
+
+def _logprob(noted: TokenLogprob, codec: TokenCodec) -> Logprob:
+    """Return a token's log probability as a chat response has it."""
+    top = [_shown(token, value, codec) for token, value in noted.top]
+    return {**_shown(noted.token, noted.logprob, codec), "top_logprobs": top}
+
+
+def _shown(token: int, logprob: float, codec: TokenCodec) -> dict[str, Any]:
+    text = codec.piece(token)
+    # A piece of a character has no text of its own, and its bytes are the tokenizer's secret.
+    whole = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": whole}
 
 
 def _times(generation: Generation | None, count: int) -> tuple[float | None, float | None]:

@@ -183,7 +183,11 @@ class Replay:
             spec.engine, spec.model, folder, "", "cpu", spec.dtype, limit, facts.eos_token_ids
         )
         self._engine = RecordedEngine(self._recorded, info, self._ledger)
-        self._gateway = Gateway(self._engine, default_max_tokens=spec.max_tokens)
+        self._gateway = Gateway(
+            self._engine,
+            default_max_tokens=spec.max_tokens,
+            tool_syntax=spec.tool_syntax or "auto",
+        )
         self._records = {
             (trial, sample_key(sample)): transcript.tokens
             for (sample, trial), transcript in evidence.transcripts.items()

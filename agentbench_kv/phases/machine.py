@@ -12,6 +12,10 @@ in one piece, in any chunks, or token by token while decoding gets the same labe
 * Think and act spans count in the assistant's messages only. They nest: a call inside a thought is
   `act`, what follows it is `think` again. Opening what is already open or closing what is not
   changes nothing. A span without an end ends with its message, whose end marker is the message's.
+* Where a syntax has calls without markers, a message whose first character other than white space
+  is a call's is `act` from the token that holds it to its end.
+* Families without headers (Mistral, DeepSeek, GLM) have a marker for each role: it belongs to the
+  message it opens.
 
 A labeller has a name and a JSON document of its state, from which another process goes on.
 """
@@ -19,13 +23,14 @@ A labeller has a name and a JSON document of its state, from which another proce
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
+from agentbench_kv.phases.syntax import ToolSyntax, choose_syntax
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 
@@ -47,82 +52,162 @@ class SpanRule:
     header: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """The markers of one chat format. A message's header holds role, channel and recipient."""
 
     name: str
-    detect: str  # an added token only this family has; empty for the family without markers
-    message_open: str
-    header_close: str
-    message_close: tuple[str, ...]  # any of them ends a message
-    headers: tuple[HeaderRule, ...]  # first match wins; a message without a match is `others`
-    spans: tuple[SpanRule, ...]
+    detect: tuple[str, ...]  # added tokens that together only this family has
+    # What opens a message, with its role; None: a header that ends in `header_close` says it.
+    opens: Mapping[str, str | None]
+    closes: Mapping[str, str]  # what ends a message, with the role of the next if one follows
+    header_close: str = ""
+    headers: tuple[HeaderRule, ...] = ()  # first match wins; a message without one is `others`
+    spans: tuple[SpanRule, ...] = ()  # besides thoughts and calls
+    assistant: str = r"assistant\Z"  # header of the messages that hold these
 
 
-_ASSISTANT = r"assistant\Z"
-_THINK = SpanRule("<think>", "</think>", Phase.THINK, _ASSISTANT)
-_CALL = SpanRule("<tool_call>", "</tool_call>", Phase.ACT, _ASSISTANT)
-
+_RESPONSE = SpanRule("<tool_response>", "</tool_response>", Phase.TOOL, r"user\Z")
 
 CHATML = Family(
     name="chatml",
-    detect="<|im_start|>",
-    message_open="<|im_start|>",
+    detect=("<|im_start|>",),
+    opens={"<|im_start|>": None},
+    closes={"<|im_end|>": ""},
     header_close="\n",
-    message_close=("<|im_end|>",),
     headers=(HeaderRule(r"tool\Z", Phase.TOOL),),
-    spans=(_THINK, _CALL, SpanRule("<tool_response>", "</tool_response>", Phase.TOOL, r"user\Z")),
+    spans=(_RESPONSE,),
+)
+
+PHI4 = replace(
+    CHATML, name="phi4", detect=("<|im_start|>", "<|im_sep|>"), header_close="<|im_sep|>"
 )
 
 LLAMA3 = Family(
     name="llama3",
-    detect="<|start_header_id|>",
-    message_open="<|start_header_id|>",
+    detect=("<|start_header_id|>",),
+    opens={"<|start_header_id|>": None},
+    closes={"<|eot_id|>": "", "<|eom_id|>": "", "<|end_of_text|>": ""},
     header_close="<|end_header_id|>",
-    message_close=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     headers=(HeaderRule(r"(ipython|tool)\Z", Phase.TOOL),),
-    spans=(_THINK, _CALL, SpanRule("<|python_tag|>", None, Phase.ACT, _ASSISTANT)),
 )
 
 HARMONY = Family(
     name="harmony",
-    detect="<|channel|>",
-    message_open="<|start|>",
+    detect=("<|channel|>", "<|message|>"),
+    opens={"<|start|>": None},
+    closes={"<|end|>": "", "<|call|>": "", "<|return|>": ""},
     header_close="<|message|>",
-    message_close=("<|end|>", "<|call|>", "<|return|>"),
     headers=(
         HeaderRule(r"(functions\.|browser\b|python\b)", Phase.TOOL),
         HeaderRule(r"assistant.*\sto=", Phase.ACT),
         HeaderRule(r"assistant.*<\|channel\|>analysis", Phase.THINK),
     ),
-    spans=(),
+    assistant=r"(?!)",  # its thoughts and calls are messages of their own
 )
 
-PLAIN = Family("plain", "", "", "", (), (), ())
-FAMILIES = (HARMONY, LLAMA3, CHATML)
+KIMI = Family(
+    name="kimi",
+    detect=("<|im_middle|>",),
+    opens=dict.fromkeys(("<|im_system|>", "<|im_user|>", "<|im_assistant|>")),
+    closes={"<|im_end|>": ""},
+    header_close="<|im_middle|>",
+    headers=(HeaderRule(r"tool\Z", Phase.TOOL),),
+)
+
+_TOOL = (HeaderRule("tool", Phase.TOOL),)
+DEEPSEEK = Family(
+    name="deepseek",
+    detect=("<｜Assistant｜>",),
+    opens={
+        "<｜User｜>": "user",
+        "<｜Assistant｜>": "assistant",
+        "<｜tool▁outputs▁begin｜>": "tool",
+        "<｜tool▁output▁begin｜>": "tool",
+    },
+    closes={
+        "<｜end▁of▁sentence｜>": "",
+        "<｜tool▁outputs▁end｜>": "assistant",
+        "<｜tool▁output▁end｜>": "assistant",
+    },
+    headers=_TOOL,
+)
+
+MISTRAL = Family(
+    name="mistral",
+    detect=("[INST]", "[/INST]"),
+    opens={
+        "[INST]": "user",
+        "[AVAILABLE_TOOLS]": "system",
+        "[SYSTEM_PROMPT]": "system",
+        "[TOOL_RESULTS]": "tool",
+    },
+    closes={"[/INST]": "assistant", "[/TOOL_RESULTS]": "assistant", "</s>": ""},
+    headers=_TOOL,
+)
+
+GLM = Family(
+    name="glm",
+    detect=("<|observation|>", "<|assistant|>"),
+    opens={
+        "<|system|>": "system",
+        "<|user|>": "user",
+        "<|assistant|>": "assistant",
+        "<|observation|>": "tool",
+    },
+    closes={},
+    headers=_TOOL,
+)
+
+PHI = Family(
+    name="phi",
+    detect=("<|assistant|>", "<|end|>"),
+    opens={
+        "<|system|>": "system",
+        "<|user|>": "user",
+        "<|assistant|>": "assistant",
+        "<|tool_response|>": "tool",
+    },
+    closes={"<|end|>": ""},
+    headers=_TOOL,
+)
+
+GEMMA = Family(
+    name="gemma",
+    detect=("<start_of_turn>",),
+    opens={"<start_of_turn>": None},
+    closes={"<end_of_turn>": ""},
+    header_close="\n",
+    assistant=r"model\Z",
+)
+
+PLAIN = Family("plain", (), {}, {})
+# The first whose tokens are all there: what others have too comes later.
+FAMILIES = (HARMONY, DEEPSEEK, LLAMA3, KIMI, PHI4, CHATML, MISTRAL, GLM, PHI, GEMMA)
 
 
 class PhaseTable:
     """A family's markers, resolved against a vocabulary. Immutable; shared by all sessions."""
 
-    def __init__(self, family: Family, codec: TokenCodec) -> None:
+    def __init__(self, family: Family, codec: TokenCodec, syntax: ToolSyntax) -> None:
         self.family = family
         self.codec = codec
-        spans = [text for span in family.spans for text in (span.open, span.close) if text]
+        self.syntax = syntax
+        self.rules = (*_spans(family, syntax), *family.spans)
+        spans = [text for span in self.rules for text in (span.open, span.close) if text]
         # Channel and constrain markers of harmony are part of the header's text: no entry.
-        markers = (family.message_open, family.header_close, *family.message_close, *spans)
+        markers = (*family.opens, family.header_close, *family.closes, *spans)
         # An added token is matched by id only: the same text in ordinary tokens is no marker.
         self.atomic = {codec.added[text]: text for text in markers if text in codec.added}
         self.textual = tuple(text for text in spans if text not in codec.added)
         self.reach = max((len(text) for text in self.textual), default=1) - 1
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Any) -> Self:
-        """Pick the family whose own token the vocabulary has; without one all is `others`."""
+    def for_tokenizer(cls, tokenizer: Any, syntax: str = "auto") -> Self:
+        """Pick the family whose own tokens the vocabulary has; without one all is `others`."""
         codec = tokenizer if isinstance(tokenizer, TokenCodec) else TokenCodec(tokenizer)
-        family = next((known for known in FAMILIES if known.detect in codec.added), PLAIN)
-        return cls(family, codec)
+        families = (known for known in FAMILIES if codec.added.keys() >= set(known.detect))
+        return cls(next(families, PLAIN), codec, choose_syntax(syntax, codec.template, codec.added))
 
     def header_phase(self, header: str) -> Phase:
         """Return the phase of a message from its header as far as it is known."""
@@ -132,7 +217,21 @@ class PhaseTable:
         return Phase.OTHERS
 
     def spans_in(self, header: str) -> tuple[SpanRule, ...]:
-        return tuple(span for span in self.family.spans if re.match(span.header, header))
+        return tuple(span for span in self.rules if re.match(span.header, header))
+
+
+_BARE = ""  # what opens a call without markers
+
+
+def _spans(family: Family, syntax: ToolSyntax) -> list[SpanRule]:
+    """Return the spans of thoughts and calls in the family's assistant messages."""
+    marked = [(*span, Phase.ACT) for span in syntax.spans]
+    if syntax.think[0]:
+        marked.insert(0, (*syntax.think, Phase.THINK))
+    if syntax.bare:
+        marked.append((_BARE, None, Phase.ACT))
+    spans = [SpanRule(*span, family.assistant) for span in marked]
+    return [*spans, _RESPONSE] if syntax.prompted and _RESPONSE not in family.spans else spans
 
 
 @dataclass(frozen=True)
@@ -145,21 +244,22 @@ class PhaseState:
     spans: tuple[SpanRule, ...] = ()
     open: tuple[SpanRule, ...] = ()
     tail: str = ""
+    begun: bool = False  # the message has text outside spans
 
     @property
     def phase(self) -> Phase:
         return self.open[-1].phase if self.open else self.base
 
 
+MARKERS = "markers"  # a labeller's name is this, `/` and its tool syntax
 _RULES = {"spans", "open"}  # the state's fields that hold span rules
 
 
 class PhaseMachine:
     """Labels one session's tokens in order. Satisfies `engines.base.PhaseLabeller`."""
 
-    labeller_name = "markers"
-
     def __init__(self, table: PhaseTable, state: PhaseState | None = None) -> None:
+        self.labeller_name = f"{MARKERS}/{table.syntax.name}"
         self.table = table
         self.state = state or PhaseState()
 
@@ -168,7 +268,7 @@ class PhaseMachine:
 
     def document(self) -> dict[str, Any]:
         """Return the state as JSON; span rules by their place in the family's."""
-        rule = self.table.family.spans.index
+        rule = self.table.rules.index
         spans = {name: [rule(each) for each in getattr(self.state, name)] for name in _RULES}
         return {**vars(self.state), **spans}
 
@@ -177,7 +277,7 @@ class PhaseMachine:
         """Return a machine that goes on from a state; from the start if the document is empty."""
         state = dict(document)
         for name in _RULES & state.keys():
-            state[name] = tuple(table.family.spans[rule] for rule in state[name])
+            state[name] = tuple(table.rules[rule] for rule in state[name])
         if state:
             state["base"] = Phase(state["base"])
         return cls(table, PhaseState(**state))
@@ -196,16 +296,24 @@ class PhaseMachine:
 
     def _marker(self, marker: str) -> Phase:
         family = self.table.family
-        if marker == family.message_open:
-            self.state = PhaseState(place="header")
-            return Phase.OTHERS
-        if marker in family.message_close:
-            base, self.state = self.state.base, PhaseState()
+        if marker in family.opens:
+            self._open(family.opens[marker])
+            return self.state.base
+        if marker in family.closes:
+            base = self.state.base
+            self._open(family.closes[marker])
             return base
         if self.state.place == "header":
             return self._header(marker)
         self.state = replace(self.state, tail="")
         return self._span_marker(marker)
+
+    def _open(self, role: str | None) -> None:
+        """Begin a message: of a role, of one that its header will say (None), or none (empty)."""
+        self.state = PhaseState(place="outside" if role == "" else "header")
+        if role:
+            base, spans = self.table.header_phase(role), self.table.spans_in(role)
+            self.state = PhaseState("message", role, base, spans)
 
     def _header(self, piece: str) -> Phase:
         close = self.table.family.header_close
@@ -219,14 +327,27 @@ class PhaseMachine:
 
     def _text(self, piece: str) -> Phase:
         state, table = self.state, self.table
-        phase = state.phase
-        if state.spans and table.textual:
-            window = state.tail + piece
-            for marker in _completed(table.textual, window, len(state.tail)):
-                phase = self._span_marker(marker)
-            tail = window[-table.reach :] if table.reach else ""
-            self.state = replace(self.state, tail=tail)
+        if not state.spans:
+            return state.phase
+        window = state.tail + piece
+        if not state.begun and not state.open and self._begins(window.lstrip()):
+            return self._span_marker(_BARE)
+        phase, read = state.phase, 0
+        for end, marker in _completed(table.textual, window, len(state.tail)):
+            before = self.state.open
+            phase = self._span_marker(marker)
+            # What opened or closed a span is no beginning of another marker; "```" may be.
+            read = read if self.state.open == before else end
+        self.state = replace(self.state, tail=window[max(read, len(window) - table.reach) :])
         return phase
+
+    def _begins(self, said: str) -> bool:
+        """Note that a message has begun; return whether with a call that has no marker."""
+        if not said or any(marker.startswith(said) for marker in self.table.textual):
+            return False  # it may still become a marker
+        self.state = replace(self.state, begun=True)
+        bare = any(span.open == _BARE for span in self.state.spans)
+        return bare and said.startswith(tuple(self.table.syntax.bare))
 
     def _span_marker(self, marker: str) -> Phase:
         for span in self.state.spans:
@@ -241,15 +362,15 @@ class PhaseMachine:
         return self.state.phase
 
 
-def _completed(markers: tuple[str, ...], window: str, start: int) -> list[str]:
-    """Return the markers that end behind `start` in `window`, in order of their ends."""
+def _completed(markers: tuple[str, ...], window: str, start: int) -> list[tuple[int, str]]:
+    """Return where markers end behind `start` in `window`, and which, in order."""
     ends = []
     for marker in markers:
         at = window.find(marker, max(0, start - len(marker) + 1))
         while at >= 0:
             ends.append((at + len(marker), marker))
             at = window.find(marker, at + 1)
-    return [marker for _, marker in sorted(ends)]
+    return sorted(ends)
 
 
 class TokenPhases:
@@ -280,7 +401,8 @@ def labeller_source(name: str, model_path: Path) -> Callable[[dict[str, Any]], L
     """Return what makes the labellers of a name from their documents."""
     if name == TokenPhases.labeller_name:
         return lambda _: TokenPhases()
-    table = PhaseTable.for_tokenizer(TokenCodec(load_tokenizer(model_path)))
+    syntax = name.partition("/")[2] or "auto"
+    table = PhaseTable.for_tokenizer(load_tokenizer(model_path), syntax)
     return lambda document: PhaseMachine.from_document(table, document)
 
 
@@ -291,7 +413,7 @@ class PromptPhases:
     An engine labels only what it samples itself. Without arguments nothing is labelled yet.
     """
 
-    labeller_name: str = PhaseMachine.labeller_name
+    labeller_name: str = MARKERS
     state: dict[str, Any] = field(default_factory=dict)  # the labeller's document
     runs: Sequence[Sequence[int]] = ()  # [phase, tokens] of every run, in order
 

@@ -31,6 +31,7 @@ class TokenCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.template = str(getattr(tokenizer, "chat_template", None) or "")
         self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
         added = tokenizer.added_tokens_decoder.items()
         special = {index for index, token in added if getattr(token, "special", False)}
@@ -52,6 +53,10 @@ class TokenCodec:
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are added tokens."""
+        return frozenset(self.added[text] for text in texts if text in self.added)
 
     def piece(self, token: int) -> str:
         """Return the text of one id; bytes of an unfinished character become U+FFFD."""

@@ -109,7 +109,7 @@ def _setup(
 
     engine = ScriptedEngine(texts, tokenizer_path=tokenizer, model=_AGENT)
     stack.callback(engine.shutdown)
-    gateway = Gateway(engine, parser="hermes")
+    gateway = Gateway(engine, tool_syntax="hermes")
     endpoint = None
     if task.needs_endpoint:
         endpoint = stack.enter_context(BackgroundServer(gateway, concurrency=_WIDTH)).url

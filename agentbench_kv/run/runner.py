@@ -145,7 +145,9 @@ def trial_setup(
     with ExitStack() as stack:
         engine = start_engine(spec.engine, options, observer)
         stack.callback(engine.shutdown)
-        gateway = open_gateway(engine, default_max_tokens=spec.max_tokens)
+        gateway = open_gateway(
+            engine, default_max_tokens=spec.max_tokens, tool_syntax=spec.tool_syntax or "auto"
+        )
         endpoint = None
         if task.needs_endpoint:
             server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))

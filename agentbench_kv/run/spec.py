@@ -14,6 +14,7 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
+from agentbench_kv.phases.syntax import choose_syntax
 from agentbench_kv.registry import load_engine, load_task, make_method
 from agentbench_kv.results.store import prefix_parts, run_id
 
@@ -42,6 +43,7 @@ class RunSpec:
     device: str = "auto"
     task_params: dict[str, Any] = field(default_factory=dict)  # all of the task's
     engine_args: dict[str, str] = field(default_factory=dict)  # for a serving engine's command line
+    tool_syntax: str = ""  # how the model writes calls, where it is not what its template shows
     allow_untested: bool = False  # another version of a serving engine than the tested one
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class RunSpec:
         """
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain["budget"] = None if self.budget is None else self.budget.spelled
-        rare = ("task_params", "engine_args", "allow_untested")
+        rare = ("task_params", "engine_args", "tool_syntax", "allow_untested")
         return {name: value for name, value in plain.items() if value or name not in rare}
 
     @cached_property
@@ -91,6 +93,12 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
         raise UsageError(f"timeout {spec.timeout_s}: expected seconds above 0")
     if spec.limit is not None and spec.limit < 1:
         raise UsageError(f"limit {spec.limit}: expected at least 1 sample")
+    if spec.tool_syntax:
+        choose_syntax(spec.tool_syntax, "", ())
+        if Capability.TEXT in load_engine(spec.engine).capabilities:
+            raise UsageError(
+                f"--tool-syntax {spec.tool_syntax}: engine {spec.engine!r} reads calls itself"
+            )
     own = {key: value for key, value in settings.items() if key in task.parameters()}
     rest = {key: value for key, value in settings.items() if key not in own}
     method = make_method(spec.method, spec.budget, rest)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser, choose_parser
+from agentbench_kv.gateway.parsing import Delta, OutputParser
+from agentbench_kv.phases.syntax import SYNTAXES, choose_syntax, refuse_tools_without_syntax
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -20,7 +21,7 @@ def parse(
     *chunks: str, syntax: str = "hermes", thinking: bool = False
 ) -> tuple[OutputParser, list[Delta]]:
     numbers = itertools.count(1)
-    parser = OutputParser(PARSERS[syntax], lambda: f"call_{next(numbers)}", thinking=thinking)
+    parser = OutputParser(SYNTAXES[syntax], lambda: f"call_{next(numbers)}", thinking=thinking)
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
     return parser, deltas + parser.finish()
 
@@ -139,10 +140,30 @@ def test_a_marker_split_over_chunks_is_not_shown_by_halves() -> None:
     assert parser.content == "a <tool box"
 
 
-def test_the_parser_is_chosen_by_the_vocabulary() -> None:
-    assert choose_parser("auto", {"<|python_tag|>"}).name == "llama3_json"
-    assert choose_parser("auto", set()).name == "hermes"
+@pytest.mark.parametrize(
+    ("template", "vocabulary", "name"),
+    [
+        ("", {"<|python_tag|>"}, "llama3_json"),
+        ("", set(), "hermes"),
+        ("<tool_call> {{ tools }}", set(), "hermes"),
+        ("<tool_call>\n<function=x>", {"<tool_call>"}, "qwen3_coder"),
+        ("<tool_call>{{ name }}<arg_key>", {"<tool_call>"}, "glm"),
+        ("", {"[TOOL_CALLS]"}, "mistral"),
+        ("", {"<｜tool▁calls▁begin｜>"}, "deepseek"),
+        ("", {"<|tool_calls_section_begin|>"}, "kimi"),
+        ("", {"<|channel|>", "<|message|>"}, "harmony"),
+        ("{{ messages }}", set(), "none"),
+    ],
+)
+def test_the_syntax_is_chosen_by_template_and_vocabulary(
+    template: str, vocabulary: set[str], name: str
+) -> None:
+    assert choose_syntax("auto", template, vocabulary).name == name
+
+
+def test_an_unknown_syntax_is_refused_with_those_there_are() -> None:
     with pytest.raises(UsageError, match="did you mean 'hermes'"):
-        choose_parser("herms", set())
-    with pytest.raises(UsageError, match="--parser none"):
-        choose_parser("auto", {"<|channel|>"})
+        choose_syntax("herms", "", set())
+    with pytest.raises(UsageError, match=r"--tool-syntax: .*hermes.*json"):
+        refuse_tools_without_syntax(choose_syntax("auto", "{{ messages }}", ()), "auto")
+    refuse_tools_without_syntax(SYNTAXES["none"], "none")

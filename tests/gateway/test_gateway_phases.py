@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import (
     CHATML,
+    DEEPSEEK,
+    FAMILIES,
+    GEMMA,
+    GLM,
     HARMONY,
+    KIMI,
     LLAMA3,
+    MISTRAL,
+    PHI,
+    PHI4,
     PLAIN,
     Family,
     PhaseMachine,
@@ -167,7 +175,173 @@ def test_any_split_gives_the_same_labels(kind: str, request: pytest.FixtureReque
         assert [one.label(token) for token in tokens] == whole
 
 
+# What labels a conversation of a family is made of: a list of (text, phase) for each part.
+Part = list[tuple[str, Phase]]
+N, T, A, R = Phase.OTHERS, Phase.THINK, Phase.ACT, Phase.TOOL
+THOUGHT: Part = [("<think>", T), ("hm", T), ("</think>", T), ("\n", N)]
+PARTS: dict[Family, dict[str, list[Part]]] = {
+    DEEPSEEK: {
+        "user": [[("<｜User｜>", N), ("hi", N)]],
+        "assistant": [
+            [
+                ("<｜Assistant｜>", N),
+                *THOUGHT,
+                ("<｜tool▁calls▁begin｜>", A),
+                ("<｜tool▁call▁begin｜>", A),
+                ("f", A),
+                ("<｜tool▁sep｜>", A),
+                ("{}", A),
+                ("<｜tool▁call▁end｜>", A),
+                ("<｜tool▁calls▁end｜>", A),
+                ("<｜end▁of▁sentence｜>", N),
+            ],
+            [("<｜Assistant｜>", N), ("ok", N), ("<｜end▁of▁sentence｜>", N)],
+        ],
+        "tool": [
+            [("<｜tool▁output▁begin｜>", R), ("7", R), ("<｜tool▁output▁end｜>", R), ("so", N)]
+        ],
+    },
+    MISTRAL: {
+        "user": [[("[INST]", N), ("hi", N), ("[/INST]", N)]],
+        "assistant": [
+            [("[TOOL_CALLS]", A), ("f", A), ("[ARGS]", A), ("{}", A), ("</s>", N)],
+            [("[THINK]", T), ("hm", T), ("[/THINK]", T), ("ok", N), ("</s>", N)],
+        ],
+        "tool": [[("[TOOL_RESULTS]", R), ("7", R), ("[/TOOL_RESULTS]", R), ("so", N)]],
+    },
+    GLM: {
+        "user": [[("<|user|>", N), ("\nhi", N)]],
+        "assistant": [
+            [
+                ("<|assistant|>", N),
+                *THOUGHT,
+                ("<tool_call>", A),
+                ("f", A),
+                ("<arg_key>", A),
+                ("x", A),
+                ("</arg_key>", A),
+                ("</tool_call>", A),
+            ]
+        ],
+        "tool": [[("<|observation|>", R), ("\n7", R)]],
+    },
+    KIMI: {
+        "user": [
+            [("<|im_user|>", N), ("user", N), ("<|im_middle|>", N), ("hi<", N), ("<|im_end|>", N)]
+        ],
+        "assistant": [
+            [
+                ("<|im_assistant|>", N),
+                ("assistant", N),
+                ("<|im_middle|>", N),
+                *THOUGHT,
+                ("<|tool_calls_section_begin|>", A),
+                ("<|tool_call_begin|>", A),
+                ("functions.f:0", A),
+                ("<|tool_call_argument_begin|>", A),
+                ("{}", A),
+                ("<|tool_call_end|>", A),
+                ("<|tool_calls_section_end|>", A),
+                ("<|im_end|>", N),
+            ]
+        ],
+        "tool": [
+            [
+                ("<|im_system|>", N),
+                ("too", N),
+                ("l", R),  # the role is known from here on
+                ("<|im_middle|>", R),
+                ("7", R),
+                ("<|im_end|>", R),
+            ]
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("family", PARTS, ids=lambda family: family.name)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_conversations_of_other_families_are_labelled_as_they_are_built(
+    family: Family, data: st.DataObject
+) -> None:
+    parts = PARTS[family]
+    turns = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))  # results in each
+    roles = [role for n in turns for role in ("user", "assistant", *["tool", "assistant"] * n)]
+    said = [data.draw(st.sampled_from(parts[role])) for role in roles]
+    pieces = [piece for part in said for piece in part]
+    texts = [text for options in parts.values() for part in options for text, _ in part]
+    vocabulary = Vocabulary(sorted({text for text in texts if text[0] in "<[" and len(text) > 1}))
+    table = PhaseTable.for_tokenizer(vocabulary)
+    assert table.family is family
+    codec, machine = TokenCodec(vocabulary), PhaseMachine(table)
+    expected = [phase for text, phase in pieces for _ in codec.encode(text)]
+    tokens = codec.encode("".join(text for text, _ in pieces))
+    assert machine.label_many(tokens) == expected
+
+
+def test_families_are_told_apart_by_their_tokens() -> None:
+    for family in FAMILIES:
+        found = PhaseTable.for_tokenizer(
+            Vocabulary([*family.detect, *family.opens, *family.closes])
+        )
+        assert found.family is family, family.name
+
+
+def runs_of(text: str, added: list[str], syntax: str) -> list[tuple[str, str]]:
+    vocabulary = Vocabulary(added)
+    table = PhaseTable.for_tokenizer(vocabulary, syntax)
+    tokens = vocabulary.encode(text)
+    runs: list[list[str]] = []
+    for token, phase in zip(tokens, PhaseMachine(table).label_many(tokens), strict=True):
+        if not runs or runs[-1][1] != phase.name:
+            runs.append(["", phase.name])
+        runs[-1][0] += vocabulary.decode([token])
+    return [(text, phase) for text, phase in runs]
+
+
+def test_prompted_json_calls_are_act_fenced_or_bare_and_their_results_tool() -> None:
+    said = "<|im_start|>assistant\n"
+    added = ["<|im_start|>", "<|im_end|>"]
+    assert runs_of(f"{said}I call\n```json\n{{}}\n```\nso<|im_end|>", added, "json") == [
+        (f"{said}I call\n```jso", "OTHERS"),
+        ("n\n{}\n```", "ACT"),
+        ("\nso<|im_end|>", "OTHERS"),
+    ]
+    assert runs_of(f'{said}\n [{{"name": 1}}]<|im_end|>', added, "json") == [
+        (f"{said}\n ", "OTHERS"),
+        ('[{"name": 1}]', "ACT"),
+        ("<|im_end|>", "OTHERS"),
+    ]
+    assert runs_of(f"{said}x{{}}<|im_end|>", added, "json") == [
+        (f"{said}x{{}}<|im_end|>", "OTHERS")
+    ]
+    result = "<|im_start|>user\n<tool_response>7</tool_response><|im_end|>"
+    assert runs_of(result, added, "json")[1] == (">7</tool_response>", "TOOL")
+    gemma = "<start_of_turn>user\n<tool_response>7</tool_response><end_of_turn>"
+    assert runs_of(gemma, ["<start_of_turn>", "<end_of_turn>"], "json")[1][1] == "TOOL"
+    assert {phase for _, phase in runs_of(gemma, ["<start_of_turn>"], "none")} == {"OTHERS"}
+
+
+def test_bare_calls_of_llama_are_act_and_thoughts_before_them_do_not_matter() -> None:
+    added = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]
+    head = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert runs_of(f'{head}{{"name": "f"}}<|eot_id|>', added, "auto") == [
+        (head, "OTHERS"),
+        ('{"name": "f"}', "ACT"),
+        ("<|eot_id|>", "OTHERS"),
+    ]
+    assert runs_of(f"{head}<think>a</think>\n{{}}<|eot_id|>", added, "auto")[-2:] == [
+        ("{}", "ACT"),
+        ("<|eot_id|>", "OTHERS"),
+    ]
+
+
 NAMES = {
+    GEMMA: ["<start_of_turn>", "<end_of_turn>"],
+    PHI: [*PHI.opens, *PHI.closes],
+    PHI4: ["<|im_start|>", "<|im_sep|>", "<|im_end|>"],
+    **{family: [*family.opens, *family.closes, *family.detect] for family in PARTS},
     LLAMA3: ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
     HARMONY: ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"],
 }
@@ -175,7 +349,7 @@ MARKUP = ["assistant", "user", "tool", "ipython", "functions.f", " to=functions.
 MARKUP += ["\n", "x", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_", "response>"]
 
 
-@pytest.mark.parametrize("family", [CHATML, LLAMA3, HARMONY], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_machine_resumed_from_its_document_goes_on_as_the_original(

@@ -306,6 +306,11 @@ def request_body(
         "top_p": sampling.top_p if sampling.top_p != 1.0 else None,
         "top_k": sampling.top_k or None,
         "stop": list(sampling.stop) or None,
+        "response_format": sampling.response_format,
+        "tool_choice": sampling.tool_choice,
+        "parallel_tool_calls": sampling.parallel_tool_calls,
+        "logprobs": None if sampling.top_logprobs is None else True,
+        "top_logprobs": sampling.top_logprobs,
     }
     return body | {name: value for name, value in optional.items() if value is not None}
 
@@ -314,7 +319,7 @@ def read_reply(data: Any, prices: Prices | None) -> TextReply:
     """Read a chat completion; RubbishError if it is none or does not say what it bills."""
     choice = _first_choice(data)
     message = choice["message"]
-    prompt, output, cached = _usage(data)
+    prompt, output, cached, thinking = _usage(data)
     return TextReply(
         content=_text(message, "content"),
         reasoning=_text(message, "reasoning_content") or _text(message, "reasoning"),
@@ -324,6 +329,8 @@ def read_reply(data: Any, prices: Prices | None) -> TextReply:
         output_tokens=output,
         cached_tokens=cached,
         cost=None if prices is None else prices.cost(prompt, output, cached),
+        thinking_tokens=thinking,
+        logprobs=_logprobs(choice),
     )
 
 
@@ -352,13 +359,26 @@ def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return calls
 
 
-def _usage(data: Mapping[str, Any]) -> tuple[int, int, int]:
+def _logprobs(choice: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    found = choice.get("logprobs")
+    tokens = found.get("content") if isinstance(found, Mapping) else None
+    known = isinstance(tokens, list) and all(isinstance(token, dict) for token in tokens)
+    return tokens if known else None
+
+
+def _usage(data: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return the tokens of prompt and output, and how many were cached, and thoughts."""
     usage = data.get("usage")
     known = usage if isinstance(usage, Mapping) else {}
-    details = known.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else 0
     prompt, output = _count(known.get("prompt_tokens")), _count(known.get("completion_tokens"))
-    return prompt, output, min(_count(cached or 0), prompt)
+    cached = _detail(known, "prompt_tokens_details", "cached_tokens")
+    thinking = _detail(known, "completion_tokens_details", "reasoning_tokens")
+    return prompt, output, min(cached, prompt), min(thinking, output)
+
+
+def _detail(usage: Mapping[str, Any], group: str, name: str) -> int:
+    details = usage.get(group)
+    return _count((details.get(name) if isinstance(details, Mapping) else 0) or 0)
 
 
 def _count(value: object) -> int:

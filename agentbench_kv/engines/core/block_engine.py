@@ -20,6 +20,7 @@ from agentbench_kv.engines.base import (
     KVStats,
     PhaseLabeller,
     Sampling,
+    TokenLogprob,
 )
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
@@ -140,6 +141,7 @@ class _PiecewiseGeneration(Generation):
         self._piece: Generation | None = None
         self._cancelled = False
         self._started = time.perf_counter()
+        self.logprobs: list[TokenLogprob] = []
 
     def __iter__(self) -> Iterator[int]:
         generated: list[int] = []
@@ -173,8 +175,9 @@ class _PiecewiseGeneration(Generation):
         piece = self._piece = self._engine.generate(self._session, sampling)
         if self._cancelled:
             piece.cancel()
-        for token in piece:
+        for place, token in enumerate(piece):
             generated.append(token)
+            self.logprobs += piece.logprobs[place : place + 1]
             yield token
         self.finish_reason = piece.finish_reason
         if piece.first_token_s is not None and piece.last_token_s is not None:

@@ -59,6 +59,8 @@ class EmbeddedEngine(Engine):
     capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | {
         Capability.COMPRESS,
         Capability.CAPTURE,
+        Capability.CONSTRAIN,
+        Capability.LOGPROBS,
     }
 
     def __init__(

@@ -49,6 +49,7 @@ class EmbeddedGeneration(StreamedGeneration):
         super().__init__(sampling)
         self.session = session
         self.sampler = Sampler(sampling)
+        self.logprobs = self.sampler.logprobs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from agentbench_kv.adapters.base import ScriptedAgent
 from agentbench_kv.adapters.micro.episode import Environment
 from agentbench_kv.adapters.micro.task import Recall1k
 from agentbench_kv.cli import main
-from agentbench_kv.gateway.parsing import PARSERS, OutputParser
+from agentbench_kv.gateway.parsing import OutputParser
+from agentbench_kv.phases.syntax import SYNTAXES
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.store import RunStore
 
@@ -36,7 +37,7 @@ def micro_agent(agent: ScriptedAgent, samples: int) -> Callable[..., dict[str, A
     def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
         texts = scripts[messages[0]["content"], messages[1]["content"]]
         turn = sum(message["role"] == "assistant" for message in messages)
-        parser = OutputParser(PARSERS["hermes"], lambda: f"call_{turn}")
+        parser = OutputParser(SYNTAXES["hermes"], lambda: f"call_{turn}")
         parser.feed(texts[turn])
         parser.finish()
         return {

@@ -1,0 +1,246 @@
+"""What stands between the markers of calls, read as calls: one function for each tool syntax."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentbench_kv.phases.tokens import encodable
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as a model wrote it; `id` where the syntax has ids of its own."""
+
+    name: str
+    arguments: str  # a JSON object
+    id: str | None = None
+
+
+class NotACallError(ValueError):
+    """The payload is not what the syntax says."""
+
+
+def read_calls(syntax: str, payload: str, tools: Tools = ()) -> list[Call] | None:
+    """Return the calls in a payload; None if there is none or anything in it is not one.
+
+    `tools` are those offered, in OpenAI's form: syntaxes without types take them from there.
+    """
+    try:
+        return list(READERS[syntax](payload, tools)) or None
+    except (NotACallError, RecursionError):
+        return None
+
+
+def is_offered(name: str, tools: Tools) -> bool:
+    return any(_function(tool).get("name") == name for tool in tools)
+
+
+def _json_calls(payload: str, _: Tools) -> Iterator[Call]:
+    """JSON objects with `name` and `arguments` (or `parameters`), or a list of them.
+
+    Several are separated by white space, commas or semicolons.
+    """
+    for value in json_values(payload):
+        yield _call_of(value)
+
+
+def _offered_calls(payload: str, tools: Tools) -> Iterator[Call]:
+    """JSON calls where any other JSON may stand, too: only of tools that were offered."""
+    for call in _json_calls(payload, tools):
+        if tools and not is_offered(call.name, tools):
+            raise NotACallError(call.name)
+        yield call
+
+
+def _llama3(payload: str, tools: Tools) -> Iterator[Call]:
+    """JSON calls; behind the Python tag also `tool.call(key="value")`."""
+    if payload.lstrip().startswith(("{", "[")):
+        yield from _json_calls(payload, tools)
+        return
+    try:
+        tree = ast.parse(payload.strip(), mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args:
+            raise NotACallError(payload)
+        name = ast.unparse(tree.func).removesuffix(".call")
+        given = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords if each.arg}
+    except (SyntaxError, ValueError, MemoryError) as error:
+        raise NotACallError(payload) from error
+    yield _made(name, given)
+
+
+def _mistral(payload: str, tools: Tools) -> Iterator[Call]:
+    """Read a JSON list, or (version 11 on) `name[ARGS]{...}`, each behind its own marker."""
+    for part in payload.split("[TOOL_CALLS]"):
+        name, found, arguments = part.partition("[ARGS]")
+        if not found:
+            yield from _mistral_list(part, tools)
+            continue
+        name, _, call_id = name.partition("[CALL_ID]")
+        yield _made(name.strip(), _only(json_values(arguments)), call_id.strip() or None)
+
+
+def _mistral_list(part: str, tools: Tools) -> Iterator[Call]:
+    for value, call in zip(json_values(part), _json_calls(part, tools), strict=True):
+        own = value.get("id") if isinstance(value, dict) else None
+        yield Call(call.name, call.arguments, own if isinstance(own, str) else None)
+
+
+_XML_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_XML_PARAMETER = re.compile(
+    r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|(?=</function>)|\Z)", re.DOTALL
+)
+
+
+def _qwen3_coder(payload: str, tools: Tools) -> Iterator[Call]:
+    """`<function=NAME><parameter=KEY>` with values between lines, typed by the tool's schema."""
+    for name, body in _XML_FUNCTION.findall(payload):
+        types = _types(name, tools)
+        pairs = [(key.strip(), _one_line_off(text)) for key, text in _XML_PARAMETER.findall(body)]
+        yield _made(name.strip(), {key: _typed(text, types.get(key)) for key, text in pairs})
+
+
+_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
+
+
+def _glm(payload: str, tools: Tools) -> Iterator[Call]:
+    """Read the name, then `<arg_key>` and `<arg_value>` in pairs, typed by the tool's schema."""
+    name = payload.partition("<arg_key>")[0].strip()
+    if not name or "\n" in name or "<" in name:
+        raise NotACallError(payload)
+    types = _types(name, tools)
+    pairs = [(key.strip(), text.strip()) for key, text in _GLM_PAIR.findall(payload)]
+    yield _made(name, {key: _typed(text, types.get(key)) for key, text in pairs})
+
+
+_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"\A\s*([^\n`]+)\n```json\n(.*?)\n?```\s*\Z", re.DOTALL)
+
+
+def _deepseek(payload: str, _: Tools) -> Iterator[Call]:
+    """`function<sep>NAME` with fenced arguments (V3, R1), or `NAME<sep>arguments` (V3.1 on)."""
+    for body in _DEEPSEEK.findall(payload):
+        name, _, rest = body.partition("<｜tool▁sep｜>")
+        fenced = _FENCED.match(rest)
+        if fenced:
+            name, rest = fenced.groups()
+        yield _made(name.strip(), _only(json_values(rest)))
+
+
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _kimi(payload: str, _: Tools) -> Iterator[Call]:
+    """`functions.NAME:INDEX`, which is the call's id, then the arguments."""
+    for own, arguments in _KIMI.findall(payload):
+        name = own.strip().rpartition(":")[0] or own.strip()
+        yield _made(name.removeprefix("functions."), _only(json_values(arguments)), own.strip())
+
+
+def _nothing(_: str, __: Tools) -> Iterator[Call]:
+    return iter(())
+
+
+READERS: Mapping[str, Callable[[str, Tools], Iterator[Call]]] = {
+    "hermes": _json_calls,
+    "llama3_json": _llama3,
+    "mistral": _mistral,
+    "qwen3_coder": _qwen3_coder,
+    "glm": _glm,
+    "deepseek": _deepseek,
+    "kimi": _kimi,
+    "json": _offered_calls,
+    "harmony": _nothing,  # the header of a message says that it is a call
+    "none": _nothing,
+}
+
+
+def json_values(payload: str) -> list[object]:
+    """Return the JSON values of a text, those in a list one by one."""
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    values: list[object] = []
+    rest = payload.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except ValueError as error:
+            raise NotACallError(payload) from error
+        values.extend(value if isinstance(value, list) else [value])
+        rest = rest[end:].lstrip().lstrip(",;").lstrip()
+    return values
+
+
+def json_object(text: str) -> str:
+    """Return the one JSON object of a text as canonical JSON; NotACallError if it is not one."""
+    return _made("arguments", _only(json_values(text))).arguments
+
+
+def _call_of(value: object) -> Call:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise NotACallError(value)
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _only(json_values(arguments))
+    return _made(value["name"], arguments)
+
+
+def _made(name: str, arguments: object, call_id: str | None = None) -> Call:
+    if not name or not isinstance(arguments, dict):
+        raise NotACallError(arguments)
+    text = json.dumps(arguments, ensure_ascii=False)
+    # Half a character in an escape stays an escape: UTF-8 cannot carry it.
+    text = text if text == encodable(text) else json.dumps(arguments)
+    return Call(encodable(name), text, call_id)
+
+
+def _only(values: list[object]) -> object:
+    if len(values) != 1:
+        raise NotACallError(values)
+    return values[0]
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
+
+
+def _types(name: str, tools: Tools) -> dict[str, object]:
+    """Return the JSON type of each parameter of a tool, as far as its schema says one."""
+    for tool in map(_function, tools):
+        if tool.get("name") == name:
+            parameters = tool.get("parameters")
+            known = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            pairs = known.items() if isinstance(known, Mapping) else ()
+            return {key: schema.get("type") for key, schema in pairs if isinstance(schema, Mapping)}
+    return {}
+
+
+def _typed(text: str, kind: object) -> object:
+    """Return a value as JSON where the schema does not say that it is a string, else as text."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        pass
+    if text.lower() in ("true", "false") and kind in ("boolean", "bool"):
+        return text.lower() == "true"
+    return None if text.lower() == "none" and kind is not None else text
+
+
+def _one_line_off(text: str) -> str:
+    """Return a value without the line breaks that the template puts around it."""
+    return text.removeprefix("\n").removesuffix("\n")
