@@ -17,8 +17,10 @@ from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Engine, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.gateway.calls import Tools
+from agentbench_kv.gateway.harmony import HarmonyReader
 from agentbench_kv.gateway.messages import ChatTemplate, Message, text_of
-from agentbench_kv.gateway.parsing import Reader, reader_for
+from agentbench_kv.gateway.parsing import MessageReader, OutputParser, Reader
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -38,7 +40,7 @@ from agentbench_kv.gateway.session import (
 from agentbench_kv.gateway.turn import Turn
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PhaseTable
-from agentbench_kv.phases.syntax import refuse_tools_without_syntax
+from agentbench_kv.phases.syntax import ToolSyntax, refuse_tools_without_syntax
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
 # Not a name the HTTP surface lets through.
@@ -294,6 +296,15 @@ def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
     if users:
         users[-1]["content"] = text + text_of(users[-1].get("content"))
     return reminded
+
+
+def reader_for(
+    syntax: ToolSyntax, next_id: Callable[[], str], *, thinking: bool, tools: Tools
+) -> MessageReader:
+    """Return what reads one answer of a model with this syntax."""
+    if syntax.name == "harmony":
+        return HarmonyReader(next_id)
+    return OutputParser(syntax, next_id, thinking=thinking, tools=tools)
 
 
 class Planner:
