@@ -20,6 +20,13 @@ class PrerequisiteError(KVBenchError):
     """Something needed is missing; the message names it and the command that mends it."""
 
 
+class EngineGoneError(PrerequisiteError):
+    """The engine died more often than it is started again, or was shut down: the run ends here.
+
+    No outcome of a trial: the same command goes on from the trials that were played.
+    """
+
+
 class CapacityError(KVBenchError):
     """The KV cache cannot hold what was asked for, however long one waits."""
 
