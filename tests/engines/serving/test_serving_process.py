@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentbench_kv.engines.core.control import ControlServer
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
@@ -18,6 +20,7 @@ from agentbench_kv.engines.serving.process import (
     ControlClient,
     ControlError,
     Launch,
+    cause_in,
     link_packages,
 )
 from agentbench_kv.environments import process_env
@@ -46,6 +49,65 @@ def test_a_backend_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> N
         PrerequisiteError, match=r"did not start \(exit code 1\)[\s\S]*no such model"
     ):
         process.wait_ready()
+
+
+VLLM = "(EngineCore pid=7) ERROR 11-22 10:00:00 [core.py:1] "
+SGLANG = "[2026-11-22 10:00:00] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "memory"),
+    [
+        (["WARNING: `OSError: x` may come", "IndexError: 3"], "IndexError: 3", False),
+        (["(A pid=1) WARNING 11-22 1:1:1 [a.py:1] ValueError: no"], "", False),
+        (["a.py:3: UserWarning: an error", "ValueError: yes"], "ValueError: yes", False),
+        (
+            [f"{VLLM}ValueError: root", f"{VLLM}RuntimeError: failed. See root cause above."],
+            "ValueError: root",
+            False,
+        ),
+        (["KeyError: 1", "During handling of it:", "TypeError: last"], "TypeError: last", False),
+        (
+            ["    raise ValueError(f'kvbench: {x}')", "ValueError: kvbench: MLA", "OSError: 1"],
+            "MLA",
+            False,
+        ),
+        (
+            [f"{VLLM}torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB", "OSError: late"],
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+            True,
+        ),
+        (["terminate: std::bad_alloc", "what()"], "terminate: std::bad_alloc", True),
+        (
+            ["pydantic.ValidationError: 1 error for Model", "  Value error, no heads", "end"],
+            "pydantic.ValidationError: 1 error for Model Value error, no heads",
+            False,
+        ),
+        (
+            [
+                f"{SGLANG}Can not initialize OpenAIServingResponses, error: Traceback (most recent",
+                "ModuleNotFoundError: No module named 'openai_harmony'",
+                f"{SGLANG}Subprocess scheduler_0 (pid=3) crashed with exit code -9.",
+                f"{SGLANG}SIGQUIT received. It usually means one child failed.",
+            ],
+            "Subprocess scheduler_0 (pid=3) crashed with exit code -9.",
+            False,
+        ),
+        (["loading", "no such model"], "no such model", False),
+        ([], "", False),
+        (["ValueError: " + "x" * 5000], "ValueError: " + "x" * 288 + "…", False),
+    ],
+)
+def test_what_a_log_says_its_process_died_of(lines: list[str], cause: str, memory: bool) -> None:
+    found = cause_in(lines)
+    if not cause or "Subprocess" in cause or cause == "no such model":
+        assert not found.certain
+    assert (found.memory, found.text) == (memory, cause)
+
+
+@given(st.lists(st.text(max_size=60) | st.sampled_from([VLLM, SGLANG, "Error: ", "  x"])))
+def test_any_log_gives_one_line(lines: list[str]) -> None:
+    assert len(cause_in(lines).text.splitlines()) <= 1
 
 
 def test_a_backend_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Context:
         context = self._llama.llama_init_from_model(self._model, options)
         if not context:
             raise PrerequisiteError(
-                f"llama.cpp cannot make a cache of {cells} tokens; lower --max-live-tokens"
+                f"llama.cpp cannot make a cache of {cells} tokens; lower --engine-arg cells=N"
             )
         return context
 
