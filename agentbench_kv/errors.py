@@ -20,19 +20,22 @@ class PrerequisiteError(KVBenchError):
     """Something needed is missing; the message names it and the command that mends it."""
 
 
-class EngineGoneError(PrerequisiteError):
-    """The engine died more often than it is started again, or was shut down: the run ends here.
-
-    No outcome of a trial: the same command goes on from the trials that were played.
-    """
-
-
 class CapacityError(KVBenchError):
     """The KV cache cannot hold what was asked for, however long one waits."""
 
 
 class EndpointError(KVBenchError):
     """An endpoint gave no usable answer however often it was asked; later it may."""
+
+
+class EngineGoneError(KVBenchError):
+    """The engine will answer nothing any more: the end of a run, never of a trial."""
+
+    exit_code = 1
+
+
+class SessionFailedError(KVBenchError):
+    """An engine's session ended by an error of its own, the cause; its neighbours go on."""
 
 
 class ContextLimitError(KVBenchError):

@@ -211,6 +211,7 @@ class ServingEngine(Engine):
         self._sessions: dict[str, ServingSession] = {}
         self._starting = threading.Lock()
         self._epoch = 0  # starts of the backend so far
+        self._produced = 0  # tokens that came, as a sign of life: not counted exactly
         self._gone: str | None = None  # why it will not be started again
         self._process: BackendProcess | None = None
         try:
@@ -275,6 +276,13 @@ class ServingEngine(Engine):
         with suppress(OSError):
             return dict(self._control.call("pool"))
         return {}
+
+    def progress(self) -> int | None:
+        """Return a number that changes with every token while anything is generated."""
+        sessions = list(self._sessions.values())
+        if not any(state.generating for state in sessions):
+            return None
+        return self._epoch + self._produced
 
     def kept_names(self, session: str) -> str:
         """Return how the backend names a session in its traces."""
@@ -384,6 +392,7 @@ class ServingEngine(Engine):
         with closing(self._wire.stream(request)) as stream:
             for token in stream:
                 state.accept(token)
+                self._produced += 1
                 generation.push(token)
                 if generation.cancelled:
                     return FinishReason.CANCELLED
