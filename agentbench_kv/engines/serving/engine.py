@@ -34,8 +34,10 @@ from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
 from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
 from agentbench_kv.engines.serving.wire import (
+    TURNABLE,
     EngineWire,
     GenerationRequest,
+    ModelFacts,
     RequestError,
     read_model,
     stop_document,
@@ -55,6 +57,8 @@ _PATIENCE_S = 5.0  # that a server may take to die once something about it broke
 _LOOK_S = 0.1
 _BROKEN = (OSError, httpx.TransportError, RequestError)
 _T = TypeVar("_T")
+# Options of vLLM and of SGLang that change what a model's config says.
+_OVERRIDES = ("hf-overrides", "json-model-override-args")
 
 
 class ServingGeneration(StreamedGeneration):
@@ -265,7 +269,7 @@ class ServingEngine(Engine):
 
     def reconfigure(self, method: Method) -> None:
         """Go on with another method, not from or to `full`; ControlError if sessions are open."""
-        refuse_method(method)
+        refuse_method(method, self._wire.facts)
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
 
@@ -324,7 +328,8 @@ class ServingEngine(Engine):
                     broke = f"the connection to the {self.info.name} backend broke: {error}"
                     raise ConnectionError(broke) from error
         with self._starting:
-            self._gone = self._gone or process.ended(f"died {RESTARTS + 1} times in one request")
+            what = f"died {RESTARTS + 1} times in one request"
+            self._gone = self._gone or f"{process.ended(what)}; a run goes on with the same command"
             raise EngineGoneError(self._gone)
 
     def _is_gone(self, process: BackendProcess) -> bool:
@@ -457,12 +462,27 @@ class ServingEngine(Engine):
         return True
 
 
-def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache a serving engine cannot hold: a kept set per query head."""
+def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
+    """Refuse a method whose cache a serving engine cannot hold, or not with this model's RoPE."""
     if method.per_query_head:
         raise UsageError(
             f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "
             "head; use another preset or --engine embedded"
+        )
+    if method.positions == "cache" and facts is not None and (reason := facts.unturnable()):
+        raise UsageError(
+            f"{method.label} turns keys to their places in the cache, which is known for "
+            f"{', '.join(TURNABLE)} with RoPE over whole heads: {reason}; "
+            "use --set positions=logical or another preset"
+        )
+
+
+def _refuse_overrides(options: EngineOptions) -> None:
+    given = [name for name in options.engine_args if name in _OVERRIDES]
+    if given and options.method.positions == "cache":
+        raise UsageError(
+            f"--engine-arg {given[0]}: {options.method.label} turns keys by the RoPE of the "
+            "model's config.json; change it there"
         )
 
 
@@ -484,9 +504,10 @@ def start_server(
     gpu: bool,
 ) -> _Engine:
     """Return an engine over a new server; one for `full` runs as shipped."""
-    refuse_method(options.method)
     path = model_path(options.model)
     facts = read_model(path)
+    refuse_method(options.method, facts)
+    _refuse_overrides(options)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
     wire = wire_class(options, facts, python, path, folder, gpu, stock)

@@ -19,7 +19,7 @@ import httpx
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
-from agentbench_kv.engines.embedded.model import free_tokens
+from agentbench_kv.engines.embedded.model import MOVING_ROPE, free_tokens
 from agentbench_kv.engines.serving.process import (
     ControlClient,
     Launch,
@@ -31,6 +31,8 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
+# Model types whose keys were found to turn by `core.policy.rope_frequencies`.
+TURNABLE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,6 +49,14 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     rope_type: str = "default"
     rope_share: float = 1.0  # of a head's channels that RoPE turns
+
+    def unturnable(self) -> str:
+        """Say why keys cannot be turned to other positions; empty if they can."""
+        if self.rope_share != 1:
+            return f"{self.family} here turns {self.rope_share:.0%} of a head"
+        if self.rope_type in MOVING_ROPE:
+            return f"RoPE {self.rope_type!r} has frequencies that change with the length"
+        return "" if self.family in TURNABLE else f"{self.family} has not been checked"
 
     def bytes_per_token(self, dtype: str) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
