@@ -99,7 +99,7 @@ def read_rope_factors(path: Path) -> tuple[float, ...]:
             return struct.unpack(f"<{sizes[0]}f", file.read(4 * sizes[0]))
     except OSError as error:
         raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ValueError, KeyError, MemoryError, OverflowError, ZeroDivisionError):
+    except (struct.error, ArithmeticError, LookupError, MemoryError, TypeError, ValueError):
         raise PrerequisiteError(
             f"{path} is damaged or cut short; make or download it again"
         ) from None
