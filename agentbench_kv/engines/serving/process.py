@@ -29,6 +29,7 @@ from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 _POLL_S = 0.2
 _GRACE_S = 15.0
 _LAST_WORDS_S = 1.0
+_LONGEST_LOG = 1 << 20  # bytes at its end that are looked at
 _LONGEST_CAUSE = 300
 
 # What a log's line starts with: process and level as vLLM writes them, the time as SGLang does.
@@ -179,7 +180,7 @@ class BackendProcess:
     def lines(self) -> list[str]:
         """Return the lines it wrote since it started, or since it was ready, but for blank ones."""
         with self.log.open("rb") as file:
-            file.seek(self._start)
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - _LONGEST_LOG))
             lines = file.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()]
 
@@ -311,7 +312,7 @@ class ControlClient:
             self._socket = self._connect()
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         line = self._lines.readline()
-        if not line:
+        if not line.endswith(b"\n"):
             raise ConnectionResetError("the backend hung up")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -305,8 +305,8 @@ class SglangEngine(ServingEngine):
         """Send a command about a session; None if its rows went with the backend meanwhile."""
         try:
             return self._control.call(command, session=state.backend_name, **arguments)
-        except OSError:
+        except OSError as error:
             self._note_loss(state)
             if not state.lost:
-                raise
+                raise ConnectionError(f"session {state.name}: {error}") from error
             return None

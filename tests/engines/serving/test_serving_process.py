@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -272,3 +274,20 @@ def test_a_wait_policy_is_stronger_than_a_spin_count(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     process_env.apply()
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_an_answer_that_breaks_off_is_a_hang_up(tmp_path: Path) -> None:
+    """Half a line of JSON is no answer, and no error of the JSON."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(tmp_path / "c"))
+        listening.listen()
+        client = ControlClient(tmp_path / "c")
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(client.call, "stats")
+            connection, _ = listening.accept()
+            connection.recv(1000)
+            connection.sendall(b'{"ok": 1')
+            connection.close()
+            with pytest.raises(ConnectionResetError, match="hung up"):
+                asked.result()
+        client.close()
