@@ -83,6 +83,8 @@ def read_model(path: Path) -> ModelFacts:
 def _rope(config: Mapping[str, Any]) -> tuple[str, float]:
     """Return the kind of RoPE and the share of a head that it turns."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise TypeError("its RoPE is no JSON object")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     given = [each.get("partial_rotary_factor") for each in (rope, config)]
     return str(kind), next((float(share) for share in given if share is not None), 1.0)

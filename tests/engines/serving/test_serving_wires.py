@@ -74,6 +74,13 @@ def test_keys_are_turned_only_where_it_is_known_how(
         refuse_method(paper, facts)
 
 
+def test_a_config_whose_rope_is_nonsense_is_one_line(tmp_path: Path) -> None:
+    for nonsense in (["yarn"], {"partial_rotary_factor": "half"}):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": nonsense}))
+        with pytest.raises(PrerequisiteError, match="is not a decoder's"):
+            read_model(tmp_path)
+
+
 @pytest.mark.parametrize("wire_class", [VllmEngineWire, SglangEngineWire])
 def test_a_config_changed_on_the_command_line_is_not_the_one_keys_are_turned_by(
     wire_class: type[EngineWire], tmp_path: Path
