@@ -327,6 +327,9 @@ class ServingEngine(Engine):
                     # No failure of whoever asked: another time it may go well.
                     broke = f"the connection to the {self.info.name} backend broke: {error}"
                     raise ConnectionError(broke) from error
+            except Exception:
+                if self._gone is None:  # or whatever failed because it was shut down meanwhile
+                    raise
         with self._starting:
             what = f"died {RESTARTS + 1} times in one request"
             self._gone = self._gone or f"{process.ended(what)}; a run goes on with the same command"
@@ -343,7 +346,7 @@ class ServingEngine(Engine):
 
     def _is_lost(self, process: BackendProcess | None) -> bool:
         """Return whether a backend is dead; what is left of one that lost a part is ended."""
-        if process is None or not process.alive or not process.ready:
+        if self._gone is not None or process is None or not (process.alive and process.ready):
             return True
         if not self._wire.lost():
             return False

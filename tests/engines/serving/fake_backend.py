@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socketserver
 import subprocess
 import sys
@@ -113,6 +114,8 @@ def main() -> None:
     number = len((folder / "started").read_text()) - 1
     plan = plans[min(number, len(plans) - 1)]
     print("\n".join(plan.get("lines", [])), flush=True)  # noqa: T201
+    if plan.get("stubborn"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "exit" in plan:
         raise SystemExit(plan["exit"])
     Front.folder, Front.plan = folder, plan

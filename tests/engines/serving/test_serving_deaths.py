@@ -273,8 +273,14 @@ def test_a_loss_between_turns_shows_at_once_and_is_counted_when_it_is_mended(bui
     assert (stats.restarts, stats.recomputed) == ([(0, 51)], 49)
 
 
-def test_an_engine_that_was_shut_down_is_gone(build: Build) -> None:
-    engine = build()
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("plan", [{}, {"stubborn": True}])
+def test_an_engine_that_was_shut_down_is_gone(
+    plan: dict[str, Any], stock: bool, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose process takes its time to end."""
+    monkeypatch.setattr("agentbench_kv.engines.serving.process._GRACE_S", 2.0)
+    engine = build(plan, stock=stock)
     hold = folder_of(engine) / "hold"
     hold.touch()
     engine.open("s", TokenPhases())
