@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +23,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.methods.base import Phase
+from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
 
@@ -92,6 +95,41 @@ def tiny(family: str, seed: int = 0, **overrides: Any) -> Any:
             if parameter.dim() == 2:
                 parameter.mul_(6)
     return made.eval()
+
+
+@pytest.fixture
+def survives_a_kill() -> Callable[[Any, str], None]:
+    """Kill a part of a micro model's backend, by a word of its title, within an answer."""
+
+    def part(group: int, word: str) -> int:
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(entry.name)
+                title = (entry / "cmdline").read_bytes().decode(errors="replace")
+                if os.getpgid(pid) == group and word in title:
+                    return pid
+        raise AssertionError(f"no process of the backend is called {word}")
+
+    def check(engine: Any, word: str) -> None:
+        method = make_method("full", None)
+        alone = EmbeddedEngine.create(EngineOptions("micro", method, device="cpu"))
+        prompt, found = [10 + i * i % 500 for i in range(200)], []
+        for each in (alone, engine):
+            each.open("k", TokenPhases())
+            each.extend("k", prompt, [TokenPhases().label(token) for token in prompt])
+            said: list[int] = []
+            for token in each.generate("k", Sampling(max_tokens=60)):
+                said.append(token)
+                if each is engine and len(said) == 10:
+                    os.kill(part(engine.backend_pid, word), signal.SIGKILL)
+            found.append((said, each.close("k")))
+        alone.shutdown()
+        (expected, _), (said, stats) = found
+        assert said == expected
+        assert engine.restarts == 1
+        assert stats.recomputed == stats.restarts[0][1] - 1 >= 209
+
+    return check
 
 
 class ModuloPhase:

@@ -136,6 +136,11 @@ class WorkerRows:
         self.wants_sums = plan.kind is QueryKind.SUMS
         self.rings = QueryBuffer(plan, shape)
         self._frequencies = frequencies if policy.method.positions == "cache" else None
+        if self._frequencies is not None and 2 * len(frequencies) != shape.head_dim:
+            raise ValueError(
+                f"kvbench: RoPE turns {2 * len(frequencies)} of {shape.head_dim} channels, so keys "
+                "cannot be turned to their places in the cache"
+            )
         self._labellers: dict[str, Callable[[dict[str, Any]], Labeller]] = {}
         self._sessions: dict[str, SessionRows] = {}
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -28,6 +29,7 @@ from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
     ModelFacts,
+    RequestError,
     stop_document,
 )
 from agentbench_kv.environments import python_of
@@ -39,6 +41,7 @@ _ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
 SMALLEST_CELLS = 1024
 # Cached tokens if nothing else is said; the cache is taken from memory at the start.
 MOST_CELLS = 65536
+_MEMORY = "lower --engine-arg cells=N, the cached tokens of all sessions together"
 
 
 @dataclass(eq=False)
@@ -62,7 +65,7 @@ class LlamaCppWire(EngineWire):
         )
         environment = self._environment("", {}) | {SETTINGS: json.dumps(asdict(settings))}
         command = [str(self.python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
-        return Launch(command, self._ready, environment, _START_S)
+        return Launch(command, self._ready, environment, _START_S, _MEMORY)
 
     def _ready(self) -> bool:
         return self._stream.exists() and self._answers()
@@ -105,15 +108,31 @@ def _answer(line: bytes) -> int | None:
     document = json.loads(line)
     if "error" in document:
         error = document["error"]
-        kind = CapacityError if error["kind"] == "CapacityError" else KVBenchError
-        raise kind(error["message"])
+        if error["kind"] == "CapacityError":
+            raise CapacityError(error["message"])
+        refused = error["kind"] == "KVBenchError"
+        raise RequestError(f"{error['kind']}: {error['message']}", refused=refused)
     return int(document["token"]) if "token" in document else None
+
+
+def _cells(options: EngineOptions) -> int | None:
+    """Return how many cached tokens were asked for, in one way or the other."""
+    given = dict(options.engine_args)
+    text = given.pop("cells", None)
+    if given:
+        raise UsageError(f"--engine-arg {next(iter(given))}: llamacpp takes cells=N only")
+    if text is None:
+        return options.max_live_tokens
+    if not (text.isascii() and text.isdigit() and SMALLEST_CELLS <= int(text[:10]) < 1 << 31):
+        raise UsageError(f"--engine-arg cells={text}: expected {SMALLEST_CELLS} or more tokens")
+    return int(text)
 
 
 class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
     capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | {Capability.COMPRESS}
+    takes_arguments: ClassVar[bool] = True  # `cells`
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -127,7 +146,7 @@ class LlamaCppEngine(ServingEngine):
             *(shape.context_limit, shape.eos_token_ids),
         )
         size = shape.bytes_per_token(options.dtype)
-        cells = options.max_live_tokens or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
+        cells = _cells(options) or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
         wire = LlamaCppWire(
             *(options, facts, python, model.tokenizer, folder, False, False), model.file, cells
         )
@@ -171,13 +190,20 @@ class LlamaCppEngine(ServingEngine):
         return [float(mass) for mass in self._command(session, "span_attention", **asked)]
 
     def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        found = self._control.call("embed_tokens", tokens=list(tokens))
-        return np.asarray(found, np.float32)
+        ask = partial(self._control.call, "embed_tokens", tokens=list(tokens))
+        return np.asarray(self._with_backend(ask), np.float32)
 
     def _command(self, session: str, command: str, **arguments: Any) -> Any:
-        """Send a command about a session that lives in the backend."""
-        state = self._sessions[session]
-        if state.epoch != self._epoch or not state.epoch:
+        """Send a command about a session that lives in the backend.
+
+        ConnectionError if its rows went with a backend: what the caller believed to be in the cache
+        is not, and only the next generation computes it again.
+        """
+        state = self._at_rest(session)
+        self._note_loss(state, look=False)
+        if state.lost:
+            raise ConnectionError(f"session {session}: the backend that had its rows is gone")
+        if not state.epoch:
             raise UsageError(f"session {session} has nothing in the cache yet")
         try:
             return self._control.call(command, session=state.backend_name, **arguments)
@@ -188,3 +214,6 @@ class LlamaCppEngine(ServingEngine):
             if kind in kinds:
                 raise kinds[kind](text) from None
             raise KVBenchError(str(error)) from None
+        except OSError as error:
+            self._note_loss(state)
+            raise ConnectionError(f"session {session}: {error}") from error

@@ -27,6 +27,8 @@ Array = npt.NDArray[np.float32]
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; equal as read here
 STRING, ARRAY = 8, 9
+ROPE_FACTORS = "rope_freqs.weight"
+_FLOAT32, _MOST_PAIRS = 0, 4096
 _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
@@ -73,6 +75,41 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
         raise PrerequisiteError(
             f"{path} is damaged or cut short; make or download it again"
         ) from None
+
+
+def read_rope_factors(path: Path) -> tuple[float, ...]:
+    """Return what a GGUF file divides the frequencies of RoPE by, pair by pair; () if by nothing.
+
+    So llama.cpp's converter writes the scaled RoPE of Llama 3.1 and later, in a tensor instead of
+    the header. The file is one that `read_metadata` has read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(8)
+            tensors, pairs = _scalar(file, 10), _scalar(file, 10)
+            metadata = {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
+            places = dict(_tensor(file) for _ in range(tensors))
+            if ROPE_FACTORS not in places:
+                return ()
+            sizes, kind, offset = places[ROPE_FACTORS]
+            if kind != _FLOAT32 or len(sizes) != 1 or sizes[0] > _MOST_PAIRS:
+                raise UsageError(f"{path}: {ROPE_FACTORS} is no vector of float32")
+            step = int(metadata.get("general.alignment", 32))
+            file.seek(-(-file.tell() // step) * step + offset)
+            return struct.unpack(f"<{sizes[0]}f", file.read(4 * sizes[0]))
+    except OSError as error:
+        raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
+    except (struct.error, ArithmeticError, LookupError, MemoryError, TypeError, ValueError):
+        raise PrerequisiteError(
+            f"{path} is damaged or cut short; make or download it again"
+        ) from None
+
+
+def _tensor(file: BinaryIO) -> tuple[str, tuple[list[int], int, int]]:
+    """Read a tensor's name, and its sizes, its type's number and where it begins."""
+    name = _string(file)
+    sizes = [_scalar(file, 10) for _ in range(_scalar(file, 4))]
+    return name, (sizes, _scalar(file, 4), _scalar(file, 10))
 
 
 def _value(file: BinaryIO, kind: int) -> Any:

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
-from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES, read_metadata, write_tokenizer
+from agentbench_kv.engines.llamacpp.gguf import (
+    ARCHITECTURES,
+    read_metadata,
+    read_rope_factors,
+    write_tokenizer,
+)
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import home
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
@@ -34,7 +39,8 @@ class ModelShape:
     query_heads: int
     kv_heads: int
     head_dim: int
-    rope_base: float  # pair f turns by `rope_base ** (-2 f / head_dim)` radians per position
+    rope_base: float  # pair f turns by `rope_base ** (-2 f / head_dim)` radians per position,
+    rope_factors: tuple[float, ...]  # divided by its factor if there are any
     interleaved: bool  # RoPE pairs are (x[2f], x[2f + 1]) instead of (x[f], x[f + head_dim / 2])
     context_limit: int  # positions the model was trained for
     vocabulary: int
@@ -55,8 +61,16 @@ class ModelShape:
         return torch.cat([pairs[..., 0], pairs[..., 1]], -1)
 
 
-def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
-    """Describe a model from the header of its file; UsageError where `refusal` has a reason."""
+def read_shape(path: Path) -> ModelShape:
+    """Describe the model in a GGUF file; UsageError if its rows must not be moved."""
+    return model_shape(read_metadata(path), read_rope_factors(path))
+
+
+def model_shape(metadata: Mapping[str, Any], factors: Sequence[float] = ()) -> ModelShape:
+    """Describe a model from its file's header; UsageError where `refusal` has a reason.
+
+    `factors` are those of `read_rope_factors`.
+    """
     if reason := refusal(metadata):
         raise UsageError(
             f"{reason}; run it with llama.cpp's own server and measure that through --engine api"
@@ -67,13 +81,19 @@ def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
     width = int(own["embedding_length"])
     named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")]
     ends = metadata.get("kvbench.eos_token_ids") or dict.fromkeys(named)
+    head_dim = int(own.get("attention.key_length", width // heads))
+    if factors and (name != "llama" or 2 * len(factors) != head_dim or not min(factors) > 0):
+        raise UsageError(
+            f"{name} with {len(factors)} factors for its RoPE, which is not understood"
+        )
     return ModelShape(
         architecture=name,
         layers=int(own["block_count"]),
         query_heads=heads,
         kv_heads=int(own.get("attention.head_count_kv", heads)),
-        head_dim=int(own.get("attention.key_length", width // heads)),
+        head_dim=head_dim,
         rope_base=float(own.get("rope.freq_base", 10000.0)),
+        rope_factors=tuple(factors),
         interleaved=name == "llama",
         context_limit=int(own["context_length"]),
         vocabulary=int(own.get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
@@ -128,7 +148,7 @@ def resolve_model(name: str, python: Path) -> LlamaCppModel:
     file = home() / "gguf" / f"{sha[:16]}.gguf"
     if not file.exists():
         convert_elsewhere(python, folder, file, tokenizer=False)
-    return LlamaCppModel(file, folder, sha, model_shape(read_metadata(file)))
+    return LlamaCppModel(file, folder, sha, read_shape(file))
 
 
 def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool = True) -> None:
@@ -148,7 +168,7 @@ def _from_file(path: Path) -> LlamaCppModel:
             f"there is no model {path}; give a GGUF file, a model folder or: {', '.join(SHIPPED)}"
         )
     metadata = read_metadata(path)
-    shape = model_shape(metadata)
+    shape = model_shape(metadata, read_rope_factors(path))
     sha = _file_sha(path, path.stat().st_size, path.stat().st_mtime_ns)
     folder = home() / "gguf" / f"tokenizer-{sha[:16]}"
     if not (folder / "tokenizer_config.json").exists():

@@ -6,9 +6,11 @@ import itertools
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -30,28 +32,33 @@ from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
-from agentbench_kv.engines.serving.process import (
-    BackendProcess,
-    BackendStoppedError,
-    ControlClient,
-    ControlError,
-)
+from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
 from agentbench_kv.engines.serving.wire import (
+    TURNABLE,
     EngineWire,
     GenerationRequest,
+    ModelFacts,
+    RequestError,
     read_model,
     stop_document,
 )
 from agentbench_kv.environments import home, python_of
-from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases.machine import Labeller, PromptPhases, add_run, resumable
 
 # Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
 _AHEAD = 4
-RESTARTS = 3  # restarts one generation waits for before it gives up
-_GONE = (OSError, httpx.TransportError)
+# Restarts one request waits for, and starts in a row that may fail after the first, before the
+# engine is given up for good.
+RESTARTS = 3
+_PATIENCE_S = 5.0  # that a server may take to die once something about it broke
+_LOOK_S = 0.1
+_BROKEN = (OSError, httpx.TransportError, RequestError)
+_T = TypeVar("_T")
+# Options of vLLM and of SGLang that change what a model's config says.
+_OVERRIDES = ("hf-overrides", "json-model-override-args")
 
 
 class ServingGeneration(StreamedGeneration):
@@ -61,14 +68,19 @@ class ServingGeneration(StreamedGeneration):
         self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]
     ) -> None:
         super().__init__(sampling, ahead=_AHEAD)
+        self.running = True  # the backend may still change the session
         self._play = play
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self.finish(self._play(self))
+            reason = self._play(self)
         except BaseException as error:  # noqa: BLE001  the reader is told, on its own thread
+            self.running = False
             self.fail(error)
+        else:
+            self.running = False
+            self.finish(reason)
 
 
 class ObservedLedger(SessionLedger):
@@ -114,11 +126,14 @@ class ServingSession:
     backend_name: str = field(init=False)
     tokens: list[int] = field(default_factory=list)  # everything it was given or generated
     phases: list[list[int]] = field(default_factory=list)  # of the tokens, as runs
-    known: int = 0  # how many of them this backend has seen
+    known: int = 0  # how many of them this backend was given, or gave
+    held: int = 0  # how many of them it is known to have computed
     epoch: int = 0  # which start of the backend it lives in; 0: none yet
     carried: KVStats = field(default_factory=KVStats)  # accounting of backends that died
     last: KVStats = field(default_factory=KVStats)  # the living backend's, when it was last asked
     observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
+    generation: ServingGeneration | None = None  # the last one
+    _lost: int | None = None  # tokens whose rows went with a backend, until they are computed again
 
     def __post_init__(self) -> None:
         self._rename()
@@ -130,21 +145,40 @@ class ServingSession:
 
     def accept(self, token: int) -> None:
         add_run(self.phases, [self.labeller.label(token)])
+        self.held = len(self.tokens)
         self.tokens.append(token)
         self.known += 1
         if self.observed is not None:
             self.observed.token()
 
-    def enter(self, epoch: int) -> None:
-        """Move to another start of the backend; what the old one held is computed again."""
-        if self.epoch:
-            self.carried = self.carried.followed_by(self.last)
-            self.carried.restarts.append((len(self.carried.events), len(self.tokens)))
-            self.carried.recomputed += self.known
-            self._rename()
+    @property
+    def generating(self) -> bool:
+        """Whether a generation of it has not ended."""
+        return self.generation is not None and self.generation.running
+
+    @property
+    def lost(self) -> bool:
+        """Whether the backend that had its rows is gone, and no other one has them yet."""
+        return self._lost is not None
+
+    def lose(self) -> None:
+        """Note that its backend is gone; the next generation computes everything again."""
+        self.carried = self.carried.followed_by(self.last)
+        self.carried.restarts.append((len(self.carried.events), len(self.tokens)))
+        self._lost = self.held
+        self._rename()
         self.last = KVStats()
         self.observed = None
-        self.known = 0
+        self.known = self.held = self.epoch = 0
+
+    def enter(self, epoch: int) -> None:
+        """Move to another start of the backend; what an old one held is computed again."""
+        if self.epoch:
+            self.lose()
+        if self._lost is not None:
+            self.carried.restarts[-1] = (len(self.carried.events), len(self.tokens))
+            self.carried.recomputed += self._lost
+            self._lost = None
         self.epoch = epoch
 
     def total(self) -> KVStats:
@@ -165,8 +199,9 @@ def stats_from(document: dict[str, Any]) -> KVStats:
 class ServingEngine(Engine):
     """Sessions over a backend in another process.
 
-    The engine keeps every session's tokens. A backend that dies is started again by the next
-    request; its sessions are computed again from their tokens, and counted (`recomputed`).
+    The engine keeps every session's tokens. A backend that dies, as a whole or in part, is started
+    again by the request that finds out; its sessions are computed again from their tokens, and
+    counted (`recomputed`). After `RESTARTS` of them in vain the engine is gone: EngineGoneError.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
@@ -180,7 +215,8 @@ class ServingEngine(Engine):
         self._sessions: dict[str, ServingSession] = {}
         self._starting = threading.Lock()
         self._epoch = 0  # starts of the backend so far
-        self._down = False
+        self._produced = 0  # tokens that came, as a sign of life: not counted exactly
+        self._gone: str | None = None  # why it will not be started again
         self._process: BackendProcess | None = None
         try:
             self._alive()
@@ -217,11 +253,13 @@ class ServingEngine(Engine):
         state = self._sessions[session]
         if not state.tokens:
             raise KVBenchError(f"session {session} has no tokens to start from")
-        return ServingGeneration(sampling, lambda generation: self._play(state, generation))
+        state.generation = ServingGeneration(sampling, partial(self._play, state))
+        return state.generation
 
     def stats(self, session: str) -> KVStats:
         state = self._sessions[session]
-        self._ask(state, "stats")
+        if not self._ask(state, "stats") and not state.generating:
+            self._note_loss(state)
         return state.total()
 
     def close(self, session: str) -> KVStats:
@@ -231,7 +269,7 @@ class ServingEngine(Engine):
 
     def reconfigure(self, method: Method) -> None:
         """Go on with another method, not from or to `full`; ControlError if sessions are open."""
-        refuse_method(method)
+        refuse_method(method, self._wire.facts)
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
 
@@ -243,12 +281,19 @@ class ServingEngine(Engine):
             return dict(self._control.call("pool"))
         return {}
 
+    def progress(self) -> int | None:
+        """Return a number that changes with every token while anything is generated."""
+        sessions = list(self._sessions.values())
+        if not any(state.generating for state in sessions):
+            return None
+        return self._epoch + self._produced
+
     def kept_names(self, session: str) -> str:
         """Return how the backend names a session in its traces."""
         return self._sessions[session].backend_name
 
     def shutdown(self) -> None:
-        self._down = True
+        self._gone = self._gone or "the engine has been shut down"
         self._control.close()
         self._wire.close()
         if self._process is not None:
@@ -256,16 +301,73 @@ class ServingEngine(Engine):
         shutil.rmtree(self._wire.folder, ignore_errors=True)
 
     def _play(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
-        for _ in range(RESTARTS + 1):
-            process = self._alive()
+        def stream() -> FinishReason:
             if state.epoch != self._epoch:
                 state.enter(self._epoch)
             try:
                 return self._stream(state, generation)
-            except _GONE as error:
-                if process.survives():
-                    raise KVBenchError(f"the connection to the backend broke: {error}") from error
-        raise BackendStoppedError(process.ended("stopped"))
+            except _BROKEN:
+                if generation.cancelled and generation.produced:
+                    return FinishReason.CANCELLED
+                raise
+
+        return self._with_backend(stream)
+
+    def _with_backend(self, work: Callable[[], _T]) -> _T:
+        """Do what needs the backend, again if it dies meanwhile, and return the result."""
+        for _ in range(RESTARTS + 1):
+            process = self._alive()
+            try:
+                return work()
+            except RequestError as error:
+                if error.refused or not self._is_gone(process):
+                    raise
+            except (OSError, httpx.TransportError) as error:
+                if not self._is_gone(process):
+                    # No failure of whoever asked: another time it may go well.
+                    broke = f"the connection to the {self.info.name} backend broke: {error}"
+                    raise ConnectionError(broke) from error
+            except Exception:
+                if self._gone is None:  # or whatever failed because it was shut down meanwhile
+                    raise
+        with self._starting:
+            what = f"died {RESTARTS + 1} times in one request"
+            self._gone = self._gone or f"{process.ended(what)}; a run goes on with the same command"
+            raise EngineGoneError(self._gone)
+
+    def _is_gone(self, process: BackendProcess) -> bool:
+        """Return whether a backend about which something broke is dead or dying."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._is_lost(process):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _is_lost(self, process: BackendProcess | None) -> bool:
+        """Return whether a backend is dead; what is left of one that lost a part is ended."""
+        if self._gone is not None or process is None or not (process.alive and process.ready):
+            return True
+        if not self._wire.lost():
+            return False
+        process.kill(crippled=True)
+        return True
+
+    def _at_rest(self, session: str) -> ServingSession:
+        """Return a session that does not generate: only then may its rows be changed."""
+        state = self._sessions[session]
+        if state.generating:
+            raise KVBenchError(f"session {session} is generating")
+        return state
+
+    def _note_loss(self, state: ServingSession, *, look: bool = True) -> None:
+        """Note it if the rows of a session at rest went with the backend that had them.
+
+        `look`: whether the backend may have died without anybody having noticed.
+        """
+        moved = state.epoch != self._epoch
+        if state.epoch and (moved or (look and self._is_lost(self._process))):
+            state.lose()
 
     def _stream(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         if not state.known:
@@ -282,10 +384,11 @@ class ServingEngine(Engine):
         # A stock server keeps no accounts of a session: they are kept here.
         ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token)
         ledger.begin(len(request.tokens))
-        reason = self._read(state, generation, request)
-        ledger.end(request.usage.get("cached_tokens"))
-        state.last = ledger.snapshot()
-        return reason
+        try:
+            return self._read(state, generation, request)
+        finally:
+            ledger.end(request.usage.get("cached_tokens"))
+            state.last = ledger.snapshot()
 
     def _read(
         self, state: ServingSession, generation: ServingGeneration, request: GenerationRequest
@@ -297,6 +400,7 @@ class ServingEngine(Engine):
         with closing(self._wire.stream(request)) as stream:
             for token in stream:
                 state.accept(token)
+                self._produced += 1
                 generation.push(token)
                 if generation.cancelled:
                     return FinishReason.CANCELLED
@@ -315,37 +419,73 @@ class ServingEngine(Engine):
     def _alive(self) -> BackendProcess:
         """Return a backend that runs, starting one if there is none."""
         with self._starting:
-            if self._down:
-                raise KVBenchError("the engine has been shut down")
-            if self._process is None or not self._process.alive:
-                if self._process is not None:
-                    self._process.stop()
-                self._control.close()
-                self._process = BackendProcess(self.info.name, self._wire.launch(), self._log)
-                self._process.wait_ready()
-                self._epoch += 1
+            if self._gone is None and (self._process is None or not self._process.alive):
+                self._start()
+            if self._gone is not None or self._process is None:
+                raise EngineGoneError(self._gone)
             return self._process
 
-    def _ask(self, state: ServingSession, command: str) -> None:
-        """Bring a session's accounting up to date, as far as its backend lives."""
-        if self._wire.stock or state.epoch != self._epoch or not state.epoch:
-            return
+    def _start(self) -> None:
+        """Start a backend; one that ran before may fail to come back a few times."""
+        for left in reversed(range(RESTARTS if self._epoch else 1)):
+            if self._process is not None:
+                self._process.kill()
+            self._control.close()
+            process = self._process = BackendProcess(self.info.name, self._wire.launch(), self._log)
+            if self._gone is not None:  # shut down meanwhile
+                process.kill()
+                return
+            try:
+                process.wait_ready()
+            except PrerequisiteError as error:
+                if not self._epoch:
+                    raise
+                if process.timed_out or not left:
+                    self._gone = self._gone or str(error)
+                if self._gone is not None:
+                    return
+            else:
+                self._epoch += 1
+                return
+
+    def _ask(self, state: ServingSession, command: str) -> bool:
+        """Bring a session's accounting up to date; False if its backend is not there."""
+        if self._wire.stock or not state.epoch:
+            return True
+        if state.epoch != self._epoch:
+            return False
         try:
             document = self._control.call(command, session=state.backend_name)
         except OSError:
-            return
+            return False
         except ControlError as error:
             raise KVBenchError(f"session {state.name}: {error}") from error
         if document is not None:
             state.last = stats_from(document)
+        return True
 
 
-def refuse_method(method: Method) -> None:
-    """Refuse a method whose cache a serving engine cannot hold: a kept set per query head."""
+def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
+    """Refuse a method whose cache a serving engine cannot hold, or not with this model's RoPE."""
     if method.per_query_head:
         raise UsageError(
             f"{method.label} keeps a set per query head, a serving engine's cache has rows per KV "
             "head; use another preset or --engine embedded"
+        )
+    if method.positions == "cache" and facts is not None and (reason := facts.unturnable()):
+        raise UsageError(
+            f"{method.label} turns keys to their places in the cache, which is known for "
+            f"{', '.join(TURNABLE)} with RoPE over whole heads: {reason}; "
+            "use --set positions=logical or another preset"
+        )
+
+
+def _refuse_overrides(options: EngineOptions) -> None:
+    given = [name for name in options.engine_args if name in _OVERRIDES]
+    if given and options.method.positions == "cache":
+        raise UsageError(
+            f"--engine-arg {given[0]}: {options.method.label} turns keys by the RoPE of the "
+            "model's config.json; change it there"
         )
 
 
@@ -367,9 +507,10 @@ def start_server(
     gpu: bool,
 ) -> _Engine:
     """Return an engine over a new server; one for `full` runs as shipped."""
-    refuse_method(options.method)
     path = model_path(options.model)
     facts = read_model(path)
+    refuse_method(options.method, facts)
+    _refuse_overrides(options)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
     wire = wire_class(options, facts, python, path, folder, gpu, stock)

@@ -7,6 +7,7 @@ hide them, so it gets links to the packages it needs, and the metadata of its en
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,15 +26,79 @@ import agentbench_kv
 from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
-_TAIL_LINES = 12
 _POLL_S = 0.2
 _GRACE_S = 15.0
-# The first error is the cause; what follows it is each process telling the next.
-_CAUSE = re.compile(r"\b\w*(Error|Exception|Exit): ")
+_LAST_WORDS_S = 1.0
+_LONGEST_LOG = 1 << 20  # bytes at its end that are looked at
+_LONGEST_CAUSE = 300
+
+# What a log's line starts with: process and level as vLLM writes them, the time as SGLang does.
+_HEAD = re.compile(
+    r"(?:\([\w.-]+ pid=\d+\) ?)?"
+    r"(?:(?P<level>[A-Z]{4,8}) [^\[]{0,30}\[[^\]]*\] ?)?"
+    r"(?:\[\d{4}-[^\]]*\] ?)?"
+)
+_CALM = ("DEBUG", "INFO", "WARNING")
+_WARNING = re.compile(r"(?:\S*: )?\w*Warning\b|[DIW]\d{4} |Ignore ", re.IGNORECASE)
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt)(?::|$)")
+# What a process says of another one's failure, or of a client's, and what ours does without.
+_NO_CAUSE = re.compile(
+    r"EngineDeadError|root cause|stack trace|BrokenPipe|ConnectionReset|openai_harmony"
+)
+_OWN = "kvbench: "
+_MEMORY = re.compile(
+    r"MemoryError|OutOfMemory|out of memory|bad_alloc|can't allocate memory|failed to allocate|"
+    r"(?:not enough|insufficient|no available|KV cache) memory",
+    re.IGNORECASE,
+)
+_BAD = re.compile(
+    r"\b(?:errors?|fail(?:ed|ure)|crash(?:ed)?|died|fatal|abort(?:ed)?|terminate|assert|cannot)\b",
+    re.IGNORECASE,
+)
 
 
-class BackendStoppedError(KVBenchError):
-    """The backend's process ended while it was needed."""
+@dataclass(frozen=True)
+class LogCause:
+    """What a backend died of, as far as its log says."""
+
+    text: str  # one line; empty if the log says nothing
+    memory: bool = False  # whether it ran out of it
+    certain: bool = True  # whether it is a reason rather than what is left to quote
+
+
+def cause_in(lines: Sequence[str]) -> LogCause:
+    """Find in a log what its process died of.
+
+    That is what our own code says, else an allocation that failed, else the last exception that is
+    not one process's word on another, else the first line that reads like a failure, else the last
+    line. Warnings are none of these, whatever they mention.
+    """
+    said = [(found["level"], line[found.end() :]) for line in lines if (found := _HEAD.match(line))]
+    texts = [text for level, text in said if level not in _CALM and not _WARNING.match(text)]
+    raised = [i for i, text in enumerate(texts) if _EXCEPTION.match(text)]
+    roots = [i for i in raised if not _NO_CAUSE.search(texts[i])]
+    memory = [i for i, text in enumerate(texts) if _MEMORY.search(text)]
+    plain = [text for text in texts if not text.startswith(" ") and "Traceback" not in text]
+    if own := [text for text in plain if _OWN in text]:
+        return LogCause(_short(own[0].partition(_OWN)[2]), memory=bool(memory))
+    if memory:
+        best = [i for i in memory if i in raised] or memory[:1]
+        return LogCause(_short(_whole(texts, best[-1])), memory=True)
+    if roots:
+        return LogCause(_short(_whole(texts, roots[-1])))
+    bad = [text for text in plain if _BAD.search(text) and not _NO_CAUSE.search(text)]
+    return LogCause(_short((bad or plain[-1:] or [""])[0]), certain=False)
+
+
+def _whole(texts: Sequence[str], first: int) -> str:
+    """Return an exception's line with the indented ones behind it, which belong to its message."""
+    more = itertools.takewhile(lambda text: text.startswith(" "), texts[first + 1 : first + 4])
+    return " ".join([texts[first], *(text.strip() for text in more)])
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_CAUSE else f"{line[:_LONGEST_CAUSE]}…"
 
 
 @dataclass(frozen=True)
@@ -44,6 +109,7 @@ class Launch:
     ready: Callable[[], bool]  # true once the backend answers
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
     start_s: float = 900.0  # seconds it may take until then
+    memory: str = "lower --concurrency or --budget"  # what to change where memory runs out
 
 
 class BackendProcess:
@@ -52,6 +118,9 @@ class BackendProcess:
     def __init__(self, name: str, launch: Launch, log: Path) -> None:
         self.name = name
         self.log = log
+        self.ready = False  # it has answered
+        self.timed_out = False  # it ran, but did not answer in time
+        self._crippled = False
         self._launch = launch
         with log.open("ab") as out:
             self._start = out.tell()
@@ -73,39 +142,45 @@ class BackendProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def survives(self, patience_s: float = 2.0) -> bool:
-        """Return whether the process still runs a moment after something about it broke."""
-        try:
-            self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            return True
-        return False
-
     def wait_ready(self) -> None:
-        """Wait until the backend answers; PrerequisiteError with its last lines if not."""
+        """Wait until the backend answers; PrerequisiteError with the cause if it does not."""
         deadline = time.monotonic() + self._launch.start_s
         while not self._launch.ready():
             if not self.alive:
                 raise PrerequisiteError(self.ended("did not start"))
             if time.monotonic() > deadline:
+                self.timed_out = True
+                message = self._message(f"did not answer within {self._launch.start_s:.0f} s")
                 self.stop()
-                waited = f"did not answer within {self._launch.start_s:.0f} s"
-                raise PrerequisiteError(self._message(waited))
+                raise PrerequisiteError(message)
             time.sleep(_POLL_S)
+        self.ready = True
+        # A server writes much while it starts that it lives with.
+        self._start = self.log.stat().st_size
 
     def stop(self) -> None:
         """End the process and everything it started."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
-        # Workers may outlive a parent that was killed.
+        self.kill()
+
+    def kill(self, *, crippled: bool = False) -> None:
+        """End at once what is left: workers may outlive a parent that was killed, or the reverse.
+
+        `crippled`: because a part of it had died; it may say so, and end by itself.
+        """
+        if crippled:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_S)
+            self._crippled = self._crippled or self.alive
         self._signal(signal.SIGKILL)
         self._process.wait()
 
     def lines(self) -> list[str]:
-        """Return the lines it wrote since this start, without blank ones."""
+        """Return the lines it wrote since it started, or since it was ready, but for blank ones."""
         with self.log.open("rb") as file:
-            file.seek(self._start)
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - _LONGEST_LOG))
             lines = file.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()]
 
@@ -114,15 +189,22 @@ class BackendProcess:
             os.killpg(self.pid, number)
 
     def ended(self, what: str) -> str:
-        """Say how it ended: exit code, log, last lines."""
-        return self._message(f"{what} (exit code {self._process.poll()})")
+        """Say in one line that it did `what`, how it ended, and of what."""
+        code = self._process.poll()
+        if self._crippled or code is None:
+            how = "a part of it was gone"
+        else:
+            how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        return self._message(f"{what} ({how})")
 
     def _message(self, what: str) -> str:
-        lines = self.lines()
-        causes = [line for line in lines if _CAUSE.search(line)]
-        shown = [*causes[:1], *lines[-_TAIL_LINES:]]
-        last = "\n".join(f"  {line}" for line in shown)
-        return f"the {self.name} backend {what}; its last lines ({self.log}):\n{last}"
+        cause = cause_in(self.lines())
+        parts = [cause.text] if cause.text else []
+        if cause.memory:
+            parts.append(f"memory ran out: {self._launch.memory}")
+        elif not cause.certain:
+            parts.append(f"if the system killed it for its memory: {self._launch.memory}")
+        return f"the {self.name} backend {what}: {'; '.join(parts)} (log: {self.log})"
 
 
 def _environment() -> dict[str, str]:
@@ -176,6 +258,19 @@ def _write_metadata(folder: Path, entry_points: Mapping[str, Mapping[str, str]])
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
+def listens(path: Path) -> bool:
+    """Return whether anybody listens on a Unix socket; its file alone says nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_GRACE_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionError, FileNotFoundError):
+            return False
+        except OSError:  # too busy to answer
+            return True
+    return True
+
+
 class ControlError(KVBenchError):
     """The backend refused a command; the message is its own."""
 
@@ -217,7 +312,7 @@ class ControlClient:
             self._socket = self._connect()
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         line = self._lines.readline()
-        if not line:
+        if not line.endswith(b"\n"):
             raise ConnectionResetError("the backend hung up")
         answer: dict[str, Any] = json.loads(line)
         return answer

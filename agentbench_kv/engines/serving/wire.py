@@ -19,12 +19,20 @@ import httpx
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
-from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages
+from agentbench_kv.engines.embedded.model import MOVING_ROPE, free_tokens
+from agentbench_kv.engines.serving.process import (
+    ControlClient,
+    Launch,
+    link_packages,
+    listens,
+)
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
+# Model types whose keys were found to turn by `core.policy.rope_frequencies`.
+TURNABLE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -39,6 +47,16 @@ class ModelFacts:
     head_dim: int
     context_limit: int  # last position + 1
     eos_token_ids: tuple[int, ...]
+    rope_type: str = "default"
+    rope_share: float = 1.0  # of a head's channels that RoPE turns
+
+    def unturnable(self) -> str:
+        """Say why keys cannot be turned to other positions; empty if they can."""
+        if self.rope_share != 1:
+            return f"{self.family} here turns {self.rope_share:.0%} of a head"
+        if self.rope_type in MOVING_ROPE:
+            return f"RoPE {self.rope_type!r} has frequencies that change with the length"
+        return "" if self.family in TURNABLE else f"{self.family} has not been checked"
 
     def bytes_per_token(self, dtype: str) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
@@ -54,11 +72,22 @@ def read_model(path: Path) -> ModelFacts:
         return ModelFacts(
             *(str(config["model_type"]), int(config["num_hidden_layers"]), heads, kv_heads),
             *(head_dim, int(config["max_position_embeddings"]), _eos_ids(path, config)),
+            *_rope(config),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PrerequisiteError(
             f"{path / 'config.json'} is not a decoder's ({error}); give a Hugging Face model folder"
         ) from None
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the kind of RoPE and the share of a head that it turns."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise TypeError("its RoPE is no JSON object")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    given = [each.get("partial_rotary_factor") for each in (rope, config)]
+    return str(kind), next((float(share) for share in given if share is not None), 1.0)
 
 
 def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
@@ -76,6 +105,18 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PrerequisiteError(f"cannot read {path}: {error}; give a model folder") from None
     return document
+
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def room_on_cpu(wanted: int, bytes_per_token: int) -> int:
+    """Return how many cached tokens a server on a CPU gets: 1 GiB, or more if `wanted` are more.
+
+    But at most half of the free memory, which may be less than `wanted`.
+    """
+    usual = max(_CPU_CACHE_BYTES // bytes_per_token, wanted)
+    return min(usual, free_tokens(bytes_per_token))
 
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
@@ -135,8 +176,16 @@ class EngineWire(ABC):
     def stream(self, request: GenerationRequest) -> Generator[int]:
         """Yield a generation's ids; closing the iterator ends it in the backend.
 
-        Raises OSError or httpx.TransportError if the backend is gone.
+        Raises OSError or httpx.TransportError if the connection breaks, RequestError if the backend
+        says that it failed.
         """
+
+    def lost(self) -> bool:
+        """Return whether a backend that was ready says, or shows, that it will not answer again.
+
+        Its front end may outlive what computes. One that is only busy is not lost.
+        """
+        return not self.stock and not listens(self.control)
 
     def use(self, method: Method) -> None:
         self.options = replace(self.options, method=method)
@@ -144,6 +193,15 @@ class EngineWire(ABC):
     def _up(self, path: str) -> bool:
         try:
             return self._client.get(path).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _down(self, path: str) -> bool:
+        """Return whether nobody takes a request, or the answer is that the server failed."""
+        try:
+            return self._client.get(path).status_code >= httpx.codes.INTERNAL_SERVER_ERROR
+        except httpx.ConnectError:
+            return True
         except httpx.TransportError:
             return False
 
@@ -196,25 +254,43 @@ _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
 class RequestError(KVBenchError):
-    """The backend refused a request; the message is its own."""
+    """The backend refused a request, or failed with it; the message is its own."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused  # it read the request and did not want it
 
 
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Post a request and yield its events, or raise RequestError; closing it hangs up."""
+    """Post a request and yield its events up to `[DONE]`; closing it hangs up.
+
+    RequestError if the backend refuses or fails, httpx.TransportError if the stream breaks off.
+    """
     with client.stream("POST", path, json=body, timeout=_TIMEOUT) as response:
         if response.status_code != httpx.codes.OK:
-            text = response.read().decode(errors="replace")
-            raise RequestError(f"the backend answered {response.status_code}: {text[:500]}")
+            said = f"{response.status_code}: {response.read().decode(errors='replace')[:500]}"
+            refused = response.status_code < httpx.codes.INTERNAL_SERVER_ERROR
+            raise RequestError(f"the backend answered {said}", refused=refused)
         for line in _lines(response.iter_bytes()):
             if not line.startswith(b"data:"):
                 continue
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            event: dict[str, Any] = json.loads(data)
+            event = _event(data)
             if "error" in event:
                 raise RequestError(f"the backend failed: {event['error']}")
             yield event
+    # Or a server that dies in good order would end answers early.
+    raise httpx.RemoteProtocolError("the answer broke off")
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event: dict[str, Any] = json.loads(data)
+    except ValueError:
+        raise httpx.RemoteProtocolError("the answer broke off within an event") from None
+    return event
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

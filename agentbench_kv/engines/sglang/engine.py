@@ -25,6 +25,7 @@ from agentbench_kv.engines.serving.wire import (
     RequestError,
     as_flags,
     post_events,
+    room_on_cpu,
     stop_document,
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
@@ -34,7 +35,10 @@ from agentbench_kv.methods.spans import SpanRange
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
-_CPU_CACHE_BYTES = 1 << 30
+_MEMORY = (
+    "lower --concurrency or --engine-arg max-total-tokens, or change --engine-arg "
+    "mem-fraction-static"
+)
 _PLUGIN = "agentbench_kv.engines.sglang.plugin"
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 30_000)
@@ -57,7 +61,8 @@ def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) 
     }
     tokens = options.max_live_tokens
     if tokens is None and not gpu:
-        tokens = _CPU_CACHE_BYTES // facts.bytes_per_token(options.dtype)
+        context = facts.context_limit + MARGIN
+        tokens = room_on_cpu(context, facts.bytes_per_token(options.dtype))
     if tokens is not None:
         arguments["max-total-tokens"] = str(tokens)
     if not gpu:
@@ -112,7 +117,11 @@ class SglangEngineWire(EngineWire):
         }
         if not self.gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        return Launch(command, self._ready, environment)
+        return Launch(command, self._ready, environment, memory=_MEMORY)
+
+    def lost(self) -> bool:
+        # `/health` answers without the scheduler; SGLang ends itself if a process of it dies.
+        return super().lost() or self._down("/health")
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
         name = f"{request.session}.{next(_requests)}"
@@ -267,23 +276,21 @@ class SglangEngine(ServingEngine):
         Whole pages of rows are shared, a partial last one is copied. While both are open no rows of
         either can be evicted.
         """
-        source = self._sessions[session]
+        source = self._at_rest(session)
         if new in self._sessions:
             raise KVBenchError(f"session {new} is open already")
         fork = ServingSession(new, copy.copy(source.labeller), source.tokens.copy())
         fork.phases = [run.copy() for run in source.phases]
-        if self._lives(source):
-            self._control.call("fork", session=source.backend_name, new=fork.backend_name)
+        if self._lives(source) and self._tell(source, "fork", new=fork.backend_name) is not None:
             self._wire.forked(source.backend_name, fork.backend_name)
-            fork.epoch, fork.known = source.epoch, source.known
+            fork.epoch, fork.known, fork.held = source.epoch, source.known, source.held
         self._sessions[new] = fork
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        state = self._sessions[session]
+        state = self._at_rest(session)
         if not self._lives(state):
             return 0
-        name, pairs = state.backend_name, [list(span) for span in spans]
-        return int(self._control.call("evict_spans", session=name, spans=pairs))
+        return int(self._tell(state, "evict_spans", spans=[list(span) for span in spans]) or 0)
 
     def _lives(self, state: ServingSession) -> bool:
         """Return whether the backend that runs now has a session's rows."""
@@ -291,4 +298,15 @@ class SglangEngine(ServingEngine):
             raise UsageError(
                 "SGLang as shipped shares and evicts rows as it likes; use full-constrained"
             )
+        self._note_loss(state, look=False)
         return state.known > 0 and state.epoch == self._epoch
+
+    def _tell(self, state: ServingSession, command: str, **arguments: Any) -> Any:
+        """Send a command about a session; None if its rows went with the backend meanwhile."""
+        try:
+            return self._control.call(command, session=state.backend_name, **arguments)
+        except OSError as error:
+            self._note_loss(state)
+            if not state.lost:
+                raise ConnectionError(f"session {state.name}: {error}") from error
+            return None

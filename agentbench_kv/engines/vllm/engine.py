@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Generator
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,22 +14,23 @@ import httpx
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
-from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.serving.process import Launch, listens
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
     EngineWire,
     GenerationRequest,
     as_flags,
     post_events,
+    room_on_cpu,
     stop_document,
 )
 from agentbench_kv.environments import python_of
+from agentbench_kv.errors import PrerequisiteError
 
 _PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
 _URL = "http://vllm"  # a name only: the socket decides
 _CPU_BLOCK = 32
-_CPU_CACHE_BYTES = 1 << 30
 
 
 class VllmEngineWire(EngineWire):
@@ -64,7 +65,12 @@ class VllmEngineWire(EngineWire):
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
         command += [str(self.model), "--uds", str(self._socket), *self._flags()]
-        return Launch(command, self._ready, environment)
+        size = "gpu-memory-utilization" if self.gpu else "kv-cache-memory-bytes"
+        memory = f"lower --engine-arg max-model-len or --concurrency, or change --engine-arg {size}"
+        return Launch(command, self._ready, environment, memory=memory)
+
+    def lost(self) -> bool:
+        return super().lost() or self._down(f"{_URL}/health")
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
         for event in post_events(self._client, f"{_URL}/v1/completions", self._body(request)):
@@ -105,7 +111,7 @@ class VllmEngineWire(EngineWire):
         }
 
     def _ready(self) -> bool:
-        up = _listens(self._socket) and self._up(f"{_URL}/health")
+        up = listens(self._socket) and self._up(f"{_URL}/health")
         return up and (self.stock or self._answers())
 
     def _flags(self) -> list[str]:
@@ -143,9 +149,24 @@ class VllmEngineWire(EngineWire):
             arguments["max-model-len"] = str(self.context_limit)
         elif not self.gpu:
             arguments["block-size"] = str(block)
-        if not self.gpu:
-            arguments["kv-cache-memory-bytes"] = str(_CPU_CACHE_BYTES)
+        if not self.gpu and "kv-cache-memory-bytes" not in self.options.engine_args:
+            arguments["kv-cache-memory-bytes"] = str(self._cpu_bytes)
         return arguments
+
+    @cached_property
+    def _cpu_bytes(self) -> int:
+        """Bytes of the cache on a CPU, into which vLLM wants one whole context to fit."""
+        size = self.facts.bytes_per_token(self.options.dtype)
+        # A whole context begins a block, and the placeholder is one more.
+        needed = self.context_limit + 2 * _CPU_BLOCK
+        room = room_on_cpu(needed, size)
+        if room < needed:
+            raise PrerequisiteError(
+                f"vLLM wants room for one whole context, {needed * size / 2**30:.1f} GiB; half of "
+                f"the free memory is {room * size / 2**30:.1f} GiB; lower it: --engine-arg "
+                f"max-model-len={max(room - 2 * _CPU_BLOCK, 1)}"
+            )
+        return room * size
 
 
 def on_gpu(device: str) -> bool:
@@ -155,16 +176,6 @@ def on_gpu(device: str) -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _listens(path: Path) -> bool:
-    """Return whether anybody listens on a Unix socket; vLLM makes it long before it does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True
 
 
 class VllmEngine(ServingEngine):

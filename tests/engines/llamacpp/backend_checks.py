@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentbench_kv.engines.llamacpp.gguf import TINY, make_model
+from agentbench_kv.engines.llamacpp.gguf import (
+    ROPE_FACTORS,
+    TINY,
+    _weights,
+    make_model,
+    write_file,
+    write_shape,
+)
 from agentbench_kv.engines.llamacpp.server import library, rows
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Blob, Cells, RowFormat, SequenceRows
@@ -44,9 +51,10 @@ class Scene:
         watch: Watch | None = None,
         tokens: int = 400,
         cells: int = 2048,
+        model: Path | None = None,
     ) -> None:
         self.context = Context(
-            MODEL, cells=cells, sequences=4, row_type=row_type, flash=flash, queries=True,
+            model or MODEL, cells=cells, sequences=4, row_type=row_type, flash=flash, queries=True,
             watch=watch,
         )  # fmt: skip
         self.cells = Cells(self.context)
@@ -162,6 +170,42 @@ def check_rotated_keys() -> Any:
     own = scene.cells.keys[0][:, fresh.cells].transpose(0, 1)
     scene.close()
     return {"numpy": numpy, "moved": moved, "fresh": largest(blob.keys(0), own)}
+
+
+def scaled_model() -> tuple[Path, list[float]]:
+    """Make a Llama whose frequencies are divided as those of Llama 3.1 are, in a tensor."""
+    import gguf
+
+    path, half = MODEL.with_name("scaled.gguf"), TINY.head_dim // 2
+    factors = [1.0 if pair < half // 2 else 8.0 - pair / half for pair in range(half)]
+    writer = gguf.GGUFWriter(path, "llama")
+    write_shape(writer, vars(TINY), "llama")
+    writer.add_tokenizer_model("none")
+    writer.add_tensor(ROPE_FACTORS, np.asarray(factors, np.float32))
+    for name, tensor in _weights(TINY, 0):
+        if not name.endswith(("attn_q_norm", "attn_k_norm")):
+            writer.add_tensor(f"{name}.weight", tensor)
+    write_file(writer)
+    return path, factors
+
+
+def check_scaled_rope() -> Any:
+    path, factors = scaled_model()
+    scene = Scene(model=path)
+    blob, _ = scene.evict()
+    before = blob.keys(0).clone()
+    blob.rotate(300)
+    fresh = scene.session(1)
+    fresh.next = 400
+    scene.feed(TEXT[START:END], fresh)
+    own = scene.cells.keys[0][:, fresh.cells].transpose(0, 1)
+    found = list(scene.context.shape.rope_factors)
+    scene.close()
+    return {
+        "read": max(abs(a - b) for a, b in zip(found, factors, strict=True)),
+        "fresh": largest(blob.keys(0), own),
+        "unturned": largest(before, own),
+    }
 
 
 def check_attention_rows() -> Any:

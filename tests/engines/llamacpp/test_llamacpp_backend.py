@@ -69,6 +69,13 @@ def test_rotated_keys(checks: dict[str, Any]) -> None:
     assert found["fresh"] <= 1e-4
 
 
+def test_keys_of_scaled_rope_turn_as_the_model_turns_them(checks: dict[str, Any]) -> None:
+    found = checks["scaled_rope"]
+    assert found["read"] <= 1e-6
+    assert found["fresh"] <= 1e-4
+    assert found["unturned"] > 1
+
+
 def test_attention_rows_sum_to_one_and_are_those_of_the_cached_keys(checks: dict[str, Any]) -> None:
     found = checks["attention_rows"]
     assert found["sums"] <= 1e-6

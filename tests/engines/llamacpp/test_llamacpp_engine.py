@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from agentbench_kv.engines.base import Engine, EngineOptions, FinishReason, KVStats, Sampling
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.spans import Resident
+from agentbench_kv.methods.spans import Resident, Source, SpanMethod, TurnNotes
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
@@ -193,6 +194,52 @@ def test_restoring_twice_or_what_was_never_seen_is_refused(engines: Callable[...
         engine.restore_block("r", block, at=30)
     engine.restore_block("r", block)
     engine.close("r")
+
+
+def test_spans_are_refused_while_a_generation_runs(engines: Callable[..., Engine]) -> None:
+    """It would end, short and without a word."""
+    engine = engines(LlamaCppEngine, RESIDENT, max_live_tokens=4096)
+    engine.open("g", TokenPhases())
+    turn(engine, "g", words(100, 1), 5)
+    engine.extend("g", words(20, 2), [TokenPhases().label(t) for t in words(20, 2)])
+    generation = engine.generate("g", Sampling(max_tokens=300))
+    tokens = iter(generation)
+    said = [next(tokens) for _ in range(3)]
+    asked: list[Callable[[], object]] = [
+        lambda: engine.evict_spans("g", [(10, 20)]),
+        lambda: engine.save_block("g", 10, 20),
+        lambda: engine.span_attention("g", [(10, 20)], [-1], 1.0),
+    ]
+    for ask in asked:
+        with pytest.raises(KVBenchError, match="session g is generating"):
+            ask()
+    assert len([*said, *tokens]) == 300
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert engine.evict_spans("g", [(10, 20)]) == 10
+    engine.close("g")
+
+
+def test_a_span_method_goes_on_after_its_backend_was_killed_between_turns(
+    engines: Callable[..., Engine],
+) -> None:
+    """Its first command finds nobody; all its blocks are resident again, and it evicts anew."""
+    method = make_method("evoke", 128, {"block": "16", "margin": "0.0"})
+    assert isinstance(method, SpanMethod)
+    below = engines(LlamaCppEngine, method.below(), max_live_tokens=4096)
+    assert isinstance(below, LlamaCppEngine)
+    engine, before = BlockEngine(below, method), below.restarts
+    engine.open("e", TokenPhases())
+    engine.note("e", words(300, 1), TurnNotes([(300, Source.USER)]))
+    turn(engine, "e", words(300, 1), 20)
+    assert engine.stats("e").evicted > 0
+    assert below.backend_pid is not None
+    os.kill(below.backend_pid, signal.SIGKILL)
+    engine.note("e", words(40, 2), TurnNotes([(40, Source.USER)]))
+    assert len(turn(engine, "e", words(40, 2), 20)) == 20
+    stats = engine.close("e")
+    assert below.restarts == before + 1
+    assert (stats.logical, len(stats.restarts), stats.recomputed) == (380, 1, 319)
+    assert stats.live <= 128
 
 
 def test_methods_whose_heads_differ_have_no_spans(engines: Callable[..., Engine]) -> None:

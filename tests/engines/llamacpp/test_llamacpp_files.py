@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
+from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, _cells
 from agentbench_kv.engines.llamacpp.gguf import (
     PRETOKENIZERS,
+    ROPE_FACTORS,
     pretokenizer_name,
     pretokenizer_of,
     read_metadata,
+    read_rope_factors,
     tokenizer_files,
 )
 from agentbench_kv.engines.llamacpp.models import model_shape
@@ -63,6 +69,80 @@ def test_a_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(packed(pairs))
     assert read_metadata(path) == pairs
+
+
+HEADER = {key: value for key, value in PLAIN.items() if key != "qwen3.rope.freq_base"}
+
+
+def with_factors(factors: list[float], kind: int = 0, name: str = ROPE_FACTORS) -> bytes:
+    """A file whose second tensor is a vector of factors; its header ends anywhere."""
+    data = bytearray(packed(HEADER))
+    data[8:16] = struct.pack("<Q", 2)
+    infos = [("token_embd.weight", (3, 2), 0, 0), (name, (len(factors),), kind, 64)]
+    for called, sizes, number, offset in infos:
+        data += struct.pack("<Q", len(called)) + called.encode() + struct.pack("<I", len(sizes))
+        data += struct.pack(f"<{len(sizes)}QIQ", *sizes, number, offset)
+    data += bytes(-len(data) % 32 + 64)
+    return bytes(data) + struct.pack(f"<{len(factors)}f", *factors)
+
+
+def test_factors_of_rope_are_found_behind_the_header(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(with_factors([1.0, 2.5, 8.0]))
+    assert read_rope_factors(path) == (1.0, 2.5, 8.0)
+    path.write_bytes(with_factors([1.0], name="other.weight"))
+    assert read_rope_factors(path) == ()
+    path.write_bytes(packed(HEADER))
+    assert read_rope_factors(path) == ()
+    path.write_bytes(with_factors([1.0, 2.0], kind=1))
+    with pytest.raises(UsageError, match="no vector of float32"):
+        read_rope_factors(path)
+
+
+@given(st.data())
+def test_a_file_cut_anywhere_gives_its_factors_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    whole = with_factors([1.0, 2.5, 8.0])
+    path = tmp_path_factory.getbasetemp() / "cut.gguf"
+    cut = bytearray(whole[: data.draw(st.integers(24, len(whole)))])
+    cut[data.draw(st.integers(8, len(cut) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(cut)
+    with suppress(PrerequisiteError, UsageError):
+        assert all(isinstance(each, float) for each in read_rope_factors(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"), [("qwen3", [1.0] * 32), ("llama", [1.0] * 31), ("llama", [0.0] * 32)]
+)
+def test_factors_that_make_no_sense_are_refused(name: str, factors: list[float]) -> None:
+    plain = {key.replace("qwen3.", f"{name}."): value for key, value in PLAIN.items()}
+    with pytest.raises(UsageError, match="factors for its RoPE"):
+        model_shape(plain | {"general.architecture": name}, factors)
+    right = {"general.architecture": "llama"} | {
+        key.replace("qwen3.", "llama."): value
+        for key, value in PLAIN.items()
+        if key != "general.architecture"
+    }
+    assert model_shape(right, [2.0] * 32).rope_factors == (2.0,) * 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cells"),
+    [({}, 5000), ({"cells": "1024"}, 1024), ({"cells": "70000"}, 70_000)],
+)
+def test_how_many_tokens_the_cache_holds_can_be_said(arguments: dict[str, str], cells: int) -> None:
+    method = make_method("full", None)
+    assert _cells(EngineOptions("m", method, max_live_tokens=5000, engine_args=arguments)) == cells
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"cells": "many"}, {"cells": "10"}, {"cells": "9" * 500}, {"cells": ""}, {"n": "1"}],
+)
+def test_a_wrong_engine_argument_is_one_line(arguments: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"^--engine-arg"):
+        _cells(EngineOptions("m", make_method("full", None), engine_args=arguments))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentbench_kv.engines.core.control import ControlServer
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
@@ -18,6 +22,7 @@ from agentbench_kv.engines.serving.process import (
     ControlClient,
     ControlError,
     Launch,
+    cause_in,
     link_packages,
 )
 from agentbench_kv.environments import process_env
@@ -46,6 +51,65 @@ def test_a_backend_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> N
         PrerequisiteError, match=r"did not start \(exit code 1\)[\s\S]*no such model"
     ):
         process.wait_ready()
+
+
+VLLM = "(EngineCore pid=7) ERROR 11-22 10:00:00 [core.py:1] "
+SGLANG = "[2026-11-22 10:00:00] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "memory"),
+    [
+        (["WARNING: `OSError: x` may come", "IndexError: 3"], "IndexError: 3", False),
+        (["(A pid=1) WARNING 11-22 1:1:1 [a.py:1] ValueError: no"], "", False),
+        (["a.py:3: UserWarning: an error", "ValueError: yes"], "ValueError: yes", False),
+        (
+            [f"{VLLM}ValueError: root", f"{VLLM}RuntimeError: failed. See root cause above."],
+            "ValueError: root",
+            False,
+        ),
+        (["KeyError: 1", "During handling of it:", "TypeError: last"], "TypeError: last", False),
+        (
+            ["    raise ValueError(f'kvbench: {x}')", "ValueError: kvbench: MLA", "OSError: 1"],
+            "MLA",
+            False,
+        ),
+        (
+            [f"{VLLM}torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB", "OSError: late"],
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+            True,
+        ),
+        (["terminate: std::bad_alloc", "what()"], "terminate: std::bad_alloc", True),
+        (
+            ["pydantic.ValidationError: 1 error for Model", "  Value error, no heads", "end"],
+            "pydantic.ValidationError: 1 error for Model Value error, no heads",
+            False,
+        ),
+        (
+            [
+                f"{SGLANG}Can not initialize OpenAIServingResponses, error: Traceback (most recent",
+                "ModuleNotFoundError: No module named 'openai_harmony'",
+                f"{SGLANG}Subprocess scheduler_0 (pid=3) crashed with exit code -9.",
+                f"{SGLANG}SIGQUIT received. It usually means one child failed.",
+            ],
+            "Subprocess scheduler_0 (pid=3) crashed with exit code -9.",
+            False,
+        ),
+        (["loading", "no such model"], "no such model", False),
+        ([], "", False),
+        (["ValueError: " + "x" * 5000], "ValueError: " + "x" * 288 + "…", False),
+    ],
+)
+def test_what_a_log_says_its_process_died_of(lines: list[str], cause: str, memory: bool) -> None:
+    found = cause_in(lines)
+    if not cause or "Subprocess" in cause or cause == "no such model":
+        assert not found.certain
+    assert (found.memory, found.text) == (memory, cause)
+
+
+@given(st.lists(st.text(max_size=60) | st.sampled_from([VLLM, SGLANG, "Error: ", "  x"])))
+def test_any_log_gives_one_line(lines: list[str]) -> None:
+    assert len(cause_in(lines).text.splitlines()) <= 1
 
 
 def test_a_backend_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -210,3 +274,20 @@ def test_a_wait_policy_is_stronger_than_a_spin_count(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     process_env.apply()
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_an_answer_that_breaks_off_is_a_hang_up(tmp_path: Path) -> None:
+    """Half a line of JSON is no answer, and no error of the JSON."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(tmp_path / "c"))
+        listening.listen()
+        client = ControlClient(tmp_path / "c")
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(client.call, "stats")
+            connection, _ = listening.accept()
+            connection.recv(1000)
+            connection.sendall(b'{"ok": 1')
+            connection.close()
+            with pytest.raises(ConnectionResetError, match="hung up"):
+                asked.result()
+        client.close()

@@ -45,16 +45,28 @@ def test_nothing_after_done_is_read() -> None:
 
 
 def test_a_last_line_without_newline_counts() -> None:
-    with client(event({"n": 1}).rstrip()) as http:
+    with client(event({"n": 1}) + b"data: [DONE]") as http:
         assert list(post_events(http, "/", {})) == [{"n": 1}]
 
 
+@pytest.mark.parametrize("end", [b"", b"data: {"])
+def test_a_stream_that_ends_in_good_order_before_its_end_broke_off(end: bytes) -> None:
+    """A server whose engine died may close it so; it must not look like a short answer."""
+    with client(event({"n": 1}) + end) as http:
+        events = post_events(http, "/", {})
+        assert next(events) == {"n": 1}
+        with pytest.raises(httpx.TransportError, match="broke off"):
+            next(events)
+
+
 def test_a_refusal_is_told() -> None:
-    with (
-        client(b"prompt too long", 400) as http,
-        pytest.raises(RequestError, match=r"400.*too long"),
-    ):
-        list(post_events(http, "/", {}))
+    for status in (400, 500):
+        with (
+            client(b"prompt too long", status) as http,
+            pytest.raises(RequestError, match=f"{status}.*too long") as raised,
+        ):
+            list(post_events(http, "/", {}))
+        assert raised.value.refused == (status == 400)
 
 
 def test_an_error_in_the_stream_is_told() -> None:

@@ -10,7 +10,7 @@ PROCESS = "agentbench_kv.engines.serving.process:"
 def test_what_is_missing_or_different_is_named() -> None:
     there = {
         f"{PROCESS}Launch": ("command", "ready"),
-        f"{PROCESS}BackendProcess.survives": ("patience_s",),
+        f"{PROCESS}BackendProcess.ended": ("what",),
         f"{PROCESS}BackendProcess.alive": (),
     }
     assert symbol_problems(there, exact=False) == []
@@ -26,7 +26,7 @@ def test_what_is_missing_or_different_is_named() -> None:
 
 
 def test_a_parameter_more_matters_where_all_are_replaced() -> None:
-    taken = {f"{PROCESS}BackendProcess.survives": ("self",)}
+    taken = {f"{PROCESS}BackendProcess.ended": ("self",)}
     assert symbol_problems(taken, exact=False) == []
     (problem,) = symbol_problems(taken, exact=True)
-    assert problem.endswith("takes self, patience_s; expected self")
+    assert problem.endswith("takes self, what; expected self")

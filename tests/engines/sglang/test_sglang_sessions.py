@@ -119,6 +119,19 @@ def test_evicted_spans_are_as_if_masked(plain: SglangEngine, folder: Path) -> No
     assert plain.pool()["free_blocks"] == plain.pool()["total_blocks"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["scheduler", "detokenizer"])
+def test_a_part_that_is_killed_is_started_again(
+    sglang_python: Path,  # noqa: ARG001
+    part: str,
+    survives_a_kill: Callable[[SglangEngine, str], None],
+) -> None:
+    method = make_method("full-constrained", None)
+    engine = SglangEngine.create(EngineOptions("micro", method, device="cpu", concurrency=2))
+    survives_a_kill(engine, part)
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("main_first", [False, True])
 def test_a_fork_shares_rows_and_disturbs_nobody(
     plain: SglangEngine, folder: Path, main_first: bool

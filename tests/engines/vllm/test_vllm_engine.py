@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance.engines import engine_suite
+from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.serving.engine import refuse_method
 from agentbench_kv.engines.vllm.engine import VllmEngine, on_gpu
@@ -95,6 +96,18 @@ def test_conformance(family: str) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("vllm_python")
+def test_an_engine_core_that_is_killed_is_started_again(
+    survives_a_kill: Callable[[VllmEngine, str], None],
+) -> None:
+    method = make_method("full-constrained", None)
+    engine = VllmEngine.create(EngineOptions("micro", method, device="cpu", concurrency=2))
+    survives_a_kill(engine, "EngineCore")
+    engine.shutdown()
+
+
+@pytest.mark.engine
 @pytest.mark.usefixtures("vllm_python")
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     model = tmp_path / "model"
@@ -106,7 +119,9 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         kvbench, [*words, "--budget", "256", "--out", str(tmp_path / "runs"), "-q"]
     )
     assert done.exit_code != 0
-    assert "the vllm backend did not start" in str(done.exception)
+    said = str(done.exception)
+    assert "the vllm backend did not start (exit code 1): RuntimeError: The size of tensor" in said
+    assert "ulimit" not in said
     assert "Traceback" not in done.output
 
 

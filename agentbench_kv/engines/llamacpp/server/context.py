@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentbench_kv.engines.llamacpp.gguf import read_metadata
-from agentbench_kv.engines.llamacpp.models import model_shape
+from agentbench_kv.engines.llamacpp.models import read_shape
 from agentbench_kv.engines.llamacpp.server.library import GgmlTensor, ggml, llama, tensor_at
 from agentbench_kv.engines.llamacpp.server.watch import Watch, make_watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
@@ -49,7 +48,7 @@ class Context:
     ) -> None:
         self._llama = llama()
         ggml()
-        self.shape = model_shape(read_metadata(path))
+        self.shape = read_shape(path)
         self.watch = watch or make_watch(self.shape.layers, queries)
         self.row_type = row_type
         self.flash = flash
@@ -92,7 +91,7 @@ class Context:
         context = self._llama.llama_init_from_model(self._model, options)
         if not context:
             raise PrerequisiteError(
-                f"llama.cpp cannot make a cache of {cells} tokens; lower --max-live-tokens"
+                f"llama.cpp cannot make a cache of {cells} tokens; lower --engine-arg cells=N"
             )
         return context
 

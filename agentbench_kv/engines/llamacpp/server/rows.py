@@ -68,7 +68,9 @@ class RowFormat:
         """Inverse RoPE frequencies [head_dim / 2], float64."""
         pairs = torch.arange(self.shape.head_dim // 2, dtype=torch.float64)
         exponents: Tensor = -2.0 * pairs / self.shape.head_dim
-        return self.shape.rope_base**exponents
+        plain: Tensor = self.shape.rope_base**exponents
+        factors = self.shape.rope_factors
+        return plain / torch.tensor(factors, dtype=torch.float64) if factors else plain
 
 
 class Blob:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Collection
 from typing import Any
@@ -50,7 +52,7 @@ class Admission:
                 return False
             raise CapacityError(
                 f"the KV cache holds {self._context.cells} tokens, session {session.name} needs "
-                f"{need}; lower the budget or max tokens, or raise --max-live-tokens"
+                f"{need}; lower --budget or --max-tokens, or give more: --engine-arg cells=N"
             )
         session.reserved, session.generating = need, True
         return True
@@ -206,15 +208,27 @@ class BatchScheduler:
         }
 
     def _loop(self) -> None:
-        with torch.inference_mode():
-            while True:
-                batch = self._next_batch()
-                try:
-                    logits, ready = self._forward(batch) if batch else ((), ())
-                    for generation, row in zip(ready, logits, strict=True):
-                        self._advance(generation, row)
-                except Exception as error:  # noqa: BLE001  a failed step must not end the engine
-                    self._break(batch, error)
+        """Work until the process ends, which it does rather than go on without this thread."""
+        try:
+            with torch.inference_mode():
+                while True:
+                    self._step(self._next_batch())
+        except BaseException:  # noqa: BLE001  the harness finds it in the log and starts again
+            traceback.print_exc()
+            os._exit(1)
+
+    def _step(self, batch: list[BackendGeneration]) -> None:
+        """Feed a batch and sample; what fails in one session ends that one's generation."""
+        try:
+            logits, ready = self._forward(batch) if batch else ((), ())
+        except Exception as error:  # noqa: BLE001  all of them were in it
+            self._break(batch, error)
+            return
+        for generation, row in zip(ready, logits, strict=True):
+            try:
+                self._advance(generation, row)
+            except Exception as error:  # noqa: BLE001  the others go on
+                self._break([generation], error)
 
     def _next_batch(self) -> list[BackendGeneration]:
         """Run commands, admit, and choose who takes part in a step; wait if there is nobody."""
@@ -345,6 +359,10 @@ class BatchScheduler:
 
     def _break(self, batch: list[BackendGeneration], error: Exception) -> None:
         """End the generations of a failed step; their sessions are computed again when asked."""
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise error  # more of the same would fail too
+        if not isinstance(error, KVBenchError):
+            traceback.print_exception(error)
         for generation in batch:
             session = generation.session
             self.worker.drop(session.name)

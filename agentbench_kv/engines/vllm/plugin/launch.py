@@ -137,10 +137,17 @@ def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
         "attention other than full attention": any(
             type(group.kv_cache_spec) is not FullAttentionSpec
             or getattr(group.kv_cache_spec, "sliding_window", None) is not None
+            or getattr(group.kv_cache_spec, "attention_chunk_size", None) is not None
             for group in groups
         ),
         "context parallelism": parallel.decode_context_parallel_size > 1,
-        "a quantised KV cache": groups[0].kv_cache_spec.dtype.itemsize < 2,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "a quantised KV cache": any(
+            group.kv_cache_spec.dtype.itemsize < 2
+            for group in groups
+            if hasattr(group.kv_cache_spec, "dtype")
+        ),
     }
     refuse_unsupported("vLLM", wrong)
 

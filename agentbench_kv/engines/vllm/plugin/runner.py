@@ -19,9 +19,10 @@ from agentbench_kv.engines.core.ledger import EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
-from agentbench_kv.engines.vllm.plugin.attention import CAPTURE
+from agentbench_kv.engines.vllm.plugin.attention import CAPTURE, CapturingImpl
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store
-from agentbench_kv.engines.vllm.plugin.launch import register
+from agentbench_kv.engines.vllm.plugin.launch import refuse_wrong_results, register
+from agentbench_kv.methods.base import QueryKind
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as BaseRunner
@@ -40,10 +41,13 @@ class EvictingRunner(BaseRunner):
 
     _kvbench_moved: list[RowsMoved]
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, then find its layers; graphs are captured after this."""
-        super().initialize_kv_cache(*args, **kwargs)
-        self._kvbench_connect(BackendPolicy.load())
+        policy = BackendPolicy.load()
+        # The scheduler would refuse the same, but comes later.
+        refuse_wrong_results(self.vllm_config, kv_cache_config, policy.method)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self._kvbench_connect(policy)
         if self.device.type != "cpu":
             # CUDA graphs copy queries to buffers as large as the largest captured batch.
             rows = max(self.compilation_config.cudagraph_capture_sizes or [0])
@@ -170,6 +174,10 @@ class EvictingRunner(BaseRunner):
 
     def _kvbench_connect(self, policy: BackendPolicy) -> None:
         layers = self._kvbench_layers
+        wants_queries = policy.method.query_plan().kind is not QueryKind.NONE
+        if wants_queries and not all(isinstance(layer.impl, CapturingImpl) for layer in layers):
+            name = type(layers[0].impl).__name__
+            raise ValueError(f"kvbench: {name} shows no queries; use another attention backend")
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)

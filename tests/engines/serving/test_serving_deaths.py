@@ -1,0 +1,295 @@
+"""A backend that dies, as a whole or in part: noticed, started again with a bound, and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
+from agentbench_kv.engines.serving import engine as serving
+from agentbench_kv.engines.serving.engine import RESTARTS, ServingEngine, run_server
+from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.serving.wire import ModelFacts, RequestError
+from agentbench_kv.engines.vllm.engine import VllmEngineWire
+from agentbench_kv.errors import EngineGoneError, PrerequisiteError
+from agentbench_kv.phases import TokenPhases
+from agentbench_kv.registry import make_method
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_backend
+
+FACTS = ModelFacts("qwen3", 2, 4, 2, 32, 4096, (1,))
+PROMPT = list(range(20, 60))
+Build = Callable[..., ServingEngine]
+
+
+class FakeWire(VllmEngineWire):
+    """vLLM's wire to a server that is not vLLM."""
+
+    def launch(self) -> Launch:
+        real = super().launch()
+        control = "-" if self.stock else str(self.control)
+        command = [sys.executable, fake_backend.__file__, str(self.folder), control]
+        return replace(real, command=command, start_s=60.0)
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    """Start an engine over a fake whose starts go by `plans`; the last one holds for all others."""
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path / "home"))
+    made: list[ServingEngine] = []
+
+    def start(*plans: dict[str, Any], stock: bool = False) -> ServingEngine:
+        folder = tmp_path / f"backend{len(made)}"
+        folder.mkdir()
+        (folder / "starts.json").write_text(json.dumps(plans or [{}]))
+        options = EngineOptions("fake", make_method("full" if stock else "full-constrained", None))
+        wire = FakeWire(options, FACTS, Path(sys.executable), tmp_path, folder, False, stock)
+        made.append(run_server(ServingEngine, wire, "fake", "sha"))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.shutdown()
+
+
+def folder_of(engine: ServingEngine) -> Path:
+    return engine._wire.folder
+
+
+def starts(engine: ServingEngine) -> int:
+    return len((folder_of(engine) / "started").read_text())
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def kill(engine: ServingEngine, who: str) -> None:
+    """Kill a part of the backend and wait until it is dead."""
+    core, front = int((folder_of(engine) / "core.pid").read_text()), engine.backend_pid
+    assert front is not None
+    if who == "group":
+        os.killpg(front, signal.SIGKILL)
+    else:
+        os.kill(core if who == "core" else front, signal.SIGKILL)
+    while runs(core if who == "core" else front):
+        time.sleep(0.005)
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_backend.next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def extend(engine: ServingEngine, name: str, tokens: list[int]) -> None:
+    engine.extend(name, tokens, [TokenPhases().label(token) for token in tokens])
+
+
+def turn(engine: ServingEngine, name: str, tokens: list[int], count: int) -> list[int]:
+    extend(engine, name, tokens)
+    return list(engine.generate(name, Sampling(count)))
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("moment", ["within a generation", "between turns"])
+@pytest.mark.parametrize("who", ["core", "front", "group"])
+def test_whoever_is_killed_the_session_goes_on_and_is_computed_again(
+    who: str, moment: str, stock: bool, build: Build
+) -> None:
+    engine = build(stock=stock)
+    engine.open("s", TokenPhases())
+    first = turn(engine, "s", PROMPT, 12)
+    hold = folder_of(engine) / "hold"
+    if moment == "between turns":
+        kill(engine, who)
+    else:
+        hold.touch()
+    extend(engine, "s", [7, 8, 9])
+    said = []
+    for token in engine.generate("s", Sampling(30)):
+        said.append(token)
+        if hold.exists() and len(said) == fake_backend.HELD:
+            kill(engine, who)
+            hold.unlink()
+    assert first == expected(PROMPT, 12)
+    assert said == expected([*PROMPT, *first, 7, 8, 9], 30)
+    assert (engine.restarts, starts(engine)) == (1, 2)
+    stats = engine.close("s")
+    given = len(PROMPT) + 12 + 3 + (0 if moment == "between turns" else fake_backend.HELD)
+    # The last token said was never fed; nor were the new ones, if the backend was dead before.
+    assert stats.recomputed == given - (4 if moment == "between turns" else 1)
+    assert stats.restarts == [(0, given)]
+    assert stats.logical == len(PROMPT) + 12 + 3 + 30
+
+
+def test_many_sessions_share_one_restart(build: Build) -> None:
+    engine = build()
+    hold = folder_of(engine) / "hold"
+    hold.touch()
+    held = threading.Barrier(9)
+
+    def play(number: int) -> list[int]:
+        name, prompt = f"s{number}", [number + 1, 5]
+        engine.open(name, TokenPhases())
+        extend(engine, name, prompt)
+        said = []
+        for token in engine.generate(name, Sampling(20)):
+            said.append(token)
+            if len(said) == fake_backend.HELD:
+                held.wait(60)
+        assert engine.close(name).recomputed == 1 + fake_backend.HELD
+        return said
+
+    with ThreadPoolExecutor(8) as threads:
+        played = [threads.submit(play, number) for number in range(8)]
+        held.wait(60)
+        kill(engine, "core")
+        hold.unlink()
+        said = [each.result() for each in played]
+    assert said == [expected([number + 1, 5], 20) for number in range(8)]
+    assert starts(engine) == 2
+
+
+def test_after_a_few_restarts_in_vain_the_engine_is_gone_for_all_with_the_cause(
+    build: Build,
+) -> None:
+    head = "(EngineCore pid=7) ERROR 11-22 10:00:00 [core.py:1] "
+    engine = build({"dies": f"{head}torch.OutOfMemoryError: CUDA out of memory"})
+    engine.open("s", TokenPhases())
+    with pytest.raises(EngineGoneError) as gone:
+        turn(engine, "s", PROMPT, 50)
+    said = str(gone.value)
+    assert f"died {RESTARTS + 1} times in one request (ended by SIGKILL)" in said
+    assert "torch.OutOfMemoryError: CUDA out of memory; memory ran out: lower" in said
+    assert "kv-cache-memory-bytes" in said
+    assert "\n" not in said
+    assert starts(engine) == RESTARTS + 1
+    engine.open("other", TokenPhases())
+    with pytest.raises(EngineGoneError, match="CUDA out of memory"):
+        turn(engine, "other", PROMPT, 5)
+    assert starts(engine) == RESTARTS + 1
+
+
+def test_a_restart_may_fail_once_but_not_for_ever(build: Build) -> None:
+    fails = {"exit": 3, "lines": ["ValueError: Free memory on device is less than desired"]}
+    engine = build({}, fails, {}, fails)
+    engine.open("s", TokenPhases())
+    turn(engine, "s", PROMPT, 5)
+    kill(engine, "group")
+    assert turn(engine, "s", [3], 5) == expected([*PROMPT, *expected(PROMPT, 5), 3], 5)
+    assert starts(engine) == 3
+    kill(engine, "group")
+    with pytest.raises(EngineGoneError, match=r"exit code 3\): ValueError: Free memory on device"):
+        turn(engine, "s", [3], 5)
+    assert starts(engine) == 3 + RESTARTS
+
+
+def test_a_first_start_that_fails_is_tried_once_and_shows_its_cause(build: Build) -> None:
+    lines = [
+        "(APIServer pid=1) WARNING 11-22 16:55:17 [system_utils.py:255] Found ulimit of 20000 and "
+        "failed to increase it. This can cause errors like `OSError: [Errno 24] Too many files`.",
+        "(EngineCore pid=2) ERROR 11-22 16:55:18 [core.py:9] Traceback (most recent call last):",
+        "(EngineCore pid=2) ERROR 11-22 16:55:18 [core.py:9]     raise ValueError('kvbench: x')",
+        "(EngineCore pid=2) ERROR 11-22 16:55:18 [core.py:9] ValueError: No such rope",
+        "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    with pytest.raises(PrerequisiteError) as failed:
+        build({"exit": 1, "lines": lines})
+    said = str(failed.value)
+    assert "the fake backend did not start (exit code 1): ValueError: No such rope (log: " in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("plan", "raised", "message"),
+    [
+        ({"fails": True}, RequestError, "EngineCore encountered an issue"),
+        ({"status": 500}, RequestError, "answered 500"),
+        ({"status": 400}, RequestError, "answered 400"),
+        ({"cut": True}, ConnectionError, "broke off"),
+    ],
+)
+def test_what_fails_while_the_backend_lives_is_no_death(
+    plan: dict[str, Any],
+    raised: type[Exception],
+    message: str,
+    build: Build,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "_PATIENCE_S", 0.3)
+    engine = build(plan)
+    engine.open("s", TokenPhases())
+    with pytest.raises(raised, match=message):
+        turn(engine, "s", PROMPT, 10)
+    assert starts(engine) == 1
+
+
+def test_a_cancelled_generation_waits_for_no_restart(build: Build) -> None:
+    engine = build()
+    (folder_of(engine) / "hold").touch()
+    engine.open("s", TokenPhases())
+    extend(engine, "s", PROMPT)
+    generation = engine.generate("s", Sampling(30))
+    said = []
+    for token in generation:
+        said.append(token)
+        if len(said) == fake_backend.HELD:
+            generation.cancel()
+            kill(engine, "core")
+    assert (said, generation.finish_reason) == (expected(PROMPT, 5), FinishReason.CANCELLED)
+    assert starts(engine) == 1
+    (folder_of(engine) / "hold").unlink()
+    assert turn(engine, "s", [4], 6) == expected([*PROMPT, *said, 4], 6)
+
+
+def test_a_loss_between_turns_shows_at_once_and_is_counted_when_it_is_mended(build: Build) -> None:
+    engine = build()
+    engine.open("s", TokenPhases())
+    turn(engine, "s", PROMPT, 10)
+    kill(engine, "core")
+    stats = engine.stats("s")
+    assert (len(stats.restarts), stats.live, stats.recomputed) == (1, 0, 0)
+    assert engine.stats("s").restarts == stats.restarts
+    turn(engine, "s", [5], 10)
+    stats = engine.stats("s")
+    assert (stats.restarts, stats.recomputed) == ([(0, 51)], 49)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("plan", [{}, {"stubborn": True}])
+def test_an_engine_that_was_shut_down_is_gone(
+    plan: dict[str, Any], stock: bool, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose process takes its time to end."""
+    monkeypatch.setattr("agentbench_kv.engines.serving.process._GRACE_S", 2.0)
+    engine = build(plan, stock=stock)
+    hold = folder_of(engine) / "hold"
+    hold.touch()
+    engine.open("s", TokenPhases())
+    extend(engine, "s", PROMPT)
+    tokens = iter(engine.generate("s", Sampling(30)))
+    for _ in range(fake_backend.HELD):
+        next(tokens)
+    engine.shutdown()
+    with pytest.raises(EngineGoneError, match="has been shut down"):
+        list(tokens)
+    with pytest.raises(EngineGoneError, match="has been shut down"):
+        list(engine.generate("s", Sampling(1)))
