@@ -27,7 +27,6 @@ class BfclTask(WorkerTask):
     # `raw`: one append-only text over the completions route, so sessions are exact to the token.
     # `chat`: messages and tools over the chat route.
     route: str = param("raw", "how sessions are sent", choices=("raw", "chat"))
-    workers: int = param(1, "worker processes", low=1, high=64)  # many conversations each
 
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
@@ -67,7 +66,7 @@ class BfclTask(WorkerTask):
             "KVBENCH_BFCL": json.dumps({"categories": self.categories, **self._worker_config()}),
         }
         python, limits = python_of("bfcl"), self._limits()
-        return WorkerPool(python, _WORKER, self.workers, environment=environment, limits=limits)
+        return WorkerPool(python, _WORKER, environment=environment, limits=limits)
 
     def _worker_config(self) -> dict[str, Any]:
         """Return what the worker must know besides its categories."""
