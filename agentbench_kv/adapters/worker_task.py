@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import Outcome, Sample, Task, TrialContext
-from agentbench_kv.adapters.worker import TrialLimitError, WorkerError, WorkerPool
+from agentbench_kv.adapters.worker import Limits, TrialLimitError, WorkerError, WorkerPool
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import TrialStatus
 
@@ -46,6 +46,10 @@ class WorkerTask(Task):
     @abstractmethod
     def _start(self) -> WorkerPool:
         """Start the workers."""
+
+    def _limits(self) -> Limits:
+        """Return what the process of a trial may use."""
+        return Limits()
 
     @abstractmethod
     def _outcome(self, played: PlayedTrial) -> Outcome:

@@ -158,7 +158,7 @@ class Simulations(WorkerTask):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         python = python_of(self.environment)
-        return WorkerPool(python, _WORKER, environment=environment)
+        return WorkerPool(python, _WORKER, environment=environment, limits=self._limits())
 
     def _require_partners(self) -> None:
         if self.user == SCRIPTED:

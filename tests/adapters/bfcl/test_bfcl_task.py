@@ -1,15 +1,12 @@
 """The task against a scripted endpoint, in the real bfcl environment where there is one."""
 
 import json
-import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from agentbench_kv.adapters import worker_child
 from agentbench_kv.adapters.base import Sample, TrialContext
-from agentbench_kv.adapters.bfcl import task as task_module
 from agentbench_kv.adapters.bfcl.task import MultiTurnBase
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
