@@ -85,8 +85,9 @@ _BEYOND = {
 _CRASHES = frozenset({
     signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXFSZ,
 })  # fmt: skip
-# A process killed from outside by nobody we know had to go for its memory if it grew by this.
-_GREEDY = 1 << 30
+# Grown by so many bytes, a process that was killed had to go for its memory; what the benchmarks
+# themselves need is a tenth of that.
+_GREEDY = 512 << 20
 
 
 @dataclass(frozen=True)

@@ -180,18 +180,18 @@ class WorkerRequest:
 class ForkedRequest:
     """A forked process, and what came of its answer so far."""
 
-    def __init__(self, number: str, pid: int, pipe: int) -> None:
+    def __init__(self, number: str, pid: int, pipe: int, born_with: int) -> None:
         self.number = number
+        self.born_with = born_with  # bytes of memory, shared with the process it came from
         self.pid = pid
         self.pipe = pipe
         self.answer = bytearray()
 
     def ended(self) -> dict[str, Any]:
-        """Wait for the process; return how it ended, and by how many bytes it had grown."""
+        """Wait for the process; return how it ended, and the bytes that it had grown by."""
         _, status, used = os.wait4(self.pid, 0)
-        unit = 1 if sys.platform == "darwin" else 1024
-        here = resource.getrusage(resource.RUSAGE_SELF)
-        grown = max(0, used.ru_maxrss - here.ru_maxrss) * unit
+        held = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        grown = max(0, held - self.born_with)
         return {"code": os.waitstatus_to_exitcode(status), "grown": grown}
 
 
@@ -209,12 +209,14 @@ class Server:
         self._handlers: dict[str, Callable[[WorkerRequest], Any]] = {}
         self._running: dict[str, ForkedRequest] = {}
         self._selector = selectors.DefaultSelector()
+        self._loaded = 0  # bytes of memory that the benchmark takes
 
     def load(self, module_file: Path) -> None:
         self._handlers = import_worker(module_file).setup(self._guard)
         # What the forks share is not looked at, so it is not copied either.
         gc.collect()
         gc.freeze()
+        self._loaded = _resident()
 
     def send(self, number: str | None, event: str, data: Any) -> None:
         _write(self._port, _encoded(number, event, data))
@@ -256,7 +258,7 @@ class Server:
         if pid == 0:
             self._answer(message, pipe)
         os.close(pipe)
-        running = self._running[number] = ForkedRequest(number, pid, answers)
+        running = self._running[number] = ForkedRequest(number, pid, answers, self._loaded)
         self._selector.register(answers, selectors.EVENT_READ, running)
 
     def _take_answer(self, running: ForkedRequest, chunk: bytes) -> None:
@@ -283,27 +285,31 @@ class Server:
     def _answer(self, message: dict[str, Any], pipe: int) -> NoReturn:
         """Answer a request; the process of the fork never leaves this method."""
         try:
-            answer = self._answered(message)
-        except BaseException as error:  # noqa: BLE001  the parent decides what a failure means
-            with contextlib.suppress(OSError):  # the log may have reached its size limit
-                traceback.print_exc()
-            answer = _encoded(message["id"], "error", _described(error))
-        try:
-            _write(pipe, answer)
+            _write(pipe, self._answered(message))
         finally:
             # Whatever is registered for the end of the process belongs to the one forked from.
             os._exit(0)
 
     def _answered(self, message: dict[str, Any]) -> bytes:
+        number = message["id"]
+        try:
+            self._become_a_request()
+            self._guard.arm()
+            request = WorkerRequest(message["args"], self._guard, self._limits.get("call_cpu_s"))
+            return _encoded(number, "result", self._handlers[message["cmd"]](request))
+        except BaseException as error:  # noqa: BLE001  the parent decides what a failure means
+            with contextlib.suppress(OSError):  # the log may have reached its size limit
+                traceback.print_exc()
+            return _encoded(number, "error", _described(error))
+
+    def _become_a_request(self) -> None:
+        """Close what other requests use, and set the limits."""
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for fd in (self._port, *(each.pipe for each in self._running.values())):
             os.close(fd)
         _be_first_to_go()
         for name, kind in _LIMITS.items():
             _limit(kind, self._limits.get(name))
-        self._guard.arm()
-        request = WorkerRequest(message["args"], self._guard, self._limits.get("call_cpu_s"))
-        return _encoded(message["id"], "result", self._handlers[message["cmd"]](request))
 
 
 class AnswerTooLongError(Exception):
@@ -327,6 +333,16 @@ def _write(fd: int, data: bytes | bytearray) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process holds; 0 where the system does not tell."""
+    # Not `ru_maxrss`: after an exec it still has the peak of the process that was before.
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
 
 
 def _be_first_to_go() -> None:

@@ -32,13 +32,12 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(
     ("bombs", "failed"),
     [
-        ({"1": [ENDLESS]}, {"1": "timeout"}),
         ({"0": [ENDLESS], "3": [ENDLESS]}, {"0": "timeout", "3": "timeout"}),
         ({"2": [nested(500)]}, {"2": "unparsable"}),
         # What a tool refuses is read by the agent, which goes on.
         ({"0": [("calculate", {"expression": "(" * 5000 + "1"})], "4": [nested(20)]}, {}),
     ],
-    ids=["one", "two", "deep", "refused"],
+    ids=["endless", "deep", "refused"],
 )
 def test_bombs_cost_their_own_trials(
     bombed: Callable[..., Any], bombs: dict[str, list[Any]], failed: dict[str, str]
@@ -49,7 +48,7 @@ def test_bombs_cost_their_own_trials(
         set("01234") - set(failed), 1.0
     )
     assert {s: str(r.status) for s, r in ended.items() if s in failed} == failed
-    endless = [sample for sample, status in failed.items() if status == "timeout"]
-    assert [s for s, attempts in played.attempts.items() if len(attempts) == 2] == endless
+    endless = {sample for sample, status in failed.items() if status == "timeout"}
+    assert {s for s, attempts in played.attempts.items() if len(attempts) == 2} == endless
     assert played.summary["infra_retries"] == len(endless)
     assert played.summary["validity"]["state"] == "valid"

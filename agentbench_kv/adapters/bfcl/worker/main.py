@@ -183,6 +183,6 @@ def setup(guard: Guard) -> dict[str, Callable[[WorkerRequest], Any]]:
     commands.import_simulators()
     # The official loop prints a line per step.
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    guard.install(Path.cwd())
+    guard.install(Path.cwd(), *filter(Path.is_dir, [Path(config.get("encoder") or "hash")]))
     names = ("about", "samples", "conversations", "script", "run", "close_session")
     return {name: getattr(commands, name) for name in names}
