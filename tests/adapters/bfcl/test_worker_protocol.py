@@ -142,6 +142,12 @@ def test_files_are_limited(command):
     assert caught.value.kind == "OSError"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux asks whom to kill")
+def test_a_kernel_out_of_memory_takes_the_request_first(pool):
+    request, worker = (int(each) for each in pool.call("first_to_go"))
+    assert request == 1000 > worker
+
+
 def test_requests_share_no_state(pool):
     assert [pool.call("remember") for _ in range(3)] == [1, 1, 1]
 

@@ -24,6 +24,10 @@ def echo(request):
     return request.args
 
 
+def first_to_go(_):
+    return [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in ("self", os.getppid())]
+
+
 def environment(_):
     return dict(os.environ) | {"cwd": str(Path.cwd()), "pid": os.getppid()}
 
@@ -143,7 +147,7 @@ def write(_):
 COMMANDS = {
     f.__name__: f
     for f in (
-        echo, environment, wait, die, killed, worker, hold, loop, calls, deep, grow, files,
+        echo, environment, first_to_go, wait, die, killed, worker, hold, loop, calls, deep, grow, files,
         fill, read, listing, remember, shout, fail, big, hog, connect, spawn, shell, write,
     )
 }  # fmt: skip
