@@ -174,7 +174,9 @@ def test_no_request_outlives_its_worker(pool, how):
             os.kill(worker, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             lost.result(20)
+    deadline = time.monotonic() + 30
     while group_lives(worker):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 

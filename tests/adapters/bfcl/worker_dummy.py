@@ -147,7 +147,8 @@ def write(_):
 COMMANDS = {
     f.__name__: f
     for f in (
-        echo, environment, first_to_go, wait, die, killed, worker, hold, loop, calls, deep, grow, files,
-        fill, read, listing, remember, shout, fail, big, hog, connect, spawn, shell, write,
+        echo, environment, first_to_go, wait, die, killed, worker, hold, loop, calls, deep, grow,
+        files, fill, read, listing, remember, shout, fail, big, hog, connect, spawn,
+        shell, write,
     )
 }  # fmt: skip
