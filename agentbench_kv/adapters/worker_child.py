@@ -24,7 +24,6 @@ import socket
 import ssl
 import sys
 import sysconfig
-import threading
 import time
 import traceback
 import types
@@ -44,7 +43,8 @@ _PROCESS_EVENTS = frozenset({
 })  # fmt: skip
 _FILE_EVENTS = frozenset({
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink",
-    "os.chmod", "os.chown", "shutil.rmtree", "shutil.move", "shutil.copyfile",
+    "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.rmtree",
+    "shutil.move", "shutil.copyfile", "sqlite3.connect",
 })  # fmt: skip
 _ADDRESS_EVENTS = frozenset({"socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg"})
 _LOOKUP_EVENTS = frozenset({
@@ -83,21 +83,12 @@ class Guard:
         self._folders: tuple[str, ...] = ()
         self._hosts: set[tuple[Any, ...]] = set()
         self._addresses: set[tuple[Any, ...]] = set()
-        self._adding = threading.Lock()
 
     def allow(self, host: str, port: int) -> None:
         """Let sockets connect to `host:port`."""
-        # Held during the lookup, so that a caller to whom the host is known has its addresses.
-        with self._adding:
-            if (host, port) in self._hosts:
-                return
-            self._hosts.add((host, port))
-            try:
-                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError:
-                self._hosts.discard((host, port))
-                raise
-            self._addresses.update(tuple(address[:2]) for *_, address in found)
+        self._hosts.add((host, port))
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._addresses.update(tuple(address[:2]) for *_, address in found)
 
     def install(self, *data: str | Path, any_network: bool = False) -> None:
         """Refuse all this in every request from now on; `data` may be read, folders or files."""
