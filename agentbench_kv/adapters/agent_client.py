@@ -5,12 +5,10 @@ Standard library only: workers import it in interpreters that do not have this p
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -19,10 +17,13 @@ if TYPE_CHECKING:
     from agentbench_kv.adapters.worker_child import WorkerRequest
 
 SESSION_HEADER = "X-KVBench-Session"
+_DEEPEST = 64  # levels of arguments
 NULL_SENTENCE = "I would rather not."  # all that the null agent says
 _BUSY = frozenset({409, 429, 503})
 _LONGEST_PAUSE_S = 30.0
 _CLOSING_S = 30.0
+# More than servers take, and more text than a context can hold.
+_LONGEST_BODY = 32 << 20
 _CONTEXT_LIMIT = ("context_length", "context_limit", "context length")
 
 
@@ -39,6 +40,20 @@ def marked_call(payload: str) -> str:
     return f"<tool_call>\n{payload}\n</tool_call>"
 
 
+def is_shallow(arguments: Any) -> bool:
+    """Say whether the arguments of a call nest no deeper than any tool's do.
+
+    Deeper ones are no call: what copies, prints or validates them recurses, and breaks elsewhere.
+    """
+    level = [arguments]
+    for _ in range(_DEEPEST):
+        nested = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for inner in nested for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return True
+    return False
+
+
 class ServerError(Exception):
     """The server answered with an error, or with what is not a completion."""
 
@@ -49,10 +64,6 @@ class UnreachableError(Exception):
 
 class ContextFullError(Exception):
     """The session passes the model's last position."""
-
-
-class CancelledError(Exception):
-    """The trial was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,7 @@ class AgentConnection:
     """A trial's line to the server of the agent: one session, named in every request.
 
     `body` is sent with every request (max_tokens, temperature, seed, stop). `timeout_s` bounds one
-    completion, pauses on a busy server included. Cancelling the worker's `request` breaks off a
-    blocking read.
+    completion, pauses on a busy server included. `answered` is called at every answer.
     """
 
     def __init__(
@@ -93,7 +103,7 @@ class AgentConnection:
         body: dict[str, Any],
         key: str | None,
         timeout_s: float,
-        request: WorkerRequest,
+        answered: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address_of(url)
         parts = urlsplit(base_url(url))
@@ -101,7 +111,7 @@ class AgentConnection:
         self._session = session
         self._body = body
         self._timeout_s = timeout_s
-        self._request = request
+        self._answered = answered
         self._headers = {"Content-Type": "application/json", SESSION_HEADER: session}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -112,7 +122,7 @@ class AgentConnection:
         args = request.args
         request.guard.allow(*address_of(args["endpoint"]))
         asked, key, timeout_s = {**body, **args["sampling"]}, args["key"], args["timeout_s"]
-        return cls(args["endpoint"], args["session"], asked, key, timeout_s, request)
+        return cls(args["endpoint"], args["session"], asked, key, timeout_s, request.renew)
 
     def complete(self, prompt: str) -> Completion:
         return self._ask("completions", {"prompt": prompt}, "text", str)
@@ -141,15 +151,17 @@ class AgentConnection:
         if "model" not in self._body:
             self._body["model"] = self._served_model()
         body = json.dumps({**self._body, **fields}).encode()
+        if len(body) > _LONGEST_BODY:
+            raise ContextFullError(f"the session is a request of {len(body) >> 20} MiB")
         while True:
             started = time.monotonic()
             status, pause, answer = self._send("POST", route, body, deadline - started)
             if status == 200:
+                self._answered()
                 return _completion(answer, key, kind, time.monotonic() - started)
             if status not in _BUSY or time.monotonic() + pause >= deadline:
                 raise _failure(status, answer)
-            if self._request.cancelled.wait(pause):
-                raise CancelledError("cancelled while the server was busy")
+            time.sleep(pause)
 
     def _served_model(self) -> str:
         status, _, answer = self._send("GET", "models", None, self._timeout_s)
@@ -164,31 +176,17 @@ class AgentConnection:
         self, method: str, route: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, float, bytes]:
         """Return the status, the seconds to wait if the server is busy, and the body."""
-        if self._request.cancelled.is_set():
-            raise CancelledError("cancelled")
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(*self._address, timeout=max(timeout_s, 0.001))
         try:
-            connection.connect()
-            self._request.on_cancel(lambda: _break_off(connection))
             connection.request(method, f"{self._path}/{route}", body, self._headers)
             response = connection.getresponse()
             return response.status, _pause(response.headers.get("Retry-After")), response.read()
         except (OSError, http.client.HTTPException) as error:
-            if self._request.cancelled.is_set():
-                raise CancelledError("cancelled during a request") from error
             host, port = self._address
             raise UnreachableError(f"{host}:{port}: {type(error).__name__}: {error}") from error
         finally:
-            self._request.on_cancel(None)
             connection.close()
-
-
-def _break_off(connection: http.client.HTTPConnection) -> None:
-    sock: socket.socket | None = connection.sock
-    if sock is not None:
-        with contextlib.suppress(OSError):  # already closed
-            sock.shutdown(socket.SHUT_RDWR)
 
 
 def _pause(header: str | None) -> float:
@@ -216,6 +214,6 @@ def _completion(answer: bytes, key: str, kind: type, seconds: float) -> Completi
 
 def _failure(status: int, answer: bytes) -> Exception:
     text = answer.decode("utf-8", "replace")[:500]
-    if status in (400, 413) and any(words in text.lower() for words in _CONTEXT_LIMIT):
+    if status == 413 or (status == 400 and any(w in text.lower() for w in _CONTEXT_LIMIT)):
         return ContextFullError(text)
     return ServerError(f"HTTP {status}: {text}")

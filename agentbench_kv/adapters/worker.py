@@ -1,9 +1,10 @@
 """Benchmarks in another interpreter: JSON lines over stdin and stdout, many requests in flight.
 
 Request: `{"v": 1, "id": str, "cmd": str, "args": {...}}`. Event: `{"v": 1, "id": str or null,
-"event": "result" | "error" | "heartbeat", "data": ...}`. The command `cancel` asks a
-request to stop. A worker that dies, stalls or breaks the protocol costs the requests it held;
-the pool starts another one.
+"event": "result" | "error" | "ended" | "heartbeat", "data": ...}`. The worker answers each request
+in a process of its own; `ended` says that one ended without an answer. The command `cancel` ends a
+request. A worker that dies, stalls or breaks the protocol costs the requests it held; the pool
+starts another one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -21,7 +23,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -33,7 +35,7 @@ LONGEST_LINE = 256 << 20
 _CHUNK = 1 << 16
 _POLL_S = 0.25
 _STDERR_TAIL = 2000
-_EVENTS = frozenset({"result", "error", "heartbeat"})
+_EVENTS = frozenset({"result", "error", "ended", "heartbeat"})
 _CHILD = Path(__file__).with_name("worker_child.py")
 _FAILED_STARTS_ALLOWED = 3
 # What a Python needs from the caller's environment to start at all; nothing else is passed on.
@@ -56,6 +58,13 @@ class WorkerTimeoutError(WorkerError):
     status = TrialStatus.TIMEOUT
 
 
+class TrialLimitError(WorkerError):
+    """The process of the request met one of its limits, or crashed.
+
+    Nothing else ran in it. Still it is the agent's doing only if it happens again (`WorkerTask`).
+    """
+
+
 class RemoteError(WorkerError):
     """The handler raised: `kind` is the exception's class name in the worker."""
 
@@ -66,11 +75,27 @@ class RemoteError(WorkerError):
             self.status = TrialStatus.ENGINE_ERROR
 
 
+# Exceptions by which a handler says that it met a limit, with what they mean.
+_BEYOND = {
+    "MemoryError": "it needed more memory than it may have",
+    "RecursionError": "it nested deeper than its interpreter can",
+    "AnswerTooLongError": "",  # its message says it
+}
+# Signals that a process gets for what it did itself.
+_CRASHES = frozenset({
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXFSZ,
+})  # fmt: skip
+# Grown by so many bytes, a process that was killed had to go for its memory; what the benchmarks
+# themselves need is a tenth of that.
+_GREEDY = 512 << 20
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one worker process; None leaves a resource alone."""
+    """Resource limits of the process of one request; None leaves a resource alone."""
 
-    cpu_s: int | None = 4 * 3600  # processor seconds over the worker's life
+    # Processor seconds from one answer of the agent to the next: its calls, at last the checker.
+    call_cpu_s: int | None = 60
     address_space: int | None = 4 << 30  # bytes
     file_size: int | None = 64 << 20  # bytes
     open_files: int | None = 256
@@ -83,7 +108,7 @@ class WorkerTiming:
     heartbeat: float = 1.0  # between the worker's heartbeats
     start: float = 120.0  # until a new worker is ready
     stall: float = 30.0  # without any event, before a worker counts as hung
-    grace: float = 10.0  # for a cancelled request, or a closed worker, to end by itself
+    grace: float = 10.0  # for a closed worker to end by itself
 
 
 class WorkerProcess:
@@ -102,6 +127,7 @@ class WorkerProcess:
         timing: WorkerTiming,
     ) -> None:
         self._timing = timing
+        self._call_cpu_s = config["limits"]["call_cpu_s"]
         self._stderr = scratch / "stderr.log"
         self._pending: dict[str, Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -128,9 +154,6 @@ class WorkerProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def load(self) -> int:
-        return len(self._pending)
-
     def submit(self, command: str, args: Mapping[str, Any]) -> tuple[str, Future[Any]]:
         """Send a request; the future fails if the worker ends before it answers."""
         number = f"r{next(self._numbers)}"
@@ -143,6 +166,9 @@ class WorkerProcess:
         return number, future
 
     def cancel(self, number: str) -> None:
+        """End a request; whatever comes of it is no longer waited for."""
+        with self._state:
+            self._pending.pop(number, None)
         self._write({"v": PROTOCOL, "id": None, "cmd": "cancel", "args": {"target": number}})
 
     def close_input(self) -> None:
@@ -154,7 +180,7 @@ class WorkerProcess:
         with self._state:
             self.alive = False
             self._reason = self._reason or reason
-        self._process.kill()
+        self._kill_all()
 
     def join(self, grace_s: float) -> None:
         self._reader.join(grace_s)
@@ -182,11 +208,17 @@ class WorkerProcess:
         try:
             self._read_events()
         finally:
-            self._process.kill()
+            self._kill_all()
             self._process.wait()
             self._stdout.close()
             self.close_input()
             self._fail_pending()
+
+    def _kill_all(self) -> None:
+        """Kill the worker and its requests, which are a process group; it is not waited for yet."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read_events(self) -> None:
         buffer = bytearray()
@@ -240,14 +272,28 @@ class WorkerProcess:
                 self.was_ready = self.was_ready or bool(data["ready"])
             elif event == "error":
                 self._reason = f"{data['kind']}: {data['message']}"
-        elif event != "heartbeat" and number in self._pending:
-            future = self._pending.pop(number)
+        elif event != "heartbeat":
+            with self._state:
+                future = self._pending.pop(number, None)
+            if future is None:  # cancelled
+                return
             if event == "result":
                 future.set_result(data)
+            elif event == "ended":
+                future.set_exception(self._ended(int(data["code"]), int(data["grown"])))
             else:
-                error = data if isinstance(data, dict) else {"kind": "Error", "message": data}
-                failure = RemoteError(str(error.get("kind")), str(error.get("message")))
-                future.set_exception(failure)
+                future.set_exception(_raised(str(data["kind"]), str(data["message"])))
+
+    def _ended(self, code: int, grown: int) -> WorkerError:
+        """Say what it means that the process of a request ended without an answer."""
+        if -code == signal.SIGXCPU:
+            return TrialLimitError(f"a call took over {self._call_cpu_s} s of processor time")
+        if -code in _CRASHES:
+            return TrialLimitError(f"a call crashed its process ({signal.Signals(-code).name})")
+        if -code == signal.SIGKILL and grown >= _GREEDY:
+            return TrialLimitError(f"its process was killed, having grown by {grown >> 20} MiB")
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return WorkerDiedError(f"the request's process ended with {how}")
 
     def _fail_pending(self) -> None:
         with self._state:
@@ -258,26 +304,23 @@ class WorkerProcess:
                 future.set_exception(WorkerDiedError(self.end_reason()))
 
 
-@dataclass
-class _Slot:
-    index: int
-    process: WorkerProcess | None = None  # replaced when it ends
-    failed_starts: int = 0  # in a row
-    lock: threading.Lock = field(default_factory=threading.Lock)
+def _raised(kind: str, message: str) -> WorkerError:
+    if kind in _BEYOND:
+        return TrialLimitError(": ".join(filter(None, (kind, _BEYOND[kind] or message))))
+    return RemoteError(kind, message)
 
 
 class WorkerPool:
-    """`n` worker processes that answer the commands of `module_file`, as `worker_child` loads it.
+    """A worker that answers the commands of `module_file`, each in a process forked from it.
 
-    Each process holds any number of requests at a time. `{scratch}` in a value of `environment`
-    becomes the worker's own scratch folder.
+    Any number of requests may run at a time. `{scratch}` in a value of `environment` becomes the
+    worker's own scratch folder. It starts with the first request, and anew after it has ended.
     """
 
     def __init__(
         self,
         python: Path,
         module_file: Path,
-        n: int = 1,
         *,
         environment: Mapping[str, str] | None = None,
         limits: Limits | None = None,
@@ -289,16 +332,18 @@ class WorkerPool:
         self._limits = limits or Limits()
         self._timing = timing or WorkerTiming()
         self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-worker-"))
-        self._slots = [_Slot(index) for index in range(n)]
+        self._process: WorkerProcess | None = None
+        self._failed_starts = 0  # in a row
+        self._starting = threading.Lock()
         self._closed = False
 
     def call(
         self, command: str, args: Mapping[str, Any] | None = None, *, timeout: float | None = None
     ) -> Any:
-        """Run one command in the least busy worker and return its JSON result.
+        """Run one command and return its JSON result.
 
-        After `timeout` seconds the request is cancelled. WorkerError says why there is no result
-        (RemoteError: the handler raised), PrerequisiteError that workers do not start at all.
+        After `timeout` seconds the request is ended. WorkerError says why there is no result
+        (RemoteError: the handler raised), PrerequisiteError that the worker does not start at all.
         """
         worker = self._worker()
         number, future = worker.submit(command, dict(args or {}))
@@ -306,20 +351,14 @@ class WorkerPool:
             return future.result(timeout)
         except FutureTimeoutError:
             worker.cancel(number)
-            with contextlib.suppress(WorkerError, FutureTimeoutError):
-                future.result(self._timing.grace)
-            if not future.done():
-                worker.kill(f"request {number} did not stop when cancelled")
             raise WorkerTimeoutError(f"{command} took more than {timeout:g} s") from None
 
     def close(self) -> None:
-        """End the workers, by force if they do not end by themselves, and delete their scratch."""
+        """End the worker, by force if it does not end by itself, and delete its scratch."""
         self._closed = True
-        running = [slot.process for slot in self._slots if slot.process is not None]
-        for process in running:
-            process.close_input()
-        for process in running:
-            process.join(self._timing.grace)
+        if (running := self._process) is not None:
+            running.close_input()
+            running.join(self._timing.grace)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -331,37 +370,38 @@ class WorkerPool:
     def _worker(self) -> WorkerProcess:
         if self._closed:
             raise WorkerDiedError("the worker pool is closed")
-        slot = min(self._slots, key=lambda s: s.process.load() if s.process else 0)
-        with slot.lock:
-            if slot.process is None or not slot.process.alive:
-                if ended := slot.process:
-                    slot.failed_starts = 0 if ended.was_ready else slot.failed_starts + 1
-                    if slot.failed_starts >= _FAILED_STARTS_ALLOWED:
+        with self._starting:
+            ended = self._process
+            if ended is None or not ended.alive:
+                if ended is not None:
+                    self._failed_starts = 0 if ended.was_ready else self._failed_starts + 1
+                    if self._failed_starts >= _FAILED_STARTS_ALLOWED:
                         raise PrerequisiteError(
                             f"the worker {self._module.name} does not start under {self._python}: "
                             f"{ended.end_reason()}; rebuild its environment (kvbench env list)"
                         )
-                slot.process = self._start(slot)
-            return slot.process
+                self._process = self._start()
+            return cast("WorkerProcess", self._process)
 
-    def _start(self, slot: _Slot) -> WorkerProcess:
-        scratch = self._scratch / f"worker-{slot.index}"
-        scratch.mkdir(exist_ok=True)
+    def _start(self) -> WorkerProcess:
         config = {
             "module": str(self._module.absolute()),
             "heartbeat_s": self._timing.heartbeat,
             "limits": asdict(self._limits),
         }
-        command, environment = (str(self._python), str(_CHILD)), self._process_environment(scratch)
-        return WorkerProcess(command, config, scratch, environment, self._timing)
+        command = (str(self._python), str(_CHILD))
+        return WorkerProcess(
+            command, config, self._scratch, self._process_environment(), self._timing
+        )
 
-    def _process_environment(self, scratch: Path) -> dict[str, str]:
+    def _process_environment(self) -> dict[str, str]:
+        scratch = str(self._scratch)
         switches = (
             "PYTHONUTF8", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
             "HF_HUB_OFFLINE",
         )  # fmt: skip
-        fixed = {"PATH": os.defpath, "HOME": str(scratch), "TMPDIR": str(scratch)}
+        fixed = {"PATH": os.defpath, "HOME": scratch, "TMPDIR": scratch}
         fixed |= {"LC_ALL": "C.UTF-8", **dict.fromkeys(switches, "1")}
         inherited = {k: os.environ[k] for k in _INHERITED if k in os.environ}
-        own = {k: v.replace("{scratch}", str(scratch)) for k, v in self._environment.items()}
+        own = {k: v.replace("{scratch}", scratch) for k, v in self._environment.items()}
         return fixed | inherited | own

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import Outcome, Sample, Task, TrialContext
-from agentbench_kv.adapters.worker import WorkerError, WorkerPool
+from agentbench_kv.adapters.worker import Limits, TrialLimitError, WorkerError, WorkerPool
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results.records import TrialStatus
 
 _LOCAL_COMMAND_S = 120.0
 PlayedTrial = dict[str, Any]  # what the worker's command `run` answers
@@ -26,6 +27,8 @@ class WorkerTask(Task):
 
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
     _started: WorkerPool | None = field(default=None, init=False, repr=False)
+    # What met a limit of its process: played once more, and the agent's failure after that.
+    _suspects: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False)
 
     def run_trial(self, sample: Sample, context: TrialContext) -> Outcome:
         try:
@@ -44,6 +47,10 @@ class WorkerTask(Task):
     def _start(self) -> WorkerPool:
         """Start the workers."""
 
+    def _limits(self) -> Limits:
+        """Return what the process of a trial may use."""
+        return Limits()
+
     @abstractmethod
     def _outcome(self, played: PlayedTrial) -> Outcome:
         """Turn a played trial into its result."""
@@ -53,7 +60,14 @@ class WorkerTask(Task):
 
     def _run(self, name: str, context: TrialContext, **more: Any) -> PlayedTrial:
         args = {**self._line(context), "sample": name, **more}
-        played: PlayedTrial = self._pool().call("run", args, timeout=context.timeout_s)
+        try:
+            played: PlayedTrial = self._pool().call("run", args, timeout=context.timeout_s)
+        except TrialLimitError as error:
+            if (name, context.trial) in self._suspects:
+                error.status = TrialStatus.TIMEOUT
+                error.args = (f"{error}, and did so again when it was played once more",)
+            self._suspects.add((name, context.trial))
+            raise
         return played
 
     def _line(self, context: TrialContext) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Summary(BaseModel, frozen=True, extra="forbid"):
     tpot_ms: float | None
     failures: dict[str, int]  # trials by kind
     non_completion_rate: float  # failed trials over trials
-    infra_retries: int  # attempts lost to infrastructure, whether the retry helped or not
+    infra_retries: int  # attempts lost to infrastructure that another followed
     session_resets: int
     validity: Validity
     alien_lines: int  # of `samples.jsonl`, not fully understood by this version
@@ -360,13 +360,11 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def _infra_retries(records: Sequence[TrialRecord], trials: Sequence[TrialRecord]) -> int:
-    """Count lost attempts once, whether they left a record or only raised `attempts`."""
-    recorded = Counter(record.key for record in records if not record.finished)
+    """Count retries once, whether what they repeat left a record or only raised `attempts`."""
+    lost = Counter(record.key for record in records if not record.finished)
+    lost -= Counter(record.key for record in trials if not record.finished)
     users = _user_retries(records, trials)
-    return sum(
-        max(recorded[record.key], record.attempts - record.finished - users[record.key])
-        for record in trials
-    )
+    return sum(max(lost[each.key], each.attempts - 1 - users[each.key]) for each in trials)
 
 
 def _user_retries(

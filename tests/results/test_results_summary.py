@@ -158,7 +158,7 @@ def test_infra_retries_are_counted_once(run, make_trial):
         make_trial("smooth"),
     ]
     summary = build(run(*trials))
-    assert summary.infra_retries == 2 + 1 + 4
+    assert summary.infra_retries == 2 + 1 + 3
     assert summary.failures == {"infra_error": 1}
     assert (summary.trials, summary.samples) == (4, 4)
 

@@ -22,7 +22,7 @@ from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialCon
 from agentbench_kv.adapters.bfcl.task import BfclTask
 from agentbench_kv.adapters.bfcl.worker.memory import HASH_ENCODER, backend_of
 from agentbench_kv.adapters.data import file_sha256
-from agentbench_kv.adapters.worker import Limits, WorkerError
+from agentbench_kv.adapters.worker import Limits, TrialLimitError, WorkerError
 from agentbench_kv.adapters.worker_task import PlayedTrial
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
@@ -150,6 +150,10 @@ class MemoryTask(BfclTask):
             self._speaking[sample.id] = conversation
             try:
                 told = self._run(conversation, asked, snapshot=snapshot)
+            except TrialLimitError as error:
+                if error.status is not TrialStatus.TIMEOUT:
+                    raise
+                told = {"status": error.status, "text": str(error), "steps": []}
             finally:
                 del self._speaking[sample.id]
                 account = self._call("close_session", self._line(asked))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
-from agentbench_kv.adapters.worker import Limits, WorkerPool
+from agentbench_kv.adapters.worker import WorkerPool
 from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
 from agentbench_kv.environments import python_of
 from agentbench_kv.params import param
@@ -27,7 +27,9 @@ class BfclTask(WorkerTask):
     # `raw`: one append-only text over the completions route, so sessions are exact to the token.
     # `chat`: messages and tools over the chat route.
     route: str = param("raw", "how sessions are sent", choices=("raw", "chat"))
-    workers: int = param(1, "worker processes", low=1, high=64)  # many conversations each
+
+    # Without effect since every trial has a process of its own; it is part of the ids of old runs.
+    workers: int = param(1, "has no effect any more", low=1, high=64)
 
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
@@ -67,14 +69,11 @@ class BfclTask(WorkerTask):
             "KVBENCH_BFCL": json.dumps({"categories": self.categories, **self._worker_config()}),
         }
         python, limits = python_of("bfcl"), self._limits()
-        return WorkerPool(python, _WORKER, self.workers, environment=environment, limits=limits)
+        return WorkerPool(python, _WORKER, environment=environment, limits=limits)
 
     def _worker_config(self) -> dict[str, Any]:
         """Return what the worker must know besides its categories."""
         return {}
-
-    def _limits(self) -> Limits:
-        return Limits()
 
 
 class MultiTurnBase(BfclTask):

@@ -83,6 +83,7 @@ _ORDINALS = {f"{word}th": value for word, value in _VALUES.items()} | _IRREGULAR
 _ORDINALS |= {word[:-1] + "ieth": _VALUES[word] for word in _TENS}
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_LONGEST_NUMBER = 1000  # digits that are worth computing with; `int` refuses 4,300
 
 
 def digits(text: str) -> str:
@@ -148,7 +149,7 @@ def _scaled(words: Sequence[str], start: int) -> tuple[str, int]:
     word = words[start]
     if not _NUMBER.fullmatch(word):
         return word, 1
-    if start + 1 < len(words) and words[start + 1] in _SCALES:
+    if start + 1 < len(words) and words[start + 1] in _SCALES and len(word) <= _LONGEST_NUMBER:
         whole, _, fraction = word.partition(".")
         scale = _SCALES[words[start + 1]]
         exact = int(whole + fraction) * scale

@@ -21,7 +21,7 @@ from agentbench_kv.adapters.agent_client import base_url
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
 from agentbench_kv.adapters.browser.judge import KEY_VARIABLE, Judge
 from agentbench_kv.adapters.data import data_file
-from agentbench_kv.adapters.worker import Limits, RemoteError, WorkerPool
+from agentbench_kv.adapters.worker import RemoteError, WorkerPool
 from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
@@ -32,8 +32,6 @@ USER_KEY = "KVBENCH_USER_API_KEY"
 SCRIPTED = "scripted"
 _WORKER = Path(__file__).parent / "worker" / "main.py"
 _PROBE_S = 10.0
-# A simulation of the airline holds three databases, 60 MB each, and there are many at a time.
-_LIMITS = Limits(address_space=32 << 30)
 _USER_FILES = ("simulation_guidelines.md", "simulation_guidelines_tools.md")
 
 
@@ -160,7 +158,7 @@ class Simulations(WorkerTask):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         python = python_of(self.environment)
-        return WorkerPool(python, _WORKER, limits=_LIMITS, environment=environment)
+        return WorkerPool(python, _WORKER, environment=environment, limits=self._limits())
 
     def _require_partners(self) -> None:
         if self.user == SCRIPTED:

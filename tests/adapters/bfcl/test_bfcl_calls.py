@@ -57,6 +57,23 @@ def test_unparsable_payloads_are_counted(payload):
     assert parse(marked(payload)) == ([], 1)
 
 
+@pytest.mark.parametrize("opened", ["[", '{"b": '])
+@pytest.mark.parametrize(("levels", "calls"), [(60, 1), (70, 0), (900, 0)])
+def test_arguments_nested_deeper_than_any_tools_are_no_call(opened, levels, calls):
+    closed = "]" if opened == "[" else "}"
+    value = opened * levels + "1" + closed * levels
+    found, unparsable = parse(marked(f'{{"name": "mv", "arguments": {{"a": {value}}}}}'))
+    assert (len(found), unparsable) == (calls, 1 - calls)
+
+
+def test_reading_calls_takes_no_time_that_grows_with_a_power_of_the_text():
+    blank = " \n" * 500_000
+    assert parse(f"<tool_call>{blank}") == ([], 1)
+    assert parse(f"<tool_call>{blank}" * 2) == ([], 2)
+    call = '{"name": "mv", "arguments": {}}'
+    assert parse(f"<tool_call>{blank}{call}{blank}</tool_call>") == ([WrittenCall("mv", {})], 0)
+
+
 def test_a_call_that_never_closes_is_unparsable():
     assert parse('<tool_call>\n{"name": "mv", "arguments": {}}') == ([], 1)
 

@@ -21,6 +21,7 @@ from agentbench_kv.adapters.bfcl.worker import memory as memory_worker
 from agentbench_kv.adapters.bfcl.worker.memory import HashEncoder, backend_of, contents
 from agentbench_kv.adapters.worker import (
     RemoteError,
+    TrialLimitError,
     WorkerDiedError,
     WorkerError,
     WorkerTimeoutError,
@@ -100,6 +101,36 @@ def test_a_conversation_past_the_context_saves_nothing_and_is_counted():
     played.play(CONTEXT, Talk(status="context_limit"))
     assert played.snapshot is None
     assert played.metrics(3)["prerequisites_incomplete"] == 3
+
+
+class BombedPool:
+    """Answers as a worker whose first conversation never comes back."""
+
+    def call(self, command, args=None, **_):
+        if command == "conversations":
+            return [{"id": f"memory_kv_prereq_{n}-x", "scenario": "x"} for n in range(2)]
+        if command == "close_session":
+            return {"peak_live": 9}
+        if args["sample"] == "memory_kv_prereq_0-x":
+            raise TrialLimitError("it met a limit")
+        told = {"status": "scored", "score": 1.0, "text": "", "steps": [], "verdict": {}}
+        return {**told, "snapshot": {"memory": args["sample"]}}
+
+    def close(self):
+        pass
+
+
+def test_a_conversation_that_meets_a_limit_twice_saves_nothing_and_the_next_goes_on():
+    task = MemoryKv()
+    task._started = BombedPool()
+    question = Sample("memory_kv_0-x", "x")
+    first, second = (task.run_trial(question, CONTEXT) for _ in range(2))
+    assert (first.status, first.error) == ("infra_error", "memory_kv_prereq_0-x: it met a limit")
+    assert (second.status, second.score) == ("scored", 1.0)
+    assert second.metrics["prerequisites_incomplete"] == 1
+    assert second.metrics["prerequisites_peak_live"] == 9
+    assert [each["status"] for each in second.transcript["prerequisites"]] == ["timeout", "scored"]
+    assert second.transcript["snapshot"] == {"memory": "memory_kv_prereq_1-x"}
 
 
 def test_seeds_do_not_depend_on_who_plays():

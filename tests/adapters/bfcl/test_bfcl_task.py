@@ -1,15 +1,12 @@
 """The task against a scripted endpoint, in the real bfcl environment where there is one."""
 
 import json
-import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from agentbench_kv.adapters import worker_child
 from agentbench_kv.adapters.base import Sample, TrialContext
-from agentbench_kv.adapters.bfcl import task as task_module
 from agentbench_kv.adapters.bfcl.task import MultiTurnBase
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
@@ -196,59 +193,6 @@ def test_key_travels_in_the_request(monkeypatch, play, endpoint):
     monkeypatch.setenv("KVBENCH_API_KEY", "k1")
     play(FIRST, [])
     assert endpoint.headers["Authorization"] == "Bearer k1"
-
-
-SIMULATOR_STATE = """
-    import contextlib, importlib.util, json, os, sys
-    spec = importlib.util.spec_from_file_location("worker_child", sys.argv[1])
-    child = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(child)
-    from pathlib import Path
-    main = child.import_worker(Path(sys.argv[2]))
-    scoring = sys.modules["kvbench_worker.bfcl.worker.handler"]
-    bench = main.BfclCommands(["multi_turn_base"])
-    def score(sample, name, answers=None):
-        category, entry = bench._entries[sample]
-        truth = category.truth[sample]["ground_truth"]
-        words = lambda call: main.script("gold", [[call]], entry["function"])[0]
-        turns = truth if answers is None else answers(truth)
-        texts = [[words(c).split("</think>")[1] for c in turn] for turn in turns]
-        return scoring.verdict(entry, truth, texts, name)["valid"]
-    worse = lambda truth: [turn[:-1] for turn in truth]
-    samples = [f"multi_turn_base_{i}" for i in range(0, 200, 4)]
-    counts = {"same": [], "taken": [], "kept": 0}
-    for answers in (worse, None):
-        counts["same"].append(sum(score(s, "fixed", answers) for s in samples))
-        total = 0
-        for s in samples:
-            with bench._names.take(s) as name:
-                total += score(s, name, answers)
-                with bench._names.take(s) as other:
-                    assert other != name
-            counts["kept"] += len(scoring.simulators(name, s, *scoring._OF_THE_CHECKER))
-        counts["taken"].append(total)
-    print(json.dumps(counts))
-"""
-
-
-@engine
-def test_simulators_are_forgotten_after_each_trial(bfcl_python, tmp_path):
-    worker = Path(task_module.__file__).parent / "worker" / "main.py"
-    command = (bfcl_python, "-c", textwrap.dedent(SIMULATOR_STATE), worker_child.__file__, worker)
-    run = subprocess.run(
-        [str(part) for part in command],
-        env={"BFCL_PROJECT_ROOT": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    counts = json.loads(run.stdout)
-    assert counts["taken"] == [0, 50]
-    assert counts["kept"] == 0
-    # The trap itself: under one name, perfect answers fail after imperfect ones.
-    assert counts["same"][0] == 0
-    assert counts["same"][1] < 50
 
 
 def test_worker_files_do_not_need_the_package():

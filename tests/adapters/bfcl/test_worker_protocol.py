@@ -1,5 +1,8 @@
 """The worker protocol with a worker that misbehaves on request."""
 
+import json
+import os
+import signal
 import socket
 import sys
 import time
@@ -11,6 +14,7 @@ import pytest
 from agentbench_kv.adapters.worker import (
     Limits,
     RemoteError,
+    TrialLimitError,
     WorkerDiedError,
     WorkerPool,
     WorkerTimeoutError,
@@ -22,8 +26,8 @@ DUMMY = Path(__file__).with_name("worker_dummy.py")
 FAST = WorkerTiming(heartbeat=0.1, start=20, stall=2.5, grace=0.5)
 
 
-def make(n=1, timing=FAST, **more):
-    return WorkerPool(Path(sys.executable), DUMMY, n, timing=timing, **more)
+def make(timing=FAST, **more):
+    return WorkerPool(Path(sys.executable), DUMMY, timing=timing, **more)
 
 
 @pytest.fixture
@@ -70,54 +74,144 @@ def test_big_lines(pool):
     assert len(pool.call("echo", {"x": "y" * 5_000_000})["x"]) == 5_000_000
 
 
-def test_death_costs_the_requests_in_flight_and_no_others(pool):
-    with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(pool.call, "wait", {"seconds": 20})
-        time.sleep(0.5)
-        with pytest.raises(WorkerDiedError, match="exit code 7"):
-            pool.call("die")
-        with pytest.raises(WorkerDiedError):
-            other.result(5)
-    assert pool.call("echo", {"again": True}) == {"again": True}
-
-
-def test_frozen_worker_is_replaced(pool):
-    with pytest.raises(WorkerDiedError, match="no sign of life"):
-        pool.call("freeze")
-    assert pool.call("echo") == {}
+def waiting(pool, threads, seconds=60):
+    """Start a request that waits; return its future once its process is there."""
+    future = threads.submit(pool.call, "wait", {"seconds": seconds})
+    while pool._process is None or not pool._process._pending:
+        time.sleep(0.01)
+    return future
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["rubbish", "[]", '{"v": 2, "id": null, "event": "result", "data": 1}', '{"v": 1}'],
+    ("command", "args", "said"),
+    [
+        ("die", {}, "exit code 7"),
+        ("killed", {"signal": signal.SIGKILL}, "signal 9"),
+        ("killed", {"signal": signal.SIGTERM}, "signal 15"),
+    ],
 )
-def test_rubbish_ends_the_worker(pool, text):
-    with pytest.raises(WorkerDiedError, match="not protocol 1"):
-        pool.call("rubbish", {"text": text})
-    assert pool.call("echo") == {}
-
-
-def test_timeout_cancels_the_request_and_keeps_the_worker(pool):
+def test_a_request_killed_from_outside_costs_no_other_and_nobody_is_blamed(
+    pool, command, args, said
+):
     before = pool.call("environment")["pid"]
-    with pytest.raises(WorkerTimeoutError, match=r"wait took more than 0\.2 s"):
-        pool.call("wait", {"seconds": 20}, timeout=0.2)
+    with ThreadPoolExecutor(2) as threads:
+        other = waiting(pool, threads, 1)
+        with pytest.raises(WorkerDiedError, match=said):
+            pool.call(command, args)
+        assert other.result(20) == "waited"
     assert pool.call("environment")["pid"] == before
 
 
-def test_request_that_ignores_cancellation_costs_the_worker(pool):
+LIMITED = Limits(call_cpu_s=1, address_space=3 << 30, file_size=1 << 20, open_files=64)
+BOMBS = [
+    ("hold", {}, "a call took over 1 s of processor time"),
+    ("loop", {}, "a call took over 1 s of processor time"),
+    ("calls", {"calls": 1, "seconds": 8}, "a call took over 1 s of processor time"),
+    ("deep", {}, "RecursionError: it nested deeper"),
+    ("killed", {"signal": signal.SIGSEGV}, "a call crashed its process (SIGSEGV)"),
+    ("hog", {}, "MemoryError: it needed more memory"),
+    ("grow", {"size": 600 << 20}, "its process was killed, having grown by"),
+    ("big", {"size": 65 << 20}, "its record is longer than 64 MiB"),
+    ("killed", {"signal": signal.SIGABRT}, "a call crashed its process (SIGABRT)"),
+]
+
+
+def test_bombs_harm_themselves_alone():
+    with make(limits=LIMITED) as pool, ThreadPoolExecutor(32) as threads:
+        before = pool.call("environment")["pid"]
+        bombs = [threads.submit(pool.call, command, args) for command, args, _ in BOMBS]
+        others = [threads.submit(pool.call, "wait", {"seconds": 3}) for _ in range(16)]
+        for bomb, (*_, said) in zip(bombs, BOMBS, strict=True):
+            error = bomb.exception(60)
+            assert isinstance(error, TrialLimitError), error
+            assert said in str(error)
+            assert error.status == "infra_error"  # until it happens again
+        assert [each.result(60) for each in others] == ["waited"] * 16
+        assert pool.call("environment")["pid"] == before
+
+
+def test_processor_time_counts_from_answer_to_answer():
+    with make(limits=LIMITED) as pool:
+        assert pool.call("calls", {"calls": 6, "seconds": 0.6}) == "done"
+
+
+@pytest.mark.parametrize("command", ["files", "fill"])
+def test_files_are_limited(command):
+    with make(limits=LIMITED) as pool, pytest.raises(RemoteError) as caught:
+        pool.call(command)
+    assert caught.value.kind == "OSError"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux asks whom to kill")
+def test_a_kernel_out_of_memory_takes_the_request_first(pool):
+    request, worker = (int(each) for each in pool.call("first_to_go"))
+    assert request == 1000 > worker
+
+
+def test_requests_share_no_state(pool):
+    assert [pool.call("remember") for _ in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_stopped_is_replaced_and_nobody_is_blamed(pool, number):
+    with ThreadPoolExecutor(2) as threads:
+        other = waiting(pool, threads)
+        with pytest.raises(WorkerDiedError, match=r"exit code -9|no sign of life"):
+            pool.call("worker", {"signal": number})
+        with pytest.raises(WorkerDiedError):
+            other.result(20)
+    assert pool.call("echo", {"again": True}) == {"again": True}
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_no_request_outlives_its_worker(pool, how):
+    with ThreadPoolExecutor(2) as threads:
+        lost = waiting(pool, threads)
+        worker = pool.call("environment")["pid"]
+        if how == "close":
+            pool.close()
+        else:
+            os.kill(worker, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            lost.result(20)
+    deadline = time.monotonic() + 30
+    while group_lives(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def group_lives(leader):
+    """Say whether a process of the worker's group still runs; one that is a zombie does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group) == leader and state != "Z":
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"rubbish", b"[]", b'{"v": 2, "id": null, "event": "result", "data": 1}', b'{"v": 1}'],
+)
+def test_rubbish_ends_the_worker(pool, line):
+    with ThreadPoolExecutor(1) as threads:
+        lost = waiting(pool, threads)
+        assert not pool._process._handle(line)
+        with pytest.raises(WorkerDiedError, match="not protocol 1"):
+            lost.result(20)
+    assert pool.call("echo") == {}
+
+
+def test_timeout_ends_the_request_and_keeps_the_worker(pool):
     before = pool.call("environment")["pid"]
-    with pytest.raises(WorkerTimeoutError):
-        pool.call("stubborn", {"seconds": 20}, timeout=0.2)
-    assert pool.call("environment")["pid"] != before
-
-
-def test_two_workers_share_the_load():
-    with make(2) as pool, ThreadPoolExecutor(2) as threads:
-        waiting = threads.submit(pool.call, "wait", {"seconds": 1})
-        time.sleep(0.3)
-        pids = {pool.call("environment")["pid"] for _ in range(3)}
-        assert waiting.result(5) == "waited"
-    assert len(pids) == 1
+    for command in ("wait", "loop"):
+        with pytest.raises(WorkerTimeoutError, match=rf"{command} took more than 0\.2 s"):
+            pool.call(command, {"seconds": 60}, timeout=0.2)
+    assert pool.call("environment")["pid"] == before
+    assert not pool._process._pending
 
 
 def test_worker_that_cannot_start_is_given_up():
@@ -158,14 +252,6 @@ def test_environment_is_minimal(monkeypatch):
     assert seen["BFCL_PROJECT_ROOT"] == f"{seen['cwd']}/bfcl"
 
 
-def test_memory_limit():
-    with make(limits=Limits(address_space=1 << 30)) as pool:
-        with pytest.raises(RemoteError) as caught:
-            pool.call("hog")
-        assert caught.value.kind == "MemoryError"
-        assert pool.call("echo") == {}
-
-
 @pytest.fixture(scope="module")
 def guarded():
     with make(environment={"DUMMY_GUARDED": "1"}) as made:
@@ -185,6 +271,32 @@ def test_guard_refuses_processes_and_writing(guarded, command):
     assert caught.value.kind == "RefusedError"
 
 
+@pytest.mark.parametrize("command", ["read", "listing"])
+def test_guard_refuses_files_that_the_benchmark_does_not_need(guarded, command, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    (tmp_path / "link").symlink_to(Path(json.__file__))
+    home = Path(guarded.call("environment")["cwd"])
+    other = home / "link"
+    other.symlink_to(secret)
+    places = [
+        secret,
+        other,
+        home / ".." / secret.relative_to("/"),
+        Path("/etc/passwd"),
+        Path.home(),
+    ]
+    for place in places:
+        path = str(place if command == "read" else place.resolve().parent)
+        with pytest.raises(RemoteError, match="refused in this worker: reading") as caught:
+            guarded.call(command, {"path": path})
+        assert caught.value.kind == "RefusedError"
+    other.unlink()
+    package = Path(json.__file__)
+    allowed = package if command == "read" else package.parent
+    assert guarded.call(command, {"path": str(allowed)})
+
+
 def test_guard_refuses_every_address_but_the_endpoint(guarded, listener):
     with pytest.raises(RemoteError, match="refused in this worker"):
         guarded.call("connect", listener)
@@ -193,13 +305,6 @@ def test_guard_refuses_every_address_but_the_endpoint(guarded, listener):
         guarded.call("connect", {"host": "127.0.0.1", "port": 9})
     with pytest.raises(RemoteError, match="refused in this worker"):
         guarded.call("connect", {"host": "example.org", "port": 80})
-
-
-def test_guard_lets_requests_in_at_once(listener):
-    with make(environment={"DUMMY_GUARDED": "1"}) as pool, ThreadPoolExecutor(16) as threads:
-        wanted = {**listener, "allow": True}
-        found = list(threads.map(lambda _: pool.call("connect", wanted), range(16)))
-    assert found == ["connected"] * 16
 
 
 def test_unguarded_worker_may_connect(pool, listener):

@@ -1,12 +1,13 @@
 """Commands that misbehave in every way a worker can."""
 
-import gc
 import os
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+
+STATE = []
 
 
 def setup(guard):
@@ -15,7 +16,7 @@ def setup(guard):
     if os.environ.get("DUMMY_SLOW"):
         time.sleep(30)
     if os.environ.get("DUMMY_GUARDED"):
-        guard.install()
+        guard.install(Path.cwd())
     return COMMANDS
 
 
@@ -23,35 +24,87 @@ def echo(request):
     return request.args
 
 
+def first_to_go(_):
+    return [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in ("self", os.getppid())]
+
+
 def environment(_):
-    return dict(os.environ) | {"cwd": str(Path.cwd()), "pid": os.getpid()}
+    return dict(os.environ) | {"cwd": str(Path.cwd()), "pid": os.getppid()}
 
 
 def wait(request):
-    if request.cancelled.wait(request.args["seconds"]):
-        raise InterruptedError("cancelled")
-    return "waited"
-
-
-def stubborn(request):
     time.sleep(request.args["seconds"])
-    return "woke up"
+    return "waited"
 
 
 def die(_):
     os._exit(7)
 
 
-def freeze(_):
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(30)
+def killed(request):
+    os.kill(os.getpid(), request.args["signal"])
 
 
-def rubbish(request):
-    port = next(each for each in gc.get_objects() if type(each).__name__ == "Port")
-    port._stream.write(request.args["text"] + "\n")
-    port._stream.flush()
-    time.sleep(30)
+def worker(request):
+    """Send a signal to the worker that this request was forked from."""
+    os.kill(os.getppid(), request.args["signal"])
+    time.sleep(60)
+
+
+def hold(_):
+    """Hold the interpreter for good: no other thread of the process runs any more."""
+    return 7**10**10
+
+
+def loop(_):
+    while True:
+        pass
+
+
+def calls(request):
+    """Use processor time in several calls, with an answer of the agent between two of them."""
+    for _ in range(request.args["calls"]):
+        end = time.process_time() + request.args["seconds"]
+        while time.process_time() < end:
+            pass
+        request.renew()
+    return "done"
+
+
+def deep(_):
+    made = []
+    for _ in range(100_000):
+        made = [made]
+    return made
+
+
+def grow(request):
+    held = bytearray(request.args["size"])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return len(held)
+
+
+def files(_):
+    return len([Path(os.devnull).open() for _ in range(5000)])
+
+
+def fill(_):
+    with Path("big").open("wb") as file:
+        for _ in range(1 << 10):
+            file.write(bytes(1 << 20))
+
+
+def read(request):
+    return len(Path(request.args["path"]).read_bytes())
+
+
+def listing(request):
+    return [str(each) for each in Path(request.args["path"]).iterdir()]
+
+
+def remember(_):
+    STATE.append(1)
+    return len(STATE)
 
 
 def shout(_):
@@ -94,7 +147,8 @@ def write(_):
 COMMANDS = {
     f.__name__: f
     for f in (
-        echo, environment, wait, stubborn, die, freeze, rubbish, shout, fail, big, hog, connect,
-        spawn, shell, write,
+        echo, environment, first_to_go, wait, die, killed, worker, hold, loop, calls, deep, grow,
+        files, fill, read, listing, remember, shout, fail, big, hog, connect, spawn,
+        shell, write,
     )
 }  # fmt: skip

@@ -95,3 +95,9 @@ def test_separators_do_not_change_a_number(value: int, other: int) -> None:
 )
 def test_the_final_answer_is_found(text: str, answer: str, marked: bool) -> None:
     assert final_answer(text) == (answer, marked)
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "1." + "1" * 5000, "\u0661" * 5000])
+@pytest.mark.parametrize("after", ["", " million", "th"])
+def test_a_number_that_no_computer_word_holds_is_a_wrong_answer(number: str, after: str) -> None:
+    assert not matches(f"{number}{after}", "two million")

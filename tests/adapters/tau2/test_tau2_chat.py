@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from agentbench_kv.adapters.agent_client import (
     AgentConnection,
-    CancelledError,
     ContextFullError,
     ServerError,
     UnreachableError,
@@ -20,11 +18,8 @@ from agentbench_kv.adapters.agent_client import (
 MESSAGES = [{"role": "user", "content": "Hello?"}]
 
 
-def line(url: str, cancelled: threading.Event | None = None, **body: Any) -> AgentConnection:
-    request: Any = SimpleNamespace(
-        cancelled=cancelled or threading.Event(), on_cancel=lambda _: None
-    )
-    return AgentConnection(url, "run|0|1|x", body, "secret", 5.0, request)
+def line(url: str, **body: Any) -> AgentConnection:
+    return AgentConnection(url, "run|0|1|x", body, "secret", 5.0)
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
@@ -40,15 +35,16 @@ def test_a_request_names_session_model_and_key(chats: Any, end: str) -> None:
 
 def test_a_trials_line_names_the_session_in_its_body_too(chats: Any) -> None:
     allowed: list[tuple[str, int]] = []
+    renewed: list[bool] = []
     sent = {"endpoint": chats.url, "session": "run|0|1|x", "key": None, "timeout_s": 5.0}
     request: Any = SimpleNamespace(
         args={**sent, "sampling": {"max_tokens": 7, "seed": 3}},
         guard=SimpleNamespace(allow=lambda *address: allowed.append(address)),
-        cancelled=threading.Event(),
-        on_cancel=lambda _: None,
+        renew=lambda: renewed.append(True),
     )
     AgentConnection.of_trial(request, session_id=request.args["session"]).chat(MESSAGES, [])
     (body,) = chats.bodies
+    assert renewed == [True]
     assert (body["session_id"], body["max_tokens"], body["seed"]) == ("run|0|1|x", 7, 3)
     assert allowed == [("127.0.0.1", int(chats.url.rsplit(":", 1)[1].partition("/")[0]))]
 
@@ -96,18 +92,3 @@ def test_the_servers_exact_reason_counts(chats: Any, exact: Any, reason: str) ->
     body["usage"]["kvbench"] = exact
     chats.answer = lambda _: (200, body)
     assert line(chats.url).chat(MESSAGES, []).finish_reason == reason
-
-
-def test_a_cancelled_trial_asks_no_more(chats: Any) -> None:
-    cancelled = threading.Event()
-    asked = line(chats.url, cancelled)
-
-    def busy(_: Any) -> tuple[int, Any]:
-        cancelled.set()
-        return 429, {}
-
-    chats.answer, chats.retry_after = busy, "4"
-    for _ in range(2):
-        with pytest.raises(CancelledError):
-            asked.chat(MESSAGES, [])
-    assert len(chats.bodies) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ from agentbench_kv.adapters.tau2.task import (
     TelecomV1,
 )
 from agentbench_kv.adapters.tau2.worker.main import SUMMARIES, WrongPackageError, require_tau2_bench
-from agentbench_kv.adapters.worker import RemoteError, WorkerDiedError, WorkerTimeoutError
+from agentbench_kv.adapters.worker import (
+    RemoteError,
+    TrialLimitError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+)
 from agentbench_kv.environments import PROFILES
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
@@ -103,6 +109,26 @@ def test_a_played_trial_becomes_an_outcome_with_the_users_tokens_apart() -> None
 def test_failures_keep_their_cause(failure: Any, status: TrialStatus) -> None:
     outcome, _ = play(failure)
     assert (outcome.status, outcome.score) == (status, None)
+
+
+def test_a_trial_that_meets_a_limit_twice_is_the_agents_failure_and_no_other() -> None:
+    task = Retail()
+
+    def status(failure: Exception) -> str:
+        outcome, _ = play(failure, task)
+        return f"{outcome.status}: {outcome.error}"
+
+    def met() -> TrialLimitError:
+        return TrialLimitError("it met a limit")
+
+    assert status(WorkerDiedError("gone")) == "infra_error: gone"
+    assert status(met()) == "infra_error: it met a limit"
+    assert status(WorkerDiedError("gone")) == "infra_error: gone"
+    task._started = Pool(met())
+    assert task.run_trial(Sample("4"), context()).status == TrialStatus.INFRA_ERROR
+    assert task.run_trial(Sample("3"), replace(context(), trial=1)).status == "infra_error"
+    again = "timeout: it met a limit, and did so again when it was played once more"
+    assert status(met()) == again
 
 
 def test_the_users_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,7 @@ The loop passes `data` from method to method; what we keep is in the handler ins
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from bfcl_eval.constants.enums import ModelStyle
@@ -27,20 +25,19 @@ from ...agent_client import AgentConnection, Completion, ContextFullError
 from .session import PromptText, as_text, parse, to_python, tool_names, unmarked, visible
 
 _NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
-_OF_THE_CHECKER = ("_eval", "_ground_truth_eval")
+# Under which BFCL keeps a trial's simulators, in globals of a module that it never clears. It can
+# surface in a tool's result, so it is the same in every trial; each has a process of its own.
+NAME = "kvbench0"
 Fields = dict[str, Any]
 
 
 class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no types
-    """What both routes share: which calls may run, and a record per completion.
-
-    `name` is the key of this trial's simulators; no other living trial of the sample has it.
-    """
+    """What both routes share: which calls may run, and a record per completion."""
 
     function_calling = False
 
-    def __init__(self, name: str, entry: Fields, line: AgentConnection) -> None:
-        super().__init__(name, 0.0, name, is_fc_model=self.function_calling)
+    def __init__(self, entry: Fields, line: AgentConnection) -> None:
+        super().__init__(NAME, 0.0, NAME, is_fc_model=self.function_calling)
         self.steps: list[Fields] = []  # one record per completion
         self._known = tool_names(entry)
         self._line = line
@@ -86,8 +83,8 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 class RawSessionHandler(SessionHandler):
     """The raw route: every prompt extends the one before to the letter."""
 
-    def __init__(self, name: str, entry: Fields, line: AgentConnection) -> None:
-        super().__init__(name, entry, line)
+    def __init__(self, entry: Fields, line: AgentConnection) -> None:
+        super().__init__(entry, line)
         self._text = PromptText(entry["function"])
 
     def said(self) -> str:
@@ -137,8 +134,8 @@ class ChatHandler(SessionHandler):
 
     function_calling = True
 
-    def __init__(self, name: str, entry: Fields, line: AgentConnection) -> None:
-        super().__init__(name, entry, line)
+    def __init__(self, entry: Fields, line: AgentConnection) -> None:
+        super().__init__(entry, line)
         self._messages: list[Fields] = []
         self._tools: list[Fields] = []
 
@@ -191,52 +188,21 @@ class ChatHandler(SessionHandler):
         return data
 
 
-class SimulatorNames:
-    """Names under which trials keep their simulators.
-
-    BFCL keeps simulators in module globals under the model's name and the sample's id, and never
-    resets them. A living trial has a name of its own, and what it kept is deleted when it ends.
-    The smallest free number is used, not a random one: the name can surface in a tool's result,
-    and the prompts of two equal trials must be equal.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._used: set[tuple[str, int]] = set()
-
-    @contextmanager
-    def take(self, sample: str) -> Iterator[str]:
-        """Hold a name for one trial of `sample`."""
-        with self._lock:
-            number = next(n for n in range(len(self._used) + 1) if (sample, n) not in self._used)
-            self._used.add((sample, number))
-        name = f"kvbench{number}"
-        try:
-            yield name
-        finally:
-            for key in simulators(name, sample, *_OF_THE_CHECKER):
-                vars(multi_turn_utils).pop(key, None)
-            with self._lock:
-                self._used.discard((sample, number))
-
-
-def simulators(name: str, sample: str, *infixes: str) -> dict[str, Any]:
-    """Return the running conversation's simulators, and the checker's of the given infixes."""
-    names = (f"{name}{infix}_{sample}_" for infix in ("", *infixes))
-    prefixes = tuple(re.sub(r"[-./:]", "_", each) for each in names)
-    held = list(vars(multi_turn_utils).items())  # other threads add theirs meanwhile
-    return {key: value for key, value in held if key.startswith(prefixes)}
+def simulators(sample: str) -> dict[str, Any]:
+    """Return the running conversation's simulators."""
+    prefix = re.sub(r"[-./:]", "_", f"{NAME}_{sample}_")
+    return {key: held for key, held in vars(multi_turn_utils).items() if key.startswith(prefix)}
 
 
 def verdict(
-    entry: Fields, ground_truth: Sequence[Sequence[str]], texts: Sequence[Sequence[str]], name: str
+    entry: Fields, ground_truth: Sequence[Sequence[str]], texts: Sequence[Sequence[str]]
 ) -> Fields:
-    """Run the official checker on the visible texts, by turn and step, of the trial of a name."""
+    """Run the official checker on the visible texts, by turn and step."""
     tools = tool_names(entry)
     steps = [[parse(text)[0] for text in turn] for turn in texts]
     lines = [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]
     category = entry["id"].rsplit("_", 1)[0]
-    return dict(multi_turn_checker(lines, ground_truth, entry, category, name))
+    return dict(multi_turn_checker(lines, ground_truth, entry, category, NAME))
 
 
 def answer_verdict(possible: Sequence[str], texts: Sequence[str]) -> Fields:

@@ -27,7 +27,6 @@ from .handler import (
     ChatHandler,
     RawSessionHandler,
     SessionHandler,
-    SimulatorNames,
     answer_verdict,
     simulators,
     verdict,
@@ -56,7 +55,6 @@ class BfclCommands:
             for category in self._categories.values()
             for name, entry in category.entries.items()
         }
-        self._names = SimulatorNames()
 
     def import_simulators(self) -> None:
         """Import what the executor would import on first use, while files may still be written."""
@@ -100,18 +98,17 @@ class BfclCommands:
         sample = request.args["sample"]
         category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
-        with self._names.take(sample) as name:
-            handler = ROUTES[request.args["route"]](name, entry, _line(request))
-            try:
-                texts, _ = handler.inference(entry, False, True)
-            except ContextFullError as error:
-                return _report(handler, "context_limit", {"error_message": str(error)})
-            if is_memory_prereq(sample):
-                (store,) = simulators(name, sample).values()
-                whole = len(texts) == len(entry["question"])
-                told = _report(handler, "scored" if whole else "turn_limit", {"valid": whole})
-                return {**told, "snapshot": contents(store)}
-            return _checked(category, entry, texts, handler, name)
+        handler = ROUTES[request.args["route"]](entry, _line(request))
+        try:
+            texts, _ = handler.inference(entry, False, True)
+        except ContextFullError as error:
+            return _report(handler, "context_limit", {"error_message": str(error)})
+        if is_memory_prereq(sample):
+            (store,) = simulators(sample).values()
+            whole = len(texts) == len(entry["question"])
+            told = _report(handler, "scored" if whole else "turn_limit", {"valid": whole})
+            return {**told, "snapshot": contents(store)}
+        return _checked(category, entry, texts, handler)
 
     def close_session(self, request: WorkerRequest) -> dict[str, Any]:
         """Close a session that the harness does not close itself; return its KV account."""
@@ -122,11 +119,7 @@ class BfclCommands:
 
 
 def _checked(
-    category: Category,
-    entry: dict[str, Any],
-    texts: list[list[str]],
-    handler: SessionHandler,
-    name: str,
+    category: Category, entry: dict[str, Any], texts: list[list[str]], handler: SessionHandler
 ) -> dict[str, Any]:
     """Run the checker, unless the loop gave up: the benchmark fails such an entry unchecked."""
     truth = category.truth[entry["id"]]["ground_truth"]
@@ -134,7 +127,7 @@ def _checked(
         # Giving up in the last turn leaves no turn out, and is checked like any other end.
         if len(texts) < len(entry["question"]):
             return _report(handler, "turn_limit", {"error_type": "multi_turn:force_terminated"})
-        return _report(handler, "scored", verdict(entry, truth, texts, name))
+        return _report(handler, "scored", verdict(entry, truth, texts))
     if handler.decode_execute(texts[0][-1]):
         return _report(handler, "turn_limit", {"error_type": "agentic:force_terminated"})
     return _report(handler, "scored", answer_verdict(truth, texts[0]))
@@ -190,6 +183,6 @@ def setup(guard: Guard) -> dict[str, Callable[[WorkerRequest], Any]]:
     commands.import_simulators()
     # The official loop prints a line per step.
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    guard.install()
+    guard.install(Path.cwd(), *filter(Path.is_dir, [Path(config.get("encoder") or "hash")]))
     names = ("about", "samples", "conversations", "script", "run", "close_session")
     return {name: getattr(commands, name) for name in names}

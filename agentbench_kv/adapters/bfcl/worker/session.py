@@ -8,14 +8,13 @@ unknown name would raise; the model reads that as the call's result and the epis
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from keyword import iskeyword
 from typing import Any
 
-from ...agent_client import marked_call
+from ...agent_client import is_shallow, marked_call
 
 END = "<|im_end|>"
 INSTRUCTIONS = """\
@@ -82,7 +81,7 @@ def _safe(content: str) -> str:
     return plain.replace("<|im_", "< |im_")
 
 
-_MARKED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,18 @@ def visible(text: str) -> str:
 
 def parse(text: str) -> tuple[list[WrittenCall], int]:
     """Find the calls in visible text; count marks whose payload is none, or that never close."""
-    payloads = _MARKED.findall(text)
+    payloads = list(_payloads(text))
     calls = [call for call in map(_read, payloads) if call is not None]
-    unclosed = max(0, text.count("<tool_call>") - len(payloads))
+    unclosed = max(0, text.count(_OPEN) - len(payloads))
     return calls, len(payloads) - len(calls) + unclosed
+
+
+def _payloads(text: str) -> Iterator[str]:
+    # No regular expression: over a mark and many spaces one took the cube of their number.
+    start = text.find(_OPEN)
+    while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        yield text[start + len(_OPEN) : end].strip()
+        start = text.find(_OPEN, end)
 
 
 def to_python(call: WrittenCall, tools: Collection[str]) -> str:
@@ -154,7 +161,7 @@ def _read(payload: str) -> WrittenCall | None:
             arguments = json.loads(arguments)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    is_call = isinstance(name, str) and isinstance(arguments, dict)
+    is_call = isinstance(name, str) and isinstance(arguments, dict) and is_shallow(arguments)
     return WrittenCall(name, arguments) if is_call else None
 
 

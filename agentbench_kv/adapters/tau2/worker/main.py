@@ -50,8 +50,8 @@ def setup(guard: Any) -> dict[str, Callable[[Any], Any]]:
     keep_parsed()
     domain = Domain(os.environ["KVBENCH_TAU2_DOMAIN"])
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    if os.environ["KVBENCH_TAU2_NETWORK"] == "named":
-        guard.install()
+    any_network = os.environ["KVBENCH_TAU2_NETWORK"] == "any"
+    guard.install(os.environ["TAU2_DATA_DIR"], Path.cwd(), any_network=any_network)
 
     def scripted(request: Any) -> list[str]:
         wanted = domain.criteria(request.args["sample"])

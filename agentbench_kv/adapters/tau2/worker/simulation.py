@@ -25,7 +25,7 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from ...agent_client import AgentConnection, ContextFullError, address_of
+from ...agent_client import AgentConnection, ContextFullError, address_of, is_shallow
 from .patches import appoint
 
 # What agents and users are derived from, by the names that each release has.
@@ -117,7 +117,7 @@ def _parsed(said: dict[str, Any], usage: dict[str, Any]) -> AssistantMessage:
         )
         answer.validate()
     # A pydantic error is a ValueError, too.
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidAnswerError(f"{type(error).__name__}: {error}"[:500]) from error
     return answer
 
@@ -125,6 +125,8 @@ def _parsed(said: dict[str, Any], usage: dict[str, Any]) -> AssistantMessage:
 def _call(call: dict[str, Any]) -> ToolCall:
     function = call["function"]
     arguments = json.loads(function.get("arguments") or "{}")
+    if not is_shallow([arguments]):
+        raise ValueError("arguments that nest too deep")
     return ToolCall(id=call.get("id") or "", name=function["name"], arguments=arguments)
 
 
