@@ -15,8 +15,13 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except BaseException as error:
+        # A damaged file fails the library in any way; a panic of its Rust part is no Exception.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PrerequisiteError(f"no usable tokenizer in {path}: {reason}") from error
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
-from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES, read_metadata, write_tokenizer
+from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES, damaged, read_metadata, write_tokenizer
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import home
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
@@ -56,7 +56,10 @@ class ModelShape:
 
 
 def model_shape(metadata: Mapping[str, Any]) -> ModelShape:
-    """Describe a model from the header of its file; UsageError where `refusal` has a reason."""
+    """Describe a model from the header of its file; UsageError where `refusal` has a reason.
+
+    Any other error means that the header is not one.
+    """
     if reason := refusal(metadata):
         raise UsageError(
             f"{reason}; run it with llama.cpp's own server and measure that through --engine api"
@@ -148,14 +151,16 @@ def _from_file(path: Path) -> LlamaCppModel:
             f"there is no model {path}; give a GGUF file, a model folder or: {', '.join(SHIPPED)}"
         )
     metadata = read_metadata(path)
-    shape = model_shape(metadata)
     sha = _file_sha(path, path.stat().st_size, path.stat().st_mtime_ns)
     folder = home() / "gguf" / f"tokenizer-{sha[:16]}"
-    if not (folder / "tokenizer_config.json").exists():
-        try:
+    try:
+        shape = model_shape(metadata)
+        if not (folder / "tokenizer_config.json").exists():
             write_tokenizer(metadata, folder)
-        except OSError as error:
-            raise PrerequisiteError(f"cannot write {folder}: {error.strerror}") from error
+    except OSError as error:
+        raise PrerequisiteError(f"cannot write {folder}: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise damaged(path) from None  # a value of another type, or one that is not there
     return LlamaCppModel(path.absolute(), folder, sha, shape)
 
 
