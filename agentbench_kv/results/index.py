@@ -52,7 +52,7 @@ class RunEntry(Struct, frozen=True, gc=False):
     """What a listing shows of one run; tokens are per (layer, KV head)."""
 
     run_id: str
-    # `running`, `complete`, `failed`; of one that says `running`: `interrupted` if nobody writes it,
+    # `running`, `complete`, `failed`; `interrupted` if it says `running` and nobody writes it,
     # `unclear` if its heartbeat is ahead of this machine's clock.
     status: str = "failed"
     taken_over: bool = False  # from a writer that had gone silent, and of which no more is known

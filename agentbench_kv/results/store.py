@@ -102,14 +102,15 @@ def holder(info: RunInfo, now: float) -> str | None:
     A heartbeat far in the future proves nothing: see `ahead`.
     """
     age = now - info.heartbeat
-    if info.status is not RunStatus.RUNNING or abs(age) >= STALE_S or _is_gone(info):
+    fresh = abs(age) < STALE_S or info.owner in HELD
+    if info.status is not RunStatus.RUNNING or not fresh or _is_gone(info):
         return None
     return f"{_writer(info)} (heartbeat {max(0.0, age):.0f} s ago)"
 
 
 def ahead(info: RunInfo, now: float) -> bool:
     """Whether the clock that a run's heartbeat was read from, or this one, is wrong."""
-    running = info.status is RunStatus.RUNNING
+    running = info.status is RunStatus.RUNNING and info.owner not in HELD
     return running and info.heartbeat - now >= STALE_S and not _is_gone(info)
 
 

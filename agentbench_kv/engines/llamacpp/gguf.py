@@ -36,6 +36,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 # Hugging Face's model types with llama.cpp's name of the architecture.
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
+_MANY = 1 << 20
 NO_TOKENIZER = "--no-tokenizer"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -96,8 +97,8 @@ def _string(file: BinaryIO) -> str:
 
 
 def _read(file: BinaryIO, size: int) -> bytes:
-    """Read so many bytes, for which no room is made unless the file has them."""
-    if size > os.fstat(file.fileno()).st_size:
+    """Read so many bytes; for many, no room is made unless the file has them."""
+    if size > _MANY and size > os.fstat(file.fileno()).st_size:
         raise struct.error("cut short")
     data = file.read(size)
     if len(data) != size:

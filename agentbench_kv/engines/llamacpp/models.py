@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
-from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES, damaged, read_metadata, write_tokenizer
+from agentbench_kv.engines.llamacpp.gguf import (
+    ARCHITECTURES,
+    damaged,
+    read_metadata,
+    write_tokenizer,
+)
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import home
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
