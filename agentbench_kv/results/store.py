@@ -27,7 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
-from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError, field_validator
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.results import files
@@ -78,6 +78,21 @@ class RunInfo(BaseModel, frozen=True):
     provenance: dict[str, Any] = {}  # versions, git commit, hardware, hashes, whatever is known
     resumes: list[Resume] = []
     error: str | None = None  # why the run failed
+
+    @field_validator("spec")
+    @classmethod
+    def _check(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a list or an object where one value belongs: runs are sorted and grouped by it."""
+        for name in _SINGLE:
+            if isinstance(spec.get(name), dict | list):
+                raise ValueError(f"spec.{name} is no single value")
+        return spec
+
+
+_SINGLE = (
+    "engine", "model", "method", "budget", "task", "limit", "trials", "seed", "concurrency",
+    "temperature", "max_tokens", "timeout_s", "dtype", "device",
+)  # fmt: skip
 
 
 def read_info(folder: Path) -> RunInfo | None:

@@ -19,6 +19,7 @@ from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.phases.tokens import quiet_library
 
 SHIPPED = ("micro",)
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
@@ -150,13 +151,14 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
 
     register()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    local = {"local_files_only": True, "trust_remote_code": False}
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    chosen = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION_NAME}
     try:
-        check_config(AutoConfig.from_pretrained(path, **local))
-        network, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, output_loading_info=True,
-            **local,
-        )  # fmt: skip
+        with quiet_library():
+            check_config(AutoConfig.from_pretrained(path, **local))
+            network, report = AutoModelForCausalLM.from_pretrained(
+                path, output_loading_info=True, **chosen, **local
+            )
         _check_whole(path, report["missing_keys"])
         return wrap_model(network.to(device).eval(), path, folder_sha(path))
     except KVBenchError:
