@@ -62,8 +62,13 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new, never a mixture.
 
-    A PrerequisiteError if it cannot be written; the old content is then untouched.
+    A PrerequisiteError if it cannot be written; the old content is then untouched. What is no file
+    (`/dev/null`, a pipe) is written to.
     """
+    if path.exists() and not path.is_file():
+        with writing(path):
+            path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with writing(path):
         try:

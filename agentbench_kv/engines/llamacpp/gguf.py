@@ -214,6 +214,8 @@ def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
             "converting needs the package gguf: pip install 'agentbench-kv[llamacpp]', "
             "or kvbench env create llamacpp"
         ) from None
+    if out.exists() and not out.is_file():
+        raise UsageError(f"{out} is no file; name one to write")
     config = read_document(folder / "config.json")
     architecture = _architecture(config)
     draft = out.with_name(f".{out.name}.part")
