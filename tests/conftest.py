@@ -16,8 +16,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ODD: list[Any] = [
-    None, True, -1, 0, 1.5, 2**63, 10**400, -(10**30), float("nan"), float("inf"), 1e308, 5e-324, "",
-    "x", "\ud800", "\x1b[2J", "../../..", "x" * 5000, [], {}, [[]], [None], {"": None}, {"a": {"b": 1}},
+    None, True, -1, 0, 1.5, 2**63, 10**400, -(10**30), float("nan"), float("inf"), 1e308, 5e-324,
+    "", "x", "\ud800", "\x1b[2J", "../../..", "x" * 5000, [], {}, [[]], [None], {"": None},
+    {"a": {"b": 1}},
 ]  # fmt: skip
 
 

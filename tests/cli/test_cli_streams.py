@@ -51,13 +51,18 @@ def test_a_full_disk_behind_stdout_is_one_line(kvbench_in_shell: Callable[..., A
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_is_no_error(kvbench_in_shell: Callable[..., Any]) -> None:
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     """As `kvbench ls methods | head -1` does; the code is that of click's own programs."""
     for args in (["env", "list"], ["ls", "runs"]):
         reader, writer = os.pipe()
         os.close(reader)
         done = subprocess.run(
-            [*START, *args], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+            [*START, *args],
+            cwd=tmp_path,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         os.close(writer)
         assert (done.returncode, done.stderr) == (1, "")
@@ -91,7 +96,7 @@ def test_a_run_goes_on_when_nobody_reads_its_progress(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "encoding",
-    ["ascii", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("latin-1", "utf-8"))],
+    ["ascii", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("latin-1", "utf-8"))],
 )
 def test_any_encoding_of_stdout_will_do(
     kvbench_in_shell: Callable[..., Any], tmp_path: Path, encoding: str
