@@ -142,6 +142,7 @@ def test_only_byte_level_tokenizers_are_written() -> None:
 
 
 ROUND: dict[str, Any] = PLAIN | {
+    "qwen3.rope.freq_base": 100_000,
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "qwen2",
     "tokenizer.ggml.token_type": [1, 1, 3],
@@ -173,12 +174,11 @@ def test_damaged_gguf_files_are_one_line(
         try:
             model = resolve_model(str(path), Path("no-python"))
         except KVBenchError as error:
-            assert "\n" not in str(error)
-            kinds["refused"] += 1
+            kinds["one line" if "\n" not in str(error) else str(error)] += 1
         else:
-            assert (model.tokenizer / "tokenizer.json").is_file()
-            kinds["read"] += 1
-    assert min(kinds["refused"], kinds["read"]) > files // 20
+            kinds["read" if (model.tokenizer / "tokenizer.json").is_file() else "half"] += 1
+    assert set(kinds) == {"one line", "read"}
+    assert min(kinds.values()) > files // 20
 
 
 def test_an_array_of_arrays_without_end_is_damage(tmp_path: Path) -> None:
