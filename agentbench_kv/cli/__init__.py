@@ -64,8 +64,11 @@ def main() -> None:
     _show_notes()
     process_env.apply()
     try:
-        code = kvbench.main(standalone_mode=False) or 0
-        sys.stdout.flush()
+        try:
+            code = kvbench.main(standalone_mode=False) or 0
+        except SystemExit as ended:
+            code = ended.code
+        sys.stdout.flush()  # or what cannot be written would only be noticed at the very end
         sys.exit(code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
