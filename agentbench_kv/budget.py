@@ -10,6 +10,9 @@ from agentbench_kv.errors import UsageError
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)(k?)", re.IGNORECASE)
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
+_MOST = 10**12  # tokens, far more than any session has
+_LEAST_SHARE = 1e-6  # what a smaller one is spelled like is none again
+_SHOWN = 40  # characters of a wrong text
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,14 @@ class Budget:
         text = str(value).strip()
         if match := _SHARE.fullmatch(text):
             share = float(match[1]) / 100
-            if 0 < share <= 1:
+            if _LEAST_SHARE <= share <= 1:
                 return cls(share=share)
         elif match := _TOKENS.fullmatch(text):
             tokens = float(match[1]) * (1000 if match[2] else 1)
-            if 1 <= tokens < math.inf and tokens == int(tokens):
+            if 1 <= tokens <= _MOST and tokens == int(tokens):
                 return cls(tokens=int(tokens))
         raise UsageError(
-            f"budget {text!r}: expected a number of tokens >= 1, e.g. 3072 or 3k, "
+            f"budget {_short(text)!r}: expected a number of tokens >= 1, e.g. 3072 or 3k, "
             "or a share of the session's length, e.g. 25%"
         )
 
@@ -52,3 +55,7 @@ class Budget:
 
     def __str__(self) -> str:
         return str(self.spelled)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -11,6 +11,9 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError, unknown_name
 
+_LARGEST = 2**63 - 1  # of a number
+_SHOWN = 200  # characters of a wrong value
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -45,19 +48,21 @@ class ParamSpec:
         """
         try:
             parsed = self.type(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise self._wrong(value) from None
         if isinstance(value, bool) or (isinstance(value, float) and parsed != value):
+            raise self._wrong(value)
+        if isinstance(parsed, int | float) and not abs(parsed) <= _LARGEST:
             raise self._wrong(value)
         outside = (self.low is not None and parsed < self.low) or (
             self.high is not None and parsed > self.high
         )
-        if outside or parsed != parsed or (self.choices and parsed not in self.choices):
+        if outside or (self.choices and parsed not in self.choices):
             raise self._wrong(value)
         return parsed
 
     def _wrong(self, value: Any) -> UsageError:
-        return UsageError(f"{self.name}={value}: expected {self.allowed()}")
+        return UsageError(f"{self.name}={str(value)[:_SHOWN]}: expected {self.allowed()}")
 
 
 def param(

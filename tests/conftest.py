@@ -2,8 +2,82 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
 
 # Tiny tensors on a shared machine: threads only cost time, here and in the processes tests start.
 # Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_ODD: list[Any] = [
+    None, True, -1, 0, 1.5, 2**63, 10**400, -(10**30), float("nan"), float("inf"), 1e308, 5e-324,
+    "", "x", "\ud800", "\x1b[2J", "../../..", "x" * 5000, [], {}, [[]], [None], {"": None},
+    {"a": {"b": 1}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def damaged() -> Callable[[Random, bytes], bytes]:
+    """Return a function that damages a file's content in one of the ways that files are damaged."""
+    return _damaged
+
+
+def _damaged(random: Random, whole: bytes) -> bytes:
+    place = random.randrange(len(whole) + 1)
+    match random.randrange(9):
+        case 0:
+            return whole[:place]
+        case 1:
+            return whole[:place] + random.randbytes(random.choice([1, 2, 8, 500])) + whole[place:]
+        case 2:
+            return whole[:place] + whole[place + random.choice([1, 2, 8, 500]) :]
+        case 3:
+            flipped = bytearray(whole)
+            for _ in range(random.choice([1, 3, 50])):
+                if flipped:
+                    flipped[random.randrange(len(flipped))] ^= 1 << random.randrange(8)
+            return bytes(flipped)
+        case 4:
+            deep = random.choice([b"[", b'{"a":', b"("]) * random.choice([100, 100_000])
+            return whole[:place] + deep + whole[place:]
+    return _other_values(random, whole)
+
+
+def _other_values(random: Random, whole: bytes) -> bytes:
+    """Give some values of a JSON document, or of one of its lines, another type or size."""
+    with suppress(ValueError):
+        return json.dumps(_changed(random, json.loads(whole))).encode()
+    lines = whole.split(b"\n")
+    chosen = random.randrange(len(lines))
+    with suppress(ValueError):
+        lines[chosen] = json.dumps(_changed(random, json.loads(lines[chosen]))).encode()
+    return b"\n".join(lines)
+
+
+def _changed(random: Random, document: Any) -> Any:
+    for _ in range(random.choice([1, 1, 3])):
+        places = [(None, None), *_places(document)]
+        parent, name = places[random.randrange(len(places))]
+        value = random.choice(_ODD)
+        if parent is None:
+            document = value if random.random() < 0.1 else document
+        elif random.random() < 0.2 and isinstance(parent, dict):
+            del parent[name]
+        else:
+            parent[name] = json.loads(json.dumps(value))
+    return document
+
+
+def _places(document: Any) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    if isinstance(document, dict | list):
+        names = list(document) if isinstance(document, dict) else list(range(len(document)))
+        for name in names:
+            found += [(document, name), *_places(document[name])]
+    return found

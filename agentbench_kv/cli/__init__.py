@@ -6,8 +6,10 @@ should not.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +18,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from io import TextIOWrapper
 from types import FrameType
+from typing import Any, TextIO
 
 import click
 
@@ -62,10 +66,16 @@ def kvbench() -> None:
 
 def main() -> None:
     """Run the command line; user errors become one line and exit code 2."""
+    _mend_streams()
     _show_notes()
     process_env.apply()
     try:
-        sys.exit(kvbench.main(standalone_mode=False) or 0)
+        try:
+            code = kvbench.main(standalone_mode=False) or 0
+        except SystemExit as ended:
+            code = ended.code
+        sys.stdout.flush()  # or what cannot be written would only be noticed at the very end
+        sys.exit(code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(error.exit_code)
@@ -75,6 +85,83 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; the same command goes on where it stopped", 130)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _silence(sys.stdout)
+        sys.exit(1)
+    except OSError as error:
+        _silence(sys.stdout)
+        _fail(_explained(error), KVBenchError.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        _fail(f"not enough memory: {error or 'an allocation failed'}"[:300], KVBenchError.exit_code)
+
+
+# PyTorch has no type of error for memory of the host.
+_NO_MEMORY = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed")
+
+
+class _Notes:
+    """Standard error, on which nothing depends: where nobody reads it any more, notes are lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            _silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            _silence(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _mend_streams() -> None:
+    """Make streams that are closed, of another encoding or left by their reader do no harm."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file to be opened would get its number and its output
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if not isinstance(sys.stderr, _Notes):
+        sys.stderr = _Notes(sys.stderr)  # type: ignore[assignment]
+
+
+def _silence(stream: TextIO) -> None:
+    """Send what a stream cannot write nowhere, or it would fail again at the interpreter's end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+def _explained(error: OSError) -> str:
+    """Say what the system refused, and of which file."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)[:200]}: {reason}"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    return f"cannot write the output: {reason}" if full else reason
 
 
 INTERRUPTED = 130

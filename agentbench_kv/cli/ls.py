@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KINDS = ("methods", "engines", "tasks", "runs")
 SORTS = ("name", "newest", "score", "kv", "speed", "failures")
 STATES = (
-    "running", "interrupted", "complete", "failed",
+    "running", "interrupted", "unclear", "taken_over", "complete", "failed",
     "valid", "incomplete", "budget_not_applied", "drift",
 )  # fmt: skip
 

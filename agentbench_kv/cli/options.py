@@ -30,13 +30,14 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 NATURAL = click.IntRange(0)
 POSITIVE = click.IntRange(1)
 ABOVE_ZERO = click.FloatRange(0, min_open=True)
+_LARGEST = 2**63 - 1
 
 
 class Option(click.Option):
     """An option that an environment variable can set too: KVBENCH_ and the option's name.
 
     `envvar` names another variable; None takes it away. A default is shown unless it is empty; a
-    tuple means that the option is repeatable.
+    tuple means that the option is repeatable. Numbers are finite and have at most 64 bits.
     """
 
     def __init__(self, param_decls: Sequence[str], **settings: Any) -> None:
@@ -45,6 +46,14 @@ class Option(click.Option):
         settings.setdefault("multiple", isinstance(settings.get("default"), tuple))
         settings.setdefault("show_default", settings.get("default") not in (None, ""))
         super().__init__(param_decls, **settings)
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        found = super().type_cast_value(ctx, value)
+        for each in found if isinstance(found, tuple) else (found,):
+            if isinstance(each, int | float) and not abs(each) <= _LARGEST:
+                shown = f"{value}"[:40]
+                raise click.BadParameter(f"{shown} is no number of 64 bits.", ctx, self)
+        return found
 
 
 def option(
@@ -173,8 +182,9 @@ def base_spec(
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=False)
+    """Print one JSON document on stdout, text outside ASCII as it is where that can be written."""
+    whole = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    json.dump(document, sys.stdout, indent=2, ensure_ascii=not whole)
     sys.stdout.write("\n")
 
 

@@ -30,6 +30,7 @@ from agentbench_kv.engines.base import (
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Phase
+from agentbench_kv.phases.tokens import load_tokenizer
 
 AGENTS = ("gold", "corrupt", "null")
 EXHAUSTED = "Done."
@@ -67,11 +68,12 @@ class ScriptedEngine(Engine):
         model: str = "gold",
         context_limit: int = _CONTEXT_LIMIT,
     ) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(tokenizer_path), local_files_only=True
-        )
+        self._tokenizer: Any = load_tokenizer(tokenizer_path)
+        if self._tokenizer.eos_token_id is None:
+            raise PrerequisiteError(
+                f"the tokenizer in {tokenizer_path} has no end: name eos_token in "
+                "tokenizer_config.json"
+            )
         self._scripts = scripts
         self._sessions: dict[str, ScriptedSession] = {}
         self._turns: defaultdict[str, int] = defaultdict(int)

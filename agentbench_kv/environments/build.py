@@ -131,9 +131,10 @@ def read_marker(folder: Path) -> Marker | None:
     """Return the marker of `folder`, or None if the environment is unfinished."""
     try:
         fields = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
-        return Marker(**fields)
-    except (OSError, ValueError, TypeError):
+        marker = Marker(**fields)
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return marker if isinstance(marker.packages, dict) else None
 
 
 _PIP = ("-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")

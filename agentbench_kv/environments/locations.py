@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from agentbench_kv.environments.profiles import Profile
 from agentbench_kv.errors import PrerequisiteError
@@ -64,7 +66,7 @@ def building(name: str, report: Report) -> Iterator[None]:
     root = home() / "envs"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        handle = (root / f".{name}.lock").open("w")
+        handle = _lock_file(name).open("a+")
     except OSError as error:
         raise PrerequisiteError(
             f"cannot write to {root} ({error.strerror}); "
@@ -74,6 +76,34 @@ def building(name: str, report: Report) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report(f"another process is working on {name}; waiting for it")
+            report(f"another process is working on {name} ({_signature(handle)}); waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(OSError):  # on a full disk nobody is named, and that is all
+            handle.truncate(0)
+            handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
         yield
+
+
+def builder_of(name: str) -> str:
+    """Say which process is working on an environment at this moment; empty if none is."""
+    try:
+        handle = _lock_file(name).open()
+    except OSError:
+        return ""
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _signature(handle)
+    return ""
+
+
+def _lock_file(name: str) -> Path:
+    return home() / "envs" / f".{name}.lock"
+
+
+def _signature(handle: TextIO) -> str:
+    """Return who holds an open lock file, as it says itself."""
+    handle.seek(0)
+    return " ".join(handle.read(300).split()) or "it does not say which"

@@ -12,6 +12,7 @@ from agentbench_kv.environments import build as builder
 from agentbench_kv.environments.build import MARKER_FILE, find_python, read_marker
 from agentbench_kv.environments.locations import (
     Report,
+    builder_of,
     building,
     folder_of,
     folders_of_name,
@@ -29,9 +30,9 @@ class EnvironmentStatus:
 
     name: str
     summary: str
-    # unfinished: a build was interrupted; outdated: built from an earlier lock; broken: the probe
-    # failed.
-    state: Literal["ready", "missing", "unfinished", "outdated", "broken"]
+    # building: by another process, now; unfinished: a build was interrupted; outdated: built from
+    # an earlier lock; broken: the probe failed.
+    state: Literal["ready", "missing", "building", "unfinished", "outdated", "broken"]
     source: str  # `managed`, or the environment variable that names the user's own Python
     python: Path | None
     detail: str  # what was found
@@ -121,7 +122,7 @@ def python_of(name: str) -> Path:
     """Return the interpreter of `name`; PrerequisiteError with the command that creates it."""
     found = _status(profile(name))
     if found.state != "ready" or found.python is None:
-        what = "not found" if found.state == "missing" else found.state
+        what = {"missing": "not found", "building": "being built"}.get(found.state, found.state)
         raise PrerequisiteError(f"{name} environment {what}; create it with: {found.mend}")
     return found.python
 
@@ -144,6 +145,10 @@ def _managed(wanted: Profile) -> EnvironmentStatus:
     missing = EnvironmentStatus(
         name, summary, "missing", "managed", None, f"nothing at {folder}", wanted.create_command()
     )
+    if who := builder_of(name):
+        log = folder.with_name(f"{folder.name}.log")
+        detail = f"another process builds it ({who}; {log}); the command waits for it"
+        return replace(missing, state="building", detail=detail)
     if folder.exists():
         return replace(missing, state="unfinished", detail=f"an interrupted build at {folder}")
     if older := folders_of_name(name):

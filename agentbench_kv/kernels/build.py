@@ -1,8 +1,8 @@
 """Compiling the kernels on first use, into a cache of the user, and finding the threads they share.
 
-A library is named after everything it depends on (sources, compiler, processor, flags), is built
-in a folder of its own and renamed into place, so that a build that is killed or runs twice at once
-does no harm.
+A library is named after everything it depends on (sources, compiler, processor, flags) and what it
+holds, is built in a folder of its own and renamed into place: a build that is killed or runs twice
+at once does no harm, and a file that was damaged later is told by its name and built again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -72,13 +73,41 @@ def toolchain(kind: str) -> Toolchain:
 def library(kind: str) -> Path:
     """Return the library, built once; PrerequisiteError with the compiler's first complaint."""
     tools = toolchain(kind)
-    folder = cache_folder()
-    target = folder / f"kvb-{tools.kind}-{tools.key}.so"
-    if not target.exists():
-        with _workplace(folder) as place, _note_if_slow(f"{kind} kernels, once ({tools.about})"):
-            _compile(tools, place / target.name)
-            target = _install(place / target.name, target)
-    return target
+    return cached(f"kvb-{kind}-{tools.key}", tools.command, f"{kind} kernels", tools.about)
+
+
+def cached(name: str, command: tuple[str, ...], what: str, about: str = "") -> Path:
+    """Return the library that a compiler's command makes, which is all but the output's name.
+
+    It is kept as `NAME-DIGEST.so` in the cache, or in a folder of this user among the temporary
+    ones where the cache cannot be written, which is said when something is put there.
+    """
+    own = own_folder()
+    for folder in (cache_folder(), *([own] if own.exists() and _is_mine(own) else [])):
+        if (found := _whole(folder, name)) is not None:
+            return found
+    with _workplace() as place, _note_if_slow(f"{what}, once ({about})" if about else what):
+        draft = place / "draft.so"
+        _compile(command, draft, what)
+        try:
+            return draft.replace(place.parent / f"{name}-{_digest(draft)}.so")
+        except OSError as error:
+            raise PrerequisiteError(f"cannot write {place.parent}: {error.strerror}") from error
+
+
+def _whole(folder: Path, name: str) -> Path | None:
+    """Find a library that holds what its name says; one that does not is removed."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        with suppress(OSError):
+            if path.stem.rpartition("-")[2] == _digest(path):
+                return path
+            path.unlink()
+            logger.info("kvbench: %s was damaged and is compiled again", path)
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 @contextmanager
@@ -101,10 +130,15 @@ def cache_folder() -> Path:
     return Path(cached).expanduser().absolute() / "kvbench" / "kernels"
 
 
+def own_folder() -> Path:
+    """Return the folder of this user among the temporary ones."""
+    return Path(tempfile.gettempdir()) / f"kvbench-kernels-{os.getuid()}"
+
+
 def find_compiler() -> str:
     chosen = os.environ.get("CXX", "").strip()
     for name in [chosen] if chosen else ["g++", "clang++", "c++"]:
-        if shutil.which(shlex.split(name)[0]):
+        if shutil.which(_words("CXX", name)[0]):
             return name
     said = f"CXX={chosen} is not on this machine; unset it" if chosen else "none found"
     raise PrerequisiteError(f"no C++ compiler ({said}, or install g++)")
@@ -130,7 +164,14 @@ def _nvcc_toolchain(architectures: tuple[str, ...]) -> Toolchain:
 
 
 def _extra_flags() -> list[str]:
-    return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
+    return _words(FLAGS_VARIABLE, os.environ.get(FLAGS_VARIABLE, ""))
+
+
+def _words(variable: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise PrerequisiteError(f"{variable}={text}: {error}; write it as in a shell") from None
 
 
 @cache
@@ -153,13 +194,13 @@ def _processor() -> str:
     return f"{name.rpartition(':')[2].strip()} {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def _compile(tools: Toolchain, output: Path) -> None:
-    done = run_compiler((*tools.command, "-o", str(output)))
+def _compile(command: tuple[str, ...], output: Path, what: str) -> None:
+    done = run_compiler((*command, "-o", str(output)))
     if done.returncode or not output.exists():
         said = (done.stderr or done.stdout).strip().splitlines()
         complaint = next((line for line in said if "error" in line), said[-1] if said else "")
         raise PrerequisiteError(
-            f"{Path(tools.command[0]).name} could not compile the {tools.kind} kernels "
+            f"{Path(command[0]).name} could not compile the {what} "
             f"(exit {done.returncode}): {complaint.strip()[:300]}"
         )
 
@@ -175,22 +216,45 @@ def run_compiler(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def _workplace(folder: Path) -> Iterator[Path]:
-    """Yield a folder next to the target, or a temporary one where the cache cannot be written."""
+def _workplace() -> Iterator[Path]:
+    """Yield a new folder in the cache, or in the user's own folder if that cannot be written."""
+    cache = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        place = Path(tempfile.mkdtemp(prefix=".build-", dir=folder))
+        cache.mkdir(parents=True, exist_ok=True)
+        place = _new_folder(cache)
     except OSError as error:
+        own = own_folder()
         logger.warning(
-            "cannot write the kernel cache %s (%s): compiling for this process only; set %s",
-            *(folder, error.strerror, CACHE_VARIABLE),
+            "cannot write the kernel cache %s (%s): the kernels are kept in %s; set %s",
+            *(cache, error.strerror, own, CACHE_VARIABLE),
         )
-        place = Path(tempfile.mkdtemp(prefix="kvb-"))
+        place = _new_own_folder(own)
     try:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _new_folder(parent: Path) -> Path:
+    _sweep(parent)
+    return Path(tempfile.mkdtemp(prefix=".build-", dir=parent))
+
+
+def _new_own_folder(parent: Path) -> Path:
+    try:
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if not _is_mine(parent):
+            raise PermissionError(None, "it belongs to somebody else")
+        return _new_folder(parent)
+    except OSError as error:
+        raise PrerequisiteError(f"cannot write {parent} ({error.strerror}) either") from error
+
+
+def _is_mine(folder: Path) -> bool:
+    """Whether nobody else can have put anything into a folder."""
+    about = folder.lstat()
+    mine = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(about.st_mode) and mine
 
 
 def _sweep(folder: Path) -> None:
@@ -199,16 +263,6 @@ def _sweep(folder: Path) -> None:
         with suppress(FileNotFoundError):
             if time.time() - old.stat().st_mtime > STALE_S:
                 shutil.rmtree(old, ignore_errors=True)
-
-
-def _install(built: Path, target: Path) -> Path:
-    """Rename into the cache; without one, keep the file where it can still be loaded."""
-    if built.parent.parent == target.parent:
-        built.replace(target)
-        return target
-    descriptor, kept = tempfile.mkstemp(suffix=".so")
-    os.close(descriptor)
-    return built.replace(kept)
 
 
 def team_function() -> int | None:

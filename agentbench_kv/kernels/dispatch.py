@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from pathlib import Path
 
 import torch
 
@@ -63,24 +61,11 @@ def describe_backend(device: str | torch.device = "cpu") -> str:
 def _load(kind: str) -> Backend:
     path = build.library(kind)
     try:
-        _check_whole(path)
         return NativeBackend(kind, path, build.toolchain(kind).about)
     except (OSError, AttributeError) as error:
         raise PrerequisiteError(
             f"the {kind} kernels at {path} do not load ({error}); delete that file"
         ) from error
-
-
-def _check_whole(path: Path) -> None:
-    """Refuse an ELF file that ends early, which the loader would map and the process die of."""
-    data = path.read_bytes()
-    if len(data) >= 64 and data[:5] == b"\x7fELF\x02":
-        # A 64-bit header says where the section headers begin, the file's last part; their size;
-        # and how many there are.
-        places = ((40, 48), (58, 60), (60, 62))
-        start, size, count = (int.from_bytes(data[i:j], sys.byteorder) for i, j in places)
-        if start + size * count > len(data):
-            raise OSError("the file is truncated")
 
 
 def _load_or_fall_back(kind: str) -> Backend:

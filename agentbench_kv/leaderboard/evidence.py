@@ -40,6 +40,7 @@ CUT_OFF = frozenset({TrialStatus.TIMEOUT, TrialStatus.ENGINE_ERROR, TrialStatus.
 _MOST_SHOWN = 160  # characters of a value in a finding
 _DEEPEST = 64  # levels of JSON
 _LARGEST = 2**63 - 1
+_MOST_BYTES = 64 << 20  # of a document; of a file of records 16 times as many
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UsageError(
             f"{folder} is not a submission: no {MANIFEST}; kvbench leaderboard pack makes one"
         )
+    if path.stat().st_size > _MOST_BYTES:
+        raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes")
     try:
         return Manifest.model_validate(strict_json(path.read_bytes()))
     except ValidationError as error:
@@ -194,11 +197,22 @@ def check_files(path: Path, listed: SubmittedRun) -> Checks:
     if not _plain_transcripts(path / TRANSCRIPTS):
         yield Fault(TRANSCRIPTS, "holds something else than transcripts")
         return
+    large = [
+        each for each in path.rglob("*") if each.is_file() and each.stat().st_size > _most(each)
+    ]
+    yield from (Fault(each.name, f"has more than {_most(each):,} bytes") for each in large)
+    if large:
+        return
     found, promised = hashes(path), listed.sha256
     for name in sorted(found.keys() | promised.keys()):
         if found.get(name) != promised.get(name):
             text = f"sha256 is {found.get(name)}, {MANIFEST} says {promised.get(name)}"
             yield Fault(name, text)
+
+
+def _most(path: Path) -> int:
+    """Return how many bytes a file may have: it is read whole, and may be sparse."""
+    return _MOST_BYTES if path.suffix == ".json" else 16 * _MOST_BYTES
 
 
 def _plain_transcripts(folder: Path) -> bool:

@@ -52,12 +52,13 @@ class Calibration:
                     for name in ("q_mean_real", "q_mean_imag", "q_abs_mean", "inv_freq")
                 )
                 meta = dict(file.metadata() or {})
-        except (OSError, SafetensorError) as error:
+            scale = float(meta.pop("scale", "1.0"))
+            return cls(torch.complex(real, imaginary), magnitude, frequencies, scale, meta)
+        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
             raise PrerequisiteError(
-                f"cannot read the calibration {path}: {error}; make it with: kvbench calibrate"
+                f"cannot read the calibration {path}: {reason}; make it with: kvbench calibrate"
             ) from None
-        scale = float(meta.pop("scale", "1.0"))
-        return cls(torch.complex(real, imaginary), magnitude, frequencies, scale, meta)
 
     def to(self, device: torch.device) -> Calibration:
         tensors = (self.mean.to(device), self.abs_mean.to(device), self.frequencies.to(device))

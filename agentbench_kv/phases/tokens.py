@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,10 +16,31 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
+        with quiet_library():
+            made = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+        made.decode(made.encode("a", add_special_tokens=False))  # settings are only read here
+    except BaseException as error:
+        # A damaged file fails the library in any way; a panic of its Rust part is no Exception.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PrerequisiteError(f"no usable tokenizer in {path}: {reason}") from error
+    return made
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Keep what transformers reports while it loads off the terminal: what matters, it raises."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def encodable(text: str) -> str:

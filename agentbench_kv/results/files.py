@@ -8,7 +8,9 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 _CHUNK = 1 << 16
+LOCK_S = 30.0  # waited for a lock that is held for milliseconds
+_POLL_S = 0.02
 
 
 @contextlib.contextmanager
@@ -58,8 +62,13 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new, never a mixture.
 
-    A PrerequisiteError if it cannot be written; the old content is then untouched.
+    A PrerequisiteError if it cannot be written; the old content is then untouched. What is no file
+    (`/dev/null`, a pipe) is written to.
     """
+    if path.exists() and not path.is_file():
+        with writing(path):
+            path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with writing(path):
         try:
@@ -94,16 +103,62 @@ def _tolerate_unsupported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's `.lock` for a few milliseconds, to read and replace without a race."""
+    """Hold the folder's `.lock` for a few milliseconds, to read and replace without a race.
+
+    A PrerequisiteError that says who holds it if that takes `LOCK_S`: a stopped process may.
+    """
     path = folder / ".lock"
     with writing(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with writing(path), _tolerate_unsupported():
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd, path)
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    end = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise PrerequisiteError(
+                    f"{path} was held for {LOCK_S:g} s by {_signature(fd)}: let that process go on "
+                    "(kill -CONT) or end it, then run the same command again"
+                ) from None
+            time.sleep(_POLL_S)
+    with contextlib.suppress(OSError):  # on a full disk nobody is named, and that is all
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _signature(fd: int) -> str:
+    """Return who locked an open lock file last, as it says itself."""
+    words = os.pread(fd, 300, 0).decode("utf-8", "replace").split()
+    return " ".join(words) or "a process that does not say which"
+
+
+def sweep(folder: Path, age_s: float) -> None:
+    """Remove what killed processes left half-written in a folder: of no process here, or old."""
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime >= age_s or _is_dead(path.name.split(".")[-3]):
+                path.unlink()
+
+
+def _is_dead(pid: str) -> bool:
+    """Whether this machine has no such process, whose number a temporary file's name holds."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, OverflowError, PermissionError):
+        return False
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:

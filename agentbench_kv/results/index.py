@@ -28,12 +28,13 @@ from rich.text import Text
 
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results import terminal
-from agentbench_kv.results.files import write_atomic
-from agentbench_kv.results.store import RunStatus, holder, read_info
+from agentbench_kv.results.files import sweep, write_atomic
+from agentbench_kv.results.store import RunStatus, ahead, holder, read_info
 from agentbench_kv.results.terminal import failures, number, plain, share
 
 FILE = ".kvbench-index.json"
-_VERSION = 2
+_VERSION = 3
+_LEFT_S = 3600.0  # after which a half-written index is nobody's
 _SOURCES = ("run.json", "samples.jsonl")
 # Time of change in ns, size and inode of each source; zeros for one that is missing.
 Stamp = tuple[int, ...]
@@ -51,7 +52,10 @@ class RunEntry(Struct, frozen=True, gc=False):
     """What a listing shows of one run; tokens are per (layer, KV head)."""
 
     run_id: str
-    status: str = "failed"  # `running`, `complete`, `failed`, or `interrupted`: nobody writes it
+    # `running`, `complete`, `failed`; `interrupted` if it says `running` and nobody writes it,
+    # `unclear` if its heartbeat is ahead of this machine's clock.
+    status: str = "failed"
+    taken_over: bool = False  # from a writer that had gone silent, and of which no more is known
     created: float = 0.0  # seconds since 1970
     task: str | None = None
     method: str | None = None
@@ -102,6 +106,7 @@ def read_index(folder: Path) -> list[RunEntry]:
     if fresh != old:
         with contextlib.suppress(KVBenchError, OSError):
             write_atomic(folder / FILE, msgspec.json.encode(_Index(_VERSION, fresh)))
+            sweep(folder, _LEFT_S)
     now = time.time()
     return [_with_status(folder / name, kept.entry, now) for name, kept in sorted(fresh.items())]
 
@@ -157,6 +162,7 @@ def _derived(path: Path) -> RunEntry:
         **{name: getattr(summary, name) for name in _SAME},
         status=summary.status.value,
         created=run.info.created,
+        taken_over=any(resume.taken_over for resume in run.info.resumes),
         score=EntryScore(score.point, score.low, score.high) if score else None,
         peak_live=kv.median_peak_live if kv else None,
         logical=kv.median_logical if kv else None,
@@ -174,10 +180,12 @@ def _with_status(path: Path, entry: RunEntry, now: float) -> RunEntry:
     with contextlib.suppress(UsageError, OSError):
         info = read_info(path)
         if info is not None and holder(info, now) is None:
-            return msgspec.structs.replace(entry, status="interrupted")
+            status = "unclear" if ahead(info, now) else "interrupted"
+            return msgspec.structs.replace(entry, status=status)
     return entry
 
 
+_TAKEN = {False: "", True: "taken_over"}
 _LAST = float("inf")
 
 
@@ -203,7 +211,7 @@ class Query:
     task: str | None = None
     method: str | None = None  # without `@` all of its presets
     model: str | None = None  # or its last path component
-    status: str | None = None  # of the run (`complete`) or its validity (`valid`)
+    status: str | None = None  # of the run (`complete`), its validity (`valid`), or `taken_over`
     sort: str = "name"  # a key of `SORTS`
 
     def wants(self, entry: RunEntry) -> bool:
@@ -212,7 +220,7 @@ class Query:
             _matches(self.task, entry.task or "")
             and _matches(self.method, method, method.partition("@")[0])
             and _matches(self.model, model, model.rstrip("/").rsplit("/", 1)[-1])
-            and self.status in (None, entry.status, entry.run_state)
+            and self.status in (None, entry.status, entry.run_state, _TAKEN[entry.taken_over])
         )
 
 
@@ -256,7 +264,7 @@ _MORE: Columns = {
         None if entry.live_over_logical is None else f"{100 * entry.live_over_logical:.0f}%"
     ),
     "seed": lambda entry: entry.seed,
-    "status": lambda entry: entry.status,
+    "status": lambda entry: entry.status + (", taken over" if entry.taken_over else ""),
     "failures": lambda entry: failures(entry.failures),
     "peak live": lambda entry: number(entry.peak_live),
     "logical": lambda entry: number(entry.logical),

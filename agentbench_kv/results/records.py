@@ -22,6 +22,8 @@ T = TypeVar("T")
 REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)  # raised for bytes that are no record
 # Columns of a table hold 64 bits; what does not fit is refused everywhere alike.
 _LOWEST, _MOST = -(2**63), 2**63 - 1
+_ROUNDED = 1 + 1e-9
+_LARGEST = 2.0**53  # beyond it, adding to a sum of answers changes nothing
 Whole = Annotated[int, Meta(ge=_LOWEST, le=_MOST)]
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
@@ -172,12 +174,17 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
 
     @property
     def sub_scores(self) -> dict[str, tuple[float, float]]:
-        """Right and asked of every sub-score: the metrics `x_right` and `x_asked`."""
+        """Right and asked of every sub-score: the metrics `x_right` and `x_asked`.
+
+        A pair of which more is right than was asked is none.
+        """
         found = {}
         for key, asked in self.metrics.items():
             name = key.removesuffix("_asked")
             right = self.metrics.get(f"{name}_right")
-            if name != key and isinstance(asked, int | float) and isinstance(right, int | float):
+            if name == key or not isinstance(asked, int | float):
+                continue
+            if isinstance(right, int | float) and 0 <= right <= asked * _ROUNDED <= _LARGEST:
                 found[name] = (float(right), float(asked))
         return found
 

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -26,13 +27,16 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
-from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError, field_validator
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.results import files
 from agentbench_kv.results.records import REFUSED, TrialRecord, TurnRecord, checked, explained
 
+logger = logging.getLogger(__name__)
+
 STALE_S = 30.0
+WATCH_S = STALE_S  # how long a heartbeat of the future is watched
 FILE = "run.json"
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
 HELD: set[str] = set()
@@ -54,6 +58,8 @@ class Resume(BaseModel, frozen=True):
 
     at: float  # seconds since 1970
     changed: dict[str, tuple[Any, Any]] = {}  # by key: the value in the first start, and in this
+    # The writer it was taken over from, silent for long but not known to be dead; else empty.
+    taken_over: str = ""
 
 
 class RunInfo(BaseModel, frozen=True):
@@ -73,6 +79,21 @@ class RunInfo(BaseModel, frozen=True):
     resumes: list[Resume] = []
     error: str | None = None  # why the run failed
 
+    @field_validator("spec")
+    @classmethod
+    def _check(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a list or an object where one value belongs: runs are sorted and grouped by it."""
+        for name in _SINGLE:
+            if isinstance(spec.get(name), dict | list):
+                raise ValueError(f"spec.{name} is no single value")
+        return spec
+
+
+_SINGLE = (
+    "engine", "model", "method", "budget", "task", "limit", "trials", "seed", "concurrency",
+    "temperature", "max_tokens", "timeout_s", "dtype", "device",
+)  # fmt: skip
+
 
 def read_info(folder: Path) -> RunInfo | None:
     """Read `run.json`; None if the folder has none, a UsageError if it is not kvbench's."""
@@ -91,11 +112,45 @@ def write_info(folder: Path, info: RunInfo) -> None:
 
 
 def holder(info: RunInfo, now: float) -> str | None:
-    """Say who is writing the run at time `now` (seconds since 1970); None if nobody is."""
-    age = max(0.0, now - info.heartbeat)
-    if info.status is not RunStatus.RUNNING or age >= STALE_S or _is_gone(info):
+    """Say who is writing the run at time `now` (seconds since 1970); None if nobody is.
+
+    A heartbeat far in the future proves nothing: see `ahead`.
+    """
+    age = now - info.heartbeat
+    fresh = abs(age) < STALE_S or info.owner in HELD
+    if info.status is not RunStatus.RUNNING or not fresh or _is_gone(info):
         return None
-    return f"pid {info.pid} on {info.host} (heartbeat {age:.0f} s ago)"
+    return f"{_writer(info)} (heartbeat {max(0.0, age):.0f} s ago)"
+
+
+def ahead(info: RunInfo, now: float) -> bool:
+    """Whether the clock that a run's heartbeat was read from, or this one, is wrong."""
+    running = info.status is RunStatus.RUNNING and info.owner not in HELD
+    return running and info.heartbeat - now >= STALE_S and not _is_gone(info)
+
+
+def _watch(path: Path) -> None:
+    """Refuse a run whose heartbeat is ahead of this clock, and moves: its writer is alive."""
+    old = read_info(path)
+    if old is None or not ahead(old, time.time()):
+        return
+    gap = f"{old.heartbeat - time.time():.0f} s ahead of this clock"
+    logger.info(
+        "kvbench: the heartbeat of %s is %s; seeing for %g s whether it moves", path, gap, WATCH_S
+    )
+    end = time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        time.sleep(min(1.0, WATCH_S / 10))
+        info = read_info(path)
+        if info is not None and info.heartbeat != old.heartbeat and ahead(info, time.time()):
+            raise UsageError(
+                f"run {info.run_id} is being written by {_writer(info)}, whose clock is {gap}; "
+                "wait for it or stop it"
+            )
+
+
+def _writer(info: RunInfo) -> str:
+    return f"pid {info.pid} on {info.host}"
 
 
 def _is_gone(info: RunInfo) -> bool:
@@ -433,8 +488,18 @@ def _claimed(
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
     mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
-    resumed = old.model_copy(update=mine | {"resumes": [*old.resumes, Resume(at=now)]})
+    resume = Resume(at=now, taken_over=_silent(old, now))
+    resumed = old.model_copy(update=mine | {"resumes": [*old.resumes, resume]})
     return resumed.model_copy(update=_annotated(resumed, provenance))
+
+
+def _silent(info: RunInfo, now: float) -> str:
+    """Name the writer that a run is taken over from, if nothing shows that it has ended."""
+    if info.status is not RunStatus.RUNNING or _is_gone(info):
+        return ""
+    age = now - info.heartbeat
+    since = f"silent for {age:.0f} s" if age > 0 else f"its clock {-age:.0f} s ahead"
+    return f"{_writer(info)}, {since}"
 
 
 def _unwritten_s(path: Path, info: RunInfo) -> float:
@@ -534,13 +599,13 @@ class RunStore:
         path = self.root / name
         with files.writing(path):
             path.mkdir(parents=True, exist_ok=True)
+        _watch(path)
         with files.exclusive(path):
-            for leftover in path.glob(".*.tmp"):  # what a killed process left half-written
-                with files.writing(leftover):
-                    leftover.unlink(missing_ok=True)
             info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
             write_info(path, info)
             HELD.add(info.owner)
+            for folder in (path, path / "transcripts"):
+                files.sweep(folder, STALE_S)
         return RunDir(path, info)
 
     def names(self) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from agentbench_kv.accounting import TOTALS
 from agentbench_kv.budget import Budget
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
@@ -99,7 +100,10 @@ def _is_compressed(spec: Mapping[str, Any]) -> bool:
 def _interval(spec: Mapping[str, Any]) -> int:
     """Return Δ: from the spec itself, else from the method's parameters, else the default."""
     found = _parameter(spec, "interval")
-    return DEFAULT_INTERVAL if found is None else int(found)
+    try:
+        return DEFAULT_INTERVAL if found is None else int(found)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"the interval of the run is {str(found)[:40]!r}, no number") from None
 
 
 def _parameter(spec: Mapping[str, Any], name: str) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import inf
 from typing import Any
 
 from agentbench_kv.budget import Budget
@@ -17,6 +16,9 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.syntax import choose_syntax
 from agentbench_kv.registry import load_engine, load_task, make_method
 from agentbench_kv.results.store import prefix_parts, run_id
+
+_LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows
+_MOST = {"trials": 10_000, "concurrency": 10_000, "max_tokens": 10**9}
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
     """
     check_arguments(spec.engine, spec.engine_args)
     task = load_task(spec.task)
-    for name in ("trials", "concurrency", "max_tokens"):
-        if getattr(spec, name) < 1:
-            raise UsageError(f"{name} {getattr(spec, name)}: expected at least 1")
+    for name, most in _MOST.items():
+        if not 1 <= getattr(spec, name) <= most:
+            raise UsageError(f"{name} {getattr(spec, name)}: expected at least 1, at most {most:,}")
     if not 0 <= spec.temperature <= 100:
         raise UsageError(f"temperature {spec.temperature}: expected 0 to 100")
-    if not 0 < spec.timeout_s < inf:
-        raise UsageError(f"timeout {spec.timeout_s}: expected seconds above 0")
+    if not 0 < spec.timeout_s <= _LONGEST_S:
+        raise UsageError(f"timeout {spec.timeout_s}: expected seconds above 0, at most a year")
     if spec.limit is not None and spec.limit < 1:
         raise UsageError(f"limit {spec.limit}: expected at least 1 sample")
     if spec.tool_syntax:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import sys
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from agentbench_kv.analysis import captures
 from agentbench_kv.analysis.captures import NAMES, Capture, read_archive, write_archive
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
@@ -283,6 +285,57 @@ def test_a_note_that_is_no_object(arrays, tmp_path, meta, suffix):
     path = write(tmp_path / f"in{suffix}", arrays(20), meta)
     with pytest.raises(UsageError, match="meta is not a JSON object"):
         Capture.load(path)
+
+
+def npy_header(text: str) -> bytes:
+    """The start of an array's file, format 1.0."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+def test_an_archive_that_unpacks_to_far_more_is_refused(arrays, tmp_path, monkeypatch):
+    """7 MB that unpack to 1.5 GB: by size alone, before any of it is in memory."""
+    monkeypatch.setattr(captures, "_UNPACKED", 1 << 20)
+    path = tmp_path / "in.npz"
+    named = arrays(20) | {"k": np.zeros((2 << 20,), np.float16)}
+    np.savez_compressed(path, **named)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "load", lambda *_, **__: pytest.fail("it was opened"))
+        with pytest.raises(UsageError, match=r"bytes unpack to 4,\d+,\d+; expected at most 20 t"):
+            Capture.load(path)
+    # What is not asked for is never unpacked.
+    np.savez_compressed(path, other=np.zeros((2 << 20,), np.float16), **arrays(20))
+    assert Capture.load(path).length == 20
+    np.savez(path, **named)
+    with pytest.raises(UsageError, match="array 'k' has shape"):
+        Capture.load(path)
+
+
+START = "{'descr': '<f4', 'fortran_order': False, 'shape': "
+HEADERS = {
+    "terabytes": f"{START}(4000000000000, 8), }}",
+    "beyond 64 bits": f"{START}(99999999999999999999999, 8), }}",
+    "negative": f"{START}(-1, -8), }}",
+    "a fraction": f"{START}(1.5,), }}",
+    "objects": "{'descr': '|O', 'fortran_order': False, 'shape': (3,), }",
+    "a deep type": "{'descr': '" + "(" * 5000 + "', 'fortran_order': False, 'shape': (3,), }",
+    "deep": "(" * 9000,
+    "unfinished": "{'descr': '<f4', 'shape': (3,), ",
+    "continued": "{'descr': '<f4',\\",
+    "null": "\x00",
+    "long": "{" * 20000,
+    "an open text": "'" * 3,
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_header_that_promises_what_is_not_there(tmp_path, header):
+    path = tmp_path / "in.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("q.npy", npy_header(header) + bytes(24))
+    with pytest.raises(UsageError, match=r"cannot read .*expected a \.npz file as") as caught:
+        Capture.load(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_text_where_numbers_belong(tmp_path):

@@ -29,6 +29,16 @@ WRONG = [
     (["--trials", "-1", "--budget", "64"], "trials -1: expected at least 1"),
     (["--engine", "scripted", "--method", "agentkv", "--budget", "64"], "does not compress"),
     (["--engine", "scripted", "--model", "golden"], "did you mean 'gold'"),
+    (["--budget", "1" * 400], "budget '1111"),
+    (["--budget", "9" * 300], "expected a number of tokens"),
+    (["--budget", "0.0000001%"], "expected a number of tokens"),
+    (["--budget", "64", "--seed", "9" * 400], "is no number of 64 bits"),
+    (["--budget", "64", "--timeout", "inf"], "is no number of 64 bits"),
+    (["--budget", "64", "--timeout", "nan"], "is no number of 64 bits"),
+    (["--budget", "64", "--timeout", "1e12"], "timeout 1000000000000.0: expected seconds above 0"),
+    (["--budget", "64", "--trials", "1000000000"], "expected at least 1, at most 10,000"),
+    (["--budget", "64", "--set", "interval=" + "9" * 400], "expected an integer >= 1"),
+    (["--budget", "64", "--model", "m" * 300], "File name too long"),
     (["--bugdet", "64"], "No such option"),
 ]
 
@@ -61,6 +71,14 @@ def test_unreadable_model_folder(kvbench: Callable[..., Any], tmp_path: Path) ->
     assert done.returncode == 2
     assert "cannot read" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_names_of_more_than_255_bytes(kvbench: Callable[..., Any]) -> None:
+    for line in (["show", "x" * 300], ["report", "x" * 300], ["compare", "x" * 300, "y" * 300]):
+        done = kvbench(*line)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert "x" * 40 in done.stderr
 
 
 def test_read_only_output(kvbench: Callable[..., Any]) -> None:

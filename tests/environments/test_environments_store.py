@@ -1,10 +1,11 @@
 """Creating, checking and removing environments, with a lock of one tiny wheel."""
 
 import json
+import os
 import shutil
+import socket
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_marker_whose_interpreter_is_gone_does_not_count(tiny, monkeypatch):
 
     monkeypatch.setattr(store.builder, "build", rebuild)
     assert environments.create("tiny").state == "ready"
-    assert states == ["unfinished"]
+    assert states == ["building"]
 
 
 def test_failing_pip_shows_its_last_lines_and_the_log(tiny, tmp_path):
@@ -223,22 +224,40 @@ def test_own_interpreter_that_is_none(tiny, monkeypatch, tmp_path):
 
 def test_second_builder_waits_and_finds_it_ready(tiny, monkeypatch):
     profile = tiny()
-    started, built, said = threading.Event(), [], []
+    started, go_on, built, said = threading.Event(), threading.Event(), [], []
 
     def slow_build(*_):
         started.set()
-        time.sleep(0.5)
+        go_on.wait(60)
         built.append(1)
         pretend_ready(profile)
 
     monkeypatch.setattr(store.builder, "build", slow_build)
     first = threading.Thread(target=environments.create, args=("tiny",))
     first.start()
-    started.wait(5)
-    assert environments.create("tiny", report=said.append).state == "ready"
+    assert started.wait(60)
+    who = f"pid {os.getpid()} on {socket.gethostname()}"
+    (found,) = [each for each in environments.list_environments() if each.name == "tiny"]
+    assert (found.state, who in found.detail) == ("building", True)
+    with pytest.raises(PrerequisiteError, match="tiny environment being built; create it with"):
+        environments.python_of("tiny")
+
+    def report(line):
+        said.append(line)
+        go_on.set()
+
+    assert environments.create("tiny", report=report).state == "ready"
     first.join()
     assert built == [1]
-    assert "another process is working on tiny" in said[0]
+    assert said == [f"another process is working on tiny ({who}); waiting for it"]
+
+
+def test_a_lock_that_nobody_holds_is_an_interrupted_build(tiny):
+    folder = pretend_ready(tiny())
+    (folder / MARKER_FILE).unlink()
+    with locations.building("tiny", print):
+        assert environments.check("tiny").state == "building"
+    assert environments.check("tiny").state == "unfinished"
 
 
 def test_recreate_starts_from_nothing(tiny, monkeypatch):
@@ -261,8 +280,10 @@ def test_damaged_marker_is_no_marker(tiny):
     folder = pretend_ready(tiny())
     (folder / MARKER_FILE).write_text('{"name": ')
     assert environments.check("tiny").state == "unfinished"
-    (folder / MARKER_FILE).write_text(json.dumps({"other": 1}))
-    assert environments.check("tiny").state == "unfinished"
+    fields = {"name": "tiny", "lock_sha256": "", "python": "3.11", "packages": 7}
+    for text in (json.dumps({"other": 1}), "[" * 100_000, json.dumps(fields)):
+        (folder / MARKER_FILE).write_text(text)
+        assert environments.check("tiny").state == "unfinished"
 
 
 def test_remove_touches_nothing_else(tiny, tmp_path):

@@ -272,23 +272,54 @@ def test_the_command_line_refuses_an_unknown_choice(capture):
 # ---- caches that do not work ----
 
 
-def test_an_unwritable_cache_is_one_warning_and_a_build_for_this_process(
-    compiler, tmp_path, monkeypatch, caplog
-):
-    compiler()
+@pytest.fixture
+def unwritable(tmp_path, monkeypatch):
+    """A cache that is no folder; return that of temporary files."""
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("KVBENCH_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
-    assert works()
-    assert works()
-    assert kernels.active_backend().name == "cpu"
+    return tmp_path / "temporary"
+
+
+def test_an_unwritable_cache_is_said_once_and_the_kernels_are_kept_elsewhere(
+    compiler, tmp_path, monkeypatch, caplog, unwritable
+):
+    compiler()
+    for _ in range(3):
+        monkeypatch.setattr(dispatch, "_loaded", {})  # as in a new process
+        assert works()
+        assert kernels.active_backend().name == "cpu"
     (said,) = warnings(caplog)
     assert "cannot write the kernel cache" in said
     assert "KVBENCH_KERNEL_CACHE" in said
     assert runs(tmp_path) == 1
-    left = list((tmp_path / "temporary").iterdir())
+    left = [path for path in unwritable.rglob("*") if path.is_file()]
     assert [each.suffix for each in left] == [".so"]
+    assert left[0].parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("spoil", ["open to all", "a link", "a file"])
+def test_a_temporary_folder_that_others_can_write_is_not_used(
+    spoil, compiler, tmp_path, caplog, unwritable, prebuilt
+):
+    compiler()
+    own = build.own_folder()
+    assert own.parent == unwritable
+    if spoil == "a file":
+        own.write_text("")
+    elif spoil == "a link":
+        (tmp_path / "trap").mkdir()
+        own.symlink_to(tmp_path / "trap")
+    else:
+        own.mkdir()
+        own.chmod(0o777)
+        shutil.copy(
+            prebuilt, own / f"kvb-cpu-{build.toolchain('cpu').key}-{prebuilt.stem[-16:]}.so"
+        )
+    assert works()
+    assert kernels.active_backend().name == "torch"
+    assert "either" in warnings(caplog)[-1]
 
 
 def garbage(path, _prebuilt):
@@ -312,23 +343,45 @@ def foreign(path, _prebuilt):
     subprocess.run(command, check=True)
 
 
-@pytest.mark.parametrize("spoil", [garbage, empty, half, foreign])
-def test_a_spoilt_library_is_named_and_falls_back(spoil, compiler, cache, prebuilt, caplog):
+def flipped(path, prebuilt):
+    """What loads, and may compute anything."""
+    whole = bytearray(prebuilt.read_bytes())
+    whole[len(whole) // 2] ^= 0xFF
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("spoil", [garbage, empty, half, foreign, flipped])
+def test_a_spoilt_library_is_built_again(spoil, compiler, cache, prebuilt, caplog, tmp_path):
     compiler()
     path = build.library("cpu")
     spoil(path, prebuilt)
-    with pytest.raises(PrerequisiteError) as caught:
-        kernels.use_backend("cpu")
-    assert str(path) in str(caught.value)
-    assert "delete that file" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    with caplog.at_level(logging.INFO, "agentbench_kv"):
+        assert works()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"kvbench: {path} was damaged and is compiled again"
+    ]
+    assert kernels.active_backend().name == "cpu"
+    assert runs(tmp_path) == 2
+    assert path.read_bytes() == prebuilt.read_bytes()
+    assert list(cache.iterdir()) == [path]
+
+
+def test_a_spoilt_library_that_cannot_be_replaced_falls_back(compiler, prebuilt, caplog):
+    compiler()
+    path = build.library("cpu")
+    garbage(path, prebuilt)
+    compiler(before=COMPLAINS)
     assert works()
     assert kernels.active_backend().name == "torch"
     assert len(warnings(caplog)) == 1
-    path.unlink()
-    assert build.library("cpu") == path
-    assert path.read_bytes() == prebuilt.read_bytes()
-    assert list(cache.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("variable", ["CXX", "KVBENCH_KERNEL_FLAGS"])
+def test_an_open_quotation_is_one_line(variable, compiler, monkeypatch):
+    compiler()
+    monkeypatch.setenv(variable, 'g++ "')
+    with pytest.raises(PrerequisiteError, match=f'{variable}=g.. ": No closing quotation; write'):
+        kernels.use_backend("cpu")
 
 
 def test_folders_of_dead_builds_are_swept_and_those_of_living_ones_stay(compiler, cache):

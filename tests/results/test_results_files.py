@@ -103,6 +103,18 @@ def test_a_partial_write_that_cannot_be_taken_back_is_repaired_later(
     assert keys(path) == [("first", 0), ("third", 0)]
 
 
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    """As `--out /dev/stdout` asks for; a device that is replaced is gone for everybody."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(pipe, b"said")
+    assert os.read(reader, 100) == b"said"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 def test_a_failed_replacement_leaves_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     write_atomic(path, b"old")

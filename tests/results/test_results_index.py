@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from agentbench_kv.results import index
+from agentbench_kv.results import index, terminal
 from agentbench_kv.results.index import (
     FILE,
     SORTS,
@@ -18,9 +18,10 @@ from agentbench_kv.results.index import (
     Query,
     RunEntry,
     read_index,
+    runs_lines,
     select_runs,
 )
-from agentbench_kv.results.store import HELD, RunStatus, RunStore, read_info, write_info
+from agentbench_kv.results.store import HELD, Resume, RunStatus, RunStore, read_info, write_info
 from agentbench_kv.results.summary import build, summarize
 
 KV = {"peak_live": 400, "longest_prefill": 90, "logical": 1000, "events": 2, "evicted": 600}
@@ -187,6 +188,42 @@ def test_interrupted_is_said_of_a_run_whose_writer_is_gone(store):
     assert read_index(store.root)[0].status == "interrupted"
 
 
+def test_a_heartbeat_of_the_future_is_unclear(store):
+    info = read_info(store.root / "a")
+    ahead = {"status": RunStatus.RUNNING, "heartbeat": 4e9, "host": "elsewhere"}
+    write_info(store.root / "a", info.model_copy(update=ahead))
+    assert read_index(store.root)[0].status == "unclear"
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1}
+    write_info(store.root / "a", info.model_copy(update=ahead | gone))
+    assert read_index(store.root)[0].status == "interrupted"
+
+
+def test_a_run_that_was_taken_over_is_told_apart(store):
+    info = read_info(store.root / "a")
+    seized = Resume(at=2.0, taken_over="pid 7 on elsewhere, silent for 40 s")
+    resumed = info.model_copy(update={"resumes": [seized, Resume(at=3.0)]})
+    write_info(store.root / "a", resumed)
+    write_info(store.root / "b", info.model_copy(update={"resumes": [Resume(at=3.0)]}))
+    entries = read_index(store.root)
+    assert [entry.taken_over for entry in entries] == [True, False, False]
+    taken = select_runs(entries, Query(status="taken_over"))
+    assert [(entry.run_id, entry.status) for entry in taken] == [("a", "complete")]
+    table = terminal.console()
+    with table.capture() as shown:
+        table.print(*runs_lines(entries, None))
+    assert shown.get().count("taken over") == 1
+
+
+def test_a_half_written_index_is_removed_when_it_is_old(store):
+    old, new = (store.root / f".{FILE}.{os.getpid()}.{n}.tmp" for n in (1, 2))
+    for path in (old, new):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    read_index(store.root)
+    assert not old.exists()
+    assert new.exists()
+
+
 def test_many_readers_at_once_agree(store):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: read_index(store.root), range(24)))
@@ -234,4 +271,4 @@ def test_the_command_line_offers_every_order_and_state():
     from agentbench_kv.results.summary import RunState
 
     assert set(ls.SORTS) == set(SORTS)
-    assert set(ls.STATES) == {*RunStatus, "interrupted", *RunState}
+    assert set(ls.STATES) == {*RunStatus, "interrupted", "unclear", "taken_over", *RunState}

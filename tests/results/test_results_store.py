@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.results import files
 from agentbench_kv.results import store as run_store
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.store import (
@@ -208,11 +209,15 @@ def test_a_second_writer_in_the_same_process_is_refused(store, spec):
         ({"age": 0}, True),
         ({"age": STALE_S - 10}, True),
         ({"age": STALE_S}, False),
-        ({"age": -3600}, True),
+        ({"age": 10 - STALE_S}, True),
+        ({"age": -3600}, False),
         ({"age": 0, "status": RunStatus.FAILED}, False),
     ],
 )
-def test_another_machine_holds_the_run_while_its_heartbeat_is_fresh(store, spec, change, refused):
+def test_another_machine_holds_the_run_while_its_heartbeat_is_fresh(
+    store, spec, change, refused, monkeypatch
+):
+    monkeypatch.setattr(run_store, "WATCH_S", 0.05)
     store.open("a", spec).close()
     change = {"status": RunStatus.RUNNING, "host": "elsewhere", "pid": 1} | change
     rewrite(store.root / "a", heartbeat=time.time() - change.pop("age"), **change)
@@ -221,6 +226,107 @@ def test_another_machine_holds_the_run_while_its_heartbeat_is_fresh(store, spec,
         return
     with pytest.raises(UsageError, match=r"pid 1 on elsewhere \(heartbeat \d+ s ago\)"):
         store.open("a", spec)
+
+
+def beat_ahead(path, seconds=3600.0, **changes):
+    """Leave the run of a writer elsewhere whose clock is ahead."""
+    changes = {"status": RunStatus.RUNNING, "host": "elsewhere", "pid": 1} | changes
+    rewrite(path, heartbeat=time.time() + seconds, **changes)
+
+
+def test_a_heartbeat_of_the_future_that_moves_holds_the_run(store, spec, monkeypatch):
+    """Its writer is alive, and only its clock is wrong: another machine's, an hour ahead."""
+    monkeypatch.setattr(run_store, "WATCH_S", 60.0)
+    store.open("a", spec).close()
+    path = store.root / "a"
+    beat_ahead(path)
+    watched = threading.Event()
+    monkeypatch.setattr(run_store.logger, "info", lambda *_: watched.set())
+
+    def beat():
+        watched.wait(60)
+        beat_ahead(path, 3605.0)
+
+    writer = threading.Thread(target=beat)
+    writer.start()
+    with pytest.raises(UsageError, match=r"pid 1 on elsewhere, whose clock is 3600 s ahead"):
+        store.open("a", spec)
+    writer.join()
+    assert not RunReader(path).info.resumes
+
+
+def test_a_clock_that_was_put_right_while_it_was_watched_is_a_fresh_heartbeat(
+    store, spec, monkeypatch
+):
+    monkeypatch.setattr(run_store, "WATCH_S", 0.05)
+    store.open("a", spec).close()
+    path = store.root / "a"
+    beat_ahead(path)
+    monkeypatch.setattr(run_store.logger, "info", lambda *_: beat_ahead(path, 0.0))
+    with pytest.raises(UsageError, match=r"pid 1 on elsewhere \(heartbeat 0 s ago\)"):
+        store.open("a", spec)
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"host": "elsewhere", "age": 100}, "pid 77 on elsewhere, silent for 100 s"),
+        ({"host": "elsewhere", "age": -100}, "pid 77 on elsewhere, its clock 100 s ahead"),
+        ({"host": socket.gethostname(), "age": 100}, ""),  # no such process: it was killed
+        ({"host": "elsewhere", "age": 100, "status": RunStatus.FAILED}, ""),
+    ],
+)
+def test_a_run_that_was_taken_over_says_from_whom(store, spec, monkeypatch, left, said):
+    monkeypatch.setattr(run_store, "WATCH_S", 0.05)
+
+    def no_such(_pid, _signal):
+        raise ProcessLookupError
+
+    monkeypatch.setattr(run_store.os, "kill", no_such)
+    store.open("a", spec).close()
+    left = {"status": RunStatus.RUNNING, "pid": 77} | left
+    rewrite(store.root / "a", heartbeat=time.time() - left.pop("age"), **left)
+    store.open("a", spec).close()
+    assert [resume.taken_over for resume in store.find("a").info.resumes] == [said]
+
+
+def hold(path, ready, done):
+    """Hold a run's lock, as a process that was stopped in the middle."""
+    with files.exclusive(path):
+        ready.set()
+        done.wait(60)
+
+
+def test_a_lock_that_is_held_too_long_is_one_line_that_says_by_whom(store, spec, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_S", 0.1)
+    store.open("a", spec).close()
+    ready, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=hold, args=(store.root / "a", ready, done))
+    holder.start()
+    assert ready.wait(60)
+    try:
+        with pytest.raises(PrerequisiteError) as caught:
+            store.open("a", spec)
+    finally:
+        done.set()
+        holder.join()
+    who = f"pid {os.getpid()} on {socket.gethostname()}"
+    assert f".lock was held for 0.1 s by {who}: let that process go on (kill -CONT)" in str(
+        caught.value
+    )
+    store.open("a", spec).close()
+
+
+def test_a_lock_is_waited_for(store, spec):
+    store.open("a", spec).close()
+    ready, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=hold, args=(store.root / "a", ready, done))
+    holder.start()
+    assert ready.wait(60)
+    threading.Timer(0.2, done.set).start()
+    store.open("a", spec).close()
+    assert done.is_set()
+    holder.join()
 
 
 def test_the_same_pid_after_a_restart_does_not_hold_the_run(store, spec):
@@ -301,11 +407,31 @@ def test_a_transcript_path_out_of_the_run_is_not_followed(store, spec, make_tria
 
 
 def test_leftovers_of_a_killed_process_are_removed(store, spec):
+    with store.open("a", spec) as run:
+        run.save_transcript("x", 0, {})
+    dead, alive = 2**22 + 1, os.getpid()
+    folders = (run.path, run.path / "transcripts")
+    killed = [folder / f".x.json.{dead}.2.tmp" for folder in folders]
+    written = [folder / f".x.json.{alive}.2.tmp" for folder in folders]
+    old = [folder / f".x.json.{alive}.3.tmp" for folder in folders]
+    for path in killed + written + old:
+        path.write_text("half")
+    for path in old:
+        os.utime(path, (0, 0))
     store.open("a", spec).close()
-    leftover = store.root / "a" / ".run.json.1.2.tmp"
-    leftover.write_text("half")
-    store.open("a", spec).close()
-    assert not leftover.exists()
+    assert [path.exists() for path in killed + written + old] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+
+
+def test_what_a_live_writer_is_writing_is_left_alone(store, spec):
+    """A second start of the same command is refused, and takes nothing away."""
+    with store.open("a", spec) as run:
+        half = run.path / f".run.json.{2**22 + 1}.2.tmp"
+        half.write_text("half")
+        with pytest.raises(UsageError, match="is being written"):
+            store.open("a", spec)
+        assert half.exists()
 
 
 def test_a_place_that_cannot_be_a_folder_is_one_clear_line(tmp_path, spec):

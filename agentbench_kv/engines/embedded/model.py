@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
-from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.phases.tokens import quiet_library
 
 SHIPPED = ("micro",)
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 MOVING_ROPE = ("dynamic", "longrope")  # kinds of RoPE whose frequencies change with the length
+_MOST_LAYERS = 10_000  # more would be built, one by one, before anybody asked for their weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,13 +67,46 @@ def model_path(name: str) -> Path:
         raise unknown_name("model", name, SHIPPED)
     if not path.is_dir():
         raise PrerequisiteError(f"model {name} is not a folder; give a Hugging Face model folder")
-    try:
-        json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise PrerequisiteError(
-            f"cannot read {path / 'config.json'} ({error}); give a Hugging Face model folder"
-        ) from None
+    _check_documents(path)
     return path
+
+
+def _check_documents(path: Path) -> None:
+    """Refuse damaged settings of a model folder: loaders pass over most of them in silence."""
+    layers = read_document(path / "config.json").get("num_hidden_layers", 1)
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        raise PrerequisiteError(
+            f"{path / 'config.json'}: num_hidden_layers is {str(layers)[:40]}, expected 1 to "
+            f"{_MOST_LAYERS}; download the model again"
+        )
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        file = path / name
+        if file.exists():
+            end_ids(read_document(file).get("eos_token_id"), file)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model folder; PrerequisiteError if it is none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise PrerequisiteError(
+            f"cannot read {path} ({error}); give a Hugging Face model folder"
+        ) from None
+    return document
+
+
+def end_ids(found: Any, file: Path) -> tuple[int, ...]:
+    """Return the ids of tokens that end a turn, of which a file has one, some or none."""
+    ids = found if isinstance(found, list) else [found] * (found is not None)
+    if not all(type(each) is int for each in ids):
+        raise PrerequisiteError(
+            f"{file}: eos_token_id is {str(found)[:40]}, expected a token's number or a list; "
+            "download the model again"
+        )
+    return tuple(ids)
 
 
 def pick_device(name: str) -> torch.device:
@@ -115,15 +151,30 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
 
     register()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    chosen = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION_NAME}
     try:
-        check_config(AutoConfig.from_pretrained(path, local_files_only=True))
-        network: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        with quiet_library():
+            check_config(AutoConfig.from_pretrained(path, **local))
+            network, report = AutoModelForCausalLM.from_pretrained(
+                path, output_loading_info=True, **chosen, **local
+            )
+        _check_whole(path, report["missing_keys"])
+        return wrap_model(network.to(device).eval(), path, folder_sha(path))
+    except KVBenchError:
+        raise
+    except Exception as error:  # noqa: BLE001  a damaged folder can fail the libraries in any way
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PrerequisiteError(f"cannot load the model in {path}: {first}") from None
-    return wrap_model(network.to(device).eval(), path, folder_sha(path))
+
+
+def _check_whole(path: Path, missing: Collection[str]) -> None:
+    """Refuse weights that lack tensors, which would be drawn at random."""
+    if missing:
+        raise PrerequisiteError(
+            f"the weights in {path} lack {len(missing)} tensors, such as {min(missing)}; "
+            "download the model again"
+        )
 
 
 def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
@@ -180,6 +231,4 @@ def _eos_ids(network: Any) -> tuple[int, ...]:
     found = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
     if found is None:
         found = network.config.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    return end_ids(found, Path("config.json"))

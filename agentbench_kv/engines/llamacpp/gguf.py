@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from agentbench_kv.engines.embedded.model import read_document
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 Array = npt.NDArray[np.float32]
@@ -37,6 +38,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 # Hugging Face's model types with llama.cpp's name of the architecture.
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
+_MANY = 1 << 20
 NO_TOKENIZER = "--no-tokenizer"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -71,10 +73,12 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
             return {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
     except OSError as error:
         raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError):
-        raise PrerequisiteError(
-            f"{path} is damaged or cut short; make or download it again"
-        ) from None
+    except (struct.error, UnicodeDecodeError, KeyError, RecursionError):
+        raise damaged(path) from None
+
+
+def damaged(path: Path) -> PrerequisiteError:
+    return PrerequisiteError(f"{path} is damaged or cut short; make or download it again")
 
 
 def read_rope_factors(path: Path) -> tuple[float, ...]:
@@ -121,21 +125,27 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if inner in (STRING, ARRAY):
         return [_value(file, inner) for _ in range(count)]
     form = _SCALARS[inner]
-    data = file.read(count * struct.calcsize(form))
+    data = _read(file, count * struct.calcsize(form))
     return [value for (value,) in struct.iter_unpack(form, data)]
 
 
 def _string(file: BinaryIO) -> str:
-    length = _scalar(file, 10)
-    data = file.read(length)
-    if len(data) != length:
+    return _read(file, _scalar(file, 10)).decode()
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    """Read so many bytes; for many, no room is made unless the file has them."""
+    if size > _MANY and size > os.fstat(file.fileno()).st_size:
         raise struct.error("cut short")
-    return data.decode()
+    data = file.read(size)
+    if len(data) != size:
+        raise struct.error("cut short")
+    return data
 
 
 def _scalar(file: BinaryIO, kind: int) -> Any:
     form = _SCALARS[kind]
-    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+    return struct.unpack(form, _read(file, struct.calcsize(form)))[0]
 
 
 def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
@@ -241,7 +251,9 @@ def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
             "converting needs the package gguf: pip install 'agentbench-kv[llamacpp]', "
             "or kvbench env create llamacpp"
         ) from None
-    config = _json(folder / "config.json")
+    if out.exists() and not out.is_file():
+        raise UsageError(f"{out} is no file; name one to write")
+    config = read_document(folder / "config.json")
     architecture = _architecture(config)
     draft = out.with_name(f".{out.name}.part")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -267,14 +279,6 @@ def write_file(writer: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PrerequisiteError(f"cannot read {path} ({error}); give a model folder") from None
-    return found
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -312,7 +316,7 @@ def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> No
 
 
 def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    tokenizer = _json(folder / "tokenizer.json")
+    tokenizer = read_document(folder / "tokenizer.json")
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UsageError("the tokenizer is no byte-level BPE; use the converter of llama.cpp")
@@ -345,7 +349,7 @@ def _vocabulary(tokenizer: Mapping[str, Any], size: int) -> tuple[list[str], lis
 
 def _write_special_ids(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
     generation = folder / "generation_config.json"
-    chosen = {**config, **(_json(generation) if generation.exists() else {})}
+    chosen = {**config, **(read_document(generation) if generation.exists() else {})}
     ends = chosen.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     if ends[0] is not None:
@@ -361,7 +365,7 @@ def _chat_template(folder: Path) -> str:
     if own.exists():
         return own.read_text(encoding="utf-8")
     path = folder / "tokenizer_config.json"
-    return str(_json(path).get("chat_template") or "") if path.exists() else ""
+    return str(read_document(path).get("chat_template") or "") if path.exists() else ""
 
 
 def _tensors(

@@ -19,6 +19,7 @@ from torch import Tensor
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.engines.llamacpp.gguf import (
     ARCHITECTURES,
+    damaged,
     read_metadata,
     read_rope_factors,
     write_tokenizer,
@@ -69,7 +70,7 @@ def read_shape(path: Path) -> ModelShape:
 def model_shape(metadata: Mapping[str, Any], factors: Sequence[float] = ()) -> ModelShape:
     """Describe a model from its file's header; UsageError where `refusal` has a reason.
 
-    `factors` are those of `read_rope_factors`.
+    `factors` are those of `read_rope_factors`. Any other error means that the header is not one.
     """
     if reason := refusal(metadata):
         raise UsageError(
@@ -168,14 +169,16 @@ def _from_file(path: Path) -> LlamaCppModel:
             f"there is no model {path}; give a GGUF file, a model folder or: {', '.join(SHIPPED)}"
         )
     metadata = read_metadata(path)
-    shape = model_shape(metadata, read_rope_factors(path))
     sha = _file_sha(path, path.stat().st_size, path.stat().st_mtime_ns)
     folder = home() / "gguf" / f"tokenizer-{sha[:16]}"
-    if not (folder / "tokenizer_config.json").exists():
-        try:
+    try:
+        shape = model_shape(metadata, read_rope_factors(path))
+        if not (folder / "tokenizer_config.json").exists():
             write_tokenizer(metadata, folder)
-        except OSError as error:
-            raise PrerequisiteError(f"cannot write {folder}: {error.strerror}") from error
+    except OSError as error:
+        raise PrerequisiteError(f"cannot write {folder}: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise damaged(path) from None  # a value of another type, or one that is not there
     return LlamaCppModel(path.absolute(), folder, sha, shape)
 
 

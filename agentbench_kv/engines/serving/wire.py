@@ -19,7 +19,7 @@ import httpx
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
-from agentbench_kv.engines.embedded.model import MOVING_ROPE, free_tokens
+from agentbench_kv.engines.embedded.model import MOVING_ROPE, end_ids, free_tokens, read_document
 from agentbench_kv.engines.serving.process import (
     ControlClient,
     Launch,
@@ -64,7 +64,7 @@ class ModelFacts:
 
 def read_model(path: Path) -> ModelFacts:
     """Read a model folder's config; PrerequisiteError if it lacks what a decoder's config has."""
-    config = _json(path / "config.json")
+    config = read_document(path / "config.json")
     try:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -74,7 +74,7 @@ def read_model(path: Path) -> ModelFacts:
             *(head_dim, int(config["max_position_embeddings"]), _eos_ids(path, config)),
             *_rope(config),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise PrerequisiteError(
             f"{path / 'config.json'} is not a decoder's ({error}); give a Hugging Face model folder"
         ) from None
@@ -92,19 +92,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[str, float]:
 
 def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     generation = path / "generation_config.json"
-    found = _json(generation).get("eos_token_id") if generation.exists() else None
-    found = config.get("eos_token_id") if found is None else found
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PrerequisiteError(f"cannot read {path}: {error}; give a model folder") from None
-    return document
+    found = read_document(generation).get("eos_token_id") if generation.exists() else None
+    return end_ids(config.get("eos_token_id") if found is None else found, path / "config.json")
 
 
 _CPU_CACHE_BYTES = 1 << 30

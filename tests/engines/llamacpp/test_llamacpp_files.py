@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,9 +25,9 @@ from agentbench_kv.engines.llamacpp.gguf import (
     read_rope_factors,
     tokenizer_files,
 )
-from agentbench_kv.engines.llamacpp.models import model_shape
+from agentbench_kv.engines.llamacpp.models import model_shape, resolve_model
 from agentbench_kv.engines.serving.engine import refuse_method
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 
 PLAIN: dict[str, Any] = {
@@ -216,3 +219,60 @@ def test_unknown_pretokenizers_are_refused() -> None:
 def test_only_byte_level_tokenizers_are_written() -> None:
     with pytest.raises(UsageError, match="byte-level"):
         tokenizer_files({"tokenizer.ggml.model": "llama"})
+
+
+ROUND: dict[str, Any] = PLAIN | {
+    "qwen3.rope.freq_base": 100_000,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.token_type": [1, 1, 3],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.chat_template": "{{ messages }}",
+}
+ODD_VALUES: list[Any] = [0, 2**32 - 1, "", "x", [0], ["x"], [2**32 - 1] * 4]
+
+
+@pytest.mark.parametrize("files", [400, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_damaged_gguf_files_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damaged: Callable[[Random, bytes], bytes],
+    files: int,
+) -> None:
+    """A file is refused with one line, or is a model with a tokenizer."""
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path / "home"))
+    path, random, kinds = tmp_path / "m.gguf", Random(files), Counter[str]()
+    for number in range(files):
+        pairs = dict(ROUND)
+        if number % 2:
+            name = random.choice(list(pairs))
+            pairs[name] = random.choice(ODD_VALUES)
+            if random.random() < 0.2:
+                del pairs[name]
+        whole = packed(pairs)
+        path.write_bytes(whole if number % 2 else damaged(random, whole))
+        try:
+            model = resolve_model(str(path), Path("no-python"))
+        except KVBenchError as error:
+            kinds["one line" if "\n" not in str(error) else str(error)] += 1
+        else:
+            kinds["read" if (model.tokenizer / "tokenizer.json").is_file() else "half"] += 1
+    assert set(kinds) == {"one line", "read"}
+    assert min(kinds.values()) > files // 20
+
+
+def test_an_array_of_arrays_without_end_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
+    path.write_bytes(head + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000)
+    with pytest.raises(PrerequisiteError, match="damaged or cut short"):
+        read_metadata(path)
+
+
+@pytest.mark.parametrize("kind", [8, 4, 9])
+def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path, kind: int) -> None:
+    path = tmp_path / "m.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
+    path.write_bytes(head + struct.pack("<IIQ", 9, kind, 2**62) + bytes(64))
+    with pytest.raises(PrerequisiteError, match="damaged or cut short"):
+        read_metadata(path)

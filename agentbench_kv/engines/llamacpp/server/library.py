@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.kernels.build import cache_folder, find_compiler, run_compiler
+from agentbench_kv.kernels.build import cached, find_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -194,27 +193,10 @@ def load_plugin() -> Any:
         raise PrerequisiteError(f"switched off by {NO_PLUGIN}=off")
     ggml()
     command = _command()
-    target = cache_folder() / f"kvb-llamacpp-{_key(command)}.so"
-    try:
-        if not target.exists():
-            _build(command, target)
-    except OSError as error:
-        raise PrerequisiteError(f"cannot write {target.parent}: {error.strerror}") from error
-    plugin = _load(target, _PLUGIN)
+    plugin = _load(cached(f"kvb-llamacpp-{_key(command)}", command, "plug-in"), _PLUGIN)
     if plugin.kvb_tensor_size() != ctypes.sizeof(GgmlTensor):
         raise PrerequisiteError("the installed ggml headers are not those of the libraries")
     return plugin
-
-
-def _build(command: tuple[str, ...], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as place:
-        draft = Path(place) / target.name
-        done = run_compiler((*command, "-o", str(draft)))
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if "error" in line] or [""]
-            raise PrerequisiteError(f"{command[0]} could not compile the plug-in: {said[0][:300]}")
-        draft.replace(target)
 
 
 def _command() -> tuple[str, ...]:
