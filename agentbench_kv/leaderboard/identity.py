@@ -115,7 +115,7 @@ def check_provenance(evidence: RunEvidence) -> Checks:
 
 
 def check_calibration(evidence: RunEvidence) -> Checks:
-    """A method that scores with statistics of the model says which, in spec and provenance."""
+    """Check that spec and provenance name the statistics a method scores with, and the same."""
     spec, used = evidence.spec, evidence.info.provenance.get("calibration")
     try:
         needed = spec.built_method.needs_calibration

@@ -85,8 +85,8 @@ def capture_session(
 ) -> Capture:
     """Record queries, keys and values of a whole session, as float16 or float32.
 
-    Without `layers` and `heads` (KV heads), of all. It holds the calibration a run of the task would
-    score with; none if that would have to be made from a text that only the user can give.
+    Without `layers` and `heads` (KV heads), of all. It holds the calibration that a run of the task
+    would score with; none if only the user can give the text for it.
     """
     model = load_model(spec.model, spec.dtype, spec.device)
     layers = _checked("layer", layers, model.shape.layers)
