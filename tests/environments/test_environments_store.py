@@ -1,6 +1,7 @@
 """Creating, checking and removing environments, with a lock of one tiny wheel."""
 
 import json
+import re
 import shutil
 import sys
 import threading
@@ -290,9 +291,12 @@ def test_home_without_variables(monkeypatch, tmp_path):
 def test_every_lock_pins_everything_exactly():
     assert PROFILES
     for profile in PROFILES.values():
-        lines = profile.lock.read_text().splitlines()
-        pins = [line for line in lines if line and not line.startswith("#")]
-        assert pins
-        assert all(pin.count("==") == 1 for pin in pins)
+        text = profile.lock.read_text()
+        assert "://" not in text  # no index, no file
+        pins = re.findall(r"^(?=[^# ])(.+?) \\\n((?:    .+\n)+)", text, re.MULTILINE)
+        assert len(pins) == len(re.findall(r"^[^# ]", text, re.MULTILINE)) > 0
+        for pin, hashes in pins:
+            assert re.fullmatch(r"[\w.-]+==[\w.+]+( ; .+)?", pin), pin
+            assert re.fullmatch(r"(    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", hashes), pin
         compile(profile.probe, profile.name, "exec")
         assert profile.lock.parent == profiles.LOCKS
