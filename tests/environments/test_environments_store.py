@@ -1,5 +1,6 @@
 """Creating, checking and removing environments, with a lock of one tiny wheel."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -36,7 +37,11 @@ def make_wheel(folder, code="VALUE = 1\n"):
 
 def make_profile(folder, lock_text=None, **changes):
     lock = folder / "tiny.txt"
-    lock.write_text(lock_text or f"{make_wheel(folder)}\n")
+    if lock_text is None:
+        wheel = make_wheel(folder)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lock_text = f"{wheel} --hash=sha256:{digest}\n"
+    lock.write_text(lock_text)
     fields = {
         "name": "tiny", "summary": "a test", "lock": lock, "oldest": HERE, "newest": HERE,
         "disk_mb": 1, "probe": "import tinything; assert tinything.VALUE == 1",
@@ -97,6 +102,18 @@ def test_life_of_an_environment(tiny):
     assert environments.remove("tiny") == [folder]
     assert environments.check("tiny").state == "missing"
     assert environments.remove("tiny") == []
+
+
+def test_a_package_of_another_hash_is_not_installed(tiny, tmp_path):
+    profile = tiny()
+    make_wheel(tmp_path, code="VALUE = 1  # and more\n")
+    with pytest.raises(PrerequisiteError, match="DO NOT MATCH THE HASHES"):
+        environments.create("tiny")
+    assert environments.check("tiny").state != "ready"
+    assert not list(locations.folder_of(profile).rglob("tinything.py"))
+    tiny(lock_text=f"{make_wheel(tmp_path)}\n")
+    with pytest.raises(PrerequisiteError, match="Hashes are required"):
+        environments.create("tiny")
 
 
 @pytest.mark.usefixtures("no_building")
