@@ -50,9 +50,10 @@ def main(folder: Path) -> None:
     command = ("cyclonedx-py", "environment", "--output-reproducible", "--of", "JSON")
     made = subprocess.run((*command, sys.executable), check=True, capture_output=True).stdout
     bom: dict[str, Any] = json.loads(made)
-    kept = [each for each in bom["components"] if canonicalize_name(each["name"]) in found]
+    named = {canonicalize_name(each["name"]): each for each in bom["components"]}
+    kept = [each for name, each in named.items() if name in found]
     refs = {each["bom-ref"] for each in kept}
-    (own,) = (each for each in kept if canonicalize_name(each["name"]) == PACKAGE)
+    own = named[PACKAGE]
     own.pop("externalReferences", None)  # the folder it was installed from
     bom["components"] = [each for each in kept if each is not own]
     bom["metadata"]["component"] = own
