@@ -1,6 +1,6 @@
 """Write FOLDER/agentbench_kv-VERSION.cdx.json: the package and what it needs, as installed here.
 
-    python .ci/sbom.py FOLDER
+    python benchmarks/sbom.py FOLDER
 
 CycloneDX, made by cyclonedx-py from this interpreter's packages, without those that the package
 does not need (tools for development, optional extras).
@@ -31,7 +31,9 @@ def needed(name: str, extras: frozenset[str], found: dict[str, frozenset[str]]) 
     except PackageNotFoundError:
         if key in MAY_BE_ABSENT:
             return
-        raise SystemExit(f"{name} is required and not installed: install the package first") from None
+        raise SystemExit(
+            f"{name} is required and not installed: install the package first"
+        ) from None
     found[key] = found.get(key, frozenset()) | extras
     for text in requires:
         wanted = Requirement(text)
