@@ -19,6 +19,7 @@ from agentbench_kv.run.calibration import (
     calibration_path,
     identified,
     make_calibration,
+    recorded,
 )
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
@@ -103,9 +104,11 @@ def test_a_text_of_the_users_is_another_run_and_the_old_one_is_found_again():
     assert named.calibration == made.sha256 != own.calibration
     make_calibration(model, [text * 2], "longer.txt", path)
     assert identified(spec()).calibration not in (named.calibration, own.calibration)
-    for recorded in (own, named):  # as `analyze evidence` and `leaderboard rerun` read specs
-        played = identified(RunSpec(**recorded.document()))
-        assert played.built_method.calibration.sha256 == recorded.calibration
+    for run in (own, named):  # as `analyze evidence` and `leaderboard rerun` read specs
+        played = recorded(RunSpec(**run.document()))
+        assert played.built_method.calibration.sha256 == run.calibration
+    with pytest.raises(UsageError, match="does not say what it was calibrated on"):
+        recorded(spec())  # a run of version 0.1
 
 
 @pytest.mark.usefixtures("home")

@@ -65,6 +65,19 @@ def identified(spec: RunSpec, *, make: bool = True) -> RunSpec:
     return named
 
 
+def recorded(spec: RunSpec) -> RunSpec:
+    """Return the spec of a run that is to be played again, with the calibration it had.
+
+    UsageError if it does not say which: runs of version 0.1 do not.
+    """
+    if spec.built_method.needs_calibration and not spec.calibration:
+        raise UsageError(
+            f"the run of {spec.method} does not say what it was calibrated on, so it cannot be "
+            "played again; run it anew with kvbench run"
+        )
+    return identified(spec)
+
+
 def calibrated(method: Method, model: str, device: str) -> Method:
     """Give a method that needs one the calibration its user made of the model.
 
