@@ -176,6 +176,12 @@ def test_a_recorded_calibration_that_is_gone_is_named():
         identified(replace(spec(), calibration="abc" * 20 + "abcd"))
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(home):
+    (home / "calibration").write_text("a file where the folder should be")
+    with pytest.raises(PrerequisiteError, match="set KVBENCH_HOME"):
+        identified(spec())
+
+
 def test_a_broken_file_is_one_line(tmp_path):
     broken = tmp_path / "x.safetensors"
     broken.write_bytes(b"nothing")

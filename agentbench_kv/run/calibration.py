@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from agentbench_kv.adapters.micro.generate import PROFILES, generate, train_seed
@@ -118,9 +119,15 @@ def make_calibration(
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     made = replace(made, meta={**made.meta, "source": source, "text_sha256": digest})
     before = _readable(path)
-    if before is not None and before.sha256 != made.sha256:
-        path.rename(path.with_suffix(f".{before.sha256[:12]}.safetensors"))
-    made.save(path)
+    try:
+        if before is not None and before.sha256 != made.sha256:
+            path.rename(path.with_suffix(f".{before.sha256[:12]}.safetensors"))
+        made.save(path)
+    except (OSError, SafetensorError) as error:
+        raise PrerequisiteError(
+            f"cannot write the calibration {path} ({error}); free space, or set KVBENCH_HOME to a "
+            "folder that can be written"
+        ) from None
     return Calibration.load(path)
 
 
