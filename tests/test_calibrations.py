@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from agentbench_kv.engines.embedded.model import load_model, model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.registry import make_method
+from agentbench_kv.results.runs import load_run, variants
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run.calibration import (
     calibrate,
@@ -121,6 +124,14 @@ def test_a_replaced_file_and_the_same_command_is_another_run(tmp_path):
     replace(used, mean=used.mean * 1.001).save(path)
     second = run_one(spec(), out, quiet)
     assert second.run_id != first.run_id
+    old = shutil.copytree(out / first.run_id, tmp_path / "old") / "run.json"
+    document = json.loads(old.read_text())
+    del document["spec"]["calibration"]  # as 0.1 wrote it
+    old.write_text(json.dumps(document))
+    runs = [*(load_run(out / each.run_id) for each in (first, second)), load_run(old.parent)]
+    assert variants(runs)[2] == "triattention [calibration=unknown]"
+    assert variants(runs[:2])[0] == f"triattention [calibration={used.sha256[:12]}]"
+    assert variants(runs[:1]) == ["triattention"]
     for summary in (first, second):
         info = RunStore(out).find(summary.run_id).info
         assert info.provenance["calibration"]["sha256"] == info.spec["calibration"]
