@@ -8,8 +8,8 @@
 
 A lock is its own source: comments and pins stay, hashes are asked of the package index that uv is
 configured for. `--resolve` drops the pins and finds those of a requirement, for Linux on x86-64 and
-ARM and every Python the profile takes; what differs between them gets a marker. `--wheel FILE` adds
-the hash of a wheel that the index does not have, such as a build of torch for the CPU.
+ARM and every Python the profile takes; what differs between them gets a marker. `--wheel FILE` is for
+a pin that the index does not have, such as the build of torch for the CPU: the hash is that file's.
 
 Afterwards: look for advisories (docs/supply-chain.md), build what changed
 (`kvbench env create NAME`), run its tests.
@@ -55,9 +55,7 @@ def main() -> None:
             body = resolved(profile, args.resolve, list(chosen.values()))
         else:
             kept = [pin for pin in pins if canonicalize_name(Requirement(pin).name) not in chosen]
-            body = hashed(profile, [*kept, *chosen.values()])
-        for wheel in args.wheel:
-            body = with_wheel(body, wheel)
+            body = hashed(profile, [*kept, *chosen.values()], args.wheel)
         profile.lock.write_text("\n".join([*comments, *body, ""]), encoding="utf-8")
         print(f"{profile.lock}: {sum(line[0] != ' ' for line in body)} pins")
 
@@ -79,8 +77,12 @@ def newer(profile: Profile, pins: Sequence[str]) -> Iterator[str]:
             yield f"{pin.name}{pin.specifier} ({found.partition('==')[2]})"
 
 
-def hashed(profile: Profile, pins: Sequence[str]) -> list[str]:
-    return uv(profile, pins, "--no-deps", "--generate-hashes", "--universal")
+def hashed(profile: Profile, pins: Sequence[str], wheels: Sequence[Path]) -> list[str]:
+    folders = [f"--find-links={wheel.parent}" for wheel in wheels]
+    body = uv(profile, pins, "--no-deps", "--generate-hashes", "--universal", *folders)
+    for wheel in wheels:
+        body = with_wheel(body, wheel)
+    return body
 
 
 def resolved(profile: Profile, requirement: str, limits: Sequence[str]) -> list[str]:
@@ -133,15 +135,15 @@ def uv(
 
 
 def with_wheel(body: Sequence[str], wheel: Path) -> list[str]:
-    """Add the hash of a wheel to the pin it satisfies; the rest stays as it is."""
+    """Add the hash of a wheel to the pin of its very version; the rest stays as it is."""
     name, version, _, _ = parse_wheel_filename(wheel.name)
-    pins = (f"{name}=={version}", f"{name}=={version.public}")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     lines: list[str] = []
     for line in body:
-        lines.append(line)
-        if line.split(" ")[0] in pins:
-            lines.append(f"    --hash=sha256:{digest} \\")
+        if line.split(" ")[0] == f"{name}=={version}":
+            lines += [f"{line} \\", f"    --hash=sha256:{digest}"]
+        else:
+            lines.append(line)
     return lines
 
 

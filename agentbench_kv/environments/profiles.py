@@ -339,7 +339,7 @@ def _tau2_probe(source: Repository, installed: str) -> str:
 
 _ALL = (
     _profile("bfcl", (11, 12), 500, BFCL_PROBE),
-    _profile("llamacpp", (11, 12), 2500, LLAMACPP_PROBE, built=LLAMACPP),
+    _profile("llamacpp", (11, 11), 2500, LLAMACPP_PROBE, built=LLAMACPP),
     _profile("vllm", (11, 11), 3500, VLLM_PROBE),
     _profile("vllm-cuda", (11, 13), 15000, VLLM_PROBE),
     _profile("sglang", (11, 11), 3500, SGLANG_PROBE),
