@@ -77,9 +77,7 @@ def engine_arm(
     settings = {"trigger": "prefill+every"} if budget else {}
     options = EngineOptions(
         model=args.model,
-        method=calibrated(
-            make_method(method, budget, settings), args.model, args.dtype, args.device
-        ),
+        method=calibrated(make_method(method, budget, settings), args.model, args.device),
         dtype=args.dtype,
         device=args.device,
     )

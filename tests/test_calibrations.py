@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,7 +14,18 @@ from agentbench_kv.engines.embedded.model import load_model, model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.registry import make_method
-from agentbench_kv.run.calibration import calibrate, calibrated, calibration_path, make_calibration
+from agentbench_kv.results.runs import load_run, variants
+from agentbench_kv.results.store import RunStore
+from agentbench_kv.run.calibration import (
+    calibrate,
+    calibrated,
+    calibration_path,
+    identified,
+    make_calibration,
+    recorded,
+)
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
 
 
 @pytest.fixture
@@ -49,33 +64,146 @@ def test_short_text_is_refused():
         calibrate(load_model("micro", "float32", "cpu"), [[7] * 12])
 
 
+def spec(task="micro/recall-1k", method="triattention", **more):
+    base = RunSpec("embedded", "micro", method, 256, task, limit=1, concurrency=1, device="cpu")
+    return resolve(replace(base, **more), {})
+
+
+def quiet(*_):
+    """Report nothing."""
+
+
 @pytest.mark.usefixtures("home")
-def test_a_method_without_one_makes_it_and_says_so(caplog):
-    method = make_method("triattention", 256)
-    with_it = calibrated(method, "micro", "float32", "cpu")
-    assert "made from the micro task's text" in caplog.text
-    assert with_it.calibration.meta["source"] == "the micro task's text"
+def test_a_run_is_calibrated_on_its_own_task_and_says_so(caplog):
+    found = identified(spec())
+    assert "sessions of micro/recall-1k that are no samples" in caplog.text
+    assert found.built_method.calibration.sha256 == found.calibration
+    assert found.id != spec().id
+    other = identified(spec("micro/recall-5k"))
+    assert other.calibration != found.calibration
     caplog.clear()
-    again = calibrated(method, "micro", "float32", "cpu")
+    again = identified(spec(seed=3))
+    assert again.calibration == found.calibration
     assert not caplog.text
-    assert torch.equal(again.calibration.mean, with_it.calibration.mean)
+    assert RunSpec(**found.document()) == found
 
 
 @pytest.mark.usefixtures("home")
-def test_a_text_of_the_users_takes_its_place():
+def test_the_same_text_gives_the_same_hash_and_another_text_another():
     model = load_model("micro", "float32", "cpu")
-    path = make_calibration(model, ["a line of text, again and again\n" * 60], "mine.txt")
-    assert path == calibration_path(model.sha)
-    assert Calibration.load(path).meta["source"] == "mine.txt"
+    path, text = calibration_path("micro"), "a line of text, again and again\n" * 60
+    first = make_calibration(model, [text], "mine.txt", path)
+    assert make_calibration(model, [text], "renamed.txt", path).sha256 == first.sha256
+    assert make_calibration(model, [text + "."], "mine.txt", path).sha256 != first.sha256
+
+
+@pytest.mark.usefixtures("home")
+def test_a_text_of_the_users_is_another_run_and_the_old_one_is_found_again():
+    own = identified(spec())
+    model = load_model("micro", "float32", "cpu")
+    path, text = calibration_path("micro"), "a line of text, again and again\n" * 60
+    made = make_calibration(model, [text], "mine.txt", path)
+    named = identified(spec())
+    assert named.calibration == made.sha256 != own.calibration
+    make_calibration(model, [text * 2], "longer.txt", path)
+    assert identified(spec()).calibration not in (named.calibration, own.calibration)
+    for run in (own, named):  # as `analyze evidence` and `leaderboard rerun` read specs
+        played = recorded(RunSpec(**run.document()))
+        assert played.built_method.calibration.sha256 == run.calibration
+    with pytest.raises(UsageError, match="does not say what it was calibrated on"):
+        recorded(spec())  # a run of version 0.1
+
+
+@pytest.mark.usefixtures("home")
+def test_a_replaced_file_and_the_same_command_is_another_run(tmp_path):
+    out = tmp_path / "runs"
+    first = run_one(spec(), out, quiet)
+    path = calibration_path("micro", "micro/recall-1k", "float32")
+    used = Calibration.load(path)
+    assert run_one(spec(), out, quiet).run_id == first.run_id
+    replace(used, mean=used.mean * 1.001).save(path)
+    second = run_one(spec(), out, quiet)
+    assert second.run_id != first.run_id
+    old = shutil.copytree(out / first.run_id, tmp_path / "old") / "run.json"
+    document = json.loads(old.read_text())
+    del document["spec"]["calibration"]  # as 0.1 wrote it
+    old.write_text(json.dumps(document))
+    runs = [*(load_run(out / each.run_id) for each in (first, second)), load_run(old.parent)]
+    assert variants(runs)[2] == "triattention [calibration=unknown]"
+    assert variants(runs[:2])[0] == f"triattention [calibration={used.sha256[:12]}]"
+    assert variants(runs[:1]) == ["triattention"]
+    for summary in (first, second):
+        info = RunStore(out).find(summary.run_id).info
+        assert info.provenance["calibration"]["sha256"] == info.spec["calibration"]
+        assert any("calibrated on" in note for note in summary.notes)
+
+
+@pytest.mark.usefixtures("home")
+def test_another_task_is_refused_with_the_command_that_makes_one():
+    identified(spec())  # the micro task's text is there, and is not taken
+    with pytest.raises(PrerequisiteError, match="kvbench calibrate --model micro --text FILE"):
+        identified(spec("locomo/qa"))
+
+
+@pytest.mark.usefixtures("home")
+def test_a_plan_makes_nothing(home):
+    with pytest.raises(PrerequisiteError, match="calibrate --model micro --task micro/recall-1k"):
+        identified(spec(), make=False)
+    assert not list(home.iterdir())
+
+
+@pytest.mark.usefixtures("home")
+def test_a_server_takes_only_a_text_of_the_users():
+    method = make_method("triattention", 256)
+    identified(spec())
+    with pytest.raises(PrerequisiteError, match="--text FILE"):
+        calibrated(method, "micro", "cpu")
+    model = load_model("micro", "float32", "cpu")
+    made = make_calibration(model, ["some words of a text " * 99], "w", calibration_path("micro"))
+    assert calibrated(method, "micro", "cpu").calibration.sha256 == made.sha256
+
+
+@pytest.mark.usefixtures("home")
+def test_a_file_that_does_not_say_what_text_it_is_from_is_not_used(caplog):
+    own = identified(spec())
+    made = own.built_method.calibration
+    old = {"model_sha": made.meta["model_sha"], "source": "the micro task's text", "tokens": "9"}
+    replace(made, mean=made.mean * 2, meta=old).save(calibration_path("micro"))
+    assert identified(spec()).calibration == own.calibration
+    assert "does not say what text" in caplog.text
+
+
+@pytest.mark.usefixtures("home")
+def test_the_calibration_of_another_model_is_refused():
+    made = identified(spec()).built_method.calibration
+    replace(made, meta={**made.meta, "model_sha": "0" * 64}).save(calibration_path("micro"))
+    with pytest.raises(PrerequisiteError, match="of another model"):
+        identified(spec())
+
+
+@pytest.mark.usefixtures("home")
+def test_a_recorded_calibration_that_is_gone_is_named():
+    with pytest.raises(PrerequisiteError, match=r"calibration of model micro \(abcabcabcabc\)"):
+        identified(replace(spec(), calibration="abc" * 20 + "abcd"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(home):
+    (home / "calibration").write_text("a file where the folder should be")
+    with pytest.raises(PrerequisiteError, match="set KVBENCH_HOME"):
+        identified(spec())
 
 
 def test_a_broken_file_is_one_line(tmp_path):
     broken = tmp_path / "x.safetensors"
     broken.write_bytes(b"nothing")
-    with pytest.raises(PrerequisiteError, match="make it with: kvbench calibrate"):
+    with pytest.raises(PrerequisiteError, match="make it again with kvbench calibrate"):
         Calibration.load(broken)
 
 
+@pytest.mark.usefixtures("home")
 def test_other_methods_are_left_alone():
     method = make_method("snapkv", 256)
-    assert calibrated(method, "micro", "float32", "cpu") is method
+    assert calibrated(method, "micro", "cpu") is method
+    plain = spec(method="snapkv", calibration="0" * 64)
+    assert "calibration" not in plain.document()
+    assert identified(plain) is plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Container
@@ -128,25 +129,34 @@ def test_the_core_never_imports_heavy_dependencies() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_packages_and_data(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    files = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.split()
+def test_what_is_published_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """Build as `.ci/package` does: the source distribution, and from it the wheel."""
+    pytest.importorskip("build", reason="the package build is missing; pip install -e '.[dev]'")
+    command = ("git", "ls-files")
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    files = set(listed.stdout.split())
     if not files:
         pytest.skip("not a git checkout: the list of files to package is unknown")
+    source = tmp_path / "source"
     for name in files:
-        if name.startswith("agentbench_kv/") or name in {"pyproject.toml", "README.md", "LICENSE"}:
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path)]
-    subprocess.run([*command, str(source)], check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    held = set(zipfile.ZipFile(wheel).namelist())
-    missing = {name for name in files if name.startswith("agentbench_kv/") and name not in held}
-    assert not missing
-    assert not {name for name in held if name.startswith("tests/")}
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    (source / "runs").mkdir()
+    (source / "runs/run.json").write_text("{}")
+    build = [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    package = {name for name in files if name.startswith("agentbench_kv/")}
+    assert any(name.endswith(".cu") for name in package)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == package
+    with tarfile.open(sdist) as archive:
+        members = [each.name for each in archive.getmembers() if each.isfile()]
+    held = {name.partition("/")[2] for name in members if ".egg-info/" not in name}
+    beside = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert held == package | beside
 
 
 def test_no_two_classes_have_one_name() -> None:

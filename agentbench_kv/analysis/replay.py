@@ -101,7 +101,7 @@ def ready(method: Method, capture: Capture, now: int) -> Method:
     if capture.calibration is None:
         raise UsageError(
             f"{method.label} needs the model's statistics: the capture has no arrays q_mean_real, "
-            "q_mean_imag, q_abs_mean and inv_freq"
+            "q_mean_imag, q_abs_mean and inv_freq; kvbench capture adds what kvbench calibrate made"
         )
     return method.with_calibration(capture.calibration)
 

@@ -54,11 +54,12 @@ def ablate(
     from agentbench_kv.results.terminal import console
     from agentbench_kv.run.ablation import ablate as run_arms
     from agentbench_kv.run.ablation import variants
+    from agentbench_kv.run.calibration import identified
 
     chosen = {key: value.split(",") for key, value in opt.parse_settings(axes).items()}
     arms = variants(opt.base_spec(shared, **base), opt.parse_settings(pairs), chosen or None)
     if dry_run:
-        show_plan([arm.spec for arm in arms], out, as_json)
+        show_plan([identified(arm.spec, make=False) for arm in arms], out, as_json)
         return
     with interruptible(), run_progress(quiet) as progress:
         compared = run_arms(arms, out, progress, metric)

@@ -174,11 +174,12 @@ def evidence(
     evicted ones over the places there were (1 is the last token kept).
     """
     from agentbench_kv.results.store import RunStore
+    from agentbench_kv.run.calibration import recorded
     from agentbench_kv.run.observe import audit_session, by_outcome
     from agentbench_kv.run.spec import RunSpec
 
     info = RunStore(runs).find(run_name).info
-    spec = RunSpec(**info.spec)
+    spec = recorded(RunSpec(**info.spec))
     there_are = (info.expected_trials or limit * spec.trials) // spec.trials
     names = samples or tuple(str(number) for number in range(min(limit, there_are)))
     audits = []

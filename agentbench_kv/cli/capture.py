@@ -127,27 +127,47 @@ def select(
 
 @click.command()
 @opt.option("--model", "Name or folder.", default="micro")
-@opt.option(
-    "--text", "Plain text, UTF-8; the micro task's text if not given.", opt.FILE, envvar=None
-)
+@opt.local("--text", "Plain text, UTF-8, for every run of the model.", opt.FILE)
+@opt.local("--task", "A micro task, for its own runs: on sessions that are none of its samples.")
 @opt.dtype_option
 @opt.device_option
 @opt.json_option
-def calibrate(model: str, text: Path | None, dtype: str, device: str, as_json: bool) -> None:
-    """Measure MODEL's queries on TEXT and keep the result for every run of triattention."""
-    from agentbench_kv.engines.embedded.model import load_model
-    from agentbench_kv.methods.calibration import Calibration
-    from agentbench_kv.run.calibration import MICRO_SOURCE, make_calibration, micro_texts
+def calibrate(
+    model: str, text: Path | None, task: str | None, dtype: str, device: str, as_json: bool
+) -> None:
+    """Measure MODEL's queries on a text and keep the result for runs of triattention.
 
-    texts, source = micro_texts(), MICRO_SOURCE
-    if text is not None:
-        try:
-            texts, source = [text.read_text("utf-8")], text.name
-        except (OSError, UnicodeDecodeError) as error:
-            raise PrerequisiteError(f"cannot read {text} as UTF-8 text: {error}") from None
-    path = make_calibration(load_model(model, dtype, device), texts, source)
-    meta = Calibration.load(path).meta
+    Say which: --text or --task. A run's id depends on its calibration.
+    """
+    from agentbench_kv.engines.embedded.model import load_model
+    from agentbench_kv.registry import load_task
+    from agentbench_kv.run.calibration import (
+        calibrate_on_task,
+        calibration_path,
+        make_calibration,
+    )
+
+    if (text is None) == (task is None):
+        raise UsageError("say what to calibrate on: --text FILE, or --task micro/recall-5k")
+    if task is not None:
+        load_task(task)
+        made = calibrate_on_task(model, task, dtype, device)
+        path = calibration_path(model, task, dtype)
+    elif text is not None:
+        path = calibration_path(model)
+        content = _read_text(text)
+        made = make_calibration(load_model(model, dtype, device), [content], text.name, path)
+    found = {"path": str(path), "sha256": made.sha256, **made.meta}
     if as_json:
-        opt.print_json({"path": str(path), **meta})
+        opt.print_json(found)
         return
-    click.echo(f"calibrated {model} on {meta['tokens']} tokens of {source}: {path}")
+    click.echo(
+        f"calibrated {model} on {made.meta['tokens']} tokens of {made.meta['source']}: {path}"
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrerequisiteError(f"cannot read {path} as UTF-8 text: {error}") from None

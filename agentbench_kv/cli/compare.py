@@ -322,6 +322,7 @@ def _gaps(runs: Sequence[Run], found: Consistency) -> dict[int, tuple[float | No
 
 def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, str]:
     from agentbench_kv.conformance.engines.comparison import decision_gap
+    from agentbench_kv.run.calibration import recorded
     from agentbench_kv.run.spec import RunSpec
 
     if difference.trial or difference.turn is None or difference.index is None:
@@ -330,6 +331,6 @@ def _gap(spec: dict[str, Any], difference: Difference) -> tuple[float | None, st
     run = RunSpec(**{name: spec[name] for name in names & spec.keys()})
     place = (difference.sample, difference.turn, difference.index)
     try:
-        return decision_gap(run, *place, difference.tokens), ""
+        return decision_gap(recorded(run), *place, difference.tokens), ""
     except KVBenchError as error:
         return None, str(error)

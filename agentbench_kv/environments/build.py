@@ -44,9 +44,12 @@ def wheel_of(wanted: BuiltWheel, python: Path, run: Run, report: Report) -> Path
     report(f"building {wanted.requirement}, once: about {wanted.minutes} minutes on two cores")
     folder.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-I", "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check"]
-    source = ["--no-deps", "--no-binary", wanted.distribution]
+    # The build backend is in the lock.
+    source = ["--no-deps", "--no-build-isolation", "--no-binary", wanted.distribution]
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
-        run([*pip, *source, "--wheel-dir", place, wanted.requirement], wanted.settings)
+        pin = Path(place) / "pin.txt"
+        pin.write_text(f"{wanted.requirement} --hash=sha256:{wanted.sha256}\n", encoding="utf-8")
+        run([*pip, *source, *_HASHED, "--wheel-dir", place, "-r", str(pin)], wanted.settings)
         (made,) = Path(place).glob("*.whl")
         return made.rename(folder / made.name)
 
@@ -139,6 +142,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 _PIP = ("-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
 _NO_DEPS = ("--no-deps",)
+_HASHED = ("--require-hashes",)
 _WHEELS_ONLY = ("--only-binary", ":all:")
 
 # The build backend is in the lock.
@@ -179,8 +183,7 @@ def build(profile: Profile, folder: Path, python: Path, report: Report, exported
         report(f"creating {folder}")
         run((str(python), "-m", "venv", str(folder)))
     report(f"installing {profile.lock.name} (log: {log})")
-    no_deps = () if profile.resolves else _NO_DEPS
-    run((str(own), *_PIP, *no_deps, *_WHEELS_ONLY, "-r", str(profile.lock)))
+    run((str(own), *_PIP, *_NO_DEPS, *_HASHED, *_WHEELS_ONLY, "-r", str(profile.lock)))
     if exported:
         report(f"installing {profile.name} from {exported}")
         run((str(own), *_PIP, *_NO_DEPS, *_FROM_FOLDER, str(_exported(folder))))

@@ -24,6 +24,7 @@ class BuiltWheel:
 
     distribution: str
     version: str
+    sha256: str  # of the source distribution
     settings: Mapping[str, str] = field(default_factory=dict)  # environment variables of the build
     tools: tuple[str, ...] = ()  # programs the build needs
     minutes: int = 1  # about how long it takes on two cores, for the person who waits
@@ -58,6 +59,7 @@ class Repository:
     environment: str = ""  # profile that installs it; named as the distribution if not given
     files: tuple[str, ...] = ("pyproject.toml", "README.md", "LICENSE")
     folder: str = "src"
+    sha256: str = ""  # of what is exported (`content_sha256`); unchecked if empty
 
     def create_command(self) -> str:
         return f"kvbench env create {self.environment or self.distribution} --from {self.url}"
@@ -82,7 +84,22 @@ def export(source: Repository, given: str | None, target: Path) -> str:
     else:
         about = _from_directory(source, place, target)
     _check_project(source, target, str(given))
+    found = content_sha256(target)
+    if source.sha256 and found != source.sha256:
+        raise PrerequisiteError(
+            f"--from {given}: its files are not those of {source.distribution} {source.tag} "
+            f"(hash {found[:12]}, expected {source.sha256[:12]}); use: {source.create_command()}"
+        )
     return about
+
+
+def content_sha256(folder: Path) -> str:
+    """Hash the names and contents of all files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _place(source: Repository, given: str | None) -> Path | str:
@@ -129,7 +146,8 @@ def _from_directory(source: Repository, directory: Path, target: Path) -> str:
         if (directory / name).is_file():
             shutil.copyfile(directory / name, target / name)
     if (directory / source.folder).is_dir():
-        shutil.copytree(directory / source.folder, target / source.folder)
+        made = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(directory / source.folder, target / source.folder, ignore=made)
     return f"directory, version {source.version}"
 
 
@@ -212,7 +230,9 @@ import safetensors
 """
 
 LLAMACPP_PROBE = """
+import sys, types
 import torch, numpy, transformers, gguf, safetensors
+sys.modules["diskcache"] = types.ModuleType("diskcache")  # see engines/llamacpp/server/library.py
 import llama_cpp
 if llama_cpp.__version__ != "0.3.36":
     raise SystemExit(f"expected llama-cpp-python 0.3.36, found {llama_cpp.__version__}")
@@ -222,6 +242,7 @@ llama_cpp.llama_backend_init()
 LLAMACPP = BuiltWheel(
     distribution="llama-cpp-python",
     version="0.3.36",
+    sha256="832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
     settings={
         "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF",
         "CMAKE_BUILD_PARALLEL_LEVEL": "2",
@@ -249,6 +270,7 @@ TAU2 = Repository(
     tag="v0.2.0",
     commit="f8de30c298689cbe0117d76a378e7315a17e5bd8",
     namesake="the tau2 on PyPI is an unrelated project about magnetic relaxation",
+    sha256="983cfce313f9ddf1258fd2e66bdf251a62341d979f5ff4bf449500637c9eb002",
 )
 
 TAU2_V1 = replace(
@@ -258,6 +280,7 @@ TAU2_V1 = replace(
     tag="v1.0.1",
     commit="fc0055dc4e0a316c3f83133267fbd6faaa770992",
     environment="tau2-v1",
+    sha256="f34fc4f7baaf85a9049d8914988982ecb8da4fbca6179e607de709608918fabd",
 )
 
 
@@ -267,14 +290,13 @@ class Profile:
 
     name: str
     summary: str
-    lock: Path  # requirements file: exact pins of everything, installed without resolution
+    lock: Path  # requirements file: pins and hashes of everything, installed without resolution
     oldest: tuple[int, int]  # Python versions for which every pin has a wheel
     newest: tuple[int, int]
     disk_mb: int  # free space needed to build it
     probe: str  # Python source that fails unless the environment does its job
     source: Repository | None = None  # installed besides the lock, from a repository the user names
     built: BuiltWheel | None = None  # installed besides the lock, built from its source
-    resolves: bool = False  # the lock names the top only, and pip resolves what that needs
 
     def lock_sha256(self) -> str:
         """Hash the pins, so that a changed lock gets a new folder."""
@@ -317,9 +339,9 @@ def _tau2_probe(source: Repository, installed: str) -> str:
 
 _ALL = (
     _profile("bfcl", (11, 12), 500, BFCL_PROBE),
-    _profile("llamacpp", (11, 12), 2500, LLAMACPP_PROBE, built=LLAMACPP),
+    _profile("llamacpp", (11, 11), 2500, LLAMACPP_PROBE, built=LLAMACPP),
     _profile("vllm", (11, 11), 3500, VLLM_PROBE),
-    _profile("vllm-cuda", (11, 13), 15000, VLLM_PROBE, resolves=True),
+    _profile("vllm-cuda", (11, 13), 15000, VLLM_PROBE),
     _profile("sglang", (11, 11), 3500, SGLANG_PROBE),
     # As pip normalises the version.
     _profile("tau2", (11, 12), 1200, _tau2_probe(TAU2, "0.2.1.dev0"), source=TAU2),

@@ -39,6 +39,7 @@ _STAGES: Sequence[Sequence[Callable[[RunEvidence], Checks]]] = (
         identity.check_spec,
         identity.check_provenance,
         identity.check_model,
+        identity.check_calibration,
         consistency.check_count,
         consistency.check_seeds,
         consistency.check_attempts,

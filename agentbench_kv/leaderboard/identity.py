@@ -5,6 +5,7 @@ The task is this machine's own. Nothing that a submission names is opened or ask
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,16 @@ from typing import Any
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
-from agentbench_kv.leaderboard.evidence import Checks, Fault, Note, RunEvidence, Stop, expect, place
+from agentbench_kv.leaderboard.evidence import (
+    Checks,
+    Fault,
+    Note,
+    RunEvidence,
+    Stop,
+    expect,
+    place,
+    shown,
+)
 from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
 from agentbench_kv.registry import load_task, names
 from agentbench_kv.results.store import RunStatus, prefix_parts, run_id
@@ -31,6 +41,7 @@ _TEXTS = ("kvbench", "python", "engine", "model_sha", "device", "dtype", "determ
 # A share grows until it is above what is always kept: one step for each token.
 _MOST_KEPT = 1 << 20
 _SCRIPTED = "scripted"  # the engine without a model
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def check_name(evidence: RunEvidence) -> Checks:
@@ -64,7 +75,7 @@ def check_spec(evidence: RunEvidence) -> Checks:
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             text = f"is {interval!r}, expected an integer >= 1"
             yield Fault("run.json: spec.params.interval", text)
-        known = {"method": "full", "budget": None, "params": {}}
+        known = {"method": "full", "budget": None, "params": {}, "calibration": ""}
     try:
         if unfit(spec):  # what its settings name is not even looked for
             known["task_params"] = {}
@@ -101,6 +112,32 @@ def check_provenance(evidence: RunEvidence) -> Checks:
             expected["dtype"] = spec.dtype
     for name, value in expected.items():
         yield from expect(f"run.json: provenance.{name}", found.get(name), value)
+
+
+def check_calibration(evidence: RunEvidence) -> Checks:
+    """Check that spec and provenance name the statistics a method scores with, and the same."""
+    spec, used = evidence.spec, evidence.info.provenance.get("calibration")
+    try:
+        needed = spec.built_method.needs_calibration
+    except KVBenchError:  # a plug-in that is not here
+        needed = bool(spec.calibration)
+    if not needed:
+        if used is not None:
+            yield Fault("run.json: provenance.calibration", f"is of no use to {spec.method}")
+        return
+    if not _HASH.fullmatch(spec.calibration):
+        yield Fault("run.json: spec.calibration", "is missing: the figures depend on it")
+    if not isinstance(used, dict):
+        yield Fault("run.json: provenance.calibration", "is missing")
+        return
+    said = evidence.info.provenance.get("model_sha")
+    expected = {"sha256": spec.calibration, "model_sha": said}
+    for name, value in expected.items():
+        yield from expect(f"run.json: provenance.calibration.{name}", used.get(name), value)
+    for name in ("source", "text_sha256", "tokens"):
+        if not isinstance(used.get(name), str) or not used[name]:
+            yield Fault(f"run.json: provenance.calibration.{name}", "is missing")
+    yield Note(f"calibrated on {shown(used.get('source'))}, as its submitter says")
 
 
 def check_model(evidence: RunEvidence) -> Checks:

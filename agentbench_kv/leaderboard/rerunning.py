@@ -19,6 +19,7 @@ from agentbench_kv.leaderboard.submitting import write_stored
 from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
+from agentbench_kv.run.calibration import recorded
 from agentbench_kv.run.provenance import hardware
 from agentbench_kv.run.runner import trial_setup
 from agentbench_kv.run.spec import RunSpec
@@ -88,7 +89,7 @@ def _runnable(evidence: RunEvidence, model: Path | None) -> RunSpec:
             "name its folder with --model"
         )
     own = spec.engine == "scripted" or folder != model
-    return spec if own else replace(spec, model=str(folder))
+    return recorded(spec if own else replace(spec, model=str(folder)))
 
 
 class _Compared(NamedTuple):  # a trial played again

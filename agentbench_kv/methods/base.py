@@ -246,7 +246,10 @@ class Method:
         return self.keep_recent
 
     def with_calibration(self, calibration: Calibration) -> Self:  # noqa: ARG002
-        """Return the method with a model's statistics; itself if it needs none."""
+        """Return the method with a model's statistics in a field `calibration`.
+
+        Itself if it needs none.
+        """
         return self
 
     @property

@@ -6,6 +6,8 @@ position p turns it by p · inverse_frequency[f] (Su et al., RoFormer).
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -27,7 +29,16 @@ class Calibration:
     abs_mean: Tensor  # E[|z|], [layers, q_heads, d / 2], float32
     frequencies: Tensor  # RoPE's inverse frequencies, [d / 2], float32
     scale: float = 1.0  # RoPE's attention factor, by which queries and keys are multiplied
-    meta: dict[str, str] = field(default_factory=dict)  # model hash, text, tokens
+    meta: dict[str, str] = field(default_factory=dict)  # model hash, text and its hash, tokens
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the numbers, and so of what a method makes of them; `meta` does not count."""
+        parts = (self.mean.real, self.mean.imag, self.abs_mean, self.frequencies)
+        digest = hashlib.sha256(repr((tuple(self.mean.shape), self.scale)).encode())
+        for part in parts:
+            digest.update(part.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +48,7 @@ class Calibration:
             "q_abs_mean": self.abs_mean.contiguous(),
             "inv_freq": self.frequencies.contiguous(),
         }
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}.partial")  # others may be making it too
         save_file(tensors, partial, metadata={**self.meta, "scale": repr(self.scale)})
         partial.chmod(0o644)
         partial.replace(path)
@@ -57,7 +68,8 @@ class Calibration:
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise PrerequisiteError(
-                f"cannot read the calibration {path}: {reason}; make it with: kvbench calibrate"
+                f"cannot read the calibration {path}: {reason}; "
+                "make it again with kvbench calibrate"
             ) from None
 
     def to(self, device: torch.device) -> Calibration:

@@ -74,7 +74,7 @@ class TriAttention(Method):
         """Score every key under every query head, normalise, take the group's maximum."""
         if self.calibration is None:
             raise PrerequisiteError(
-                "triattention has no calibration for this model; make one with: kvbench calibrate"
+                "triattention has no calibration for this model; make one with kvbench calibrate"
             )
         # In float64, so that equal keys get equal scores however a matrix product is split up.
         raw = self._raw(self.calibration, keys.double(), context)

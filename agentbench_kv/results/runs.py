@@ -392,6 +392,8 @@ def _variant(run: Run, others: Sequence[dict[str, Any]]) -> str:
 def _fixed(run: Run) -> dict[str, Any]:
     spec = dict(run.spec)
     params = spec.pop("params", None)
+    # Runs of 0.1 do not say what they were calibrated on, so they are no repeats of those that do.
+    spec["calibration"] = str(spec.get("calibration") or "unknown")[:12]
     flat = {name: value for name, value in spec.items() if name not in _FREE}
     changed = params if isinstance(params, dict) and run.label == run.method else {}
     return flat | {f"params.{name}": value for name, value in changed.items()}

@@ -388,6 +388,9 @@ def _notes(info: RunInfo, lines: Lines[TrialRecord]) -> list[str]:
     notes += [f"samples.jsonl line {odd.line}: {odd.reason}" for odd in lines.unreadable[:5]]
     if lines.torn:
         notes.append("samples.jsonl: the torn last line was dropped; resuming runs its trial again")
+    used = info.provenance.get("calibration")
+    if isinstance(used, dict):
+        notes.append(f"calibrated on {used.get('tokens')} tokens of {used.get('source')}")
     if info.error is not None:
         notes.append(f"the run failed: {info.error}")
     return notes

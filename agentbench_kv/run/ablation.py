@@ -14,6 +14,7 @@ from agentbench_kv.registry import load_method
 from agentbench_kv.results.runs import RunGroup, asked_once, load_run
 from agentbench_kv.results.stats import Change, Interval, change, holm, level
 from agentbench_kv.results.store import RunStore
+from agentbench_kv.run.calibration import identified
 from agentbench_kv.run.runner import Progress, run_all
 from agentbench_kv.run.spec import RunSpec, resolve
 
@@ -88,6 +89,7 @@ def ablate(
     arms: Sequence[Variant], out: Path, progress: Progress, metric: str = "score"
 ) -> list[Variant]:
     """Run what is missing and compare every variant with the first; `metric` may be a sub-score."""
+    arms = [replace(arm, spec=identified(arm.spec)) for arm in arms]
     if lost := sum(summary.lost for summary in run_all([arm.spec for arm in arms], out, progress)):
         raise PrerequisiteError(
             f"{lost} trials were lost to engine or infrastructure (kvbench show RUN says to what), "

@@ -18,16 +18,18 @@ from agentbench_kv.adapters.base import Fact, Sample, Task
 from agentbench_kv.analysis.audit import TokenAudit, audit
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.traces import ScoredEvent, Trace
+from agentbench_kv.budget import Budget
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, model_path
 from agentbench_kv.engines.embedded.observer import EventLog, Observer, QkvRecorder
-from agentbench_kv.errors import UsageError, unknown_name
+from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Selection
+from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
-from agentbench_kv.registry import load_task, make_method
+from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.run.calibration import calibrated
+from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.runner import trial_setup
-from agentbench_kv.run.spec import RunSpec
+from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import Attempt, play_session
 
 BYTES = {torch.float16: 2, torch.float32: 4}
@@ -83,7 +85,8 @@ def capture_session(
 ) -> Capture:
     """Record queries, keys and values of a whole session, as float16 or float32.
 
-    Without `layers` and `heads` (KV heads), of all.
+    Without `layers` and `heads` (KV heads), of all. It holds the calibration that a run of the task
+    would score with; none if only the user can give the text for it.
     """
     model = load_model(spec.model, spec.dtype, spec.device)
     layers = _checked("layer", layers, model.shape.layers)
@@ -92,8 +95,11 @@ def capture_session(
     watched = watch(spec, sample, recorder)
     _refuse_broken(watched)
     q, k, v = recorder.arrays()
-    method = calibrated(make_method("triattention", 1 << 20), spec.model, spec.dtype, spec.device)
-    statistics = getattr(method, "calibration")  # noqa: B009
+    asked = replace(spec, method="triattention", budget=Budget(tokens=1 << 20), params={})
+    try:
+        method = identified(resolve(asked, {})).built_method
+    except PrerequisiteError:
+        method = spec.built_method
     group = model.shape.q_heads // model.shape.kv_heads
     chosen = [head * group + i for head in heads for i in range(group)]
     return Capture(
@@ -106,14 +112,17 @@ def capture_session(
         phases=torch.tensor(recorder.phases),
         tokens=torch.tensor(recorder.tokens),
         decoded=torch.tensor(recorder.decoded),
-        calibration=replace(
-            statistics,
-            mean=statistics.mean[layers][:, chosen].cpu(),
-            abs_mean=statistics.abs_mean[layers][:, chosen].cpu(),
-            frequencies=statistics.frequencies.cpu(),
-        ),
-        meta=_meta(spec, watched) | {"layers": layers, "kv_heads": heads},
+        calibration=_part(getattr(method, "calibration", None), layers, chosen),
+        meta=_meta(spec, watched)
+        | {"layers": layers, "kv_heads": heads, **calibration_used(method)},
     )
+
+
+def _part(whole: Calibration | None, layers: list[int], heads: list[int]) -> Calibration | None:
+    if whole is None:
+        return None
+    mean, abs_mean = (each[layers][:, heads].cpu() for each in (whole.mean, whole.abs_mean))
+    return replace(whole, mean=mean, abs_mean=abs_mean, frequencies=whole.frequencies.cpu())
 
 
 def trace_session(spec: RunSpec, sample: str) -> tuple[Trace, EventLog, Watched]:

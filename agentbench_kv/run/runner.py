@@ -26,7 +26,7 @@ from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
-from agentbench_kv.run.calibration import calibrated, calibration_used
+from agentbench_kv.run.calibration import calibrated, calibration_used, identified
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec, check_arguments
 from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
@@ -49,9 +49,7 @@ def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Eng
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
     extra = {} if observer is None else {"recorder": observer}
-    options = replace(
-        options, method=calibrated(method, options.model, options.dtype, options.device)
-    )
+    options = replace(options, method=calibrated(method, options.model, options.device))
     if isinstance(method, SpanMethod):
         below: Engine = cls.create(replace(options, method=method.below()), **extra)
         return BlockEngine(below, method)
@@ -87,6 +85,7 @@ def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Sum
 
 def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
     """Run what is missing of one spec and summarize it."""
+    spec = identified(spec)
     task = load_task(spec.task).create(spec.task_params)
     try:
         samples = task.samples(spec.limit, spec.seed)
@@ -132,6 +131,7 @@ def trial_setup(
     spec: RunSpec, task: Task, samples: Sequence[Sample], observer: Any = None
 ) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server."""
+    spec = identified(spec)
     options = EngineOptions(
         spec.model,
         spec.built_method,
@@ -182,7 +182,7 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             "concurrency": setup.spec.concurrency,
             "task": setup.task.provenance(),
             "changed_settings": _changed_settings(setup.spec),
-            **calibration_used(setup.spec.built_method, info.model_sha),
+            **calibration_used(setup.spec.built_method),
             **setup.gateway.provenance(),
         }
     )

@@ -47,6 +47,7 @@ class RunSpec:
     engine_args: dict[str, str] = field(default_factory=dict)  # for a serving engine's command line
     tool_syntax: str = ""  # how the model writes calls, where it is not what its template shows
     allow_untested: bool = False  # another version of a serving engine than the tested one
+    calibration: str = ""  # hash of the statistics the method scores with; see `run.calibration`
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -65,7 +66,7 @@ class RunSpec:
         """
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain["budget"] = None if self.budget is None else self.budget.spelled
-        rare = ("task_params", "engine_args", "tool_syntax", "allow_untested")
+        rare = ("task_params", "engine_args", "tool_syntax", "allow_untested", "calibration")
         return {name: value for name, value in plain.items() if value or name not in rare}
 
     @cached_property
@@ -110,6 +111,7 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
         budget=spec.budget if method.compresses else None,
         params=method.settings(),
         task_params=task.create({**spec.task_params, **own}).settings(),
+        calibration=spec.calibration if method.needs_calibration else "",
     )
     vars(resolved)["built_method"] = method  # a run builds its method once
     return resolved

@@ -25,6 +25,7 @@ from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
 from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
+from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.runner import check_pair, start_engine
 from agentbench_kv.serving_bench import jobs
@@ -231,11 +232,14 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
     if arm.url:
         yield _reached(arm.url, plan.wire)
         return
+    device = plan.device or "auto"
+    plain = make_method(arm.method or "full", arm.budget, arm.settings)
+    method = calibrated(plain, plan.model, device)
     with ExitStack() as stack:
         options = EngineOptions(
             plan.model,
-            make_method(arm.method or "full", arm.budget, arm.settings),
-            device=plan.device or "auto",
+            method,
+            device=device,
             dtype=plan.dtype or "float32",
             concurrency=at_once,
             load_format="dummy" if plan.weights == "dummy" else "auto",
@@ -252,6 +256,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
         stack.enter_context(server)
         about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
+        about |= calibration_used(method)
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)
         yield RunningServer(target, vocabulary, info.context_limit, {**about, **info.details})
 

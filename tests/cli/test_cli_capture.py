@@ -50,6 +50,36 @@ def test_calibrate_takes_a_text(kvbench, tmp_path):
     assert "cannot read no.txt" in missing.stderr
 
 
+def test_calibrate_asks_which_text(kvbench, tmp_path):
+    for given in ((), ("--text", "t.txt", "--task", "micro/recall-1k")):
+        asked = kvbench("calibrate", *given, KVBENCH_HOME=str(tmp_path))
+        assert asked.returncode == 2
+        assert "--text FILE, or --task micro/recall-5k" in asked.stderr
+    foreign = kvbench("calibrate", "--task", "locomo/qa", KVBENCH_HOME=str(tmp_path))
+    assert foreign.returncode == 2
+    assert "kvbench calibrate --model micro --text FILE" in foreign.stderr
+
+
+@pytest.mark.slow
+def test_a_run_names_its_calibration_and_another_text_is_another_run(kvbench, tmp_path):
+    home = {"KVBENCH_HOME": str(tmp_path / "home")}
+    command = ("run", "--method", "triattention", "--budget", "256", "--limit", "1", "--quiet")
+    task = ("--task", "micro/recall-1k", "--json")
+    refused = kvbench(*command, *task, "--dry-run", **home)
+    assert refused.returncode == 2
+    assert "kvbench calibrate --model micro --task micro/recall-1k" in refused.stderr
+    first = kvbench(*command, *task, **home)
+    assert first.returncode == 0
+    (planned,) = json.loads(kvbench(*command, *task, "--dry-run", **home).stdout)
+    (made,) = json.loads(first.stdout)
+    assert made["run_id"] == planned["run_id"]
+    (tmp_path / "t.txt").write_text("some words, and more words.\n" * 80)
+    found = json.loads(kvbench("calibrate", "--text", "t.txt", "--json", **home).stdout)
+    (planned,) = json.loads(kvbench(*command, *task, "--dry-run", **home).stdout)
+    assert planned["run_id"] != made["run_id"]
+    assert planned["spec"]["calibration"] == found["sha256"]
+
+
 def test_ablate_and_evidence(kvbench):
     command = (
         "ablate", "--budget", "256", "--task", "micro/recall-1k", "--limit", "2",

@@ -1,7 +1,9 @@
 """Creating, checking and removing environments, with a lock of one tiny wheel."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -36,7 +38,11 @@ def make_wheel(folder, code="VALUE = 1\n"):
 
 def make_profile(folder, lock_text=None, **changes):
     lock = folder / "tiny.txt"
-    lock.write_text(lock_text or f"{make_wheel(folder)}\n")
+    if lock_text is None:
+        wheel = make_wheel(folder)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lock_text = f"{wheel} --hash=sha256:{digest}\n"
+    lock.write_text(lock_text)
     fields = {
         "name": "tiny", "summary": "a test", "lock": lock, "oldest": HERE, "newest": HERE,
         "disk_mb": 1, "probe": "import tinything; assert tinything.VALUE == 1",
@@ -97,6 +103,18 @@ def test_life_of_an_environment(tiny):
     assert environments.remove("tiny") == [folder]
     assert environments.check("tiny").state == "missing"
     assert environments.remove("tiny") == []
+
+
+def test_a_package_of_another_hash_is_not_installed(tiny, tmp_path):
+    profile = tiny()
+    make_wheel(tmp_path, code="VALUE = 1  # and more\n")
+    with pytest.raises(PrerequisiteError, match="DO NOT MATCH THE HASHES"):
+        environments.create("tiny")
+    assert environments.check("tiny").state != "ready"
+    assert not list(locations.folder_of(profile).rglob("tinything.py"))
+    tiny(lock_text=f"{make_wheel(tmp_path)}\n")
+    with pytest.raises(PrerequisiteError, match="Hashes are required"):
+        environments.create("tiny")
 
 
 @pytest.mark.usefixtures("no_building")
@@ -311,9 +329,12 @@ def test_home_without_variables(monkeypatch, tmp_path):
 def test_every_lock_pins_everything_exactly():
     assert PROFILES
     for profile in PROFILES.values():
-        lines = profile.lock.read_text().splitlines()
-        pins = [line for line in lines if line and not line.startswith("#")]
-        assert pins
-        assert all(pin.count("==") == 1 for pin in pins)
+        text = profile.lock.read_text()
+        assert "://" not in text  # no index, no file
+        pins = re.findall(r"^(?=[^# ])(.+?) \\\n((?:    .+\n)+)", text, re.MULTILINE)
+        assert len(pins) == len(re.findall(r"^[^# ]", text, re.MULTILINE)) > 0
+        for pin, hashes in pins:
+            assert re.fullmatch(r"[\w.-]+==[\w.+]+( ; .+)?", pin), pin
+            assert re.fullmatch(r"(    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", hashes), pin
         compile(profile.probe, profile.name, "exec")
         assert profile.lock.parent == profiles.LOCKS

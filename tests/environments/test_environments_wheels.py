@@ -14,7 +14,7 @@ from agentbench_kv.environments.build import cached_wheel, wheel_of
 from agentbench_kv.environments.profiles import BuiltWheel
 from agentbench_kv.errors import PrerequisiteError
 
-WANTED = BuiltWheel("some-thing", "1.2", {"FLAGS": "-O3"})
+WANTED = BuiltWheel("some-thing", "1.2", "ab" * 32, {"FLAGS": "-O3"})
 NAME = "some_thing-1.2-py3-none-any.whl"
 
 
@@ -34,6 +34,7 @@ class Pip:
         self.calls.append((list(command), dict(settings)))
         if self._fails:
             raise PrerequisiteError("no compiler")
+        self.pins = Path(command[command.index("-r") + 1]).read_text()
         (Path(command[command.index("--wheel-dir") + 1]) / NAME).write_text("wheel")
 
 
@@ -48,7 +49,8 @@ def test_a_wheel_is_built_once(tmp_path: Path) -> None:
     assert first.is_relative_to(tmp_path / "wheels")
     assert build(pip) == first == cached_wheel(WANTED)
     ((command, settings),) = pip.calls
-    assert command[-1] == "some-thing==1.2"
+    assert pip.pins == f"some-thing==1.2 --hash=sha256:{WANTED.sha256}\n"
+    assert {"--require-hashes", "--no-build-isolation"} <= set(command)
     assert command[command.index("--no-binary") + 1] == "some-thing"
     assert settings == {"FLAGS": "-O3"}
     assert not list(first.parent.glob(".build-*"))

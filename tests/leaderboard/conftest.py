@@ -30,8 +30,7 @@ def make_spec(method: str = "full", budget: int | str | None = None, **changes: 
 
 
 def play(spec: RunSpec, root: Path) -> Path:
-    run_one(spec, root, lambda *_: None)
-    return root / spec.id
+    return root / run_one(spec, root, lambda *_: None).run_id
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +45,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "small": make_spec("agentkv", 256, settings={"interval": "64"}, limit=1),
         "gold": make_spec(model="gold", **scripted),
         "twice": make_spec(model="corrupt", trials=2, **scripted),
+        "calibrated": make_spec("triattention", 384, limit=1),
     }
     return {name: play(spec, root) for name, spec in specs.items()}
 

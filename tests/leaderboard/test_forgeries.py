@@ -443,6 +443,50 @@ def test_the_subject_itself_is_honest(forger: Any) -> None:
     assert [run.label for run in verdict.runs] == [Label.RESCORED]
 
 
+def calibration_left_out(f: Any) -> None:
+    f.info(lambda info: info["spec"].pop("calibration"))
+    f.info(lambda info: info["provenance"].pop("calibration"))
+    f.cover(rename=True)
+
+
+def calibration_swapped_in_the_spec(f: Any) -> None:
+    f.info(lambda info: info["spec"].update(calibration="ab" * 32))
+    f.cover(rename=True)
+
+
+def calibration_of_another_model(f: Any) -> None:
+    f.info(lambda info: info["provenance"]["calibration"].update(model_sha="0" * 64))
+
+
+def calibration_of_no_text(f: Any) -> None:
+    f.info(lambda info: info["provenance"]["calibration"].pop("text_sha256"))
+
+
+def calibration_of_a_method_without(f: Any) -> None:
+    f.info(lambda info: info["provenance"].update(calibration={"sha256": "ab" * 32}))
+
+
+@pytest.mark.parametrize(
+    ("subject", "forge", "said"),
+    [
+        ("calibrated", calibration_left_out, "spec.calibration: is missing"),
+        ("calibrated", calibration_swapped_in_the_spec, "provenance.calibration.sha256: is"),
+        ("calibrated", calibration_of_another_model, "provenance.calibration.model_sha: is"),
+        ("calibrated", calibration_of_no_text, "calibration.text_sha256: is missing"),
+        ("rkv", calibration_of_a_method_without, "provenance.calibration: is of no use to rkv"),
+    ],
+    ids=["left out", "swapped", "other model", "no text", "no need"],
+)
+def test_a_calibration_is_part_of_the_run(
+    subject: str, forge: Callable[[Any], None], said: str, submit: Callable[..., Any]
+) -> None:
+    forged = submit(subject)
+    assert not validate(forged.folder).findings
+    forge(forged)
+    findings = [str(each) for each in validate(forged.cover()).findings]
+    assert any(said in line for line in findings), findings
+
+
 def faster_in_every_file(f: Any, _: Any) -> None:
     def scale(row: dict[str, Any], names: tuple[str, ...]) -> None:
         row.update({name: row[name] / 10 for name in names if row[name] is not None})

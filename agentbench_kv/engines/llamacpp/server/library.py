@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError
@@ -124,6 +125,9 @@ def llama() -> Any:
     """Import the binding, quiet but for errors, and check its version."""
     # Without it an assertion of ggml starts a debugger for the backtrace.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    # The binding imports it for a cache of prompts on disk that nobody makes here. Its last release
+    # reads pickles from that folder (CVE-2025-69872), so the environment does not have it.
+    sys.modules.setdefault("diskcache", ModuleType("diskcache"))
     try:
         binding: Any = import_module("llama_cpp")
     except (ImportError, OSError, RuntimeError) as error:
