@@ -1,0 +1,301 @@
+"""Playing one case: a run, its faults, the same command again until it is complete, the check."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from faults_check import Problem, Undisturbed, check_finished, check_records, run_folder
+from faults_plan import KINDS, Case, Fault
+from faults_processes import Attempt, Launcher, describe, end_all, start_time, users_of
+
+PATIENCE_S = 90.0  # for a process that was told to end, or has lost what it needs
+TIDY_S = 15.0  # for processes to be gone after their run
+LONELY = 4  # attempts that may fail without a fault before the case is given up
+STALE_S = 3.0  # after which a stopped writer counts as dead, in cases of taking over
+OWN_LOAD = 0.1  # share of attempts that load PyTorch themselves: faults strike that time, too
+
+
+@dataclass
+class Result:
+    """What a case came to."""
+
+    case: str
+    options: list[str]
+    trials: int
+    attempts: int = 0
+    struck: list[str] = field(default_factory=list)  # kinds, in order
+    missed: int = 0  # faults whose moment never came: the run was complete before
+    ended: list[str] = field(default_factory=list)  # how each attempt ended
+    problems: list[dict[str, str]] = field(default_factory=list)  # with the fault before each
+    seconds: float = 0.0
+
+    @property
+    def extra(self) -> int:
+        """Attempts that no ending fault made necessary."""
+        return self.attempts - 1 - sum(KINDS[kind].ends for kind in self.struck)
+
+
+class Player:
+    """Plays one case in its folder."""
+
+    def __init__(self, case: Case, folder: Path, calm: Undisturbed, seconds: float) -> None:
+        self._case, self._folder, self._calm = case, folder, calm
+        self._calm_s = seconds  # that an undisturbed run takes
+        self._out = folder / "runs"
+        self._rng = random.Random(f"how {case.name} {case.faults}")
+        self._holes = 0
+        self._known: set[Problem] = set()
+        self._family: dict[int, str] = {}
+        self._old: set[Path] = set()  # what earlier attempts left in the temporary folder
+        # Short: sockets of serving engines lie in it.
+        self._scratch = Path(tempfile.mkdtemp(prefix="kvf-"))
+        self._patience = PATIENCE_S + 5 * seconds
+        self.result = Result(case.name, list(case.options), len(calm.trials))
+
+    @property
+    def _run(self) -> Path | None:
+        return run_folder(self._out)
+
+    def play(self, launcher: Launcher) -> Result:
+        """Play until the run is complete, and check it."""
+        began = time.monotonic()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        plan = deque(self._case.faults)
+        most = len(plan) + 1 + LONELY
+        try:
+            while self.result.attempts < most and not self._calm.complete(self._run):
+                self._attempt(launcher, plan)
+            self._finish()
+        finally:
+            end_all(self._family | users_of(self._scratch))
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self.result.missed = len(plan)
+        self.result.seconds = round(time.monotonic() - began, 1)
+        return self.result
+
+    def forget(self) -> None:
+        """Delete the run itself, which a campaign has no use for once it is checked."""
+        shutil.rmtree(self._out, ignore_errors=True)
+
+    def _attempt(self, launcher: Launcher, plan: deque[Fault]) -> None:
+        own = self._rng.random() < OWN_LOAD
+        attempt = self._start(None if own else launcher)
+        struck: list[str] = []
+        clock = _Clock(self._run_bytes(), self._calm_s)
+        while attempt.poll(0.004) is None:
+            if time.monotonic() - attempt.began > self._patience:
+                self._hung(attempt, struck, "went on and on")
+                break
+            if not plan or not clock.due(plan[0], self._run_bytes):
+                continue
+            if (after := self._strike(attempt, plan[0])) is None:
+                continue  # its target is not there yet
+            fault = plan.popleft()
+            struck.append(fault.kind)
+            self.result.struck.append(fault.kind)
+            attempt, clock = after, _Clock(self._run_bytes(), self._calm_s)
+            if KINDS[fault.kind].ends and fault.kind != "takeover":
+                if not attempt.wait(self._patience):
+                    self._hung(attempt, struck, "did not end")
+                if fault.kind == "torn files":
+                    self._holes += tear(self._run, self._rng, fault.how)
+                break
+        self._after(attempt, struck)
+
+    def _start(self, launcher: Launcher | None) -> Attempt:
+        self.result.attempts += 1
+        self._old = set(self._scratch.iterdir())
+        words = ["run", *self._case.options, "--out", str(self._out), "-q", "--json"]
+        log = self._folder / f"attempt{self.result.attempts}.err"
+        hurry = any(fault.kind == "takeover" for fault in self._case.faults)
+        return Attempt.start(launcher, words, log, self._scratch, STALE_S if hurry else None)
+
+    def _run_bytes(self) -> int:
+        """Return how many records there are now."""
+        with contextlib.suppress(OSError):
+            run = self._run
+            return 0 if run is None else (run / "samples.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def _strike(self, attempt: Attempt, fault: Fault) -> Attempt | None:
+        """Let a fault happen; return the attempt that goes on, None if there is nothing to hit."""
+        verb = fault.kind.split()[0]
+        target = attempt.target(KINDS[fault.kind].target, fault.how)
+        if target is None:
+            return None
+        attempt.note_family()
+        if verb in ("kill", "torn"):
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if fault.kind == "kill group" else os.kill)(target, signal.SIGKILL)
+        elif verb == "stop":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target, signal.SIGSTOP)
+                time.sleep(0.1 + fault.how)
+                os.kill(target, signal.SIGCONT)
+        elif verb == "int":
+            attempt.signal(signal.SIGINT)
+            if fault.kind == "int twice" and attempt.poll(fault.how**2 * 2) is None:
+                attempt.signal(signal.SIGINT)
+        elif verb == "term":
+            attempt.signal(signal.SIGTERM)
+        elif verb == "full":
+            sizes = [each.stat().st_size for each in (self._run or Path()).glob("*.jsonl")]
+            attempt.fill_disk(int(min(sizes, default=0) + 2000 * fault.how))
+        else:
+            return self._take_over(attempt)
+        return attempt
+
+    def _take_over(self, first: Attempt) -> Attempt | None:
+        """Stop the writer for so long that another one takes the run; then let it go on."""
+        if self._run is None or not (self._run / "run.json").is_file():
+            return None
+        first.signal(signal.SIGSTOP)
+        time.sleep(STALE_S * 1.2)
+        second = self._start(None)
+        deadline = time.monotonic() + PATIENCE_S / 3
+        while second.poll(0.05) is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads((self._run / "run.json").read_bytes())["pid"] == second.pid:
+                    break
+        first.signal(signal.SIGCONT)
+        if second.poll() is not None:
+            return first  # it was refused
+        if not first.wait(self._patience):
+            self._hung(first, ["takeover"], "went on after another had taken the run over")
+        self._after(first, ["takeover"])
+        return second
+
+    def _hung(self, attempt: Attempt, struck: list[str], detail: str) -> None:
+        self._add(Problem("ended", f"attempt {self.result.attempts}", f"hung: {detail}"), struck)
+        attempt.note_family()
+        attempt.signal(signal.SIGKILL)
+        attempt.wait(PATIENCE_S)
+
+    def _after(self, attempt: Attempt, struck: list[str]) -> None:
+        """Check what an attempt left."""
+        self._family |= attempt.family
+        text = attempt.log.read_text(errors="replace") if attempt.log.exists() else ""
+        last = (text.strip().splitlines() or [""])[-1][:200]
+        self.result.ended.append(f"{'+'.join(struck) or 'nothing'}: {attempt.ended} {last}")
+        where = f"attempt {self.result.attempts}"
+        complete = self._calm.complete(self._run)
+        if "Traceback" in text:
+            self._add(Problem("ended", where, f"a traceback: {last}"), struck)
+        if attempt.ended == 0 and not complete:
+            self._add(Problem("ended", where, "said 0 with trials missing"), struck)
+        if self._run is not None:
+            for problem in check_records(self._run, self._calm):
+                self._add(problem, struck)
+        if not any(KINDS[kind].untidy for kind in struck):
+            self._check_tidy(struck, where)
+
+    def _check_tidy(self, struck: list[str], where: str) -> None:
+        deadline = time.monotonic() + TIDY_S
+        while (left := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            self._add(Problem("left", where, f"process {describe(pid)}"), struck)
+        end_all(left)
+        for path in sorted(set(self._scratch.iterdir()) - self._old):
+            self._add(Problem("left", where, f"{path.name} in the temporary folder"), struck)
+
+    def _alive(self) -> dict[int, str]:
+        family = {pid: began for pid, began in self._family.items() if start_time(pid) == began}
+        return family | users_of(self._scratch)
+
+    def _finish(self) -> None:
+        if self._run is None or not self._calm.complete(self._run):
+            self._add(Problem("lost", "the run", "never complete"), [])
+            return
+        for problem in check_finished(self._run, self._calm, self._holes):
+            self._add(problem, [])
+        self._old |= set(self._scratch.iterdir())
+        self._check_tidy([], "the end")
+
+    def _add(self, problem: Problem, struck: list[str]) -> None:
+        if problem in self._known:
+            return
+        self._known.add(problem)
+        fault = struck[-1] if struck else (self.result.struck or ["nothing"])[-1]
+        self.result.problems.append({"fault": fault, **asdict(problem)})
+
+
+class _Clock:
+    """When the next fault of an attempt is due."""
+
+    def __init__(self, records: int, calm_s: float) -> None:
+        self._began = time.monotonic()
+        self._records = records
+        self._calm_s = calm_s
+        self._since: float | None = None  # when enough records were there
+
+    def due(self, fault: Fault, count: Callable[[], int]) -> bool:
+        now = time.monotonic()
+        if fault.records is None:
+            return now - self._began >= fault.share * self._calm_s
+        if self._since is None and count() >= self._records + fault.records:
+            self._since = now
+        return self._since is not None and now - self._since >= fault.delay
+
+
+def tear(run: Path | None, rng: random.Random, how: float) -> int:
+    """Leave the files of a dead run as a crash of the machine can; return the unreadable lines.
+
+    What was forced to the disk stays. So only the last record of `samples.jsonl` can be damaged,
+    when the machine died before that was done; more of `turns.jsonl` can have been on its way; and
+    of a file that is replaced, the new content can lie in its temporary file.
+    """
+    if run is None:
+        return 0
+    samples, turns = run / "samples.jsonl", run / "turns.jsonl"
+    holes = 0
+    match rng.randrange(6):
+        case 0:
+            _damage_last(samples, lambda line: line[: int(how * len(line))])
+        case 1:
+            cut = 1 + int(how * 100)
+            _damage_last(samples, lambda line: line[:-cut] + bytes(min(cut, len(line))))
+        case 2:
+            # Blocks reach the disk in any order: the end is there, what is before it is not.
+            cut = 1 + int(how * 100)
+            holes = _damage_last(samples, lambda line: bytes(cut) + line[cut:])
+        case 3:
+            lines = turns.read_bytes().splitlines() if turns.exists() else []
+            with turns.open("ab") as file:
+                file.write(lines[-1][: int(how * len(lines[-1]))] if lines else b"")
+        case 4:
+            for path in (samples, turns):
+                if not path.exists():
+                    path.touch()  # made, and nothing written yet
+            (run / "transcripts").mkdir(exist_ok=True)
+        case _:
+            # Written whole or in part, and never renamed.
+            whole = (run / "run.json").read_bytes() if (run / "run.json").exists() else b"{"
+            (run / ".run.json.4194999.1.tmp").write_bytes(whole[: int(how * len(whole))])
+            (run / "transcripts").mkdir(exist_ok=True)
+            (run / "transcripts" / ".x-00000000-t0.json.4194999.1.tmp").write_bytes(b"")
+    return holes
+
+
+def _damage_last(path: Path, damage: Callable[[bytes], bytes]) -> int:
+    """Damage the last line; return whether a whole, unreadable line is there now."""
+    data = path.read_bytes() if path.exists() else b""
+    start = data.rfind(b"\n", 0, len(data) - 1) + 1
+    last = data[start:]
+    if not last:
+        return 0
+    changed = damage(last)
+    path.write_bytes(data[:start] + changed)
+    return int(changed.endswith(b"\n"))
