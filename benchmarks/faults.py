@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import signal
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from faults_case import PATIENCE_S, Player
+from faults_case import PATIENCE_S, Player, Stopped
 from faults_check import Undisturbed, check_finished, run_folder
 from faults_plan import SETUPS, Case, draw_case
 from faults_processes import Attempt, Launcher
@@ -47,6 +48,7 @@ class Campaign:
         self._seed = seed
         self._calm: dict[tuple[str, int], tuple[Undisturbed, float]] = {}
         self._making = threading.Lock()
+        self.stop = threading.Event()  # ends the campaign; the cases in progress are given up
 
     def play(self, cases: Sequence[Case], jobs: int) -> list[Document]:
         """Play the cases that have no result yet; return the results of all."""
@@ -67,9 +69,9 @@ class Campaign:
     def _work(self, todo: queue.SimpleQueue[Case], errors: list[BaseException]) -> None:
         try:
             with Launcher() as launcher:
-                while not errors and not todo.empty():
+                while not errors and not self.stop.is_set():
                     self._play(todo.get_nowait(), launcher)
-        except queue.Empty:
+        except (queue.Empty, Stopped):
             pass
         except BaseException as error:  # noqa: BLE001  the main thread raises it
             errors.append(error)
@@ -78,7 +80,7 @@ class Campaign:
         with self._making:
             calm, seconds = self._undisturbed(case, launcher)
         folder = self._folder(case)
-        player = Player(case, folder, calm, seconds)
+        player = Player(case, folder, calm, seconds, self.stop)
         result = player.play(launcher)
         document = {**asdict(result), "extra": result.extra, "seed": self._seed}
         (folder / "result.json").write_text(json.dumps(document, indent=1))
@@ -240,7 +242,10 @@ def main() -> int:
     given = options.parse_args()
     cases = _chosen(given)
     out = given.out.resolve()
-    return print_report(Campaign(out, given.seed).play(cases, given.jobs), out)
+    campaign = Campaign(out, given.seed)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: campaign.stop.set())
+    return print_report(campaign.play(cases, given.jobs), out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,10 @@ TIDY_S = 15.0  # for processes to be gone after their run
 LONELY = 4  # attempts that may fail without a fault before the case is given up
 STALE_S = 3.0  # after which a stopped writer counts as dead, in cases of taking over
 OWN_LOAD = 0.1  # share of attempts that load PyTorch themselves: faults strike that time, too
+
+
+class Stopped(Exception):  # noqa: N818  nothing went wrong
+    """The campaign was asked to end; the case begins anew next time."""
 
 
 @dataclass
@@ -49,18 +54,26 @@ class Result:
 class Player:
     """Plays one case in its folder."""
 
-    def __init__(self, case: Case, folder: Path, calm: Undisturbed, seconds: float) -> None:
+    def __init__(
+        self,
+        case: Case,
+        folder: Path,
+        calm: Undisturbed,
+        seconds: float,
+        stop: threading.Event | None = None,
+    ) -> None:
         self._case, self._folder, self._calm = case, folder, calm
         self._calm_s = seconds  # that an undisturbed run takes
         self._out = folder / "runs"
         self._rng = random.Random(f"how {case.name} {case.faults}")
         self._holes = 0
-        self._known: set[Problem] = set()
+        self._known: set[tuple[str, str]] = set()
         self._family: dict[int, str] = {}
         self._old: set[Path] = set()  # what earlier attempts left in the temporary folder
         # Short: sockets of serving engines lie in it.
         self._scratch = Path(tempfile.mkdtemp(prefix="kvf-"))
         self._patience = PATIENCE_S + 5 * seconds
+        self._stop = stop
         self.result = Result(case.name, list(case.options), len(calm.trials))
 
     @property
@@ -93,19 +106,25 @@ class Player:
         own = self._rng.random() < OWN_LOAD
         attempt = self._start(None if own else launcher)
         struck: list[str] = []
-        clock = _Clock(self._run_bytes(), self._calm_s)
+        clock = self._clock()
         while attempt.poll(0.004) is None:
+            if self._stop is not None and self._stop.is_set():
+                attempt.note_family()
+                self._family |= attempt.family
+                attempt.signal(signal.SIGKILL)
+                attempt.wait(PATIENCE_S)
+                raise Stopped
             if time.monotonic() - attempt.began > self._patience:
                 self._hung(attempt, struck, "went on and on")
                 break
-            if not plan or not clock.due(plan[0], self._run_bytes):
+            if not plan or not clock.due(plan[0]):
                 continue
             if (after := self._strike(attempt, plan[0])) is None:
                 continue  # its target is not there yet
             fault = plan.popleft()
             struck.append(fault.kind)
             self.result.struck.append(fault.kind)
-            attempt, clock = after, _Clock(self._run_bytes(), self._calm_s)
+            attempt, clock = after, self._clock()
             if KINDS[fault.kind].ends and fault.kind != "takeover":
                 if not attempt.wait(self._patience):
                     self._hung(attempt, struck, "did not end")
@@ -122,8 +141,10 @@ class Player:
         hurry = any(fault.kind == "takeover" for fault in self._case.faults)
         return Attempt.start(launcher, words, log, self._scratch, STALE_S if hurry else None)
 
-    def _run_bytes(self) -> int:
-        """Return how many records there are now."""
+    def _clock(self) -> _Clock:
+        return _Clock(self._count, len(self._calm.trials), self._calm_s)
+
+    def _count(self) -> int:
         with contextlib.suppress(OSError):
             run = self._run
             return 0 if run is None else (run / "samples.jsonl").read_bytes().count(b"\n")
@@ -225,9 +246,11 @@ class Player:
         self._check_tidy([], "the end")
 
     def _add(self, problem: Problem, struck: list[str]) -> None:
-        if problem in self._known:
+        # A false record makes its turns, its transcript and the summary differ, too.
+        same = problem.what, problem.where
+        if same in self._known:
             return
-        self._known.add(problem)
+        self._known.add(same)
         fault = struck[-1] if struck else (self.result.struck or ["nothing"])[-1]
         self.result.problems.append({"fault": fault, **asdict(problem)})
 
@@ -235,18 +258,23 @@ class Player:
 class _Clock:
     """When the next fault of an attempt is due."""
 
-    def __init__(self, records: int, calm_s: float) -> None:
+    def __init__(self, count: Callable[[], int], trials: int, calm_s: float) -> None:
         self._began = time.monotonic()
-        self._records = records
-        self._calm_s = calm_s
-        self._since: float | None = None  # when enough records were there
+        self._count = count  # of records, by now
+        self._records = count()
+        self._missing = max(0, trials - self._records)
+        # A third for loading and starting, whatever is missing.
+        self._seconds = calm_s * (1 + 2 * self._missing / trials) / 3
+        self._since: float | None = None  # when the moment came
 
-    def due(self, fault: Fault, count: Callable[[], int]) -> bool:
+    def due(self, fault: Fault) -> bool:
         now = time.monotonic()
-        if fault.records is None:
-            return now - self._began >= fault.share * self._calm_s
-        if self._since is None and count() >= self._records + fault.records:
-            self._since = now
+        if self._since is None:
+            if fault.by_time:
+                come = now - self._began >= fault.share * self._seconds
+            else:
+                come = self._count() >= self._records + int(fault.share * self._missing)
+            self._since = now if come else None
         return self._since is not None and now - self._since >= fault.delay
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 # Where a field's value may differ between two undisturbed runs; everything else may not.
 VOLATILE = {
-    "samples": {"timing", "attempts"},
+    # Who plays BFCL's memory conversations is chance, see decision 18.
+    "samples": {"timing", "attempts", "prerequisites_played"},
     "turns": {"ttft_ms", "tpot_ms"},
     "summary": {
         "wall_s", "tokens_per_s", "ttft_ms", "tpot_ms", "infra_retries", "user_retries",
         "alien_lines", "notes",
     },
-    # BFCL's memory conversations are told in the trial that happened to play them.
-    "transcripts": {"prerequisites"},
+    "transcripts": {"prerequisites", "seconds", "ttft_ms", "tpot_ms"},
 }  # fmt: skip
 # What a backend's death changes in a trial that went on after it, and says so by `recomputed`.
 AFTER_LOSS = {"recomputed", "prefill_tokens", "longest_prefill", "bytes_read", "kv_bytes_read"}
@@ -211,6 +211,7 @@ def _check_summary(
     free = VOLATILE["summary"] | (AFTER_LOSS if lossy else set())
     for place, before, after in _differences(calm.summary, now, free):
         yield Problem("false", "summary.json", f"{place} is {after!r}, undisturbed {before!r}")
+        return
 
 
 def _leftovers(run: Path) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from typing import Any
 
 
@@ -43,6 +44,7 @@ def become(order: dict[str, Any]) -> None:
         os.dup2(opened, number)
         os.close(opened)
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # which looked at the environment before
     sys.argv = ["kvbench", *order["arguments"]]
     # Whoever started the campaign in the background had Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

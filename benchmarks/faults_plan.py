@@ -70,14 +70,14 @@ class Setup:
 SETUPS: Mapping[str, Setup] = {
     "embedded": Setup(
         (
-            (*_MICRO, *_SMALL, "--limit", "12"),
-            (*_MICRO, *_SMALL, "--limit", "6", "--trials", "2", "--seed", "3"),
-            (*_MICRO, "--method", "streamingllm", "--budget", "128", "--limit", "12"),
+            (*_MICRO, *_SMALL, "--limit", "10"),
+            (*_MICRO, *_SMALL, "--limit", "5", "--trials", "2", "--seed", "3"),
+            (*_MICRO, "--method", "streamingllm", "--budget", "128", "--limit", "10"),
             (*_MICRO, *_SMALL, "--limit", "12", "--temperature", "1", "--seed", "5"),
             (*_MICRO, "--method", "evoke", "--budget", "384", "--limit", "10"),
         ),
         _ANYWHERE | {"takeover": 1},
-        (4, 6),
+        (6, 9),
     ),
     "bfcl": Setup(
         (
@@ -88,36 +88,36 @@ SETUPS: Mapping[str, Setup] = {
             (*_SCRIPTED, "--model", "gold", "--task", "bfcl/memory_kv", "--limit", "18"),
         ),
         _WORKERS,
-        (4, 6),
+        (6, 9),
         "bfcl",
     ),
     "tau2": Setup(
         (
-            (*_SCRIPTED, "--model", "gold", "--task", "tau2/retail", "--limit", "24"),
-            (*_SCRIPTED, "--model", "corrupt", "--task", "tau2/airline", "--limit", "24"),
-            (*_SCRIPTED, "--model", "gold", "--task", "tau2/telecom", "--limit", "12",
+            (*_SCRIPTED, "--model", "gold", "--task", "tau2/retail", "--limit", "18"),
+            (*_SCRIPTED, "--model", "corrupt", "--task", "tau2/airline", "--limit", "18"),
+            (*_SCRIPTED, "--model", "gold", "--task", "tau2/telecom", "--limit", "8",
              "--trials", "2"),
         ),
         _WORKERS,
-        (4, 6),
+        (6, 9),
         "tau2",
     ),
     "vllm": Setup(
         (
-            ("--engine", "vllm", *_MICRO, *_CONSTRAINED, "--limit", "12"),
-            ("--engine", "vllm", *_MICRO, "--method", "full", "--limit", "12"),
+            ("--engine", "vllm", *_MICRO, *_CONSTRAINED, "--limit", "10"),
+            ("--engine", "vllm", *_MICRO, "--method", "full", "--limit", "10"),
         ),
         _SERVERS | {"kill core": 8, "stop core": 3},
-        (4, 6),
+        (6, 9),
         "vllm",
     ),
     "llamacpp": Setup(
         (
-            ("--engine", "llamacpp", *_MICRO, *_CONSTRAINED, "--limit", "12"),
-            ("--engine", "llamacpp", *_MICRO, "--method", "full", "--limit", "12"),
+            ("--engine", "llamacpp", *_MICRO, *_CONSTRAINED, "--limit", "10"),
+            ("--engine", "llamacpp", *_MICRO, "--method", "full", "--limit", "10"),
         ),
         _SERVERS,
-        (4, 6),
+        (6, 9),
         "llamacpp",
     ),
 }  # fmt: skip
@@ -127,14 +127,14 @@ SETUPS: Mapping[str, Setup] = {
 class Fault:
     """One fault of a plan.
 
-    It strikes `delay` seconds after `records` more trials are on record, counted from the start of
-    the attempt or from the fault before; without `records`, at that `share` of the time which an
-    undisturbed run takes. `how` (0 to 1) decides what is left open: how long a process is stopped,
-    where a file is torn, how long after the first Ctrl-C the second one comes.
+    Counted from the start of the attempt or from the fault before, it strikes `delay` seconds after
+    a `share` of the missing trials is on record, or at that share of the time they should take.
+    `how` (0 to 1) decides what is left open: how long a process is stopped, where a file is torn,
+    how long after the first Ctrl-C the second one comes.
     """
 
     kind: str
-    records: int | None
+    by_time: bool
     share: float
     delay: float
     how: float
@@ -170,10 +170,6 @@ def draw_case(setup: str, seed: int, number: int, kinds: tuple[str, ...] = ()) -
 
 def _draw_fault(rng: random.Random, kind: str) -> Fault:
     by_time = rng.random() < 0.35
-    return Fault(
-        kind,
-        None if by_time else rng.randint(0, 3),
-        rng.random(),
-        rng.choice((0.0, rng.random() * 0.02, rng.random() * 0.4)),
-        rng.random(),
-    )
+    share = rng.random() * (0.8 if by_time else 0.35)
+    delay = rng.choice((0.0, rng.random() * 0.02, rng.random() * 0.4))
+    return Fault(kind, by_time, share, delay, rng.random())
