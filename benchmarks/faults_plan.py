@@ -68,6 +68,12 @@ class Setup:
 
 
 SETUPS: Mapping[str, Setup] = {
+    # No model: for tests.
+    "scripted": Setup(
+        ((*_SCRIPTED, "--model", "corrupt", "--task", "micro/recall-1k", "--limit", "60"),),
+        _ANYWHERE | {"takeover": 1},
+        (6, 9),
+    ),
     "embedded": Setup(
         (
             (*_MICRO, *_SMALL, "--limit", "10"),

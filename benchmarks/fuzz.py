@@ -10,6 +10,7 @@ them, is a finding, as is an input that takes longer than `PATIENCE_S`.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import copy
 import faulthandler
@@ -359,14 +360,11 @@ def torn_files(rng: Rng) -> None:
 
 @cache
 def _folder() -> Path:
-    # Kept open until the process ends.
-    # In memory where there is such a place: a disk takes milliseconds for each.
+    # In memory where there is such a place: a disk takes milliseconds for each file.
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = tempfile.TemporaryDirectory(prefix="kvbench-fuzz-", dir=memory)
-    return Path(_FOLDERS.enter_context(folder))
-
-
-_FOLDERS = contextlib.ExitStack()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def _arrays(rng: Rng) -> dict[str, Any]:
@@ -497,5 +495,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with _FOLDERS:
-        sys.exit(main())
+    sys.exit(main())
