@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from faults_case import PATIENCE_S, Player, Stopped
 from faults_check import Undisturbed, check_finished, run_folder
@@ -48,6 +48,7 @@ class Campaign:
         self._seed = seed
         self._calm: dict[tuple[str, int], tuple[Undisturbed, float]] = {}
         self._making = threading.Lock()
+        self._launchers: list[Launcher] = []  # at rest
         self.stop = threading.Event()  # ends the campaign; the cases in progress are given up
 
     def play(self, cases: Sequence[Case], jobs: int) -> list[Document]:
@@ -67,14 +68,27 @@ class Campaign:
         return [result for case in cases if (result := self._read(case)) is not None]
 
     def _work(self, todo: queue.SimpleQueue[Case], errors: list[BaseException]) -> None:
+        launcher = self._launchers.pop() if self._launchers else Launcher()
         try:
-            with Launcher() as launcher:
-                while not errors and not self.stop.is_set():
-                    self._play(todo.get_nowait(), launcher)
+            while not errors and not self.stop.is_set():
+                self._play(todo.get_nowait(), launcher)
         except (queue.Empty, Stopped):
             pass
         except BaseException as error:  # noqa: BLE001  the main thread raises it
             errors.append(error)
+        finally:
+            self._launchers.append(launcher)
+
+    def close(self) -> None:
+        """End the processes that start runs."""
+        while self._launchers:
+            self._launchers.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _play(self, case: Case, launcher: Launcher) -> None:
         with self._making:
@@ -242,10 +256,11 @@ def main() -> int:
     given = options.parse_args()
     cases = _chosen(given)
     out = given.out.resolve()
-    campaign = Campaign(out, given.seed)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: campaign.stop.set())
-    return print_report(campaign.play(cases, given.jobs), out)
+    with Campaign(out, given.seed) as campaign:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: campaign.stop.set())
+        results = campaign.play(cases, given.jobs)
+    return print_report(results, out)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from faults_plan import KINDS, Case, Fault
 from faults_processes import Attempt, Launcher, describe, end_all, start_time, users_of
 
 PATIENCE_S = 90.0  # for a process that was told to end, or has lost what it needs
-TIDY_S = 15.0  # for processes to be gone after their run
+TIDY_S = 40.0  # for processes to be gone after their run
 LONELY = 4  # attempts that may fail without a fault before the case is given up
 STALE_S = 3.0  # after which a stopped writer counts as dead, in cases of taking over
+ROUNDS = 3  # runs in a case: another one begins if faults are left when one is complete
 OWN_LOAD = 0.1  # share of attempts that load PyTorch themselves: faults strike that time, too
 
 
@@ -37,7 +38,8 @@ class Result:
 
     case: str
     options: list[str]
-    trials: int
+    rounds: int = 0
+    trials: int = 0
     attempts: int = 0
     struck: list[str] = field(default_factory=list)  # kinds, in order
     missed: int = 0  # faults whose moment never came: the run was complete before
@@ -48,7 +50,7 @@ class Result:
     @property
     def extra(self) -> int:
         """Attempts that no ending fault made necessary."""
-        return self.attempts - 1 - sum(KINDS[kind].ends for kind in self.struck)
+        return self.attempts - self.rounds - sum(KINDS[kind].ends for kind in self.struck)
 
 
 class Player:
@@ -64,7 +66,7 @@ class Player:
     ) -> None:
         self._case, self._folder, self._calm = case, folder, calm
         self._calm_s = seconds  # that an undisturbed run takes
-        self._out = folder / "runs"
+        self._out = folder / "runs0"
         self._rng = random.Random(f"how {case.name} {case.faults}")
         self._holes = 0
         self._known: set[tuple[str, str]] = set()
@@ -74,7 +76,7 @@ class Player:
         self._scratch = Path(tempfile.mkdtemp(prefix="kvf-"))
         self._patience = PATIENCE_S + 5 * seconds
         self._stop = stop
-        self.result = Result(case.name, list(case.options), len(calm.trials))
+        self.result = Result(case.name, list(case.options))
 
     @property
     def _run(self) -> Path | None:
@@ -86,11 +88,12 @@ class Player:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         plan = deque(self._case.faults)
-        most = len(plan) + 1 + LONELY
         try:
-            while self.result.attempts < most and not self._calm.complete(self._run):
-                self._attempt(launcher, plan)
-            self._finish()
+            for number in range(ROUNDS):
+                self._out, self._holes = self._folder / f"runs{number}", 0
+                self._round(launcher, plan)
+                if not plan:
+                    break
         finally:
             end_all(self._family | users_of(self._scratch))
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -98,16 +101,28 @@ class Player:
         self.result.seconds = round(time.monotonic() - began, 1)
         return self.result
 
+    def _round(self, launcher: Launcher, plan: deque[Fault]) -> None:
+        """Play one run until it is complete, and check it."""
+        self.result.rounds += 1
+        self.result.trials += len(self._calm.trials)
+        lonely = 0
+        while lonely < LONELY and not self._calm.complete(self._run):
+            left = len(plan)
+            self._attempt(launcher, plan)
+            lonely += left == len(plan)
+        self._finish()
+
     def forget(self) -> None:
-        """Delete the run itself, which a campaign has no use for once it is checked."""
-        shutil.rmtree(self._out, ignore_errors=True)
+        """Delete the runs, which a campaign has no use for once they are checked."""
+        for path in self._folder.glob("runs*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _attempt(self, launcher: Launcher, plan: deque[Fault]) -> None:
         own = self._rng.random() < OWN_LOAD
         attempt = self._start(None if own else launcher)
         struck: list[str] = []
         clock = self._clock()
-        while attempt.poll(0.004) is None:
+        while attempt.poll(0.006) is None:
             if self._stop is not None and self._stop.is_set():
                 attempt.note_family()
                 self._family |= attempt.family
@@ -230,7 +245,9 @@ class Player:
             self._add(Problem("left", where, f"process {describe(pid)}"), struck)
         end_all(left)
         for path in sorted(set(self._scratch.iterdir()) - self._old):
-            self._add(Problem("left", where, f"{path.name} in the temporary folder"), struck)
+            if not path.name.startswith("torchinductor_"):  # PyTorch keeps it on purpose
+                detail = f"{path.name} in the temporary folder"
+                self._add(Problem("left", where, detail), struck)
 
     def _alive(self) -> dict[int, str]:
         family = {pid: began for pid, began in self._family.items() if start_time(pid) == began}
@@ -247,7 +264,7 @@ class Player:
 
     def _add(self, problem: Problem, struck: list[str]) -> None:
         # A false record makes its turns, its transcript and the summary differ, too.
-        same = problem.what, problem.where
+        same = problem.what, f"{self.result.rounds} {problem.where}"
         if same in self._known:
             return
         self._known.add(same)

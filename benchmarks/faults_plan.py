@@ -170,8 +170,8 @@ def draw_case(setup: str, seed: int, number: int, kinds: tuple[str, ...] = ()) -
     known = SETUPS[setup]
     count = rng.randint(*known.faults)
     drawn = rng.choices(list(known.weights), list(known.weights.values()), k=count)
-    faults = tuple(_draw_fault(rng, kind) for kind in kinds or drawn)
-    return Case(setup, number, rng.randrange(len(known.variants)), faults)
+    variant = rng.randrange(len(known.variants))
+    return Case(setup, number, variant, tuple(_draw_fault(rng, kind) for kind in kinds or drawn))
 
 
 def _draw_fault(rng: random.Random, kind: str) -> Fault:

@@ -56,10 +56,8 @@ class Launcher:
             raise RuntimeError("the launcher died")
         return dict(json.loads(line))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End it once the run in progress has ended."""
         cast("IO[bytes]", self._process.stdin).close()
         self._process.wait()
         cast("IO[bytes]", self._process.stdout).close()

@@ -6,7 +6,7 @@ The long form's figures are in docs/records.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,20 +24,20 @@ Play = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Play:
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
     """Play cases of a setup and return what they came to; undisturbed runs are played once."""
-    campaign = faults.Campaign(tmp_path_factory.mktemp("faults"), seed=0)
+    with faults.Campaign(tmp_path_factory.mktemp("faults"), seed=0) as campaign:
 
-    def run(setup: str, *cases: tuple[str, ...], first: int = 0) -> list[dict[str, Any]]:
-        if (environment := SETUPS[setup].environment) is not None:
-            try:
-                python_of(environment)
-            except PrerequisiteError as error:
-                pytest.skip(str(error))
-        drawn = [draw_case(setup, 0, first + number, kinds) for number, kinds in enumerate(cases)]
-        return campaign.play(drawn, jobs=1)
+        def run(setup: str, *cases: tuple[str, ...], first: int = 0) -> list[dict[str, Any]]:
+            if (environment := SETUPS[setup].environment) is not None:
+                try:
+                    python_of(environment)
+                except PrerequisiteError as error:
+                    pytest.skip(str(error))
+            drawn = [draw_case(setup, 0, first + at, kinds) for at, kinds in enumerate(cases)]
+            return campaign.play(drawn, jobs=1)
 
-    return run
+        yield run
 
 
 def problems(results: list[dict[str, Any]]) -> list[str]:
@@ -46,32 +46,37 @@ def problems(results: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.slow
 def test_kills_and_crashes_cost_nothing(play: Play) -> None:
-    kinds = ("kill", "torn files", "kill group", "torn files", "stop", "torn files")
-    results = play("scripted", kinds)
-    assert problems(results) == []
-    assert results[0]["struck"] == list(kinds)[: len(results[0]["struck"])]
-    assert len(results[0]["struck"]) >= 3
+    kinds = ("kill", "torn files", "kill group", "torn files", "stop")
+    (result,) = play("scripted", kinds)
+    assert problems([result]) == []
+    assert len(result["struck"]) >= 3
 
 
 @pytest.mark.slow
 def test_interrupts_and_a_full_disk_cost_nothing(play: Play) -> None:
-    results = play("scripted", ("int", "full disk", "term", "int twice", "int"), first=10)
-    assert problems(results) == []
-    assert len(results[0]["struck"]) >= 3
+    (result,) = play("scripted", ("int", "full disk", "term", "int twice"), first=10)
+    assert problems([result]) == []
+    assert len(result["struck"]) >= 2
 
 
 @pytest.mark.slow
 def test_of_two_writers_one_gives_way(play: Play) -> None:
-    (result,) = play("embedded", ("takeover", "int twice"), first=20)
+    (result,) = play("scripted", ("takeover",), first=20)
     assert problems([result]) == []
-    assert result["struck"][0] == "takeover"
     assert any("taken over" in end for end in result["ended"])
+
+
+@pytest.mark.slow
+def test_a_model_that_is_interrupted_says_the_same(play: Play) -> None:
+    (result,) = play("embedded", ("int twice", "kill"), first=30)
+    assert problems([result]) == []
+    assert "int twice" in result["struck"]
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_benchmark_whose_worker_dies_goes_on(play: Play) -> None:
-    (result,) = play("bfcl", ("kill worker", "kill", "stop worker"), first=30)
+    (result,) = play("bfcl", ("kill worker", "kill"), first=30)
     assert problems([result]) == []
     assert "kill worker" in result["struck"]
 
