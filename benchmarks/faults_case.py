@@ -200,7 +200,7 @@ class Player:
         first.signal(signal.SIGSTOP)
         time.sleep(STALE_S * 1.2)
         second = self._start(None)
-        deadline = time.monotonic() + PATIENCE_S / 3
+        deadline = time.monotonic() + self._patience
         while second.poll(0.05) is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
                 if json.loads((self._run / "run.json").read_bytes())["pid"] == second.pid:
