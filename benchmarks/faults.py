@@ -18,26 +18,33 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from faults_case import PATIENCE_S, Player, Stopped
-from faults_check import Undisturbed, check_finished, run_folder
+from faults_case import PATIENCE_S, Player, Result, Stopped, forget
+from faults_check import Problem, Undisturbed, check_finished, run_folder
 from faults_plan import SETUPS, Case, draw_case
-from faults_processes import Attempt, Launcher
+from faults_processes import Attempt, Launcher, end_all
 
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 
 WHATS = ("lost", "doubled", "false", "left", "ended")
+CALM_S = 1800.0  # that an undisturbed run may take
 Document = dict[str, Any]
+
+
+class NotCalmError(Exception):
+    """There is no undisturbed run to compare with."""
 
 
 class Campaign:
@@ -47,7 +54,7 @@ class Campaign:
         self._out = out
         self._seed = seed
         self._calm: dict[tuple[str, int], tuple[Undisturbed, float]] = {}
-        self._making = threading.Lock()
+        self._making: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
         self._launchers: list[Launcher] = []  # at rest
         self.stop = threading.Event()  # ends the campaign; the cases in progress are given up
 
@@ -91,15 +98,21 @@ class Campaign:
         self.close()
 
     def _play(self, case: Case, launcher: Launcher) -> None:
-        with self._making:
-            calm, seconds = self._undisturbed(case, launcher)
         folder = self._folder(case)
-        player = Player(case, folder, calm, seconds, self.stop)
-        result = player.play(launcher)
+        try:
+            with self._making[case.setup, case.variant]:
+                calm, seconds = self._undisturbed(case, launcher)
+            player = Player(case, folder, calm, seconds, self.stop)
+            result = player.play(launcher)
+        except (NotCalmError, ValueError) as error:
+            result = Result(case.name, list(case.options))
+            unplayed = Problem("ended", "the undisturbed run", str(error))
+            result.problems.append({"fault": "nothing", **asdict(unplayed)})
+            folder.mkdir(parents=True, exist_ok=True)
         document = {**asdict(result), "extra": result.extra, "seed": self._seed}
         (folder / "result.json").write_text(json.dumps(document, indent=1))
         if not result.problems:
-            player.forget()
+            forget(folder)
         for problem in result.problems:
             print(f"{case.name} after {problem['fault']}: {_said(problem)}", flush=True)
 
@@ -111,15 +124,39 @@ class Campaign:
         key = case.setup, case.variant
         if key not in self._calm:
             folder = self._out / f"seed{self._seed}" / f"calm-{case.setup}-{case.variant}"
-            seconds = [_play_calmly(case, folder / name, launcher) for name in ("a", "b")]
+            seconds = [self._play_calmly(case, folder / name, launcher) for name in ("a", "b")]
             first, second = (run_folder(folder / name) for name in ("a", "b"))
             if first is None or second is None:
-                raise RuntimeError(f"no run in {folder}")
+                raise NotCalmError(f"there is none in {folder}")
             calm = Undisturbed(first)
             if differences := check_finished(second, calm):
-                raise RuntimeError(f"{folder}: two undisturbed runs differ: {differences[0]}")
+                raise NotCalmError(f"another one differs ({folder}): {differences[0]}")
             self._calm[key] = calm, min(seconds)
         return self._calm[key]
+
+    def _play_calmly(self, case: Case, out: Path, launcher: Launcher) -> float:
+        """Play a command undisturbed, unless that was done before; return the seconds it took."""
+        note, log = out.with_suffix(".seconds"), out.with_suffix(".err")
+        if note.exists():
+            return float(note.read_text())
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        words = ["run", *case.options, "--out", str(out), "-q", "--json"]
+        with tempfile.TemporaryDirectory(prefix="kvf-") as scratch:
+            attempt = Attempt.start(launcher, words, log, Path(scratch))
+            deadline = attempt.began + CALM_S
+            while not attempt.wait(1.0):
+                if self.stop.is_set() or time.monotonic() > deadline:
+                    attempt.signal(signal.SIGKILL)
+                    attempt.wait(PATIENCE_S)
+                    end_all(attempt.family)
+        if self.stop.is_set():
+            raise Stopped
+        if attempt.ended:
+            raise NotCalmError(f"kvbench {' '.join(words)}: {log.read_text()[-500:]}")
+        seconds = time.monotonic() - attempt.began
+        note.write_text(f"{seconds:.2f}")
+        return seconds
 
     def _folder(self, case: Case) -> Path:
         return self._out / f"seed{self._seed}" / case.name
@@ -129,22 +166,6 @@ class Campaign:
             return dict(json.loads((self._folder(case) / "result.json").read_bytes()))
         except (OSError, ValueError):
             return None
-
-
-def _play_calmly(case: Case, out: Path, launcher: Launcher) -> float:
-    """Play a command undisturbed, unless that was done before; return the seconds it took."""
-    note = out.with_suffix(".seconds")
-    if note.exists():
-        return float(note.read_text())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    words = ["run", *case.options, "--out", str(out), "-q", "--json"]
-    log = out.with_suffix(".err")
-    attempt = Attempt.start(launcher, words, log, out.parent)
-    if not attempt.wait(20 * PATIENCE_S) or attempt.ended:
-        raise RuntimeError(f"kvbench {' '.join(words)}: {attempt.ended} {log.read_text()[-500:]}")
-    seconds = time.monotonic() - attempt.began
-    note.write_text(f"{seconds:.2f}")
-    return seconds
 
 
 def _said(problem: Document) -> str:

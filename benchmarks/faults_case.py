@@ -112,11 +112,6 @@ class Player:
             lonely += left == len(plan)
         self._finish()
 
-    def forget(self) -> None:
-        """Delete the runs, which a campaign has no use for once they are checked."""
-        for path in self._folder.glob("runs*"):
-            shutil.rmtree(path, ignore_errors=True)
-
     def _attempt(self, launcher: Launcher, plan: deque[Fault]) -> None:
         own = self._rng.random() < OWN_LOAD
         attempt = self._start(None if own else launcher)
@@ -270,6 +265,12 @@ class Player:
         self._known.add(same)
         fault = struck[-1] if struck else (self.result.struck or ["nothing"])[-1]
         self.result.problems.append({"fault": fault, **asdict(problem)})
+
+
+def forget(folder: Path) -> None:
+    """Delete the runs of a case, for which there is no use once they are checked."""
+    for path in folder.glob("runs*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class _Clock:
