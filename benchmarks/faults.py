@@ -16,6 +16,7 @@ attempt in ten loads PyTorch itself; the others are forked from a process that h
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import queue
 import shutil
@@ -92,10 +93,17 @@ class Campaign:
             self._launchers.pop().close()
 
     def __enter__(self) -> Self:
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._lock = (self._out / ".lock").open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SystemExit(f"another campaign is at work in {self._out}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._lock.close()
 
     def _play(self, case: Case, launcher: Launcher) -> None:
         folder = self._folder(case)
