@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.adapters.data import data_folder
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 
@@ -34,6 +35,8 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
                     python_of(environment)
                 except PrerequisiteError as error:
                     pytest.skip(str(error))
+            if setup == "tau2" and not (data_folder() / "tau2_v0.2.0").is_dir():
+                pytest.skip(f"no tau2_v0.2.0 in {data_folder()}; see docs/tau2.md")
             drawn = [draw_case(setup, 0, first + at, kinds) for at, kinds in enumerate(cases)]
             return campaign.play(drawn, jobs=1)
 
