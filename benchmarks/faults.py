@@ -10,7 +10,7 @@ code 1 if there is any. A case of one's own: `--only embedded-0007`, or `--kinds
 
 A full disk is a limit on the size of the run's files (RLIMIT_FSIZE), set from outside while it
 runs: the kernel refuses the write, the last one half-done. Everything else is done for real. One
-attempt in ten loads PyTorch itself; the others are forked from a process that has loaded it.
+attempt in 16 loads PyTorch itself; the others are forked from a process that has loaded it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Campaign:
             unplayed = Problem("ended", "the undisturbed run", str(error))
             result.problems.append({"fault": "nothing", **asdict(unplayed)})
             folder.mkdir(parents=True, exist_ok=True)
-        document = {**asdict(result), "extra": result.extra, "seed": self._seed}
+        document = {**asdict(result), "seed": self._seed}
         (folder / "result.json").write_text(json.dumps(document, indent=1))
         if not result.problems:
             forget(folder)

@@ -25,7 +25,7 @@ TIDY_S = 40.0  # for processes to be gone after their run
 LONELY = 4  # attempts that may fail without a fault before the case is given up
 STALE_S = 3.0  # after which a stopped writer counts as dead, in cases of taking over
 ROUNDS = 3  # runs in a case: another one begins if faults are left when one is complete
-OWN_LOAD = 0.1  # share of attempts that load PyTorch themselves: faults strike that time, too
+OWN_LOAD = 0.06  # share of attempts that load PyTorch themselves: faults strike that time, too
 
 
 class Stopped(Exception):  # noqa: N818  nothing went wrong
@@ -42,15 +42,11 @@ class Result:
     trials: int = 0
     attempts: int = 0
     struck: list[str] = field(default_factory=list)  # kinds, in order
+    extra: int = 0  # attempts that ended incomplete though no ending fault had struck
     missed: int = 0  # faults whose moment never came: the run was complete before
     ended: list[str] = field(default_factory=list)  # how each attempt ended
     problems: list[dict[str, str]] = field(default_factory=list)  # with the fault before each
     seconds: float = 0.0
-
-    @property
-    def extra(self) -> int:
-        """Attempts that no ending fault made necessary."""
-        return self.attempts - self.rounds - sum(KINDS[kind].ends for kind in self.struck)
 
 
 class Player:
@@ -224,6 +220,7 @@ class Player:
         complete = self._calm.complete(self._run)
         if "Traceback" in text:
             self._add(Problem("ended", where, f"a traceback: {last}"), struck)
+        self.result.extra += not complete and not any(KINDS[kind].ends for kind in struck)
         if attempt.ended == 0 and not complete:
             self._add(Problem("ended", where, "said 0 with trials missing"), struck)
         if self._run is not None:

@@ -22,7 +22,7 @@ def preload() -> None:
     from agentbench_kv.environments import process_env
 
     process_env.apply()
-    import transformers  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
 
     import agentbench_kv.cli.output
     import agentbench_kv.cli.run
