@@ -68,13 +68,19 @@ def show_lost(summaries: Sequence[Summary], out: Path) -> int:
     for each in lost:
         trials = RunReader(out / each.run_id).trials()
         errors = [record.error for record in trials if not record.finished and record.error]
-        last = errors[-1].strip().splitlines()[-1] if errors else "no reason was given"
+        last = _cause(errors[-1]) if errors else "no reason was given"
         click.echo(
             f"kvbench: {each.lost} of {each.trials} trials of {each.run_id} were lost to engine or "
             f"infrastructure, the last to: {last}; the same command tries them again",
             err=True,
         )
     return 1 if lost else 0
+
+
+def _cause(error: str) -> str:
+    """Return the line of an error that says what happened: a traceback's last one."""
+    lines = error.strip().splitlines() or [""]
+    return lines[-1 if lines[0].startswith("Traceback") else 0]
 
 
 def show_listing(kind: str, engine: str | None, as_json: bool) -> None:

@@ -218,7 +218,7 @@ def test_what_an_engine_failed_at_is_lost_and_played_again(
         if sample == "x-1":
             raise KVBenchError("refused")
         error = SessionFailedError("session failed: ZeroDivisionError: in a method")
-        raise error from ZeroDivisionError("in a method")
+        raise error from ZeroDivisionError("in a method\nmore of it")
 
     told(behave, ids=("x-0", "x-1", "x-2"))
     one = spec(limit=None, concurrency=1)
