@@ -19,10 +19,12 @@ from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.gateway.calls import Tools
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
+from agentbench_kv.gateway.harmony import HarmonyReader
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
 from agentbench_kv.gateway.messages import ChatTemplate, Message, count_calls, text_of
-from agentbench_kv.gateway.parsing import Reader, reader_for
+from agentbench_kv.gateway.parsing import MessageReader, OutputParser, Reader
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -400,6 +402,15 @@ def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
     if users:
         users[-1]["content"] = text + text_of(users[-1].get("content"))
     return reminded
+
+
+def reader_for(
+    syntax: ToolSyntax, next_id: Callable[[], str], *, thinking: bool, tools: Tools
+) -> MessageReader:
+    """Return what reads one answer of a model with this syntax."""
+    if syntax.name == "harmony":
+        return HarmonyReader(next_id)
+    return OutputParser(syntax, next_id, thinking=thinking, tools=tools)
 
 
 class Planner:

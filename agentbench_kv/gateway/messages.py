@@ -155,10 +155,14 @@ To call functions, answer with nothing but one JSON object for each call, in a b
 You will be given the results. If no call is needed, answer in words."""
 
 
-def explained(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages whose system prompt says which functions there are and how to call them."""
+def explanation(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return what tells any model which functions there are and how to call them."""
     listed = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
-    text = _EXPLANATION.format(tools=listed)
+    return _EXPLANATION.format(tools=listed)
+
+
+def with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages whose system prompt ends in a text."""
     if messages[0].get("role") not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]
     first = {**messages[0], "content": f"{text_of(messages[0].get('content'))}\n\n{text}"}
@@ -203,9 +207,13 @@ class ChatTemplate:
         """Return the whole prompt, generation prompt included."""
         if not messages:
             raise UsageError("a chat request needs at least one message")
-        if self._prompted and tools:
-            messages, tools = explained(messages, tools), None
-        return self._render(messages, tools)
+        if not self._prompted or not tools:
+            return self._render(messages, tools)
+        text = explanation(tools)
+        try:
+            return self._render(with_system(messages, text), None)
+        except UsageError:  # Gemma's knows no system prompt
+            return self._render([{"role": "user", "content": text}, *messages], None)
 
     def render_delta(
         self, messages: Sequence[Message], tools: Tools = None, last: Message | None = None

@@ -187,14 +187,3 @@ def beginning_of(markers: Iterable[str], text: str) -> int:
         sizes = range(min(len(marker) - 1, len(text)), 0, -1)
         longest = max(longest, next((n for n in sizes if text.endswith(marker[:n])), 0))
     return longest
-
-
-def reader_for(
-    syntax: ToolSyntax, next_id: Callable[[], str], *, thinking: bool, tools: Tools
-) -> MessageReader:
-    """Return what reads one answer of a model with this syntax."""
-    if syntax.name == "harmony":
-        from agentbench_kv.gateway.harmony import HarmonyReader
-
-        return HarmonyReader(next_id)
-    return OutputParser(syntax, next_id, thinking=thinking, tools=tools)

@@ -181,9 +181,19 @@ GEMMA = Family(
     assistant=r"model\Z",
 )
 
+GRANITE = Family(
+    name="granite",
+    detect=("<|start_of_role|>",),
+    opens={"<|start_of_role|>": None},
+    closes={"<|end_of_text|>": ""},
+    header_close="<|end_of_role|>",
+    headers=(HeaderRule(r"tool(_response)?\Z", Phase.TOOL),),
+    spans=(_RESPONSE,),
+)
+
 PLAIN = Family("plain", (), {}, {})
 # The first whose tokens are all there: what others have too comes later.
-FAMILIES = (HARMONY, DEEPSEEK, LLAMA3, KIMI, PHI4, CHATML, MISTRAL, GLM, PHI, GEMMA)
+FAMILIES = (HARMONY, DEEPSEEK, LLAMA3, KIMI, PHI4, CHATML, MISTRAL, GLM, PHI, GEMMA, GRANITE)
 
 
 class PhaseTable:

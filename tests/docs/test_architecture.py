@@ -71,7 +71,8 @@ def test_where_to_look_names_what_is_there():
     for file, name in (
         ("methods/base.py", "def select"),
         ("engines/embedded/session.py", "def compress"),
-        ("gateway/parsing.py", "PARSERS"),
+        ("phases/syntax.py", "SYNTAXES"),
+        ("gateway/calls.py", "READERS"),
         ("phases/machine.py", "FAMILIES"),
         ("results/summary.py", "def assess"),
         ("results/stats.py", "class Interval"),
