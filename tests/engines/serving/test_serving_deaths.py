@@ -168,6 +168,18 @@ def test_many_sessions_share_one_restart(build: Build) -> None:
     assert starts(engine) == 2
 
 
+def test_an_answer_may_take_several_restarts_each_of_which_counts(build: Build) -> None:
+    dies = {"dies": "Segmentation fault"}
+    engine = build(*[dies] * RESTARTS, {})
+    engine.open("s", TokenPhases())
+    assert turn(engine, "s", PROMPT, 40) == expected(PROMPT, 40)
+    stats, step = engine.close("s"), fake_backend.HELD
+    given = [len(PROMPT) + step * number for number in range(1, RESTARTS + 1)]
+    assert stats.restarts == [(0, tokens) for tokens in given]
+    assert stats.recomputed == sum(given) - RESTARTS
+    assert engine.restarts == RESTARTS
+
+
 def test_after_a_few_restarts_in_vain_the_engine_is_gone_for_all_with_the_cause(
     build: Build,
 ) -> None:
