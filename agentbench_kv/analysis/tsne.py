@@ -92,7 +92,8 @@ def _embed(capture: Capture, layer: int, head: int, rows: Tensor, seed: int) -> 
 
     vectors = capture.q[layer, head][rows].float().numpy()
     perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
-    model = TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=1)
+    # scikit-learn takes 32 bits of a seed.
+    model = TSNE(perplexity=perplexity, init="pca", random_state=seed % 2**32, n_jobs=1)
     points = torch.from_numpy(model.fit_transform(vectors))
     phases = capture.labels("tsne")[rows]
     silhouette = None

@@ -141,7 +141,7 @@ def _mend_streams() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stderr, _Notes):
-        sys.stderr = _Notes(sys.stderr)  # type: ignore[assignment]
+        sys.stderr = _Notes(sys.stderr)
 
 
 def _silence(stream: TextIO) -> None:

@@ -156,9 +156,10 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
     try:
         with quiet_library():
             check_config(AutoConfig.from_pretrained(path, **local))
-            network, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, output_loading_info=True, **chosen, **local
             )
+        network, report = loaded
         _check_whole(path, report["missing_keys"])
         return wrap_model(network.to(device).eval(), path, folder_sha(path))
     except KVBenchError:
