@@ -49,7 +49,7 @@ def ablate(
     Runs are resumed and shared with `kvbench run`. Differences are variant minus baseline over the
     same samples; p-values are Holm-adjusted over all variants.
     """
-    from agentbench_kv.cli import interruptible
+    from agentbench_kv.cli.interrupts import interruptible
     from agentbench_kv.cli.output import run_progress, show_plan
     from agentbench_kv.results.terminal import console
     from agentbench_kv.run.ablation import ablate as run_arms

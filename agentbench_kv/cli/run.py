@@ -53,7 +53,7 @@ def run(
 
     Repeated options make a grid. The same command finishes a run that was interrupted.
     """
-    from agentbench_kv.cli import interruptible
+    from agentbench_kv.cli.interrupts import interruptible
     from agentbench_kv.cli.output import run_progress, show_lost, show_outcome, show_plan
     from agentbench_kv.engines.api.http import spending_limit
     from agentbench_kv.run.calibration import identified

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.cli import interruptible
+from agentbench_kv.cli.interrupts import interruptible
 from agentbench_kv.errors import EngineGoneError
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.store import RunReader
@@ -115,7 +115,7 @@ def test_interrupted_runs_end_as_if_nothing_had_been(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, threading, time
-from agentbench_kv.cli import interruptible
+from agentbench_kv.cli.interrupts import interruptible
 
 def hang():
     while True:

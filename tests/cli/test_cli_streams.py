@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.cli import _Notes
+from agentbench_kv.cli.streams import Notes
 
 START = [sys.executable, "-c", "from agentbench_kv.cli import main; main()"]
 PLAY = ["run", "--engine", "scripted", "--model", "gold", "--task", "micro/recall-1k"]
@@ -127,11 +127,11 @@ def test_notes_never_raise(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     with Path("/dev/full").open("w", buffering=1) as full:
-        notes = _Notes(full)
+        notes = Notes(full)
         for _ in range(3):
             assert notes.write("said\n") == 5
             notes.flush()
         assert not notes.isatty()
     closed = (tmp_path / "closed").open("w")
     closed.close()
-    assert _Notes(closed).write("said") == 4
+    assert Notes(closed).write("said") == 4
