@@ -467,6 +467,16 @@ def test_a_broken_run_json_is_one_clear_line(store, spec):
         store.open("a", spec)
 
 
+def test_a_seed_that_is_no_single_value_is_no_run_record(store, spec):
+    """Runs are put together by it, which a list cannot be."""
+    store.open("a", spec).close()
+    path = store.root / "a" / "run.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"spec": spec | {"seed": [1]}}))
+    with pytest.raises(UsageError, match=r"not a kvbench run record: .*no single value"):
+        read_info(path.parent)
+
+
 def test_run_json_of_a_newer_version_is_read(store, spec):
     store.open("a", spec).close()
     path = store.root / "a" / "run.json"
