@@ -9,7 +9,7 @@
 A lock is its own source: comments and pins stay, hashes are asked of the package index that uv is
 configured for. `--resolve` drops the pins and finds those of a requirement, for Linux on x86-64 and
 ARM and every Python the profile takes; what differs between them gets a marker. `--wheel FILE` is
-for a pin that the index does not have, such as torch's CPU build: the hash is that file's.
+for a pin that the index does not have, such as torch's build for the CPU: the hash is that file's.
 
 Afterwards: look for advisories (docs/supply-chain.md), build what changed
 (`kvbench env create NAME`), run its tests.
