@@ -204,6 +204,12 @@ class BaseGateway(ABC, Generic[S]):
         if running is not None:
             running.cancel()
 
+    def touch(self, session: str) -> None:
+        """Note that somebody asks a session, though its request may have to wait or be refused."""
+        with self._lock:
+            if session in self._sessions:
+                self._sessions[session].used_at = self.clock()
+
     def expire(self) -> list[SessionReport]:
         """Close every session that was idle for too long; return their final reports."""
         if self.idle_s is None:
@@ -539,7 +545,10 @@ class Gateway(BaseGateway[Session]):
             syntax, tools = self._syntax_for(request), request.tools or ()
             reader = reader_for(syntax, state.next_call_id, thinking=plan.thinking, tools=tools)
             held = (self._constraint(request, plan), self._last_text(options, syntax))
-        limit, silent = options.max_tokens or self.default_max_tokens, (self._hidden, self._eos)
+        # An engine keeps room for as many, and others wait for it.
+        most = self.engine.info.context_limit
+        limit = min(options.max_tokens or self.default_max_tokens, most)
+        silent = (self._hidden, self._eos)
         asked = (reader, options, limit, *silent, request.cancellation, *held)
         turn = Turn(state, plan, self.codec, *asked)
         turns = len(state.turns)

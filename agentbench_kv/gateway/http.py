@@ -312,7 +312,9 @@ class HttpApi:
             message = f"no model {body.model!r} here; this server runs {self._model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
         session = request.headers.get(SESSION_HEADER, body.session)
-        return session if session is None else _checked(session)
+        if session is not None:
+            self._gateway.touch(_checked(session))
+        return session
 
     def _check_key(self, request: Request) -> None:
         key = self._settings.api_key

@@ -88,6 +88,18 @@ def test_a_session_that_answers_does_not_expire(gateway_of: GatewayOf) -> None:
     assert len(gateway.expire()) == 1
 
 
+def test_a_request_that_waits_keeps_its_session(gateway_of: GatewayOf) -> None:
+    gateway = gateway_of("x", idle_s=60)
+    clock = Clock(gateway)
+    gateway.chat("s", [USER])
+    clock.now += 59
+    gateway.touch("s")
+    gateway.touch("unknown")
+    clock.now += 59
+    assert gateway.expire() == []
+    assert gateway.sessions() == ["s"]
+
+
 def test_an_engine_that_cannot_close_one_session_closes_the_others(
     gateway_of: GatewayOf, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -45,6 +45,21 @@ def test_options_and_their_variables(asked: dict[str, Any]) -> None:
     assert asked["gateway"].max_sessions == 3
 
 
+def test_sessions_names_and_times(asked: dict[str, Any]) -> None:
+    arguments = ["--sessions", "auto", "--concurrency", "3", "--session-idle", "9", "--drain", "2"]
+    arguments += ["--allow-host", "gpu7", "--allow-host", "gpu8"]
+    CliRunner().invoke(serve, arguments, catch_exceptions=False)
+    assert (asked["gateway"].idle_s, asked["settings"].patience.drain_s) == (9.0, 2.0)
+    assert asked["settings"].allow_hosts == ("gpu7", "gpu8")
+    history = [{"role": "user", "content": "hi"}]
+    said = asked["gateway"].chat(None, history).message
+    assert asked["gateway"].chat(None, [*history, said, *history]).turn.cached_tokens > 0
+    CliRunner().invoke(serve, ["--session-idle", "0"], catch_exceptions=False)
+    assert asked["gateway"].idle_s is None
+    asked["gateway"].chat(None, history)
+    assert asked["gateway"].sessions() == []
+
+
 def test_an_open_door_is_refused_before_anything_starts(asked: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="KVBENCH_API_KEY"):
         CliRunner().invoke(serve, ["--host", "0.0.0.0"], catch_exceptions=False)

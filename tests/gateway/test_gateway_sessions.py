@@ -341,6 +341,20 @@ def test_ids_of_no_token_are_refused(gateway_of: GatewayOf) -> None:
     assert gateway.sessions() == []
 
 
+def test_no_engine_reserves_more_than_the_context(gateway_of: GatewayOf) -> None:
+    gateway, asked = gateway_of("x", context_limit=500), []
+    generate = gateway.engine.generate
+
+    def spy(session: str, sampling: Any) -> Any:
+        asked.append(sampling.max_tokens)
+        return generate(session, sampling)
+
+    gateway.engine.generate = spy
+    for limit in (2**31 - 1, 7):
+        gateway.chat(None, USER, options=Options(max_tokens=limit))
+    assert asked == [500, 7]
+
+
 def test_options_are_checked() -> None:
     for wrong in ({"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}):
         with pytest.raises(UsageError):
