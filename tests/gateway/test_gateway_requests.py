@@ -119,7 +119,7 @@ def arguments(text: Any) -> dict[str, Any]:
         {"evoke_priority": 0},
         {"model": 5},
         {"n": 2},
-        {"parallel_tool_calls": False},
+        {"parallel_tool_calls": "no"},
         {"store": True},
         {"reasoning_effort": "high"},
         {"min_p": 0.1},

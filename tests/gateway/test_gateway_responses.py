@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,36 @@ def test_two_that_go_on_from_one_response_both_get_it_whole(tokenizer_path: Path
         text = gateway.codec.decode(engine.token_log(third.id))
         assert text.index("a<|im_end|>") < text.index("one<|im_end|>") < text.index("c<|im_end|>")
         assert "two" not in text.split("c<|im_end|>")[0]
+
+
+def test_two_at_once_do_not_meet_in_one_session(slow: Any) -> None:
+    gateway = Gateway(slow)
+    answers: list[httpx.Response] = []
+
+    def ask(url: str, **more: Any) -> None:
+        body = {"model": "gold", "input": "a", "max_output_tokens": 8, **more}
+        answers.append(httpx.post(f"{url}/responses", json=body, timeout=60))
+
+    with BackgroundServer(gateway) as server:
+        slow.free = 100
+        ask(server.url)
+        slow.running.acquire()
+        slow.free = 2
+        first = answers.pop().json()["id"]
+        threads = [
+            threading.Thread(target=ask, args=(server.url,), kwargs={"previous_response_id": first})
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+            assert slow.running.acquire(timeout=60), "the second one does not run"
+        slow.go.set()
+        for thread in threads:
+            thread.join()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    used = {answer.json()["usage"]["kvbench"]["session"] for answer in answers}
+    assert len(used) == 2
+    assert first in used
 
 
 def test_a_session_that_is_gone_is_computed_again(tokenizer_path: Path) -> None:
