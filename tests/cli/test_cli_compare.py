@@ -152,7 +152,7 @@ def test_what_a_plan_says_of_a_baseline(kvbench, runs):
         (("empty", "empty"), "no run in empty"),
         (("{full}", "{full}", "--metric", "nonsense"), "no sub-score 'nonsense'"),
         (("{full}", "{full}", "--write", "pdf=x"), "expected FORMAT=FILE"),
-        (("{full}", "{full}", "--margin", "nan"), "margin nan"),
+        (("{full}", "{full}", "--margin", "nan"), "nan is no number"),
     ],
 )
 def test_wrong_requests_are_one_line(kvbench, runs, tmp_path, arguments, said):

@@ -18,6 +18,7 @@ from agentbench_kv.phases.machine import (
     FAMILIES,
     GEMMA,
     GLM,
+    GRANITE,
     HARMONY,
     KIMI,
     LLAMA3,
@@ -339,6 +340,7 @@ def test_bare_calls_of_llama_are_act_and_thoughts_before_them_do_not_matter() ->
 
 NAMES = {
     GEMMA: ["<start_of_turn>", "<end_of_turn>"],
+    GRANITE: ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
     PHI: [*PHI.opens, *PHI.closes],
     PHI4: ["<|im_start|>", "<|im_sep|>", "<|im_end|>"],
     **{family: [*family.opens, *family.closes, *family.detect] for family in PARTS},

@@ -104,7 +104,7 @@ def _write(
             link = run.save_transcript(sample, 0, _transcript(text or "hello")) if i < 2 else None
             common = {"kv": kv, "prompt_sha": f"{i:064x}", "transcript": link}
             if i == 31:
-                run.append_trial(_trial(sample, status="engine_error", error=text, **common))
+                run.append_trial(_trial(sample, status="timeout", error=text, **common))
             else:
                 metrics = {"think_right": i % 3, "think_asked": 2 + i % 2}
                 run.append_trial(_trial(sample, score=float(i < right), metrics=metrics, **common))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv import load_results
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results.baseline import read_baseline, save_baseline
 from agentbench_kv.results.files import append_lines, json_bytes
 from agentbench_kv.results.frame import problems
@@ -81,9 +82,14 @@ def test_an_old_baseline_reads_and_is_written_as_it_was(tmp_path):
     known = [record for record in RunReader(RUN).trials() if record.sample_id != "s5"]
     blank = {"transcript": None, "error": None, "usage": Usage()}
     assert run.trials == [msgspec.structs.replace(r, **blank) for r in sorted(known, key=key)]
-    runs = read_baseline(raw, "old").loaded(tmp_path)
+    # 0.1 took what an engine failed at for the agent's failure; now such a run is not finished.
+    with pytest.raises(UsageError, match="1 lost to engine or infrastructure"):
+        save_baseline("old", read_baseline(raw, "old").loaded(tmp_path), tmp_path)
+    played = raw.replace(b'"engine_error"', b'"timeout"')
+    assert played != raw
+    runs = read_baseline(played, "old").loaded(tmp_path)
     written = json.loads(save_baseline("old", runs, tmp_path).read_bytes())
-    old = json.loads(raw)["runs"][0]
+    old = json.loads(played)["runs"][0]
     assert json.dumps(written["runs"][0]["trials"]) == json.dumps(old["trials"])
 
 
