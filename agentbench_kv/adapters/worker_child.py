@@ -58,10 +58,10 @@ _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
 }
 _DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
-# Where a library may look for time zones, host names, certificates and media types.
+# Where a library may look for the system, time zones, host names, certificates and media types.
 _SYSTEM_FILES = (
-    "/etc/localtime", "/etc/hosts", "/etc/mime.types", "/etc/ssl/certs", "/etc/ssl/openssl.cnf",
-    *zoneinfo.TZPATH,
+    "/etc/os-release", "/usr/lib/os-release", "/etc/localtime", "/etc/hosts", "/etc/mime.types",
+    "/etc/ssl/certs", "/etc/ssl/openssl.cnf", *zoneinfo.TZPATH,
 )  # fmt: skip
 
 
