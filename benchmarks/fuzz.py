@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from safetensors.torch import save
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import KVBenchError
+from agentbench_kv.gateway.gateway import reader_for
 from agentbench_kv.gateway.messages import canonical, for_template, tools_key
-from agentbench_kv.gateway.parsing import PARSERS, Delta, OutputParser
+from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.protocol import (
     ApiError,
     ChatRequest,
@@ -46,6 +47,7 @@ from agentbench_kv.gateway.protocol import (
 )
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import FAMILIES, PhaseMachine, PhaseTable
+from agentbench_kv.phases.syntax import SYNTAXES
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.files import append_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
@@ -180,15 +182,29 @@ def _call_text(rng: Rng) -> str:
     return form.replace("{}", written)
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}},
+        },
+    }
+]
+
+
 def parser(rng: Rng) -> None:
     """Check that a text in any chunks is one message, and its pieces joined that message."""
-    parts = [_call_text(rng) if rng.random() < 0.4 else text(rng, 8) for _ in range(4)]
-    whole = "".join(parts[: rng.randrange(5)])
-    syntax = PARSERS[rng.choice(list(PARSERS))]
+    syntax = SYNTAXES[rng.choice(list(SYNTAXES))]
+    parts = []
+    for _ in range(rng.randrange(5)):
+        parts += [_call_text(rng) if rng.random() < 0.4 else text(rng, 8)]
+        parts += rng.choices(syntax.markers, k=rng.randrange(3))
+    whole = "".join(parts)
     thinking = rng.random() < 0.3
     messages = []
     for cuts in ([], sorted(rng.choices(range(len(whole) + 1), k=rng.randrange(9)))):
-        reader = OutputParser(syntax, lambda: "id", thinking=thinking)
+        reader = reader_for(syntax, lambda: "id", thinking=thinking, tools=TOOLS)
         deltas = []
         for start, end in pairwise([0, *cuts, len(whole)]):
             deltas += reader.feed(whole[start:end])
@@ -228,12 +244,12 @@ def tables() -> list[tuple[PhaseTable, int]]:
     """Return tables of all families, some with markers of several tokens, and their sizes."""
     made = []
     letters = ["assistant", "user", "tool", "\n", "<", "th", "ink>", "</", "\ufffd", "", *MARKERS]
-    for family in FAMILIES:
+    for family, syntax in product(FAMILIES, SYNTAXES.values()):
         spans = [text for span in family.spans for text in (span.open, span.close) if text]
-        always = [family.detect, family.message_open, *family.message_close, family.header_close]
-        for added in (always, [*always, *spans]):
-            tokenizer = Letters(list(dict.fromkeys(added)), letters)
-            made.append((PhaseTable(family, TokenCodec(tokenizer)), len(tokenizer)))
+        always = [*family.detect, *family.opens, *family.closes, family.header_close]
+        for added in (always, [*always, *spans, *syntax.markers]):
+            tokenizer = Letters(list(dict.fromkeys(filter(None, added))), [*letters, *"{[`"])
+            made.append((PhaseTable(family, TokenCodec(tokenizer), syntax), len(tokenizer)))
     real = load_tokenizer(model_path("micro"))
     return [*made, (PhaseTable.for_tokenizer(real), len(real))]
 
