@@ -23,12 +23,13 @@ VOLATILE = {
         "wall_s", "tokens_per_s", "ttft_ms", "tpot_ms", "infra_retries", "user_retries",
         "alien_lines", "notes",
     },
-    "transcripts": {"prerequisites", "seconds", "ttft_ms", "tpot_ms"},
+    # The name of a session ends in the attempt and the sample.
+    "transcripts": {"prerequisites", "seconds", "session", "ttft_ms", "tpot_ms"},
 }  # fmt: skip
 # What a backend's death changes in a trial that went on after it, and says so by `recomputed`.
 AFTER_LOSS = {"recomputed", "prefill_tokens", "longest_prefill", "bytes_read", "kv_bytes_read"}
-UNFINISHED = "infra_error"
-SUPERSEDED = {UNFINISHED, "user_error"}  # another attempt may follow
+UNFINISHED = {"engine_error", "infra_error"}
+SUPERSEDED = {*UNFINISHED, "user_error"}  # another attempt may follow
 
 Key = tuple[str, int]
 
@@ -77,7 +78,7 @@ def run_folder(out: Path) -> Path | None:
 
 
 def finished(record: Mapping[str, Any]) -> bool:
-    return record["status"] != UNFINISHED
+    return record["status"] not in UNFINISHED
 
 
 class Undisturbed:

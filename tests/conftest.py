@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -14,6 +15,10 @@ import pytest
 # Tiny tensors on a shared machine: threads only cost time, here and in the processes tests start.
 # Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background jobs ignore Ctrl-C and so would every process that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ODD: list[Any] = [
     None, True, -1, 0, 1.5, 2**63, 10**400, -(10**30), float("nan"), float("inf"), 1e308, 5e-324,
