@@ -113,7 +113,7 @@ def leave_file(run: Path) -> None:
     (run / "transcripts" / ".x.json.1.2.tmp").write_bytes(b"")
 
 
-ZERO = {"status": "engine_error", "score": None, "timing": {}, "error": "shut down"}
+ZERO = {"status": "timeout", "score": None, "timing": {}, "error": "shut down"}
 SPOILT: list[tuple[str, Spoil]] = [
     ("lost", drop),
     ("lost", lambda run: change(run, 4, status="infra_error", score=None, timing={})),
