@@ -16,9 +16,14 @@ import pytest
 # Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell's background jobs ignore Ctrl-C and so would every process that tests start and interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background jobs ignore Ctrl-C, what `nohup` starts a hang-up, and so would the processes
+# that tests start and interrupt.
+for _number, _handler in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: lambda *_: os._exit(129),
+}.items():
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 _ODD: list[Any] = [
     None, True, -1, 0, 1.5, 2**63, 10**400, -(10**30), float("nan"), float("inf"), 1e308, 5e-324,

@@ -543,7 +543,8 @@ def parse_request(kind: type[Body], data: object) -> Body:
         param = encodable(".".join(str(part) for part in first["loc"]))[:200]
         if first["type"] == "extra_forbidden":
             raise _unknown(kind, param) from error
-        raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param or None) from error
+        reason = encodable(" ".join(str(first["msg"]).split()))[:500]  # it may quote the value
+        raise ApiError(400, f"{param or 'body'}: {reason}", param=param or None) from error
 
 
 def _unknown(kind: type[BaseModel], name: str) -> ApiError:

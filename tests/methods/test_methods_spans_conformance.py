@@ -13,7 +13,7 @@ from agentbench_kv.conformance.driver import default_turns
 from agentbench_kv.conformance.methods import build_method, method_suite
 from agentbench_kv.conformance.reference import cache_rows, reference_logits, tiny_model, visible
 from agentbench_kv.conformance.span_checks import check_spans, drive_spans
-from agentbench_kv.engines.embedded import spans as embedded_spans
+from agentbench_kv.engines.embedded import span_rows as embedded_spans
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.contract import contract_problem

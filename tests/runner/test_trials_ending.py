@@ -137,11 +137,13 @@ def test_a_trial_that_cannot_be_cancelled_records_nothing_when_it_ends_at_last(
     told: Told, spec: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_STOP_S", 0.01)
-    go_on, left = threading.Event(), threading.Event()
+    begun, go_on, left = threading.Event(), threading.Event(), threading.Event()
 
     def behave(sample: str, *_: Any) -> Outcome:
         if sample == "x-0":
+            assert begun.wait(LONG)
             raise PrerequisiteError("enough")
+        begun.set()
         assert go_on.wait(LONG)
         left.set()
         return scored()
