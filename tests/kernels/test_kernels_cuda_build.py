@@ -27,7 +27,7 @@ def test_the_cuda_library_compiles_and_exports_every_operation(architecture, tmp
     except PrerequisiteError as error:
         pytest.skip(str(error))
     output = tmp_path / "kvb-cuda.so"
-    build._compile(tools, output, "the CUDA kernels")
+    build._compile(tools.command, output, "CUDA kernels")
     assert exported(output) >= NEEDED
     assert f"sm_{architecture}".encode() in output.read_bytes()
 
