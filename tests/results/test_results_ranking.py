@@ -216,6 +216,15 @@ def test_other_conditions_are_another_board(make: Make) -> None:
     assert ranks(cold) == {"rkv at 256": 1, "h2o at 256": 2}
 
 
+def test_a_rival_whose_calls_are_not_read_is_on_another_board(make: Make) -> None:
+    """`--tool-syntax none` leaves the prompts alone and makes any method score nothing."""
+    make("full", NAMES[:1], method="full", budget=None, tool_syntax="none")
+    folder = make("mine", NAMES[:20], method="rkv")
+    placed = {board.conditions: board for board in boards(loaded(folder))}
+    assert placed.keys() == {"tool_syntax=None", "tool_syntax=none"}
+    assert placed["tool_syntax=None"].full is None
+
+
 def test_drifted_prompts_are_off_the_board(make: Make) -> None:
     make("full", NAMES, method="full", budget=None)
     make("a", NAMES[:30], method="rkv")
