@@ -1,0 +1,124 @@
+"""Every tool syntax on a call written by hand, and templates that look the call up."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from agentbench_kv.gateway.gateway import reader_for
+from agentbench_kv.gateway.messages import ChatTemplate, tool_call
+from agentbench_kv.gateway.parsing import MessageReader
+from agentbench_kv.phases.syntax import SYNTAXES
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}},
+        },
+    }
+]
+GIVEN = {"x": 1, "s": "2"}
+ONE = '{"name": "f", "arguments": {"x": 1, "s": "2"}}'
+ARGUMENTS = '{"x": 1, "s": "2"}'
+CALLS = {
+    "hermes": f"<tool_call>{ONE}</tool_call>",
+    "llama3_json": '<|python_tag|>f.call(x=1, s="2")',
+    "mistral": f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}",
+    "qwen3_coder": "<tool_call><function=f><parameter=x>1</parameter>"
+    "<parameter=s>\n2\n</parameter></function></tool_call>",
+    "glm": "<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value>"
+    "<arg_key>s</arg_key><arg_value>2</arg_value></tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+    f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.f <|constrain|>json<|message|>{ARGUMENTS}",
+    "json": f"```json\n{ONE}\n```",
+}
+
+
+def read(syntax: str, text: str, size: int = 10**6) -> MessageReader:
+    numbers = itertools.count(1)
+    reader = reader_for(
+        SYNTAXES[syntax], lambda: f"call_{next(numbers)}", thinking=False, tools=TOOLS
+    )
+    for at in range(0, len(text), size):
+        reader.feed(text[at : at + size])
+    reader.finish()
+    return reader
+
+
+def test_every_syntax_with_calls_is_here() -> None:
+    assert CALLS.keys() == SYNTAXES.keys() - {"none"}
+
+
+@pytest.mark.parametrize("size", [1, 5, 10**6])
+@pytest.mark.parametrize("syntax", CALLS)
+def test_a_call_is_read_with_its_types(syntax: str, size: int) -> None:
+    reader = read(syntax, CALLS[syntax], size)
+    (call,) = reader.tool_calls
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", GIVEN)
+    assert (reader.content, reader.unparsable) == ("", False)
+    assert reader.reasoning == ("hm" if syntax == "harmony" else "")
+    assert call["id"] == ("functions.f:0" if syntax == "kimi" else "call_1")
+
+
+def test_a_model_without_harmony_has_still_said_something() -> None:
+    assert read("harmony", "plain").content == "plain"
+    final = read("harmony", "<|channel|>final<|message|>It is 7")
+    assert (final.content, final.tool_calls) == ("It is 7", [])
+    broken = read("harmony", "<|channel|>commentary to=functions.f<|message|>{oops")
+    assert (broken.tool_calls, broken.unparsable) == ([], True)
+
+
+def test_prompted_json_that_names_no_tool_is_an_answer() -> None:
+    assert read("json", '{"name": "Bob", "arguments": {}}').tool_calls == []
+    assert read("json", '{"city": "Oslo"}').content == '{"city": "Oslo"}'
+
+
+# As gpt-oss and Mistral do: a result is shown with what its call says, and refused without.
+LOOKS_UP = """{%- set ns = namespace(calls=none) -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if not ns.calls -%}{{ raise_exception('no call before a result') }}{%- endif -%}
+<|im_start|>tool {{ ns.calls[0].function.name }} {{ ns.calls[0].id }}: {{ m.content }}<|im_end|>
+{%- else -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- if m.tool_calls -%}{%- set ns.calls = m.tool_calls -%}
+{{ m.tool_calls[0].function.arguments | tojson }}{%- endif -%}<|im_end|>
+{%- endif -%}
+{%- endfor -%}<|im_start|>assistant
+"""
+
+
+def test_results_are_rendered_behind_the_message_that_called(full_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(full_tokenizer)
+    tokenizer.chat_template = LOOKS_UP
+    template = ChatTemplate(tokenizer, SYNTAXES["hermes"], ("<|im_start|>", "<|im_end|>"))
+    asked = {"role": "user", "content": "q"}
+    said = {"role": "assistant", "content": "", "tool_calls": [tool_call("id7", "f", GIVEN)]}
+    back = {"role": "tool", "tool_call_id": "id7", "content": "19 degrees"}
+    delta = template.render_delta([back], None, said)
+    assert delta.startswith("<|im_end|>")
+    assert "f id7: 19 degrees" in delta
+    assert template.render_first([asked, said, back]).endswith(delta)
+
+
+def test_prompted_tools_and_results_are_words(full_tokenizer: Any) -> None:
+    template = ChatTemplate(full_tokenizer, SYNTAXES["json"], ("<|im_start|>", "<|im_end|>"))
+    asked = {"role": "user", "content": "q"}
+    first = template.render_first([asked], TOOLS)
+    assert '"name": "f"' in first
+    said = {"role": "assistant", "content": "", "tool_calls": [tool_call("id7", "f", GIVEN)]}
+    back = {"role": "tool", "tool_call_id": "id7", "content": "19 degrees"}
+    delta = template.render_delta([back], TOOLS, said)
+    assert "<tool_response>\n19 degrees\n</tool_response>" in delta
+    assert template.render_first([asked, said, back], TOOLS).endswith(delta)
