@@ -32,7 +32,7 @@ from agentbench_kv.cli import options as opt
 )
 @opt.option(
     "--tool-syntax --parser tool_syntax",
-    "How the model writes calls: see docs/models.md; auto: as chat template and vocabulary show.",
+    "How the model writes calls, as for kvbench run.",
     default="auto",
 )
 @opt.option("--concurrency", "Requests answered at once.", opt.POSITIVE, default=16)

@@ -28,13 +28,6 @@ class HarmonyReader(MessageReader):
         self._header = ""
         self._body: str | None = None  # of a call; None: no call is being read
         self._in_message = False
-        self._buffer = ""
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._step():
-            pass
-        return self._take_deltas()
 
     def finish(self) -> list[Delta]:
         if self._in_message:

@@ -54,8 +54,19 @@ class MessageReader(Reader):
     def __init__(self, next_id: Callable[[], str]) -> None:
         super().__init__()
         self._next_id = next_id
+        self._buffer = ""  # not certain yet
         self._deltas: list[Delta] = []  # not returned yet
         self._spaces = {"content": "", "reasoning": ""}
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        while self._step():
+            pass
+        return self._take_deltas()
+
+    def _step(self) -> bool:
+        """Take what is certain of the buffer; False when more text is needed."""
+        raise NotImplementedError
 
     def _take_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
@@ -97,13 +108,6 @@ class OutputParser(MessageReader):
         self._tools = tools
         self._mode: _Mode = "reasoning" if thinking else "content"
         self._span: tuple[str, str | None] = ("", None)  # the call that is being read
-        self._buffer = ""
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        while self._step():
-            pass
-        return self._take_deltas()
 
     def finish(self) -> list[Delta]:
         if self._mode == "call":

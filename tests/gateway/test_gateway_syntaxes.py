@@ -7,8 +7,10 @@ import itertools
 import json
 from typing import Any
 
+import click
 import pytest
 
+from agentbench_kv.cli.run import run
 from agentbench_kv.gateway.gateway import reader_for
 from agentbench_kv.gateway.messages import ChatTemplate, tool_call
 from agentbench_kv.gateway.parsing import MessageReader
@@ -53,6 +55,12 @@ def read(syntax: str, text: str, size: int = 10**6) -> MessageReader:
         reader.feed(text[at : at + size])
     reader.finish()
     return reader
+
+
+def test_the_help_names_every_syntax() -> None:
+    (option,) = [each for each in run.params if each.name == "tool_syntax"]
+    assert isinstance(option, click.Option)
+    assert [name for name in SYNTAXES if name not in str(option.help)] == []
 
 
 def test_every_syntax_with_calls_is_here() -> None:
