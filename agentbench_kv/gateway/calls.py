@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentbench_kv.gateway.messages import too_deep
 from agentbench_kv.phases.tokens import encodable
 
 Tools = Sequence[Mapping[str, Any]]
@@ -194,8 +195,9 @@ def _call_of(value: object) -> Call:
 
 
 def _made(name: str, arguments: object, call_id: str | None = None) -> Call:
-    if not name or not isinstance(arguments, dict):
-        raise NotACallError(arguments)
+    # What nests too deep could not come back in the history.
+    if not name or not isinstance(arguments, dict) or too_deep(arguments):
+        raise NotACallError(name)
     text = json.dumps(arguments, ensure_ascii=False)
     # Half a character in an escape stays an escape: UTF-8 cannot carry it.
     text = text if text == encodable(text) else json.dumps(arguments)

@@ -71,13 +71,18 @@ def tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
 
 def check_levels(value: object, what: str) -> None:
     """Refuse parsed JSON that nests deeper than a template or an encoder can follow."""
+    if too_deep(value):
+        raise UsageError(f"{what} nest deeper than {_MOST_LEVELS} levels")
+
+
+def too_deep(value: object) -> bool:
     level = [value]
     for _ in range(_MOST_LEVELS):
         children = (child for item in level for child in _children(item))
         level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
-            return
-    raise UsageError(f"{what} nest deeper than {_MOST_LEVELS} levels")
+            return False
+    return True
 
 
 def _children(value: object) -> Iterable[object]:

@@ -78,6 +78,14 @@ def test_a_call_is_read_with_its_types(syntax: str, size: int) -> None:
     assert call["id"] == ("functions.f:0" if syntax == "kimi" else "call_1")
 
 
+@pytest.mark.parametrize("syntax", sorted(set(CALLS) - {"qwen3_coder", "glm", "llama3_json"}))
+def test_what_could_not_come_back_in_the_history_is_no_call(syntax: str) -> None:
+    text = CALLS[syntax].replace(ARGUMENTS, '{"x": ' + "[" * 500 + "]" * 500 + "}")
+    message = read(syntax, text)
+    assert message.unparsable
+    assert not message.tool_calls
+
+
 def test_a_model_without_harmony_has_still_said_something() -> None:
     assert read("harmony", "plain").content == "plain"
     final = read("harmony", "<|channel|>final<|message|>It is 7")

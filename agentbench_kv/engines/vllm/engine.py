@@ -70,7 +70,8 @@ class VllmEngineWire(EngineWire):
         return Launch(command, self._ready, environment, memory=memory)
 
     def lost(self) -> bool:
-        return super().lost() or self._down(f"{_URL}/health")
+        # Asked only where it listens: httpcore leaves a socket open that could not connect.
+        return super().lost() or not listens(self._socket) or self._down(f"{_URL}/health")
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
         for event in post_events(self._client, f"{_URL}/v1/completions", self._body(request)):

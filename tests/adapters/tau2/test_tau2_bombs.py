@@ -30,25 +30,24 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("bombs", "failed"),
+    ("bombs", "other"),
     [
         ({"0": [ENDLESS], "3": [ENDLESS]}, {"0": "timeout", "3": "timeout"}),
-        ({"2": [nested(500)]}, {"2": "unparsable"}),
+        # Not a call, so text: the user hears it and leaves before anything is done.
+        ({"0": [nested(500)]}, {"0": 0.0}),
         # What a tool refuses is read by the agent, which goes on.
         ({"0": [("calculate", {"expression": "(" * 5000 + "1"})], "4": [nested(20)]}, {}),
     ],
     ids=["endless", "deep", "refused"],
 )
 def test_bombs_cost_their_own_trials(
-    bombed: Callable[..., Any], bombs: dict[str, list[Any]], failed: dict[str, str]
+    bombed: Callable[..., Any], bombs: dict[str, list[Any]], other: dict[str, str | float]
 ) -> None:
     played = bombed(Retail, bombs, "--max-tokens", "50000")
     ended = {sample: attempts[-1] for sample, attempts in played.attempts.items()}
-    assert {s: r.score for s, r in ended.items() if s not in failed} == dict.fromkeys(
-        set("01234") - set(failed), 1.0
-    )
-    assert {s: str(r.status) for s, r in ended.items() if s in failed} == failed
-    endless = {sample for sample, status in failed.items() if status == "timeout"}
+    scored = {s: r.score if str(r.status) == "scored" else str(r.status) for s, r in ended.items()}
+    assert scored == dict.fromkeys("01234", 1.0) | other
+    endless = {sample for sample, status in other.items() if status == "timeout"}
     assert {s for s, attempts in played.attempts.items() if len(attempts) == 2} == endless
     assert played.summary["infra_retries"] == len(endless)
     assert played.summary["validity"]["state"] == "valid"
