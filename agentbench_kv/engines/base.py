@@ -165,7 +165,7 @@ class Engine(ABC):
         return None
 
     @classmethod
-    def check_pair(cls, model: str, method: Method) -> None:  # noqa: ARG003
+    def check_method(cls, model: str, method: Method) -> None:  # noqa: ARG003
         """Refuse a method this engine cannot run on a model that it can use: UsageError."""
         return None
 

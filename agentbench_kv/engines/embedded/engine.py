@@ -108,7 +108,7 @@ class EmbeddedEngine(Engine):
         read_folder(model)
 
     @classmethod
-    def check_pair(cls, model: str, method: Method) -> None:
+    def check_method(cls, model: str, method: Method) -> None:
         read_folder(model).check_method(method)
 
     @classmethod
