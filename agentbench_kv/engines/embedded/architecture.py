@@ -65,8 +65,8 @@ class Attention:
         """Refuse a method that these layers cannot be given to."""
         if not self.full and (method.compresses or isinstance(method, SpanMethod)):
             raise UsageError(
-                f"every layer keeps a window of {self.window} tokens, so there is nothing for "
-                f"{method.label} to evict; use --method full, or set sliding_window to null in "
+                f"every layer of the model keeps a window of {self.window} tokens, so no method "
+                "has anything to evict; use --method full, or set sliding_window to null in "
                 "config.json if the model allows it"
             )
         if method.needs_calibration:
@@ -136,7 +136,11 @@ def _reasons(config: Any, kinds: set[str]) -> list[tuple[bool, str]]:
     unknown = sorted(kinds - {_FULL, _SLIDING})
     return [
         (has("kv_lora_rank"), "its latent attention (MLA) caches no keys and values a head"),
-        (bool(recurrent), f"its {', '.join(recurrent)} layers keep a state, from which no row goes"),
+        (
+            bool(recurrent),
+            f"its {', '.join(recurrent)} layers keep a state instead of rows, one a session, "
+            "which this engine does not hold",
+        ),
         (
             has("attention_chunk_size") or "chunked_attention" in kinds,
             "its layers attend in chunks (attention_chunk_size)",
