@@ -26,6 +26,7 @@ class ParamSpec:
     choices: tuple[Any, ...] | None = None
     low: float | None = None
     high: float | None = None
+    rare: bool = False  # recorded only where it is set, so that older runs keep their ids
 
     def allowed(self) -> str:
         """Say in words which values are valid."""
@@ -72,6 +73,7 @@ def param(
     choices: Sequence[Any] | None = None,
     low: float | None = None,
     high: float | None = None,
+    rare: bool = False,
 ) -> Any:
     """Declare a parameter as a dataclass field."""
     metadata = {
@@ -79,6 +81,7 @@ def param(
         "choices": tuple(choices) if choices is not None else None,
         "low": low,
         "high": high,
+        "rare": rare,
     }
     return field(default=default, metadata=metadata)
 

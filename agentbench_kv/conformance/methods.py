@@ -301,10 +301,11 @@ def _shares_kept_sets(method: Method, seed: int) -> str:
         variant = replace(method, kept_set=kept_set)
         scene = _scene(variant, seed)
         kept = scene.positions(scene.select(variant))
-        if kept_set != "per_head" and not torch.equal(kept, kept[:1].expand_as(kept)):
+        one_layer, one_head = kept[:1].expand_as(kept), kept[:, :1].expand_as(kept)
+        if kept_set in ("per_kv_head", "shared") and not torch.equal(kept, one_layer):
             return f"kept_set={kept_set}: layers keep different tokens"
-        if kept_set == "shared" and not torch.equal(kept, kept[:, :1].expand_as(kept)):
-            return "kept_set=shared: KV heads keep different tokens"
+        if kept_set in ("per_layer", "shared") and not torch.equal(kept, one_head):
+            return f"kept_set={kept_set}: KV heads keep different tokens"
     return ""
 
 

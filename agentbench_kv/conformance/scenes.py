@@ -94,6 +94,8 @@ def _held_positions(
     heads = range(shape.kv_heads)
     if method.kept_set == "shared":
         return [draw().expand(shape.kv_heads, -1)] * shape.layers
+    if method.kept_set == "per_layer":
+        return [draw().expand(shape.kv_heads, -1) for _ in range(shape.layers)]
     if method.kept_set == "per_kv_head":
         return [torch.stack([draw() for _ in heads])] * shape.layers
     return [torch.stack([draw() for _ in heads]) for _ in range(shape.layers)]

@@ -23,7 +23,7 @@ from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.params import ParamSpec, param, param_specs, parse_settings
 
 GQA_MODES = ("mean_prob", "max_prob", "max_logit")
-KEPT_SETS = ("per_head", "per_kv_head", "shared")
+KEPT_SETS = ("per_head", "per_layer", "per_kv_head", "shared")
 POSITIONS = ("logical", "cache")
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
 ENDLESS = 1 << 40  # a budget larger than any session
@@ -159,6 +159,9 @@ class Method:
     kept_set: str = param("per_head", "who shares a kept set", choices=KEPT_SETS)
     sinks: int = param(0, "first tokens always kept, counted in the budget", low=0)
     keep_recent: int = param(0, "last tokens always kept, counted in the budget", low=0)
+    chunk: int = param(
+        1, "neighbouring tokens that share a score, their mean (ChunkKV)", low=1, rare=True
+    )
     positions: str = param(
         "logical", "RoPE positions: as ever seen, or in the cache", choices=POSITIONS
     )
@@ -208,8 +211,13 @@ class Method:
         return self.name if plain else f"{self.name}@{self.preset}"
 
     def settings(self) -> dict[str, Any]:
-        """Return every parameter with its value, for the run record."""
-        return {key: getattr(self, key) for key in self.parameters()}
+        """Return every parameter with its value, for the run record; rare ones where they are set."""
+        values = {key: (getattr(self, key), spec) for key, spec in self.parameters().items()}
+        return {
+            key: value
+            for key, (value, spec) in values.items()
+            if not spec.rare or value != spec.default
+        }
 
     def validate(self) -> None:
         """Check that budget and parameters fit together; UsageError with what clashes."""
@@ -327,6 +335,7 @@ class Method:
         scores = torch.stack(
             [self._score_layer(view, queries[i], None, moment, i) for i, view in enumerate(layers)]
         )
+        scores = self._by_chunk(scores, moment.positions)
         always = self._always(moment.positions, moment.now, moment.prompt)
         kept = select_top(scores, moment.budget, always, moment.positions)
         return Selection(kept, scores.masked_fill_(always, torch.nan), moment.positions)
@@ -341,7 +350,7 @@ class Method:
             sorts = self.ordered and not bool((order[:, 1:] > order[:, :-1]).all())
             found = self._score_layer(view, queries[i], order if sorts else None, moment, i)
             scores.append(found if self.ordered else found.gather(-1, order))
-        merged = self._merge(torch.stack(scores))
+        merged = self._by_chunk(self._merge(torch.stack(scores)), positions)
         always = self._always(positions, moment.now, moment.prompt)
         ranked = select_top(merged, moment.budget, always)
         kept = ascending_rows(orders.gather(-1, ranked), positions.shape[-1])
@@ -366,8 +375,25 @@ class Method:
         )
         return self.score(queries, in_order(view.keys, order), context).float()
 
+    def _by_chunk(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Give every cached token the mean score of its chunk's; both [layers, kv_heads, tokens].
+
+        Chunks are of logical positions, so that they stay what they are from event to event. Of
+        the last one that fits, the first tokens stay: the budget is met exactly.
+        """
+        if self.chunk == 1:
+            return scores
+        chunks = positions // self.chunk
+        size = (*scores.shape[:-1], int(chunks.max()) + 1)
+        # In float64, so that the order of the rows does not matter.
+        sums = scores.new_zeros(size, dtype=torch.float64).scatter_add_(-1, chunks, scores.double())
+        counts = torch.zeros_like(sums).scatter_add_(-1, chunks, torch.ones_like(scores).double())
+        return (sums / counts.clamp(min=1)).gather(-1, chunks).float()
+
     def _merge(self, scores: Tensor) -> Tensor:
         """Make scores [layers, kv_heads, tokens] agree where the kept set is shared."""
+        if self.kept_set == "per_layer":
+            return scores.mean(1, keepdim=True).expand_as(scores)
         if self.kept_set == "per_kv_head":
             return scores.mean(0, keepdim=True).expand_as(scores)
         if self.kept_set == "shared":

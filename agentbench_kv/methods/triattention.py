@@ -127,7 +127,7 @@ class TriAttention(Method):
     def _merge(self, scores: Tensor) -> Tensor:
         if self.aggregate == "mean" or self.kept_set == "per_head":
             return super()._merge(scores)
-        over = (0,) if self.kept_set == "per_kv_head" else (0, 1)
+        over = {"per_layer": (1,), "per_kv_head": (0,), "shared": (0, 1)}[self.kept_set]
         return scores.amax(over, keepdim=True).expand_as(scores)
 
     def _always(self, positions: Tensor, now: int, prompt: int) -> Tensor:

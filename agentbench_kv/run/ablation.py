@@ -10,6 +10,7 @@ from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.agentkv import SAMPLERS
+from agentbench_kv.methods.base import KEPT_SETS
 from agentbench_kv.registry import load_method
 from agentbench_kv.results.runs import RunGroup, asked_once, load_run
 from agentbench_kv.results.stats import Change, Interval, change, holm, level
@@ -26,7 +27,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "drop_phase": ("none", "think", "act", "tool", "others"),
     "sampler": SAMPLERS,
     "gqa": ("mean_prob", "max_prob", "max_logit"),
-    "kept_set": ("per_head", "per_kv_head", "shared"),
+    "kept_set": KEPT_SETS,
     "keep_recent": (0, 8, 32, 128),
     "trigger": ("every", "slack", "turn", "prefill+every"),
 }

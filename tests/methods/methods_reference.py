@@ -1,6 +1,6 @@
 """Float64 numpy formulation of the methods, written from the specification (methods.md).
 
-Works on positions, never on cache rows. Of a method only its name, budget and settings are read.
+Works on positions, never on cache rows. Of a method only its name, budget and parameters are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Event:
 
     Attributes
     ----------
-    layers : list of (keys [H, T, d], positions [H, T], sums [H, T] or None)
+    layers : list of (keys [H, T, d], positions [H, T], sums [H, T] or None, values [H, T, d])
     queries : list of (vectors [Hq, n, d], positions [n], phases [n]), oldest first
     phases : array [now]
         Of every token seen.
@@ -48,11 +48,11 @@ def select(method, event):
         By ascending position, after sharing.
     kept : nested list [layers][kv_heads] of positions
     """
-    places = [np.sort(positions, -1) for _, positions, _ in event.layers]
+    places = [np.sort(positions, -1) for _, positions, *_ in event.layers]
     scores = np.array(
         [layer_scores(method, event, index) for index in range(len(event.layers))], dtype=float
     )
-    merged = np.broadcast_to(merge(method, scores), scores.shape)
+    merged = by_chunk(method, np.broadcast_to(merge(method, scores), scores.shape), places)
     keeps = always_kept(method, event.now, event.prompt)
     size = budget(method, event.now)
     kept = [
@@ -64,7 +64,7 @@ def select(method, event):
 
 def layer_scores(method, event, index):
     """Scores [kv_heads, T] of one layer by ascending position."""
-    keys, positions, sums = event.layers[index]
+    keys, positions, sums, values = event.layers[index]
     rows = []
     for head in range(keys.shape[0]):
         order = np.argsort(positions[head])
@@ -72,6 +72,7 @@ def layer_scores(method, event, index):
             "keys": keys[head][order].astype(np.float64),
             "positions": positions[head][order],
             "sums": None if sums is None else sums[head][order].astype(np.float64),
+            "values": values[head][order].astype(np.float64),
         }
         rows.append(head_scores(method, event, index, head, cached))
     return rows
@@ -91,15 +92,63 @@ def head_scores(method, event, index, head, cached):
         time = event.now if event.next_position is None else event.next_position
         own = statistics_of(event, index, head)
         return triattention.head_scores(settings, own, keys, positions, event.prompt, time)
+    if method.name == "keydiff":
+        lengths = [max(np.sqrt((key**2).sum()), 1e-12) for key in keys]
+        mean = sum(key / length for key, length in zip(keys, lengths, strict=True)) / len(keys)
+        return [
+            -(key @ mean) / (length * max(np.sqrt((mean**2).sum()), 1e-12))
+            for key, length in zip(keys, lengths, strict=True)
+        ]
+    if method.name == "lagkv":
+        return lagkv(settings, cached)
     vectors, query_positions, query_phases = event.queries[index]
     group = vectors.shape[0] // event.layers[index][0].shape[0]
     own = vectors[head * group : (head + 1) * group].astype(np.float64)
+    if method.name == "tova":
+        logits = own[:, -1] @ keys.T / np.sqrt(keys.shape[1])
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return (weights / weights.sum(-1, keepdims=True)).mean(0)
     if method.name == "agentkv":
         key_phases = np.asarray(event.phases)[positions]
         return agentkv.scores(settings, (own, query_phases), keys, key_phases)
     before = {"snapkv": window.snapkv, "rkv": window.rkv}[method.name]
     past = before(settings, (own, query_positions), keys, positions)
     return np.concatenate([past, np.zeros(settings["window"])])
+
+
+def lagkv(settings, cached):
+    """Ranks within stretches, by what stands out against the minimum and maximum of the next."""
+    positions, lag = cached["positions"], settings["lag"]
+    tokens, first = len(positions), int((positions < settings["sinks"]).sum())
+    scores = [1 + i / tokens for i in range(tokens)]
+    for start in range(first, tokens - 2 * lag + 1, lag):
+        total = np.zeros(lag)
+        for rows in (cached["keys"], cached["values"]):
+            behind = rows[start + lag : start + 2 * lag]
+            width = behind.max(0) - behind.min(0)
+            scaled = (rows[start : start + lag] - behind.min(0)) / np.where(width > 0, width, 1)
+            spread = scaled.std(1, ddof=1)
+            weights = np.exp(spread - spread.max())
+            total += weights / weights.sum()
+        for i in range(lag):
+            before = sum((total[j], j) < (total[i], i) for j in range(lag))
+            scores[start + i] = before / lag
+    return scores
+
+
+def by_chunk(method, scores, places):
+    """Scores where every token has the mean of its chunk of logical positions."""
+    size = method.chunk
+    if size == 1:
+        return scores
+    chunked = np.array(scores)
+    for index in np.ndindex(*scores.shape[:2]):
+        for start in range(0, int(places[index[0]][index[1]].max()) + 1, size):
+            where = places[index[0]][index[1]]
+            members = (where >= start) & (where < start + size)
+            if members.any():
+                chunked[index][members] = scores[index][members].mean()
+    return chunked
 
 
 def statistics_of(event, index, head):
@@ -113,6 +162,8 @@ def statistics_of(event, index, head):
 def merge(method, scores):
     """Scores [layers, kv_heads, T] where a kept set is shared."""
     take_max = method.name == "triattention" and method.settings()["aggregate"] == "max"
+    if method.kept_set == "per_layer":
+        return scores.max(1, keepdims=True) if take_max else scores.mean(1, keepdims=True)
     if method.kept_set == "per_kv_head":
         return scores.max(0, keepdims=True) if take_max else scores.mean(0, keepdims=True)
     if method.kept_set == "shared":
@@ -131,7 +182,7 @@ def budget(method, now):
 def always_kept(method, now, prompt=0):
     """Positions the specification never evicts; a kept prompt goes before everything else."""
     settings, size = method.settings(), budget(method, now)
-    recent = max(settings["keep_recent"], settings.get("window", 0))
+    recent = max(settings["keep_recent"], settings.get("window", 0), method.name == "tova")
     recent = max(recent, int(settings.get("recent_share", 0) * size))
     first = settings["sinks"]
     if settings.get("keep_prompt") == "on":

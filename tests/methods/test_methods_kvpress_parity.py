@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,16 +18,26 @@ from agentbench_kv.methods.base import LayerView, Queries
 from agentbench_kv.registry import make_method
 
 PYTHON = os.environ.get("KVBENCH_KVPRESS_PYTHON", "")
-TOKENS, WINDOW = 150, 64
+WINDOW, SESSIONS, LAG, CHUNK = 64, 20, 24, 20
+# Ours, our settings, and theirs as Python makes it.
 PRESSES = {
-    "snapkv@kvpress": "SnapKVPress",
-    "h2o@kvpress": "ObservedAttentionPress",
-    "streamingllm": "StreamingLLMPress",
+    "snapkv@kvpress": ({}, "SnapKVPress(RATIO)"),
+    "h2o@kvpress": ({}, "ObservedAttentionPress(RATIO)"),
+    "streamingllm": ({}, "StreamingLLMPress(RATIO)"),
+    "keydiff": ({}, "KeyDiffPress(RATIO)"),
+    "tova": ({}, "TOVAPress(RATIO)"),
+    "lagkv": ({"lag": LAG}, f"LagKVPress(RATIO, lag_size={LAG})"),
+    # Theirs sums over a layer's heads and takes whole chunks only.
+    "chunk": (
+        {"chunk": CHUNK, "kept_set": "per_layer"},
+        f"ChunkKVPress(KeyDiffPress(RATIO), chunk_length={CHUNK})",
+    ),
 }
 
-RUN_KVPRESS = f"""
+RUN_KVPRESS = """
 import sys
-import kvpress, numpy, torch
+from kvpress import *
+import numpy, torch
 import transformers.models.qwen3.modeling_qwen3 as qwen3
 
 taken, plain = [], qwen3.apply_rotary_pos_emb
@@ -37,68 +48,88 @@ def taking(q, k, *args, **kwargs):
     return rotated
 
 qwen3.apply_rotary_pos_emb = taking
-torch.manual_seed(0)
-config = qwen3.Qwen3Config(
-    num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=32, hidden_size=64,
-    intermediate_size=64, vocab_size=80, initializer_range=0.3, attn_implementation="eager",
-)
-model = qwen3.Qwen3ForCausalLM(config).eval()
-tokens = torch.randint(80, (1, {TOKENS}))
-arrays = {{}}
-for name in sys.argv[2:]:
-    press, cache, scores = getattr(kvpress, name)(compression_ratio=0.4), qwen3.DynamicCache(), []
-    score = press.score
-    press.score = lambda *args: scores.append(score(*args)) or scores[-1]
+torch.manual_seed(int(sys.argv[2]))
+tokens = torch.randint(80, (1, 120 + 20 * (int(sys.argv[2]) % 5)))
+heads = (2, 4, 1)[int(sys.argv[2]) % 3]
+# The chunks' press needs attention that gives no weights, the observed attention one that does.
+arrays = {}
+for number, made in enumerate(sys.argv[3:]):
+    torch.manual_seed(int(sys.argv[2]))
+    config = qwen3.Qwen3Config(
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=heads, head_dim=32,
+        hidden_size=64, intermediate_size=64, vocab_size=80, initializer_range=0.3,
+        attn_implementation="sdpa" if "Chunk" in made else "eager",
+    )
+    model = qwen3.Qwen3ForCausalLM(config).eval()
+    press, cache, scores = eval(made.replace("RATIO", "0.4")), qwen3.DynamicCache(), []
+    inner = getattr(press, "press", press)
+    score = inner.score
+    inner.score = lambda *args: scores.append(score(*args)) or scores[-1]
     taken.clear()
-    with torch.no_grad(), press(model):
-        model(tokens, past_key_values=cache)
-    arrays["queries"], arrays["keys"] = (torch.stack(part).numpy() for part in zip(*taken))
-    arrays[name + " scores"] = torch.cat(scores).numpy()
-    arrays[name + " left"] = torch.cat([layer.keys for layer in cache.layers]).numpy()
+    plain_cache = qwen3.DynamicCache()
+    with torch.no_grad():
+        model(tokens, past_key_values=plain_cache)
+        taken.clear()
+        with press(model):
+            model(tokens, past_key_values=cache)
+    arrays[f"queries {number}"], arrays[f"keys {number}"] = (
+        torch.stack(part).numpy() for part in zip(*taken)
+    )
+    arrays[f"values {number}"] = torch.cat([layer.values for layer in plain_cache.layers]).numpy()
+    arrays[f"scores {number}"] = torch.cat(scores).numpy()
+    arrays[f"left {number}"] = torch.cat([layer.keys for layer in cache.layers]).numpy()
 numpy.savez(sys.argv[1], **arrays)
 """
 
 
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    """Queries and keys of a random model's prompt; scores and keys left of every press."""
+@pytest.fixture(scope="module", params=range(SESSIONS))
+def theirs(request, tmp_path_factory):
+    """Queries, keys and values of a random model's prompt; scores and keys left of every press."""
     if not PYTHON:
         pytest.skip("KVBENCH_KVPRESS_PYTHON is not set")
-    if subprocess.run(
-        [PYTHON, "-c", "import kvpress"], capture_output=True, check=False
-    ).returncode:
+    found = subprocess.run([PYTHON, "-c", "import kvpress"], capture_output=True, check=False)
+    if found.returncode:
         pytest.skip(f"kvpress is not installed for {PYTHON}")
-    path = tmp_path_factory.mktemp("kvpress") / "run.npz"
-    subprocess.run([PYTHON, "-c", RUN_KVPRESS, path, *PRESSES.values()], check=True, timeout=300)
+    path = Path(tmp_path_factory.mktemp("kvpress")) / "run.npz"
+    command = [PYTHON, "-c", RUN_KVPRESS, str(path), str(request.param)]
+    command += [press for _, press in PRESSES.values()]
+    subprocess.run(command, check=True, timeout=600)
     return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
 
 
-def layer_view(queries, keys):
+def layer_view(queries, keys, values):
     """A prefilled cache layer; its sums are those of a causal pass over the prompt."""
-    places = torch.arange(TOKENS)
+    tokens = keys.shape[1]
+    places = torch.arange(tokens)
     positions = places.expand(keys.shape[0], -1)
     mass = attention_mass(queries, keys, query_positions=places, key_positions=positions)
-    return LayerView(keys, keys, positions, mass * TOKENS)
+    return LayerView(keys, values, positions, mass * tokens)
 
 
-def last_queries(queries):
-    recent = torch.arange(TOKENS - WINDOW, TOKENS)
-    return Queries(queries[:, -WINDOW:], recent, torch.zeros_like(recent))
+def last_queries(queries, size):
+    tokens = queries.shape[1]
+    recent = torch.arange(tokens - size, tokens)
+    return Queries(queries[:, -size:], recent, torch.zeros_like(recent))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "press"), PRESSES.items())
-def test_method_agrees_with_kvpress(theirs, spec, press):
-    scores, left = theirs[f"{press} scores"], theirs[f"{press} left"]
-    layers = [layer_view(*pair) for pair in zip(theirs["queries"], theirs["keys"], strict=True)]
-    queries = [last_queries(layer) for layer in theirs["queries"]]
-    selection = make_method(spec, left.shape[2]).select(layers, queries, TOKENS, prompt=TOKENS)
-    if spec != "streamingllm":  # kvpress marks what to keep there, it does not score
+@pytest.mark.parametrize("name", PRESSES)
+def test_method_agrees_with_kvpress(theirs, name):
+    number, (settings, _) = list(PRESSES).index(name), PRESSES[name]
+    parts = [theirs[f"{part} {number}"] for part in ("queries", "keys", "values")]
+    scores, left = theirs[f"scores {number}"], theirs[f"left {number}"]
+    layers = [layer_view(*each) for each in zip(*parts, strict=True)]
+    method = make_method("keydiff" if name == "chunk" else name, left.shape[2], settings)
+    queries = [last_queries(layer, max(1, method.query_plan().size)) for layer in parts[0]]
+    tokens = scores.shape[-1]
+    selection = method.select(layers, queries, tokens, prompt=tokens)
+    # kvpress marks what to keep for streamingllm, and gives the stretches that stay one score.
+    if name not in ("streamingllm", "lagkv", "chunk"):
         competing = ~selection.scores.isnan()
         torch.testing.assert_close(
             selection.scores[competing], scores[competing], rtol=1e-4, atol=1e-7
         )
     for layer, heads in enumerate(selection.kept):
         for head, rows in enumerate(heads):
-            ours = {key.tobytes() for key in theirs["keys"][layer, head, rows].numpy()}
+            ours = {key.tobytes() for key in parts[1][layer, head, rows].numpy()}
             assert ours == {key.tobytes() for key in left[layer, head].numpy()}

@@ -83,6 +83,19 @@ OTHERS = [
     ("h2o", {"keep_recent": 50}),
     ("h2o", {"normalise": "seen", "kept_set": "shared"}),
     ("oracle", {}),
+    ("keydiff", {}),
+    ("keydiff", {"kept_set": "per_layer", "sinks": 2}),
+    ("tova", {}),
+    ("tova", {"kept_set": "per_head", "keep_recent": 4}),
+    ("lagkv", {"lag": 16}),
+    ("lagkv", {"lag": 30, "sinks": 0, "keep_recent": 8}),
+    ("agentkv", {"kept_set": "per_layer"}),
+    ("triattention", {"kept_set": "per_layer", "aggregate": "max"}),
+    ("agentkv", {"chunk": 5}),
+    ("agentkv", {"chunk": 16, "kept_set": "per_layer"}),
+    ("snapkv", {"chunk": 7}),
+    ("streamingllm", {"chunk": 4}),
+    ("h2o", {"chunk": 20, "kept_set": "shared"}),
 ]
 CASES = [*AGENTKV, *SAMPLERS, *WINDOW, *RKV, *TRIATTENTION, *OTHERS]
 BUDGET = 72
@@ -111,7 +124,10 @@ def event_of(scene, method):
     held = scene.places.shape[-1]
     return reference.Event(
         layers=[
-            (v.keys.numpy(), v.positions.numpy(), None if v.sums is None else v.sums.numpy())
+            (
+                *(v.keys.numpy(), v.positions.numpy()),
+                *(None if v.sums is None else v.sums.numpy(), v.values.numpy()),
+            )
             for v in scene.layers
         ],
         queries=[(q.vectors.numpy(), q.positions.numpy(), q.phases.numpy()) for q in scene.queries],

@@ -98,7 +98,10 @@ def event_of(method, given, trace):
         statistics = (statistics[0], statistics[1].real, statistics[2].real, made.scale)
     return reference.Event(
         layers=[
-            (v.keys.numpy(), v.positions.numpy(), None if v.sums is None else v.sums.numpy())
+            (
+                *(v.keys.numpy(), v.positions.numpy()),
+                *(None if v.sums is None else v.sums.numpy(), v.values.numpy()),
+            )
             for v in given.layers
         ],
         queries=[(q.vectors.numpy(), q.positions.numpy(), q.phases.numpy()) for q in given.queries],

@@ -126,7 +126,7 @@ def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
 
     groups = cache.kv_cache_groups
     parallel = config.parallel_config
-    shared = method.kept_set == "shared" and parallel.tensor_parallel_size > 1
+    shared = method.kept_set in ("per_layer", "shared") and parallel.tensor_parallel_size > 1
     wrong = {
         "one kept set for all heads under tensor parallelism": shared,
         "speculative decoding": config.speculative_config is not None,

@@ -1,0 +1,58 @@
+"""LagKV: how much a token stands out against the stretch behind it (Liang et al., 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.methods.base import Method, Queries, ScoreContext
+from agentbench_kv.params import param
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagKV(Method):
+    """Rank keys and values within stretches of `lag` tokens, scaled by the next stretch.
+
+    Every channel is scaled by its minimum and maximum over the next stretch; a token's score is
+    the standard deviation over its channels, softmax over its stretch, mean of keys and values, and
+    of that the rank. The last whole stretch and what follows it have no next one: they stay, the
+    newest first. As in kvpress (LagKVPress), over the rows that are cached at the event.
+    """
+
+    name: ClassVar[str] = "lagkv"
+    summary: ClassVar[str] = "keys and values that stand out against the next tokens'"
+    source: ClassVar[str] = "Liang et al., LagKV: Lag-Relative Information of the KV Cache"
+
+    sinks: int = param(4, "first tokens always kept, counted in the budget", low=0)
+    lag: int = param(128, "tokens of a stretch", low=2)
+
+    def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
+        heads, tokens, _ = keys.shape
+        newest_first = 1 + torch.arange(tokens, device=keys.device) / tokens
+        scores = newest_first.expand(heads, -1).clone()
+        first = int((context.positions[0] < self.sinks).sum())
+        whole = (tokens - first) // self.lag
+        if whole < 2:
+            return scores
+        end = first + whole * self.lag
+        key_parts, value_parts = (
+            rows[:, first:end].unflatten(1, (whole, self.lag)).double()
+            for rows in (keys, context.values)
+        )
+        found = _standing_out(key_parts) + _standing_out(value_parts)
+        ranks = found.argsort(dim=-1, stable=True).argsort(-1) / self.lag
+        scores[:, first : end - self.lag] = ranks.flatten(1).float()
+        return scores
+
+
+def _standing_out(parts: Tensor) -> Tensor:
+    """Score all but the last of stretches [kv_heads, stretches, lag, head_dim] by the next one."""
+    behind = parts[:, 1:]
+    low, high = behind.amin(2, keepdim=True), behind.amax(2, keepdim=True)
+    width = high - low
+    # A channel that is constant in the next stretch has no scale.
+    scaled = (parts[:, :-1] - low) / width.where(width > 0, torch.ones_like(width))
+    return scaled.std(-1).softmax(-1)
