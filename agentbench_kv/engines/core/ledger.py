@@ -5,6 +5,7 @@ And what a scheduler in another process tells its workers about a step: plain da
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +92,19 @@ class SessionLedger:
                 read = min(self.fed, self._windows.window) * self._windows.per_token
                 self.stats.bytes_read += read
                 self.stats.window_bytes_read += read
+
+    def quiet(self, most: int) -> int:
+        """Return after how many sampled tokens, each fed in turn, an event falls due.
+
+        That is with the token behind so many; `most` if there is none among so many.
+        """
+        twin = copy(self)
+        twin.stats, twin._schedule = KVStats(), copy(self._schedule)
+        for number in range(most):
+            twin.forward(1)
+            if twin.sampled() is not None:
+                return number
+        return most
 
     def sampled(self) -> Eviction | None:
         """Count a sampled token; return the event that falls due with it."""

@@ -211,6 +211,16 @@ class SessionCache(SlotCache):
             )
         self.length = end
 
+    def copy_rows(self, other: SessionCache) -> None:
+        """Take all rows of another cache; an empty one of as many heads, or one per query head."""
+        end, heads = other.length, self.shape.kv_heads // other.shape.kv_heads
+        self._reserve(end)
+        for own, held in zip(self.pool.tensors, other.pool.tensors, strict=True):
+            if own.shape[3]:  # not the sums of a shape without them
+                rows = held[other.slot, :, :, :end]
+                own[self.slot, :, :, :end] = rows.repeat_interleave(heads, 1)
+        self.length = end
+
     def layer_views(self) -> list[LayerView]:
         end = self.length
         held = [part[:, :, :end] for part in (self.keys, self.values, self.positions)]
@@ -299,6 +309,13 @@ class WindowCache(SlotCache):
         both = ((self.keys[layer], keys), (self.values[layer], values))
         seen_keys, seen_values = (torch.cat([old[:, before], new], 1) for old, new in both)
         return seen_keys, seen_values
+
+    def copy_rows(self, other: WindowCache) -> None:
+        """Take all rows of another cache; an empty one."""
+        self._reserve(other.held)
+        for own, held in zip(self.pool.tensors, other.pool.tensors, strict=True):
+            own[self.slot, :, :, : other.held] = held[other.slot, :, :, : other.held]
+        self.fed = other.fed
 
     def advance(self, rows: int) -> None:
         self.fed += rows

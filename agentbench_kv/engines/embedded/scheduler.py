@@ -330,7 +330,7 @@ class EmbeddedScheduler:
         packed = pack([g.session for g in batch], self.pools.queries, places, self._recorder)
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
-        logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
+        logits = run_network(self._model, packed, [end - 1 for end in compress(ends, ready)])
         highest, best = logits.max(-1)
         # Waits for the device, once a forward; before that nothing says that it went well.
         values, ids = torch.stack([highest.double(), best.double()]).tolist()
@@ -341,18 +341,6 @@ class EmbeddedScheduler:
         chosen = compress(generations, ready)
         found = [Predicted(*row) for row in zip(chosen, logits, ids, values, strict=True)]
         return [each for each in found if each.generation.session.broken is None]
-
-    def _run_network(self, packed: Packed, last: list[int]) -> Tensor:
-        device = self._model.shape.device
-        output = self._model.network(
-            input_ids=torch.tensor([packed.tokens], device=device),
-            position_ids=torch.tensor([packed.positions], device=device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(last, dtype=torch.int64, device=device),
-            kvbench=packed.plan,
-        )
-        logits: Tensor = output.logits[0].float()
-        return logits
 
     def _advance(self, predicted: Predicted) -> None:
         """Sample one token for a session whose pending tokens are all fed; run due events."""
@@ -398,6 +386,20 @@ class EmbeddedScheduler:
             self._fail(generation, error)
         # An error that a device does not get over, such as an illegal access, fails this too.
         torch.zeros(1, device=self._model.shape.device).tolist()
+
+
+def run_network(model: LoadedModel, packed: Packed, rows: list[int]) -> Tensor:
+    """Feed what was packed; return the logits [rows, vocab] of the packed axis' chosen rows."""
+    device = model.shape.device
+    output = model.network(
+        input_ids=torch.tensor([packed.tokens], device=device),
+        position_ids=torch.tensor([packed.positions], device=device),
+        use_cache=False,
+        logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=device),
+        kvbench=packed.plan,
+    )
+    logits: Tensor = output.logits[0].float()
+    return logits
 
 
 def session_pools(model: LoadedModel, method: Method) -> SessionPools:

@@ -36,6 +36,13 @@ class SessionPools:
     queries: QueryBuffer
     frequencies: Tensor  # of RoPE in the layers with full attention
 
+    def new_ledger(self, method: Method) -> SessionLedger:
+        windows = None
+        if self.windows is not None:
+            per_token = self.windows.pools.shape.bytes_per_token
+            windows = WindowBytes(per_token, self.windows.window)
+        return SessionLedger(method, self.full.shape.bytes_per_token, windows)
+
     @property
     def nbytes(self) -> int:
         return self.full.nbytes + (0 if self.windows is None else self.windows.pools.nbytes)
@@ -61,7 +68,7 @@ class EmbeddedSession:
         self._windows = pools.windows
         if pools.windows is not None:
             self.window = WindowCache(pools.windows.pools, pools.windows.window)
-        self.ledger = SessionLedger(method, pools.full.shape.bytes_per_token, self._window_bytes())
+        self.ledger = pools.new_ledger(method)
         self.pending: deque[tuple[int, Phase]] = deque()
         self.prompt_pending = 0  # how many of them the next turn's prompt adds
         self.chunk: list[tuple[int, Phase]] = []  # what the next forward is fed
@@ -76,11 +83,6 @@ class EmbeddedSession:
         self._next = 0
         self._phases: list[int] = []
         self._recorder = recorder
-
-    def _window_bytes(self) -> WindowBytes | None:
-        if self.window is None:
-            return None
-        return WindowBytes(self.window.shape.bytes_per_token, self.window.window or 0)
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +125,7 @@ class EmbeddedSession:
         self.cache.advance(self.fed, rows)
         if self.window is not None:
             self.window.advance(rows)
-        self.ledger.forward(rows)
+        self.count_fed(rows)
         if self.ledger.live != self.cache.length:
             raise KVBenchError(
                 f"session {self.name}: the cache holds {self.cache.length} rows, the account says "
@@ -131,6 +133,10 @@ class EmbeddedSession:
             )
         self.rope += range(self._next, self._next + rows)
         self._next += rows
+
+    def count_fed(self, rows: int) -> None:
+        """Count the rows of a forward."""
+        self.ledger.forward(rows)
 
     def accept(self, token: int) -> Eviction | None:
         """Add a generated token: labelled now, fed by the next forward. Return the event due."""
