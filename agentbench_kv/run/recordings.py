@@ -1,0 +1,255 @@
+"""Sessions whose every token is known, turn by turn: what fidelity and probes play again.
+
+The task runs as ever, with its own environment and checker; the engine says what is given and
+notes what it was fed. So prompts are those of the model's own template, and labels the gateway's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentbench_kv.adapters.base import Sample, Task
+from agentbench_kv.engines.base import Generation, KVStats, PhaseLabeller, Sampling
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.engines.scripted import ScriptedEngine, ScriptedGeneration, ScriptedSession
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.gateway import Gateway
+from agentbench_kv.gateway.http import BackgroundServer
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec
+from agentbench_kv.registry import load_task
+from agentbench_kv.results.store import RunReader
+from agentbench_kv.run.spec import RunSpec, resolve
+from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
+
+Kind = Literal["value", "template", "text"]
+Labelled = tuple[tuple[int, Phase], ...]
+Answers = Callable[[str], Sequence[Sequence[int]]]  # session id -> ids of its answers, in order
+_LONGEST_ANSWER = 1 << 16
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """What a session was fed, then what it answered, with its end."""
+
+    prompt: Labelled
+    answer: Labelled
+    kinds: tuple[Kind, ...]  # of the answer's tokens
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A session, token by token."""
+
+    sample: str
+    cluster: str | None
+    turns: tuple[RecordedTurn, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(turn.prompt) + len(turn.answer) for turn in self.turns)
+
+    @property
+    def sha(self) -> str:
+        """Hash of every id and label."""
+        parts = [[turn.prompt, turn.answer] for turn in self.turns]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class RecordingEngine(ScriptedEngine):
+    """Answers with given ids, and keeps every session's turns beyond its end."""
+
+    def __init__(self, answers: Answers, tokenizer_path: Path, context_limit: int) -> None:
+        super().__init__(
+            lambda _: (), tokenizer_path=tokenizer_path, context_limit=context_limit
+        )
+        self._answers = answers
+        self._states: dict[str, ScriptedSession] = {}
+        self._begins: dict[str, list[int]] = {}  # of every answer, in the session's tokens
+        self._ends: dict[str, list[int]] = {}
+
+    def open(self, session: str, labeller: PhaseLabeller) -> None:
+        if session in self._states:
+            raise UsageError(f"session {session} started over: what it was fed is not one text")
+        super().open(session, labeller)
+        self._states[session] = self._sessions[session]
+        self._begins[session], self._ends[session] = [], []
+
+    def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
+        self._end_answer(session)
+        super().extend(session, tokens, phases)
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        self._end_answer(session)
+        state, turn = self._states[session], len(self._begins[session])
+        self._begins[session].append(len(state.tokens))
+        answers = self._answers(session)
+        ids = answers[turn] if turn < len(answers) else self._tokenizer.encode("Done.")
+        return ScriptedGeneration(state, ids, sampling, self.info.context_limit - len(state.tokens))
+
+    def close(self, session: str) -> KVStats:
+        self._end_answer(session)
+        return super().close(session)
+
+    def turns(self, session: str, codec: TokenCodec) -> Iterator[RecordedTurn]:
+        """Yield the turns of a session that has been closed; those without an answer are left out."""
+        state, last = self._states[session], 0
+        whole = tuple(zip(state.tokens, state.phases, strict=True))
+        for begin, end in zip(self._begins[session], self._ends[session], strict=True):
+            if end > begin:
+                answer = whole[begin:end]
+                yield RecordedTurn(whole[last:begin], answer, kinds_of(codec, answer))
+                last = end
+
+    def _end_answer(self, session: str) -> None:
+        if len(self._ends[session]) < len(self._begins[session]):
+            self._ends[session].append(len(self._states[session].tokens))
+
+
+def record_gold(
+    task: str, model: str, limit: int | None, settings: Mapping[str, str], tool_syntax: str = "auto"
+) -> list[Recording]:
+    """Play a task's golden answers, in a model's own tokens; samples whose gold fails are left out.
+
+    `model` is `micro` or a Hugging Face folder.
+    """
+    spec = resolve(
+        RunSpec("scripted", "gold", "full", None, task, limit=limit, tool_syntax=""), settings
+    )
+    played = load_task(spec.task).create(spec.task_params)
+    codec = _codec(model)
+    try:
+        samples = {sample_key(sample.id): sample for sample in played.samples(limit, spec.seed)}
+        end = [int(codec.tokenizer.eos_token_id)]
+
+        def answers(session: str) -> list[list[int]]:
+            texts = played.script(samples[session.rpartition("|")[2]], "gold")
+            return [codec.encode(text) + end for text in texts]
+
+        return _record(spec, played, list(samples.values()), answers, model, tool_syntax)
+    finally:
+        played.close()
+
+
+def record_run(folder: Path, limit: int | None = None) -> list[Recording]:
+    """Play the trials of a run again, first trial of each sample, as far as they were scored."""
+    reader = RunReader(folder)
+    spec = RunSpec(**reader.info.spec)
+    found: dict[str, list[list[int]]] = {}
+    for trial in reader.trials():
+        if trial.trial or trial.transcript is None:
+            continue
+        document = json.loads((folder / trial.transcript).read_text())
+        ids = [[int(each) for each in part.split()] for part in document["generated"]]
+        found[sample_key(trial.sample_id)] = ids
+    if not found:
+        raise UsageError(f"{folder} has no trial with its tokens; name a run of a local engine")
+    task = load_task(spec.task).create(spec.task_params)
+    try:
+        samples = [s for s in task.samples(spec.limit, spec.seed) if sample_key(s.id) in found]
+        chosen = samples[:limit]
+        source = lambda session: found[session.rpartition("|")[2]]  # noqa: E731
+        return _record(spec, task, chosen, source, spec.model, spec.tool_syntax or "auto")
+    finally:
+        task.close()
+
+
+def _codec(model: str) -> TokenCodec:
+    from agentbench_kv.phases.tokens import load_tokenizer
+
+    return TokenCodec(load_tokenizer(model_path(model)))
+
+
+def _record(
+    spec: RunSpec,
+    task: Task,
+    samples: Sequence[Sample],
+    answers: Answers,
+    model: str,
+    tool_syntax: str,
+) -> list[Recording]:
+    engine = RecordingEngine(answers, model_path(model), 1 << 24)
+    gateway = Gateway(engine, tool_syntax=tool_syntax, default_max_tokens=_LONGEST_ANSWER)
+    found = []
+    with _endpoint(task, gateway) as url:
+        setup = TrialSetup(spec, task, engine, gateway, url)
+        for sample in samples:
+            attempt = play_session(setup, sample, trial=0)
+            turns = tuple(engine.turns(attempt.report.session, gateway.codec))
+            if turns and attempt.report.resets == 0:
+                found.append(Recording(sample.id, sample.cluster, turns))
+    if not found:
+        raise PrerequisiteError(f"no session of {spec.task} could be recorded: {attempt.outcome}")
+    return found
+
+
+@contextmanager
+def _endpoint(task: Task, gateway: Gateway) -> Iterator[str | None]:
+    if not task.needs_endpoint:
+        yield None
+        return
+    with BackgroundServer(gateway, concurrency=1) as server:
+        yield server.url
+
+
+def kinds_of(codec: TokenCodec, answer: Labelled) -> tuple[Kind, ...]:
+    """Say of every token of an answer whether it is a value, template, or free text.
+
+    Values are what a call says: function names, and inside its arguments strings, numbers and
+    literals. The rest of a call, and special tokens, are template.
+    """
+    decoder = IncrementalDecoder(codec)
+    pieces: list[str] = [decoder.feed(token) for token, _ in answer]
+    pieces[-1] += decoder.finish()
+    kinds: list[Kind] = []
+    scanner = _ValueScanner()
+    marks = frozenset(codec.added.values())
+    for (token, phase), piece in zip(answer, pieces, strict=True):
+        if phase is not Phase.ACT:
+            scanner = _ValueScanner()
+            kinds.append("template" if token in marks else "text")
+        elif token in marks:
+            kinds.append("template")
+        else:
+            kinds.append("value" if scanner.feed(piece) else "template")
+    return tuple(kinds)
+
+
+class _ValueScanner:
+    """Reads JSON as it comes and says whether a piece holds a part of a value."""
+
+    def __init__(self) -> None:
+        self._string = False
+        self._escaped = False
+        self._is_key = True  # the next string is a key, or the one being read is
+        self._containers: list[str] = []
+
+    def feed(self, piece: str) -> bool:
+        return any([self._step(char) for char in piece])
+
+    def _step(self, char: str) -> bool:
+        if self._string:
+            ends = char == '"' and not self._escaped
+            self._escaped = char == "\\" and not self._escaped
+            self._string = not ends
+            return not ends and not self._is_key
+        if char == '"':
+            self._string = True
+        elif char in "{[":
+            self._containers.append(char)
+            self._is_key = char == "{"
+        elif char in "}]":
+            self._containers = self._containers[:-1]
+        elif char == ":":
+            self._is_key = False
+        elif char == ",":
+            self._is_key = self._containers[-1:] == ["{"]
+        else:
+            return not char.isspace() and bool(self._containers) and not self._is_key
+        return False
