@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.accounting import LayerReach
 from agentbench_kv.conformance import CheckResult
 from agentbench_kv.conformance.driver import SessionTrace, TurnPlan
 from agentbench_kv.conformance.engines.comparison import error_problem, wrong_tokens
@@ -184,7 +185,5 @@ def _problems(network: Any, method: Method, traces: Mapping[str, SessionTrace]) 
 
 def _reach(details: Mapping[str, str]) -> str:
     """Say which layers a method reaches, from what an engine says of itself."""
-    if "window_layers" not in details:
-        return "all"
-    full, windowed = int(details["full_layers"]), int(details["window_layers"])
-    return f"{full} of {full + windowed}"
+    found = LayerReach.read(details)
+    return "all" if found is None else f"{found.full} of {found.full + found.windowed}"

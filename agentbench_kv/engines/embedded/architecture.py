@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from agentbench_kv.accounting import LayerReach
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanMethod
@@ -53,13 +54,7 @@ class Attention:
 
     def details(self) -> dict[str, str]:
         """Return what a run's record says of windows; nothing of models that have none."""
-        if not self.windowed:
-            return {}
-        return {
-            "full_layers": str(self.full),
-            "window_layers": str(self.windowed),
-            "window": str(self.window),
-        }
+        return LayerReach(self.full, self.windowed, self.window).document()
 
     def check_method(self, method: Method) -> None:
         """Refuse a method that these layers cannot be given to."""
