@@ -13,14 +13,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.accounting import LayerReach
 from agentbench_kv.conformance import CheckResult
 from agentbench_kv.conformance.driver import SessionTrace, TurnPlan
 from agentbench_kv.conformance.engines.comparison import error_problem, wrong_tokens
 from agentbench_kv.conformance.engines.fixture import Fixture, Sessions, prompt
 from agentbench_kv.conformance.families import FAMILIES, write_family
 from agentbench_kv.conformance.kept_sets import check_replay
-from agentbench_kv.environments import PROFILES, python_of
+from agentbench_kv.engines.base import EngineInfo
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import load_engine
@@ -90,7 +89,8 @@ def model_suite(
             raise unknown_name("family", name, FAMILIES)
     rows = []
     for engine in engines:
-        cls, lacks = load_engine(engine), _lacks(engine)
+        cls = load_engine(engine)
+        lacks = _lacks(cls)
         for family in families or FAMILIES:
             row = FamilyRow(family, FAMILIES[family].about, engine, "")
             if lacks:
@@ -102,11 +102,11 @@ def model_suite(
     return rows
 
 
-def _lacks(engine: str) -> str:
+def _lacks(cls: Any) -> str:
     """Say why an engine cannot be started here; empty if it can."""
     try:
-        if engine in PROFILES:
-            python_of(engine)
+        cls.check_compute("float32", "cpu")
+        cls.check_model("micro")
     except PrerequisiteError as error:
         return str(error)
     return ""
@@ -137,7 +137,7 @@ def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[Verdi
         cls.check_model(str(folder))
         cls.check_method(str(folder), method)
         driver = fixture.driver(method)
-        reach = _reach(driver.engine.info.details)
+        reach = _reach(driver.engine.info)
         traces = driver.play(model_sessions())
         problem = next(_problems(fixture.network, method, traces), "")
     except UsageError as error:
@@ -183,7 +183,7 @@ def _problems(network: Any, method: Method, traces: Mapping[str, SessionTrace]) 
             yield f"{replayed.name}: {replayed.detail}"
 
 
-def _reach(details: Mapping[str, str]) -> str:
-    """Say which layers a method reaches, from what an engine says of itself."""
-    found = LayerReach.read(details)
+def _reach(info: EngineInfo) -> str:
+    """Say which layers a method reaches."""
+    found = info.reach
     return "all" if found is None else f"{found.full} of {found.full + found.windowed}"
