@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MEANS = ("kl", "dnll")  # in nats, without an upper bound
-SHARES = ("top1", "flips", "calls_exact", "calls_exact_full")
+_OF_TOKENS = (*MEANS, "top1", "flips", "right")
 SURE = 0.1  # how far the full cache's best is ahead of the second where a change is a flip
 DISTANCES = (1, 8, 32, 128)  # tokens since the last event, upper ends; beyond: `later`
 _BLOCK = 64  # tokens whose distributions exist at the same time
@@ -74,10 +74,10 @@ class FidelityCounts:
         self, figures: TokenFigures, groups: Sequence[Sequence[str]], in_call: Sequence[bool]
     ) -> None:
         """Add neighbouring tokens; `groups` are the names of every token's parts."""
-        columns = [getattr(figures, name).tolist() for name in ("kl", "dnll", "top1", "flips")]
+        columns = [getattr(figures, name).tolist() for name in _OF_TOKENS]
         for token, values in enumerate(zip(*columns, strict=True)):
             for group in ("", *groups[token]):
-                for name, value in zip(("kl", "dnll", "top1", "flips"), values, strict=True):
+                for name, value in zip(_OF_TOKENS, values, strict=True):
                     pair = self.sums[f"{name}{group}"]
                     pair[0] += float(value)
                     pair[1] += 1

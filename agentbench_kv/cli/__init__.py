@@ -20,8 +20,8 @@ from agentbench_kv.errors import KVBenchError
 
 VERBS = (
     "ablate", "analyze", "baseline", "bench", "browser", "calibrate", "capture", "compare",
-    "completion", "convert", "data", "demo", "doctor", "env", "export", "judge", "leaderboard",
-    "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
+    "completion", "convert", "data", "demo", "doctor", "env", "export", "fidelity", "judge",
+    "leaderboard", "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
 )  # fmt: skip
 # Verbs that share a file with a closely related one.
 _FILES = {

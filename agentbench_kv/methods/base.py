@@ -211,7 +211,7 @@ class Method:
         return self.name if plain else f"{self.name}@{self.preset}"
 
     def settings(self) -> dict[str, Any]:
-        """Return every parameter with its value, for the run record; rare ones where they are set."""
+        """Return every parameter with its value, for the record; rare ones where they are set."""
         values = {key: (getattr(self, key), spec) for key, spec in self.parameters().items()}
         return {
             key: value

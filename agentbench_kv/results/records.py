@@ -146,7 +146,8 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
     seed: Whole
     status: TrialStatus
     score: Annotated[float, Meta(ge=0, le=1)] | None = None  # the checker's; None unless `scored`
-    # Anything else the checker says. `x_right` and `x_asked` (ints) make the sub-score `x`.
+    # Anything else the checker says. `x_right` and `x_asked` (ints) make the sub-score `x`,
+    # `x_total` and `x_count` a mean that has no bounds.
     metrics: dict[str, Metric] = field(default_factory=dict)
     kv: KVAccount = field(default_factory=KVAccount)
     timing: Timing = field(default_factory=Timing)
@@ -186,6 +187,17 @@ class TrialRecord(_Keyed, frozen=True, kw_only=True):
                 continue
             if isinstance(right, int | float) and 0 <= right <= asked * _ROUNDED <= _LARGEST:
                 found[name] = (float(right), float(asked))
+        return found
+
+    @property
+    def means(self) -> dict[str, tuple[float, float]]:
+        """Total and count of every mean without bounds: the metrics `x_total` and `x_count`."""
+        found = {}
+        for key, count in self.metrics.items():
+            name = key.removesuffix("_count")
+            total = self.metrics.get(f"{name}_total")
+            if name != key and isinstance(count, int | float) and isinstance(total, int | float):
+                found[name] = (float(total), float(count))
         return found
 
     @property

@@ -44,7 +44,7 @@ class Interval:
     point: float
     low: float
     high: float
-    method: Literal["wilson", "score", "groups"]
+    method: Literal["wilson", "score", "groups", "t"]
     n: int
     groups: int | None = None
 
@@ -252,6 +252,66 @@ def size_change(
         groups=grouped[1] if grouped else None,
         spread=spread * len(units) / len(ids),
     )
+
+
+def open_level(
+    counts: Mapping[str, tuple[float, float]],
+    groups: Mapping[str, str] | None = None,
+    confidence: float = LEVEL,
+) -> Interval:
+    """Return a mean without bounds (a divergence in nats): totals over counts of samples.
+
+    Student's t over samples, or over groups of them, of the ratio linearised; a ValueError if
+    there are none.
+    """
+    counted = {name: pair for name, pair in counts.items() if pair[1] > 0}
+    if not counted:
+        raise ValueError("no totals to take an interval of")
+    ids = sorted(counted)
+    total, count = np.array([counted[name] for name in ids]).T
+    grouped = Scores({}, groups=groups or {}).group_of(ids)
+    ratio = float(total.sum() / count.sum())
+    units = _sums(total - ratio * count, grouped) / count.sum()
+    reach = _open_reach(units, confidence)
+    number = None if grouped is None else grouped[1]
+    return Interval(ratio, ratio - reach, ratio + reach, "t", len(ids), number)
+
+
+def open_change(
+    cand: Mapping[str, tuple[float, float]],
+    base: Mapping[str, tuple[float, float]],
+    groups: Mapping[str, str] | None = None,
+    confidence: float = LEVEL,
+) -> Change | None:
+    """Compare two means without bounds on the samples that both have; None if there is none."""
+    ids = sorted(name for name in cand.keys() & base.keys() if cand[name][1] and base[name][1])
+    if not ids:
+        return None
+    mine, theirs = (np.array([side[name] for name in ids]) for side in (cand, base))
+    grouped = Scores({}, groups=groups or {}).group_of(ids)
+    own, other = (float(side[:, 0].sum() / side[:, 1].sum()) for side in (mine, theirs))
+    parts = [
+        (side[:, 0] - ratio * side[:, 1]) / side[:, 1].sum()
+        for side, ratio in ((mine, own), (theirs, other))
+    ]
+    units = _sums(parts[0] - parts[1], grouped)
+    reach = _open_reach(units, confidence)
+    swapped = mine[:, 0] / mine[:, 1].sum() - theirs[:, 0] / theirs[:, 1].sum()
+    return Change(
+        *(other, own, own - other, own - other - reach, own - other + reach),
+        p_value=_permutation(_sums(swapped, grouped)),
+        test="permutation",
+        n=len(ids),
+        groups=None if grouped is None else grouped[1],
+        spread=float(units.std(ddof=1)) * len(units) if len(units) > 1 else 0.0,
+    )
+
+
+def _open_reach(units: Floats, confidence: float) -> float:
+    """Return the half width of an interval of a sum of independent units with mean 0."""
+    if len(units) < 2:
+        return inf
+    return _t(confidence, len(units) - 1) * float(units.std(ddof=1)) * sqrt(len(units))
 
 
 def holm(p_values: Sequence[float], family: int | None = None) -> list[float]:

@@ -20,10 +20,10 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
-from agentbench_kv.errors import ContextLimitError, UsageError
+from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
 from agentbench_kv.methods.base import PHASE_NAMES, Method, Phase
 from agentbench_kv.methods.spans import SpanMethod
-from agentbench_kv.registry import make_method
+from agentbench_kv.registry import load_method, make_method
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, Usage
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
@@ -57,6 +57,27 @@ class FidelityArm:
         return spec
 
 
+def fidelity_arms(
+    methods: Sequence[str], budgets: Sequence[Budget], settings: Mapping[str, str]
+) -> list[FidelityArm]:
+    """Return every method at every budget, each with those settings that it has.
+
+    UsageError for a setting that none of them has, and for a method without its budget.
+    """
+    known = {name: load_method(name.partition("@")[0]) for name in methods}
+    for key in settings:
+        if not any(key in cls.parameters() for cls in known.values()):
+            raise unknown_name("parameter", key, next(iter(known.values())).parameters())
+    arms = []
+    for name, cls in known.items():
+        own = {key: value for key, value in settings.items() if key in cls.parameters()}
+        if cls.compresses and not budgets:
+            raise UsageError(f"{name} needs a budget: add --budget TOKENS")
+        sizes: Sequence[Budget | None] = budgets if cls.compresses else [None]
+        arms += [FidelityArm(name, size, own) for size in sizes]
+    return arms
+
+
 def play_fidelity(
     specs: Sequence[RunSpec],
     recordings: Sequence[Recording],
@@ -87,9 +108,7 @@ def play_fidelity(
         return [summarize(run) for run in runs]
 
 
-def _play(
-    model: LoadedModel, recording: Recording, arms: Sequence[tuple[RunDir, Method]]
-) -> None:
+def _play(model: LoadedModel, recording: Recording, arms: Sequence[tuple[RunDir, Method]]) -> None:
     counts = [FidelityCounts() for _ in arms]
     started = time.perf_counter()
     play = ForcedPlay(model, [method for _, method in arms])
@@ -130,7 +149,7 @@ def _count(
         for (_, phase), kind in zip(labels, turn.kinds[part], strict=True)
     ]
     for logits, account, own in zip(stretch.of_methods, stats, counts, strict=True):
-        since = _since(account)
+        since = _since(account, len(common))
         groups = [
             (*names, distance_group(None if since is None else since + at + 1))
             for at, names in enumerate(common)
@@ -138,11 +157,14 @@ def _count(
         own.add(compare(stretch.full, logits, tokens), groups, in_call)
 
 
-def _since(account: KVStats) -> int | None:
-    """Return the tokens drawn since the last event, before the stretch whose rows were just fed."""
+def _since(account: KVStats, rows: int) -> int | None:
+    """Return the tokens drawn from the last event to a stretch of so many rows, fed just now.
+
+    The stretch's own tokens count as drawn by now, but for the last one, which it predicts.
+    """
     if not account.events:
         return None
-    return max(0, account.decode_tokens - account.events[-1].decoded)
+    return account.decode_tokens - (rows - 1) - account.events[-1].decoded
 
 
 def _record(
@@ -169,9 +191,7 @@ def _record(
     )
 
 
-def _provenance(
-    model: LoadedModel, spec: RunSpec, more: Mapping[str, Any]
-) -> dict[str, Any]:
+def _provenance(model: LoadedModel, spec: RunSpec, more: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "engine": "embedded",
         "model_sha": model.sha,

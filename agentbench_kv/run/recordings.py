@@ -22,7 +22,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Phase
-from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec
+from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec, load_tokenizer
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.spec import RunSpec, resolve
@@ -66,9 +66,7 @@ class RecordingEngine(ScriptedEngine):
     """Answers with given ids, and keeps every session's turns beyond its end."""
 
     def __init__(self, answers: Answers, tokenizer_path: Path, context_limit: int) -> None:
-        super().__init__(
-            lambda _: (), tokenizer_path=tokenizer_path, context_limit=context_limit
-        )
+        super().__init__(lambda _: (), tokenizer_path=tokenizer_path, context_limit=context_limit)
         self._answers = answers
         self._states: dict[str, ScriptedSession] = {}
         self._begins: dict[str, list[int]] = {}  # of every answer, in the session's tokens
@@ -98,7 +96,7 @@ class RecordingEngine(ScriptedEngine):
         return super().close(session)
 
     def turns(self, session: str, codec: TokenCodec) -> Iterator[RecordedTurn]:
-        """Yield the turns of a session that has been closed; those without an answer are left out."""
+        """Yield the turns of a closed session; those without an answer are left out."""
         state, last = self._states[session], 0
         whole = tuple(zip(state.tokens, state.phases, strict=True))
         for begin, end in zip(self._begins[session], self._ends[session], strict=True):
@@ -137,8 +135,8 @@ def record_gold(
         played.close()
 
 
-def record_run(folder: Path, limit: int | None = None) -> list[Recording]:
-    """Play the trials of a run again, first trial of each sample, as far as they were scored."""
+def record_run(folder: Path, limit: int | None = None) -> tuple[list[Recording], str]:
+    """Play a run's trials again, the first of each sample; return them and the run's model."""
     reader = RunReader(folder)
     spec = RunSpec(**reader.info.spec)
     found: dict[str, list[list[int]]] = {}
@@ -154,15 +152,17 @@ def record_run(folder: Path, limit: int | None = None) -> list[Recording]:
     try:
         samples = [s for s in task.samples(spec.limit, spec.seed) if sample_key(s.id) in found]
         chosen = samples[:limit]
-        source = lambda session: found[session.rpartition("|")[2]]  # noqa: E731
-        return _record(spec, task, chosen, source, spec.model, spec.tool_syntax or "auto")
+
+        def source(session: str) -> list[list[int]]:
+            return found[session.rpartition("|")[2]]
+
+        syntax = spec.tool_syntax or "auto"
+        return _record(spec, task, chosen, source, spec.model, syntax), spec.model
     finally:
         task.close()
 
 
 def _codec(model: str) -> TokenCodec:
-    from agentbench_kv.phases.tokens import load_tokenizer
-
     return TokenCodec(load_tokenizer(model_path(model)))
 
 
@@ -231,7 +231,8 @@ class _ValueScanner:
         self._containers: list[str] = []
 
     def feed(self, piece: str) -> bool:
-        return any([self._step(char) for char in piece])
+        # Every character is read, whatever the first ones are.
+        return sum(map(self._step, piece)) > 0
 
     def _step(self, char: str) -> bool:
         if self._string:

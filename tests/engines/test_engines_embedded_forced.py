@@ -46,9 +46,11 @@ class Seen(Observer):
         self.kept: list[list[list[int]]] = []
 
     def on_logits(self, session: str, logical: int, logits: torch.Tensor) -> None:
+        del session
         self.logits[logical] = logits.clone()
 
     def on_event(self, session: str, logical: int, kept_positions: torch.Tensor) -> None:
+        del session, logical
         self.kept.append(kept_positions.sort(-1).values.tolist())
 
 
@@ -56,7 +58,7 @@ def labelled(ids: list[int]) -> list[tuple[int, Phase]]:
     return [(token, Phase(token % 4)) for token in ids]
 
 
-def decode(engine: Any, start: Any, seen: Seen) -> tuple[list[list[int]], list[list[int]], Any]:
+def decode(engine: Any, start: Any) -> tuple[list[list[int]], list[list[int]], Any]:
     """Let the engine answer greedily; return prompts, answers and the accounting."""
     rng, prompts, answers = random.Random(3), [], []
     for number, (prompt, answer) in enumerate(TURNS):
@@ -81,7 +83,7 @@ def test_a_method_is_played_as_the_engine_decodes(
 ) -> None:
     seen, network = Seen(), tiny_model(family)
     engine = make_engine(network, *arm, recorder=seen)
-    prompts, answers, expected = decode(engine, start_session, seen)
+    prompts, answers, expected = decode(engine, start_session)
     engine.shutdown()
     kept: list[Any] = []
     compress = ForcedSession.compress
