@@ -36,9 +36,10 @@ def compare(full: Tensor, other: Tensor | None, tokens: Tensor) -> TokenFigures:
 
     No logits stand for the same ones.
     """
+    blocks = [slice(at, at + _BLOCK) for at in range(0, len(tokens), _BLOCK)]
     parts = [
-        _compare(full[at : at + _BLOCK], None if other is None else other[at : at + _BLOCK], ids)
-        for at, ids in zip(range(0, len(tokens), _BLOCK), tokens.split(_BLOCK), strict=True)
+        _compare(full[part], None if other is None else other[part], tokens[part])
+        for part in blocks
     ]
     names = TokenFigures.__dataclass_fields__
     return TokenFigures(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

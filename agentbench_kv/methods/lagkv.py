@@ -39,7 +39,7 @@ class LagKV(Method):
             return scores
         end = first + whole * self.lag
         key_parts, value_parts = (
-            rows[:, first:end].unflatten(1, (whole, self.lag)).double()
+            rows[:, first:end].reshape(heads, whole, self.lag, -1).double()
             for rows in (keys, context.values)
         )
         found = _standing_out(key_parts) + _standing_out(value_parts)

@@ -129,8 +129,8 @@ def _play(model: LoadedModel, recording: Recording, arms: Sequence[tuple[RunDir,
         play.close()
     seconds = time.perf_counter() - started
     shared = {"seconds": seconds / len(arms), "figures_s": spent / len(arms)}
-    for (run, _), found, account in zip(arms, counts, stats, strict=True):
-        run.append_trial(_record(recording, found, account, shared, error))
+    for (run, _), own, account in zip(arms, counts, stats, strict=True):
+        run.append_trial(_record(recording, own, account, shared, error))
 
 
 def _count(

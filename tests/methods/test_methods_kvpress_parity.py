@@ -131,5 +131,10 @@ def test_method_agrees_with_kvpress(theirs, name):
         )
     for layer, heads in enumerate(selection.kept):
         for head, rows in enumerate(heads):
-            ours = {key.tobytes() for key in parts[1][layer, head, rows].numpy()}
-            assert ours == {key.tobytes() for key in left[layer, head].numpy()}
+            where = {key.tobytes(): i for i, key in enumerate(parts[1][layer, head].numpy())}
+            taken = {where[key.tobytes()] for key in left[layer, head].numpy()}
+            assert len(taken) == len(rows)
+            # In tokens of one score only: every rank of lagkv occurs in every stretch.
+            differing = sorted(taken ^ set(rows.tolist()))
+            assert name == "lagkv" or not differing
+            assert len(set(scores[layer, head, differing].tolist())) <= 1
