@@ -185,8 +185,6 @@ def test_every_family_is_one_transformers_has() -> None:
         assert made.to_dict(), name
 
 
-
-
 def test_a_window_that_is_tried_again_is_as_if_it_had_not_failed() -> None:
     """Prefill chunks beyond the window, one of them written twice before it counts."""
     network = build_family("gpt-oss")

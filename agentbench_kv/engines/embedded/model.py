@@ -221,9 +221,7 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     sizes = (attention.full, heads, kv_heads, head_dim)
-    shape = RowShape(
-        *sizes, parameter.dtype, parameter.device, interleaved=attention.interleaved
-    )
+    shape = RowShape(*sizes, parameter.dtype, parameter.device, interleaved=attention.interleaved)
     return LoadedModel(
         *(network, path, sha, attention, shape),
         frequencies=rope.full.to(parameter.device),
