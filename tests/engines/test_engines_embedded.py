@@ -243,11 +243,13 @@ def test_errors_of_misuse(make_engine: Any, start_session: Any) -> None:
         engine.generate("a", Sampling(max_tokens=1))
 
 
-def test_sliding_window_and_unknown_families_are_refused(tiny_model: Any, make_engine: Any) -> None:
+def test_windows_everywhere_and_unknown_families_are_refused(
+    tiny_model: Any, make_engine: Any
+) -> None:
     network = tiny_model("mistral")
     network.config.sliding_window = 32
-    with pytest.raises(UsageError, match="sliding window of 32"):
-        make_engine(network)
+    with pytest.raises(UsageError, match="a window of 32 tokens, so no method has anything"):
+        make_engine(network, "streamingllm", 64)
     other = tiny_model("llama")
     other.config.model_type = "gpt2"
     with pytest.raises(UsageError, match="'gpt2' is not supported"):

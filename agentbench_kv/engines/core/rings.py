@@ -238,7 +238,7 @@ def add_attention(sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | N
 
 
 def _mass_beside(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -> Tensor:
-    """Return what queries attend to beside the sinks [kv_heads, live]: mean over a group, summed."""
+    """Return what queries attend to beside sinks [kv_heads, live]: summed, mean over a group."""
     heads, n, head_dim = queries.shape
     grouped = queries.float().reshape(keys.shape[0], -1, head_dim)
     logits = grouped @ keys.float().transpose(1, 2) * head_dim**-0.5

@@ -348,7 +348,7 @@ def _prefill_beside(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks: Tensor
 ) -> Tensor:
     """As `_prefill` under a mask [n, T], with sinks [q_heads]; a block of queries at a time."""
-    heads, n, head_dim = query.shape
+    heads, _, head_dim = query.shape
     kv_heads, tokens, _ = keys.shape
     group = heads // kv_heads
     size = max(1, BLOCK_LOGITS // (heads * tokens))
