@@ -1,4 +1,4 @@
-"""GGUF files: read their headers, make them of Hugging Face folders, or of random weights.
+"""GGUF files made of Hugging Face folders, or of random weights.
 
 Conversion is for models small enough to check to the bit, of the families whose attention the
 engine knows. Real models are better converted, and quantised, with llama.cpp's own tools.
@@ -6,235 +6,27 @@ engine knows. Real models are better converted, and quantised, with llama.cpp's 
 
 from __future__ import annotations
 
-import json
-import os
-import struct
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from agentbench_kv.engines.core.gguf_header import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from agentbench_kv.engines.core.gguf_tokenizer import pretokenizer_name
 from agentbench_kv.engines.embedded.model import read_document
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 Array = npt.NDArray[np.float32]
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; equal as read here
-STRING, ARRAY = 8, 9
-ROPE_FACTORS = "rope_freqs.weight"
-_FLOAT32, _MOST_PAIRS = 0, 4096
-_SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
-    12: "<d",
-}  # fmt: skip
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 # Hugging Face's model types with llama.cpp's name of the architecture.
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
-_MANY = 1 << 20
 NO_TOKENIZER = "--no-tokenizer"
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# llama.cpp's names with the regular expression each splits text by before byte-level BPE.
-PRETOKENIZERS: Mapping[str, str] = {
-    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
-    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-}
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": False,
-}
-
-
-def read_metadata(path: Path) -> Mapping[str, Any]:
-    """Return the keys and values of a GGUF file; arrays become lists.
-
-    The package gguf makes a numpy view of every string and needs 8.6 s for a model with 152,000
-    tokens, this 0.2 s; and outside of the environment `llamacpp` it need not be installed.
-    """
-    try:
-        with path.open("rb") as file:
-            magic, version = file.read(4), _scalar(file, 4)
-            if magic != MAGIC or version not in VERSIONS:
-                raise PrerequisiteError(
-                    f"{path} is no GGUF file; kvbench convert FOLDER OUT makes one"
-                )
-            _tensors, pairs = _scalar(file, 10), _scalar(file, 10)
-            return {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
-    except OSError as error:
-        raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, UnicodeDecodeError, KeyError, RecursionError):
-        raise damaged(path) from None
-
-
-def damaged(path: Path) -> PrerequisiteError:
-    return PrerequisiteError(f"{path} is damaged or cut short; make or download it again")
-
-
-def read_rope_factors(path: Path) -> tuple[float, ...]:
-    """Return what a GGUF file divides the frequencies of RoPE by, pair by pair; () if by nothing.
-
-    So llama.cpp's converter writes the scaled RoPE of Llama 3.1 and later, in a tensor instead of
-    the header. The file is one that `read_metadata` has read.
-    """
-    try:
-        with path.open("rb") as file:
-            file.seek(8)
-            tensors, pairs = _scalar(file, 10), _scalar(file, 10)
-            metadata = {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
-            places = dict(_tensor(file) for _ in range(tensors))
-            if ROPE_FACTORS not in places:
-                return ()
-            sizes, kind, offset = places[ROPE_FACTORS]
-            if kind != _FLOAT32 or len(sizes) != 1 or sizes[0] > _MOST_PAIRS:
-                raise UsageError(f"{path}: {ROPE_FACTORS} is no vector of float32")
-            step = int(metadata.get("general.alignment", 32))
-            file.seek(-(-file.tell() // step) * step + offset)
-            return struct.unpack(f"<{sizes[0]}f", file.read(4 * sizes[0]))
-    except OSError as error:
-        raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ArithmeticError, LookupError, MemoryError, TypeError, ValueError):
-        raise PrerequisiteError(
-            f"{path} is damaged or cut short; make or download it again"
-        ) from None
-
-
-def _tensor(file: BinaryIO) -> tuple[str, tuple[list[int], int, int]]:
-    """Read a tensor's name, and its sizes, its type's number and where it begins."""
-    name = _string(file)
-    sizes = [_scalar(file, 10) for _ in range(_scalar(file, 4))]
-    return name, (sizes, _scalar(file, 4), _scalar(file, 10))
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == STRING:
-        return _string(file)
-    if kind != ARRAY:
-        return _scalar(file, kind)
-    inner, count = _scalar(file, 4), _scalar(file, 10)
-    if inner in (STRING, ARRAY):
-        return [_value(file, inner) for _ in range(count)]
-    form = _SCALARS[inner]
-    data = _read(file, count * struct.calcsize(form))
-    return [value for (value,) in struct.iter_unpack(form, data)]
-
-
-def _string(file: BinaryIO) -> str:
-    return _read(file, _scalar(file, 10)).decode()
-
-
-def _read(file: BinaryIO, size: int) -> bytes:
-    """Read so many bytes; for many, no room is made unless the file has them."""
-    if size > _MANY and size > os.fstat(file.fileno()).st_size:
-        raise struct.error("cut short")
-    data = file.read(size)
-    if len(data) != size:
-        raise struct.error("cut short")
-    return data
-
-
-def _scalar(file: BinaryIO, kind: int) -> Any:
-    form = _SCALARS[kind]
-    return struct.unpack(form, _read(file, struct.calcsize(form)))[0]
-
-
-def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a pre-tokenizer; UsageError if it might split text otherwise."""
-    parts = tokenizer.get("pre_tokenizer") or {}
-    steps = parts.get("pretokenizers", [parts])
-    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
-    for name, pattern in PRETOKENIZERS.items():
-        if patterns == [pattern]:
-            return name
-    raise UsageError(
-        "the tokenizer splits text in a way kvbench convert does not know "
-        f"({', '.join(map(str, patterns)) or parts.get('type', 'no pre-tokenizer')}); "
-        "use the converter of llama.cpp itself"
-    )
-
-
-def pretokenizer_of(name: str) -> dict[str, Any]:
-    if name not in PRETOKENIZERS:
-        known = ", ".join(PRETOKENIZERS)
-        raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
-    pattern = {"Regex": PRETOKENIZERS[name]}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
-
-
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> Path:
-    """Write the files of a GGUF file's tokenizer into `folder`, each in one step; return it."""
-    files = tokenizer_files(metadata)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(draft).replace(folder / name)
-    return folder
-
-
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> text of the files, from the `tokenizer.*` keys of a GGUF header."""
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise UsageError(
-            f"the file's tokenizer is {kind!r}; the llamacpp engine reads byte-level BPE (gpt2)"
-        )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata["tokenizer.ggml.token_type"]
-    files = {
-        "tokenizer.json": json.dumps(_tokenizer(metadata, tokens, types), ensure_ascii=False),
-        "tokenizer_config.json": json.dumps(_config(metadata, tokens)),
-    }
-    if template := metadata.get("tokenizer.chat_template"):
-        files["chat_template.jinja"] = template
-    return files
-
-
-def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": index, "content": tokens[index], **plain, "special": kind == CONTROL}
-        for index, kind in enumerate(types)
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    pre = str(metadata.get("tokenizer.ggml.pre", ""))
-    # Added tokens too: one that the vocabulary lacks would get the next free id.
-    words = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
-    bpe = {"type": "BPE", "ignore_merges": pre == "llama-bpe", "vocab": words, "merges": merges}
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": pretokenizer_of(pre),
-        "post_processor": None,
-        "decoder": BYTE_LEVEL,
-        "model": bpe,
-    }
-
-
-def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None:
-            config[f"{role}_token"] = tokens[index]
-    return config
 
 
 def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
-from agentbench_kv.engines.llamacpp.gguf import (
-    ARCHITECTURES,
+from agentbench_kv.engines.core.gguf_header import (
     damaged,
+    file_sha,
     read_metadata,
     read_rope_factors,
-    write_tokenizer,
 )
+from agentbench_kv.engines.core.gguf_tokenizer import tokenizer_folder
+from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
+from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import home
-from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 
 ROW_TYPES = {"float32": 0, "float16": 1}  # of cached rows, with ggml's number
 
@@ -169,23 +168,11 @@ def _from_file(path: Path) -> LlamaCppModel:
             f"there is no model {path}; give a GGUF file, a model folder or: {', '.join(SHIPPED)}"
         )
     metadata = read_metadata(path)
-    sha = _file_sha(path, path.stat().st_size, path.stat().st_mtime_ns)
-    folder = home() / "gguf" / f"tokenizer-{sha[:16]}"
     try:
         shape = model_shape(metadata, read_rope_factors(path))
-        if not (folder / "tokenizer_config.json").exists():
-            write_tokenizer(metadata, folder)
-    except OSError as error:
-        raise PrerequisiteError(f"cannot write {folder}: {error.strerror}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise damaged(path) from None  # a value of another type, or one that is not there
-    return LlamaCppModel(path.absolute(), folder, sha, shape)
-
-
-@lru_cache(maxsize=8)
-def _file_sha(path: Path, size: int, modified_ns: int) -> str:  # noqa: ARG001  the cache's key
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return LlamaCppModel(path.absolute(), tokenizer_folder(path), file_sha(path), shape)
 
 
 @contextmanager
