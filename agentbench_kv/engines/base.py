@@ -165,6 +165,11 @@ class Engine(ABC):
         return None
 
     @classmethod
+    def check_pair(cls, model: str, method: Method) -> None:  # noqa: ARG003
+        """Refuse a method this engine cannot run on a model that it can use: UsageError."""
+        return None
+
+    @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
         """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
         return None

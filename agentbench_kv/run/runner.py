@@ -73,13 +73,19 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
         )
 
 
-def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
-    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
+def check_all(specs: Sequence[RunSpec]) -> None:
+    """Refuse what cannot run, before anything starts and without loading weights."""
     for spec in specs:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
+        cls.check_pair(spec.model, spec.built_method)
         cls.check_compute(spec.dtype, spec.device)
+
+
+def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
+    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
+    check_all(specs)
     return [run_one(spec, out, progress) for spec in specs]
 
 

@@ -49,7 +49,7 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     Weights are drawn wide enough that attention and logits are peaked: a wrong row changes tokens,
     a rounding error does not. `family` is one of `FAMILIES`, a model type of transformers.
     """
-    tokenizer = _tokenizer()
+    tokenizer = suite_tokenizer()
     network = random_model(
         family,
         seed=seed,
@@ -87,7 +87,7 @@ def _quiet() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _tokenizer() -> Any:
+def suite_tokenizer() -> Any:
     """Build a tokenizer of 256 bytes, the markers of Qwen's chat format, and fillers."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
