@@ -169,6 +169,14 @@ class Engine(ABC):
         """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
         return None
 
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:  # noqa: ARG003
+        """Refuse what this engine cannot do together: a method on this model, with these options.
+
+        UsageError or PrerequisiteError; `create` refuses the same.
+        """
+        return None
+
     @abstractmethod
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         """Start an empty session; `labeller` is called for every generated token, in order."""
