@@ -52,6 +52,7 @@ class KVFigures:
     recomputed: int = _figure("tokens whose KV was computed a second time", add)
     # A budget given as a share grows with the session.
     budget: int | None = _figure("the budget in tokens at the session's end", _last, None)
+    window_bytes_read: int = _figure("of the bytes read, those of layers that see a window", add)
 
 
 @dataclass

@@ -73,20 +73,20 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
         )
 
 
-def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
-    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
-    check_all(specs)
-    return [run_one(spec, out, progress) for spec in specs]
-
-
 def check_all(specs: Sequence[RunSpec]) -> None:
-    """Refuse what an engine could not run; nothing is started for it."""
+    """Refuse what cannot run, before anything starts and without loading weights."""
     for spec in specs:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
         cls.check_compute(spec.dtype, spec.device)
         cls.check_options(engine_options(spec))
+
+
+def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
+    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
+    check_all(specs)
+    return [run_one(spec, out, progress) for spec in specs]
 
 
 def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:

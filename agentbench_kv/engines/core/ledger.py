@@ -23,6 +23,14 @@ class Eviction:
     prompt: int  # tokens of the session's first prefill
 
 
+@dataclass(frozen=True)
+class WindowBytes:
+    """Rows that a session holds besides, in layers that see a window: no method reaches them."""
+
+    per_token: int  # keys and values, over those layers and their heads
+    window: int
+
+
 class SessionLedger:
     """Counts what a session holds and says when an event falls due.
 
@@ -31,12 +39,16 @@ class SessionLedger:
     `sampled` after each that samples, `end_turn`.
     """
 
-    def __init__(self, method: Method, bytes_per_token: int) -> None:
+    def __init__(
+        self, method: Method, bytes_per_token: int, windows: WindowBytes | None = None
+    ) -> None:
         self.stats = KVStats()
         self.fed = 0  # tokens the model has seen
         self.live = 0  # rows per (layer, KV head)
         self._method = method
-        self._bytes = bytes_per_token  # keys and values, over all layers and heads
+        # Keys and values, over all layers with full attention and their heads.
+        self._bytes = bytes_per_token
+        self._windows = windows
         self._schedule = Schedule(method)
         self._prefilling = False
         self._evicted_last = False  # an event fell due with the last sampled token
@@ -75,6 +87,10 @@ class SessionLedger:
         self.stats.peak_live = max(self.stats.peak_live, self.live)
         if not self._prefilling:
             self.stats.bytes_read += self.live * self._bytes
+            if self._windows is not None:
+                read = min(self.fed, self._windows.window) * self._windows.per_token
+                self.stats.bytes_read += read
+                self.stats.window_bytes_read += read
 
     def sampled(self) -> Eviction | None:
         """Count a sampled token; return the event that falls due with it."""
@@ -125,7 +141,7 @@ class SessionLedger:
 
     def fork(self) -> SessionLedger:
         """Return the ledger of a session that starts from this one's rows; it has done nothing."""
-        twin = SessionLedger(self._method, self._bytes)
+        twin = SessionLedger(self._method, self._bytes, self._windows)
         twin.fed, twin.live = self.fed, self.live
         twin._prompt = self._prompt
         return twin

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass, ring_write
+from agentbench_kv.kernels.torch_backend import rotated
 from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
-from agentbench_kv.methods.calibration import rotate
 from agentbench_kv.methods.spans import SpanRange, within
 
 _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
@@ -19,7 +19,10 @@ _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
 
 @dataclass(frozen=True)
 class RowShape:
-    """A model's cache rows on this worker: under tensor parallelism, its own heads only."""
+    """A model's cache rows on this worker: under tensor parallelism, its own heads only.
+
+    `layers` are those whose rows a method chooses among: the ones with full attention.
+    """
 
     layers: int
     q_heads: int
@@ -28,6 +31,7 @@ class RowShape:
     dtype: torch.dtype
     device: torch.device
     with_sums: bool = False  # whether the cache keeps the attention every row has got
+    interleaved: bool = False  # RoPE's pairs of channels are neighbours
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,6 +54,7 @@ class QueryBuffer:
         self.plan = plan
         self.kv_heads = shape.kv_heads
         self.device = shape.device
+        self.interleaved = shape.interleaved
         self.rings = _RINGS.get(plan.kind, 0)
         self.per_session = self.rings * plan.size
         self._free: list[int] = []
@@ -88,7 +93,8 @@ class QueryBuffer:
         first = place * self.per_session
         rows = slice(first, first + self.per_session)
         moves = torch.full((1, 1), by, device=self.device)
-        self._vectors[:, rows] = rotate(self._vectors[:, rows], moves, frequencies)
+        vectors = self._vectors[:, rows]
+        self._vectors[:, rows] = rotated(vectors, moves, frequencies, interleaved=self.interleaved)
 
 
 class QueryStore:
@@ -210,17 +216,43 @@ def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
 MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
-def add_attention(sums: Tensor, queries: Tensor, keys: Tensor) -> None:
+def add_attention(
+    sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None
+) -> None:
     """Add what queries [q_heads, n, head_dim] attend to to the sums [kv_heads, live] of the rows.
 
     `keys` are [kv_heads, live, head_dim]; attention is causal, the last n rows are the queries'.
+    `sinks` [q_heads] are logits that each head's softmax has besides (gpt-oss).
     """
     live = keys.shape[1]
     positions = torch.arange(live, device=keys.device)
     first = live - queries.shape[1]
     for block in torch.split(queries, MASS_BLOCK, 1):
         seen_from = positions[first : first + block.shape[1]]
-        everywhere = positions.expand(keys.shape[0], -1)
-        mass = attention_mass(block, keys, query_positions=seen_from, key_positions=everywhere)
-        sums += mass * block.shape[1]
+        if sinks is None:
+            everywhere = positions.expand(keys.shape[0], -1)
+            mass = attention_mass(block, keys, query_positions=seen_from, key_positions=everywhere)
+            sums += mass * block.shape[1]
+        else:
+            hidden = positions > seen_from[:, None]
+            sums += _mass_beside(block, keys, hidden, sinks)
         first += block.shape[1]
+
+
+def _mass_beside(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -> Tensor:
+    """Return what queries attend to beside the sinks [kv_heads, live]: mean over a group, summed."""
+    heads, n, head_dim = queries.shape
+    grouped = queries.float().reshape(keys.shape[0], -1, head_dim)
+    logits = grouped @ keys.float().transpose(1, 2) * head_dim**-0.5
+    logits = logits.reshape(heads, n, -1).masked_fill(hidden, float("-inf"))
+    probabilities = softmax_beside(logits, sinks[:, None, None])
+    return probabilities.sum(1).reshape(keys.shape[0], -1, keys.shape[1]).mean(1)
+
+
+def softmax_beside(logits: Tensor, sinks: Tensor) -> Tensor:
+    """Return the softmax of logits [..., tokens] with one more logit in each row, the sink's.
+
+    What the sink gets is left out: a row may sum to less than 1. `sinks` broadcast to [..., 1].
+    """
+    sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]

@@ -2,14 +2,15 @@
 
 Linear layers run over all tokens; attention, plugged into transformers' attention-interface
 registry, runs over each session's own cache: prefill chunks one by one, decoding sessions together,
-one call per pool of equal slots.
+one call per pool of equal slots. Layers that see a window have caches, and so a plan, of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from math import isclose, sqrt
 from typing import Any
 
 import torch
@@ -17,20 +18,28 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite, add_attention
-from agentbench_kv.engines.embedded.cache import CachePool, SessionCache
+from agentbench_kv.engines.core.rings import (
+    QueryBuffer,
+    RingWrite,
+    add_attention,
+    softmax_beside,
+)
+from agentbench_kv.engines.embedded.architecture import LayerPlace
+from agentbench_kv.engines.embedded.cache import CachePool, SessionCache, SlotCache, WindowCache
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.errors import KVBenchError
 
 ATTENTION_NAME = "kvbench"
 SPARSE = 0.5  # share of a range of slots below which each session has a call of its own
+BLOCK_LOGITS = 1 << 24  # of a prefill with sinks, that exist at the same time
 
 
 @dataclass(frozen=True)
 class PrefillRows:
     """A session's rows in a packed forward: `[start, end)` of the packed axis."""
 
-    cache: SessionCache
+    cache: SessionCache | WindowCache
     start: int
     end: int
 
@@ -40,9 +49,9 @@ class DecodeGroup:
     """Sessions of one pool that feed one token each."""
 
     pool: CachePool
-    start: int  # first packed row; the sessions follow each other by slot
+    rows: slice | Tensor  # of the packed axis; the sessions follow each other by slot
     slots: Tensor  # [n], int64
-    lengths: Tensor  # [n], int64: rows of each before this token
+    places: Tensor  # [n], int64: cache row that each one's token gets
     first: int  # slots the call covers: [first, last)
     last: int
     tokens: int  # rows of the longest session, this token included
@@ -50,11 +59,20 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
-class ForwardPlan:
-    """What attention needs to know of a packed forward."""
+class CachePlan:
+    """What attention does with one kind of caches in a forward."""
 
     prefills: list[PrefillRows]
     decodes: list[DecodeGroup]
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """What attention needs to know of a packed forward."""
+
+    layers: Sequence[LayerPlace]
+    full: CachePlan
+    windows: CachePlan | None  # of the layers that have one
     queries: QueryBuffer
     ring_write: RingWrite | None
     observer: Observer | None = None
@@ -74,6 +92,7 @@ class Packed:
 def pack(
     sessions: Sequence[EmbeddedSession],
     queries: QueryBuffer,
+    layers: Sequence[LayerPlace],
     observer: Observer | None = None,
 ) -> Packed:
     """Lay the chunks of all sessions one after the other and plan their attention.
@@ -100,56 +119,85 @@ def pack(
             observer.on_rows(FedRows(session.name, session.fed, ids, labels, own))
         tokens += ids
         rows.append(len(taken))
-    prefills, decodes = _attention_plan(ordered, rows)
     write = None
     if ring_rows:
         write = RingWrite(_ids(ring_rows, queries.device), _ids(ring_slots, queries.device))
-    plan = ForwardPlan(prefills, decodes, queries, write, observer)
+    full, windows = _full_plan(ordered, rows), _window_plan(ordered, rows)
+    plan = ForwardPlan(layers, full, windows, queries, write, observer)
     return Packed(ordered, tokens, positions, rows, plan)
 
 
-def _attention_plan(
-    sessions: Sequence[EmbeddedSession], rows: Sequence[int]
-) -> tuple[list[PrefillRows], list[DecodeGroup]]:
-    prefills: list[PrefillRows] = []
-    decodes: list[DecodeGroup] = []
+def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> CachePlan:
+    """Plan the layers with full attention, whose pools the sessions are in order of."""
+    plan = CachePlan([], [])
     start = 0
     for (single, _), members in groupby(
         zip(sessions, rows, strict=True), key=lambda item: (item[1] == 1, id(item[0].cache.pool))
     ):
         group = list(members)
-        neighbours = [session for session, _ in group]
-        if single and _is_dense(neighbours):
-            decodes.append(_decode_group(neighbours, start))
-            start += len(group)
+        caches = [session.cache for session, _ in group]
+        if single and _is_dense(caches):
+            end = start + len(group)
+            plan.decodes.append(_decode_group(caches, slice(start, end)))
+            start = end
             continue
         for session, n in group:
-            prefills.append(PrefillRows(session.cache, start, start + n))
+            plan.prefills.append(PrefillRows(session.cache, start, start + n))
             start += n
-    return prefills, decodes
+    return plan
 
 
-def _is_dense(sessions: Sequence[EmbeddedSession]) -> bool:
+def _window_plan(
+    sessions: Sequence[EmbeddedSession], rows: Sequence[int]
+) -> CachePlan | None:
+    """Plan the layers that see a window: their slots are in another order than the sessions."""
+    plan = CachePlan([], [])
+    starts = [0, *accumulate(rows)]
+    laid = [
+        (session.window, start, n)
+        for session, start, n in zip(sessions, starts, rows, strict=False)
+        if session.window is not None
+    ]
+    if not laid:
+        return None
+    single = sorted(
+        ((cache, start) for cache, start, n in laid if n == 1),
+        key=lambda item: (item[0].pool.capacity, item[0].slot),
+    )
+    for _, members in groupby(single, key=lambda item: id(item[0].pool)):
+        group = list(members)
+        caches, packed = [cache for cache, _ in group], [start for _, start in group]
+        if _is_dense(caches):
+            plan.decodes.append(_decode_group(caches, _ids(packed, caches[0].shape.device)))
+        else:
+            plan.prefills.extend(PrefillRows(cache, start, start + 1) for cache, start in group)
+    plan.prefills.extend(PrefillRows(cache, start, start + n) for cache, start, n in laid if n > 1)
+    return plan
+
+
+def _is_dense(caches: Sequence[SlotCache]) -> bool:
     """Whether one call over the slots' range wastes less than calls of their own would."""
-    covered = sessions[-1].cache.slot - sessions[0].cache.slot + 1
-    return len(sessions) >= SPARSE * covered
+    covered = caches[-1].slot - caches[0].slot + 1
+    return len(caches) >= SPARSE * covered
 
 
-def _decode_group(sessions: Sequence[EmbeddedSession], start: int) -> DecodeGroup:
-    pool: CachePool = sessions[0].cache.pool
+def _decode_group(
+    caches: Sequence[SessionCache] | Sequence[WindowCache], rows: slice | Tensor
+) -> DecodeGroup:
+    pool: CachePool = caches[0].pool
     device = pool.keys.device
-    slots = [session.cache.slot for session in sessions]
-    lengths = [session.cache.length for session in sessions]
-    first, last, tokens = slots[0], slots[-1] + 1, max(lengths) + 1
+    slots = [cache.slot for cache in caches]
+    seen = [cache.rows_with_next for cache in caches]
+    first, last, tokens = slots[0], slots[-1] + 1, max(seen)
     # A slot nobody decodes in shows its first row: an empty softmax would be NaN.
     ends = [1] * (last - first)
-    for slot, length in zip(slots, lengths, strict=True):
-        ends[slot - first] = length + 1
+    for slot, end in zip(slots, seen, strict=True):
+        ends[slot - first] = end
     hidden = torch.arange(tokens, device=device) >= _ids(ends, device)[:, None]
     mask = torch.zeros(hidden.shape, dtype=pool.keys.dtype, device=device)
     mask.masked_fill_(hidden, float("-inf"))
-    ids, rows = _ids(slots, device), _ids(lengths, device)
-    return DecodeGroup(pool, start, ids, rows, first, last, tokens, mask[:, None, None])
+    ids, places = _ids(slots, device), _ids([cache.next_row for cache in caches], device)
+    return DecodeGroup(pool, rows, ids, places, first, last, tokens, mask[:, None, None])
 
 
 def _ids(values: list[int], device: torch.device) -> Tensor:
@@ -164,45 +212,70 @@ def session_attention(
     attention_mask: Tensor | None,  # noqa: ARG001  the caches are the mask
     scaling: float,
     kvbench: ForwardPlan,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Write the new rows of every session and attend to its cache.
 
     `query` [1, q_heads, n, head_dim] and `key`, `value` [1, kv_heads, n, head_dim] are post-RoPE;
-    returns [1, n, q_heads, head_dim].
+    `s_aux` [q_heads] are attention sinks. Returns [1, n, q_heads, head_dim].
     """
     layer: int = getattr(module, "layer_idx")  # noqa: B009  modules have no typed attributes
+    place, windowed = kvbench.layers[layer]
     q, k, v = query[0], key[0], value[0]
-    if kvbench.observer is not None:
-        kvbench.observer.on_attention(layer, q, k, v)
-    if kvbench.ring_write is not None:
-        kvbench.queries.write(layer, q, kvbench.ring_write)
-    if kvbench.queries.kv_heads > k.shape[0]:
-        copies = kvbench.queries.kv_heads // k.shape[0]
-        k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
+    plan = kvbench.windows if windowed else kvbench.full
+    if plan is None:
+        raise KVBenchError(f"layer {layer} has a window, its sessions have no cache for one")
+    if not windowed:
+        _show(kvbench, place, q, k, v, scaling)
+        if kvbench.queries.kv_heads > k.shape[0]:
+            copies = kvbench.queries.kv_heads // k.shape[0]
+            k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
     output = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
-    for group in kvbench.decodes:
-        rows = slice(group.start, group.start + len(group.slots))
-        output[rows] = _decode(layer, group, q[:, rows], k[:, rows], v[:, rows], scaling)
-    for segment in kvbench.prefills:
-        rows = slice(segment.start, segment.end)
-        end = segment.cache.write(layer, k[:, rows], v[:, rows])
-        keys = segment.cache.keys[layer, :, :end]
-        values = segment.cache.values[layer, :, :end]
-        output[rows] = _prefill(q[:, rows], keys, values, scaling).transpose(0, 1)
+    for group in plan.decodes:
+        rows = group.rows
+        output[rows] = _decode(place, group, q[:, rows], k[:, rows], v[:, rows], scaling, s_aux)
+    for segment in plan.prefills:
+        own = slice(segment.start, segment.end)
+        keys, values = segment.cache.write(place, k[:, own], v[:, own])
+        window = segment.cache.window
+        output[own] = _prefill(q[:, own], keys, values, scaling, window, s_aux).transpose(0, 1)
         if segment.cache.shape.with_sums:
-            sums = segment.cache.pool.sums[segment.cache.slot, layer, :, :end]
-            add_attention(sums, q[:, rows], keys)
+            sums = segment.cache.pool.sums[segment.cache.slot, place, :, : keys.shape[1]]
+            add_attention(sums, as_methods_see(q[:, own], scaling), keys, s_aux)
     return output.unsqueeze(0), None
 
 
+def _show(plan: ForwardPlan, place: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
+    """Give a full layer's new rows to the rings and to who watches."""
+    if plan.ring_write is None and plan.observer is None:
+        return
+    queries = as_methods_see(q, scaling)
+    if plan.observer is not None:
+        plan.observer.on_attention(place, queries, k, v)
+    if plan.ring_write is not None:
+        plan.queries.write(place, queries, plan.ring_write)
+
+
+def as_methods_see(queries: Tensor, scaling: float) -> Tensor:
+    """Return queries [..., head_dim] whose logits are q·k/√d, where the model scales otherwise."""
+    factor = scaling * sqrt(queries.shape[-1])
+    return queries if isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
+
+
 def _decode(
-    layer: int, group: DecodeGroup, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    layer: int,
+    group: DecodeGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One token of n sessions; query [q_heads, n, d] -> [n, q_heads, d]."""
     pool, slots = group.pool, group.slots
-    pool.keys[slots, layer, :, group.lengths] = key.transpose(0, 1)
-    pool.values[slots, layer, :, group.lengths] = value.transpose(0, 1)
+    pool.keys[slots, layer, :, group.places] = key.transpose(0, 1)
+    pool.values[slots, layer, :, group.places] = value.transpose(0, 1)
     covered = slice(group.first, group.last)
     keys = pool.keys[covered, layer, :, : group.tokens]
     values = pool.values[covered, layer, :, : group.tokens]
@@ -212,37 +285,85 @@ def _decode(
         rows = rows.new_zeros(group.last - group.first, heads, head_dim)
         rows[slots - group.first] = query.transpose(0, 1)
     grouped = rows.reshape(rows.shape[0], keys.shape[1], -1, head_dim)
+    beside = None if sinks is None else sinks.reshape(keys.shape[1], -1, 1)
     if pool.shape.with_sums:
-        _add_decode_mass(layer, group, grouped, keys, scaling)
-    out = scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=group.mask, scale=scaling
-    ).reshape(rows.shape[0], heads, head_dim)
+        _add_decode_mass(layer, group, grouped, keys, scaling, beside)
+    if beside is None:
+        out = scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=group.mask, scale=scaling
+        )
+    else:
+        out = _probabilities(grouped, keys, group.mask, scaling, beside).to(values.dtype) @ values
+    out = out.reshape(rows.shape[0], heads, head_dim)
     return out if n == rows.shape[0] else out[slots - group.first]
 
 
+def _probabilities(
+    grouped: Tensor, keys: Tensor, mask: Tensor, scaling: float, sinks: Tensor | None
+) -> Tensor:
+    """Return float32 attention [slots, kv_heads, group, tokens]; sinks [kv_heads, group, 1]."""
+    logits = (grouped * scaling).float() @ keys.transpose(-1, -2).float() + mask.float()
+    return logits.softmax(-1) if sinks is None else softmax_beside(logits, sinks)
+
+
 def _add_decode_mass(
-    layer: int, group: DecodeGroup, grouped: Tensor, keys: Tensor, scaling: float
+    layer: int,
+    group: DecodeGroup,
+    grouped: Tensor,
+    keys: Tensor,
+    scaling: float,
+    sinks: Tensor | None,
 ) -> None:
     """Add each session's attention, mean over query groups [slots, kv_heads, group, d]."""
     sums, slots = group.pool.sums, group.slots
-    sums[slots, layer, :, group.lengths] = 0.0
-    logits = (grouped * scaling).float() @ keys.transpose(-1, -2).float() + group.mask.float()
-    mass = logits.softmax(-1).mean(2)
+    sums[slots, layer, :, group.places] = 0.0
+    mass = _probabilities(grouped, keys, group.mask, scaling, sinks).mean(2)
     sums[slots, layer, :, : group.tokens] += mass[slots - group.first]
 
 
-def _prefill(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def _prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """[q_heads, n, d] over [kv_heads, T, d]; the last n cache rows are the queries' own."""
-    # A group's query heads are laid along the query axis, so grouped keys are never repeated.
     heads, n, head_dim = query.shape
     kv_heads, tokens, _ = keys.shape
-    grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
     mask = torch.ones(n, tokens, dtype=torch.bool, device=query.device).tril(tokens - n)
+    if window is not None:
+        mask = mask.triu(tokens - n - window + 1)
+    if sinks is not None:
+        return _prefill_beside(query, keys, values, mask, scaling, sinks)
+    # A group's query heads are laid along the query axis, so grouped keys are never repeated.
+    grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
     mask = mask.repeat(heads // kv_heads, 1)
     out = scaled_dot_product_attention(
         grouped, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scaling
     )
     return out.reshape(heads, n, head_dim)
+
+
+def _prefill_beside(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks: Tensor
+) -> Tensor:
+    """As `_prefill` under a mask [n, T], with sinks [q_heads]; a block of queries at a time."""
+    heads, n, head_dim = query.shape
+    kv_heads, tokens, _ = keys.shape
+    group = heads // kv_heads
+    size = max(1, BLOCK_LOGITS // (heads * tokens))
+    transposed, outputs = keys.transpose(1, 2).float(), []
+    for block, seen in zip(query.split(size, 1), mask.split(size), strict=True):
+        rows = (block * scaling).float().reshape(kv_heads, -1, head_dim)
+        logits = (rows @ transposed).reshape(heads, -1, tokens)
+        weights = softmax_beside(
+            logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]
+        ).to(values.dtype)
+        out = weights.reshape(kv_heads, group * block.shape[1], tokens) @ values
+        outputs.append(out.reshape(heads, -1, head_dim))
+    return torch.cat(outputs, 1)
 
 
 def register() -> None:

@@ -96,18 +96,11 @@ class CachePools:
         return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())
 
 
-class SessionCache:
-    """Rows of one session; `length` is physical: rows held per (layer, KV head).
-
-    `keys` and `values` are [layers, kv_heads, capacity, head_dim], `positions` (original ones,
-    int64) and `sums` (attention every row has got, if the shape has them) without the last axis.
-    Logical positions are kept row by row, because after an eviction heads hold different tokens.
-    The slot is taken by the first `reserve`, so that only the scheduler's thread touches a pool.
-    """
+class SlotCache:
+    """A session's slot in a pool; taken by the first `reserve`, on the scheduler's thread."""
 
     def __init__(self, pools: CachePools) -> None:
         self.shape = pools.shape
-        self.length = 0
         self._pools = pools
         self.pool = pools.for_rows(SMALLEST)
         self.slot = -1
@@ -121,6 +114,73 @@ class SessionCache:
         return self.pool.values[self.slot]
 
     @property
+    def nbytes(self) -> int:
+        return 0 if self.slot < 0 else self.pool.capacity * self.shape.bytes_per_token
+
+    @property
+    def held(self) -> int:
+        """Rows held per (layer, KV head)."""
+        raise NotImplementedError
+
+    @property
+    def window(self) -> int | None:
+        """Rows that a query sees, its own included; None: all that are held."""
+        return None
+
+    @property
+    def next_row(self) -> int:
+        """Row that the next token gets."""
+        return self.held
+
+    @property
+    def rows_with_next(self) -> int:
+        """Rows that the next token sees, itself included, from row 0 on."""
+        return self.held + 1
+
+    def _reserve(self, rows: int) -> None:
+        """Take a slot for so many rows in all, or move to one."""
+        if self.slot < 0:
+            self.pool = self._pools.for_rows(rows)
+            self.slot = self.pool.take()
+        elif rows > self.pool.capacity:
+            self._move(rows)
+
+    def free(self, *, clear: bool = False) -> None:
+        """Give the slot back, as zeros if asked to; the cache is unusable afterwards."""
+        if self.slot >= 0:
+            slot, self.slot = self.slot, -1
+            if clear:
+                self.pool.clear(slot)
+            self.pool.give_back(slot)
+
+    def _move(self, rows: int) -> None:
+        target = self._pools.for_rows(rows)
+        if target is self.pool:
+            return
+        slot, end = target.take(), self.held
+        for old, new in zip(self.pool.tensors, target.tensors, strict=True):
+            new[slot, :, :, :end] = old[self.slot, :, :, :end]
+        self.pool.give_back(self.slot)
+        self.pool, self.slot = target, slot
+
+
+class SessionCache(SlotCache):
+    """Rows of one session; `length` is physical: rows held per (layer, KV head).
+
+    `keys` and `values` are [layers, kv_heads, capacity, head_dim], `positions` (original ones,
+    int64) and `sums` (attention every row has got, if the shape has them) without the last axis.
+    Logical positions are kept row by row, because after an eviction heads hold different tokens.
+    """
+
+    def __init__(self, pools: CachePools) -> None:
+        super().__init__(pools)
+        self.length = 0
+
+    @property
+    def held(self) -> int:
+        return self.length
+
+    @property
     def positions(self) -> Tensor:
         return self.pool.positions[self.slot]
 
@@ -128,25 +188,18 @@ class SessionCache:
     def sums(self) -> Tensor | None:
         return self.pool.sums[self.slot] if self.shape.with_sums else None
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.slot < 0 else self.pool.capacity * self.shape.bytes_per_token
-
     def reserve(self, rows: int) -> None:
-        if self.slot < 0:
-            self.pool = self._pools.for_rows(rows)
-            self.slot = self.pool.take()
-        elif self.length + rows > self.pool.capacity:
-            self._move(self.length + rows)
+        """Make room for more rows."""
+        self._reserve(self.length + rows)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> int:
-        """Put new rows [kv_heads, n, head_dim] at the end; return the new end."""
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new rows [kv_heads, n, head_dim] at the end; return all [kv_heads, live, head_dim]."""
         end = self.length + keys.shape[1]
         self.pool.keys[self.slot, layer, :, self.length : end] = keys
         self.pool.values[self.slot, layer, :, self.length : end] = values
         if self.shape.with_sums:
             self.pool.sums[self.slot, layer, :, self.length : end] = 0.0
-        return end
+        return self.keys[layer, :, :end], self.values[layer, :, :end]
 
     def advance(self, first_position: int, rows: int) -> None:
         end = self.length + rows
@@ -181,7 +234,8 @@ class SessionCache:
         self.length = kept.shape[-1]
         if frequencies is not None:
             rows = torch.arange(self.length, device=kept.device)
-            rope_rotate(self.keys[:, :, : self.length], rows - kept, frequencies)
+            keys, turned = self.keys[:, :, : self.length], self.shape.interleaved
+            rope_rotate(keys, rows - kept, frequencies, interleaved=turned)
         if 4 * self.length <= self.pool.capacity:
             self._move(2 * self.length)
         return moved
@@ -202,20 +256,64 @@ class SessionCache:
         self.length = end + n
         return (end - row) * self.shape.layers * self.shape.kv_heads
 
-    def free(self, *, clear: bool = False) -> None:
-        """Give the slot back, as zeros if asked to; the cache is unusable afterwards."""
-        if self.slot >= 0:
-            slot, self.slot = self.slot, -1
-            if clear:
-                self.pool.clear(slot)
-            self.pool.give_back(slot)
 
-    def _move(self, rows: int) -> None:
-        target = self._pools.for_rows(rows)
-        if target is self.pool:
-            return
-        slot, end = target.take(), self.length
-        for old, new in zip(self.pool.tensors, target.tensors, strict=True):
-            new[slot, :, :, :end] = old[self.slot, :, :, :end]
-        self.pool.give_back(self.slot)
-        self.pool, self.slot = target, slot
+class WindowCache(SlotCache):
+    """The last rows of one session in layers that see a window: a ring, from position 0 on.
+
+    Position p lies in row p modulo the window. Evictions leave it alone.
+    """
+
+    def __init__(self, pools: CachePools, window: int) -> None:
+        super().__init__(pools)
+        self._window = window
+        self.fed = 0
+        # Last rows of a prefill, by layer. They wait for `advance`, or a forward that fails halfway
+        # would have overwritten what it needs when it is tried again.
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def held(self) -> int:
+        return min(self.fed, self._window)
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    @property
+    def next_row(self) -> int:
+        return self.fed % self._window
+
+    @property
+    def rows_with_next(self) -> int:
+        return min(self.fed + 1, self._window)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for more rows, of which a full window needs none."""
+        self._reserve(min(self.fed + rows, self._window))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take new rows [kv_heads, n, head_dim]; return those that they see, and themselves."""
+        first = self.fed - min(self.held, self._window - 1)
+        before = self._rows(first, self.fed)
+        self._waiting[layer] = (keys[:, -self._window :], values[:, -self._window :])
+        both = ((self.keys[layer], keys), (self.values[layer], values))
+        seen_keys, seen_values = (torch.cat([old[:, before], new], 1) for old, new in both)
+        return seen_keys, seen_values
+
+    def advance(self, rows: int) -> None:
+        self.fed += rows
+        for layer, (keys, values) in self._waiting.items():
+            places = self._rows(self.fed - keys.shape[1], self.fed)
+            self.keys[layer][:, places] = keys
+            self.values[layer][:, places] = values
+        self._waiting.clear()
+
+    def turn(self, by: int, frequencies: Tensor) -> None:
+        """Turn all keys by some positions: what comes next is that much nearer to the start."""
+        if self.slot >= 0 and self.held:
+            shifts = torch.full((1, 1, 1), by, device=self.shape.device)
+            keys = self.keys[:, :, : self.held]
+            rope_rotate(keys, shifts, frequencies, interleaved=self.shape.interleaved)
+
+    def _rows(self, first: int, last: int) -> Tensor:
+        return torch.arange(first, last, device=self.shape.device) % self._window

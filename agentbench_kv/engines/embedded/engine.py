@@ -32,8 +32,8 @@ from agentbench_kv.engines.embedded.model import (
     check_dtype,
     free_tokens,
     load_model,
-    model_path,
     pick_device,
+    read_folder,
     wrap_model,
 )
 from agentbench_kv.engines.embedded.observer import Observer
@@ -77,13 +77,16 @@ class EmbeddedEngine(Engine):
         self._mean_embedding: Tensor | None = None
         self._vocabulary = int(model.network.get_input_embeddings().num_embeddings)
         device, size = model.shape.device, self._shape.bytes_per_token
-        limit = max_live_tokens or free_tokens(size, device=device)
+        # As if windows grew with the session: what memory is counted for is there.
+        whole = size + model.window_shape.bytes_per_token
+        limit = max_live_tokens or free_tokens(whole, device=device)
         self._scheduler = EmbeddedScheduler(model, method, limit, recorder)
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         dtype = str(model.shape.dtype).removeprefix("torch.")
         self.info = EngineInfo(
             *("embedded", name or str(model.path), model.path, model.sha, where, dtype),
             *(model.context_limit, model.eos_token_ids, self.capabilities),
+            details=model.attention.details(),
         )
 
     @classmethod
@@ -102,7 +105,11 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        model_path(model)
+        read_folder(model)
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        read_folder(options.model).check_method(options.method)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
@@ -118,7 +125,7 @@ class EmbeddedEngine(Engine):
         return self._shape.bytes_per_token
 
     def allocated_bytes(self, session: str) -> int:
-        return self._scheduler.get(session).cache.nbytes
+        return self._scheduler.get(session).nbytes
 
     @property
     def pool_bytes(self) -> int:

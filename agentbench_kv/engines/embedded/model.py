@@ -5,24 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.core.rings import RowShape
+from agentbench_kv.engines.embedded.architecture import Attention, read_attention, text_of
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.phases.tokens import quiet_library
 
 SHIPPED = ("micro",)
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# The decoder's weights of a multimodal folder, by what the decoder alone calls them.
+_TEXT_WEIGHTS = {
+    r"^(model\.)?language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
 MOVING_ROPE = ("dynamic", "longrope")  # kinds of RoPE whose frequencies change with the length
 _MOST_LAYERS = 10_000  # more would be built, one by one, before anybody asked for their weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,20 +42,24 @@ class LoadedModel:
     network: Any
     path: Path
     sha: str
-    shape: RowShape
-    frequencies: Tensor
+    attention: Attention
+    shape: RowShape  # of the layers with full attention
+    frequencies: Tensor  # of RoPE in those layers; fixed, whatever its kind
+    window_frequencies: Tensor  # and in the layers that see a window
     rope_type: str
     rope_scale: float
     context_limit: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def window_shape(self) -> RowShape:
+        """Shape of the rows that layers with a window keep."""
+        return replace(self.shape, layers=self.attention.windowed)
+
 
 def cache_shape(model: LoadedModel, method: Method) -> RowShape:
-    """Return the shape of rows under a method; UsageError if its keys cannot be moved."""
-    if method.positions == "cache" and model.rope_type in MOVING_ROPE:
-        raise UsageError(
-            f"positions=cache needs fixed RoPE frequencies; this model's are {model.rope_type}"
-        )
+    """Return the shape of rows under a method; UsageError if the model has no place for it."""
+    model.attention.check_method(method)
     return replace(
         model.shape,
         kv_heads=model.shape.q_heads if method.per_query_head else model.shape.kv_heads,
@@ -73,7 +84,10 @@ def model_path(name: str) -> Path:
 
 def _check_documents(path: Path) -> None:
     """Refuse damaged settings of a model folder: loaders pass over most of them in silence."""
-    layers = read_document(path / "config.json").get("num_hidden_layers", 1)
+    document = read_document(path / "config.json")
+    nested = document.get("text_config")
+    document = nested if isinstance(nested, dict) else document
+    layers = document.get("num_hidden_layers", 1)
     if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
         raise PrerequisiteError(
             f"{path / 'config.json'}: num_hidden_layers is {str(layers)[:40]}, expected 1 to "
@@ -151,20 +165,37 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
 
     register()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    chosen = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION_NAME}
-    try:
-        with quiet_library():
-            check_config(AutoConfig.from_pretrained(path, **local))
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, output_loading_info=True, **chosen, **local
-            )
+    chosen: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION_NAME}
+    with _one_line(path), quiet_library():
+        config = AutoConfig.from_pretrained(path, **_LOCAL)
+        read_attention(text_of(config))
+        if text_of(config) is not config:
+            chosen |= {"config": text_of(config), "key_mapping": _TEXT_WEIGHTS}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, **chosen, **_LOCAL
+        )
         network, report = loaded
         _check_whole(path, report["missing_keys"])
         return wrap_model(network.to(device).eval(), path, folder_sha(path))
+
+
+def read_folder(name: str) -> Attention:
+    """Describe a model folder by its settings alone; refuses as `load_model` does."""
+    from transformers import AutoConfig
+
+    path = model_path(name)
+    with _one_line(path), quiet_library():
+        return read_attention(text_of(AutoConfig.from_pretrained(path, **_LOCAL)))
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Make one line of whatever a damaged folder does to the libraries."""
+    try:
+        yield
     except KVBenchError:
         raise
-    except Exception as error:  # noqa: BLE001  a damaged folder can fail the libraries in any way
+    except Exception as error:  # noqa: BLE001  it can fail them in any way
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PrerequisiteError(f"cannot load the model in {path}: {first}") from None
 
@@ -182,40 +213,64 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     """Describe a network that is already in memory; switches its attention to ours."""
     register()
     config = network.config
-    check_config(config)
+    attention = read_attention(config)
     network.set_attn_implementation(ATTENTION_NAME)
     parameter = next(network.parameters())
-    rotary = network.model.rotary_emb
+    rope = fix_rope(network.model.rotary_emb, int(config.max_position_embeddings))
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    sizes = (int(config.num_hidden_layers), heads, kv_heads, head_dim)
-    shape = RowShape(*sizes, parameter.dtype, parameter.device)
+    sizes = (attention.full, heads, kv_heads, head_dim)
+    shape = RowShape(
+        *sizes, parameter.dtype, parameter.device, interleaved=attention.interleaved
+    )
     return LoadedModel(
-        *(network, path, sha, shape),
-        frequencies=rotary.inv_freq.to(parameter.device),
-        rope_type=str(getattr(rotary, "rope_type", "default")),
-        rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),
+        *(network, path, sha, attention, shape),
+        frequencies=rope.full.to(parameter.device),
+        window_frequencies=rope.windows.to(parameter.device),
+        rope_type=rope.kind,
+        rope_scale=rope.scale,
         context_limit=int(config.max_position_embeddings),
         eos_token_ids=_eos_ids(network),
     )
 
 
-def check_config(config: Any) -> None:
-    """Refuse decoders whose attention is not plain causal attention over all rows."""
-    if config.model_type not in FAMILIES:
-        raise UsageError(
-            f"model family {config.model_type!r} is not supported by the embedded engine; "
-            f"supported: {', '.join(FAMILIES)}"
+class FixedRope(NamedTuple):
+    """RoPE's inverse frequencies [pairs] in full and in windowed layers, and its factor."""
+
+    full: Tensor
+    windows: Tensor
+    kind: str
+    scale: float
+
+
+def fix_rope(rotary: Any, context: int) -> FixedRope:
+    """Read a model's RoPE, and keep one whose frequencies follow the length from changing them.
+
+    transformers sets them by the longest of all sessions in a forward, and keys that are cached
+    would not follow. Dynamic RoPE is plain within the model's context, where all sessions end.
+    LongRoPE takes the long factors if the context is longer than what the short ones are for, as
+    vLLM and llama.cpp do, and transformers with any session that passes it.
+    """
+    kind = getattr(rotary, "rope_type", "default")
+    if isinstance(kind, dict):
+        if moving := sorted(set(kind.values()) & set(MOVING_ROPE)):
+            raise UsageError(f"RoPE {moving[0]} of one type of layers is not supported")
+        full, sliding = (
+            getattr(rotary, f"{name}_inv_freq", None)
+            for name in ("full_attention", "sliding_attention")
         )
-    layers = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    sliding = "sliding_attention" in layers or (config.model_type == "mistral" and window)
-    if sliding and window is not None and window < config.max_position_embeddings:
-        raise UsageError(
-            f"the model uses a sliding window of {window} tokens; the embedded engine needs full "
-            "attention (set sliding_window to null in config.json if the model allows it)"
-        )
+        scale = float(getattr(rotary, "full_attention_attention_scaling", 1.0))
+        first, second = (full if sliding is None else sliding), (sliding if full is None else full)
+        return FixedRope(second, first, str(kind.get("full_attention", "default")), scale)
+    if kind in MOVING_ROPE:
+        # As transformers itself would compute them for a session that fills the context.
+        with torch.inference_mode(False), torch.no_grad():
+            positions = torch.tensor([[context - 1]], device=rotary.inv_freq.device)
+            rotary(torch.zeros(1, device=rotary.inv_freq.device), positions)
+        rotary.rope_type = "default"
+    scale = float(getattr(rotary, "attention_scaling", 1.0))
+    return FixedRope(rotary.inv_freq, rotary.inv_freq, str(kind), scale)
 
 
 def folder_sha(path: Path) -> str:

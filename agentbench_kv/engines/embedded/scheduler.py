@@ -22,9 +22,9 @@ from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.rings import QueryBuffer
 from agentbench_kv.engines.embedded.attention import Packed, pack
 from agentbench_kv.engines.embedded.cache import CachePools
-from agentbench_kv.engines.embedded.model import MOVING_ROPE, LoadedModel, cache_shape
+from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools, WindowPools
 from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
 from agentbench_kv.errors import (
     CapacityError,
@@ -87,16 +87,12 @@ class EmbeddedScheduler:
         max_live_tokens: int,
         recorder: Observer | None = None,
     ) -> None:
-        shape = cache_shape(model, method)
         self.times = StepTimes()
         self.max_live_tokens = max_live_tokens
         self._model = model
         self._method = method
         self._recorder = recorder
-        self.pools = CachePools(shape)
-        self._queries = QueryBuffer(method.query_plan(), shape)
-        # Keys of a RoPE that changes with the length cannot be moved to other positions.
-        self._frequencies = None if model.rope_type in MOVING_ROPE else model.frequencies
+        self.pools = session_pools(model, method)
         self._leaving: list[EmbeddedSession] = []
         self._work = threading.Condition()
         self._commands = CommandQueue(self._wake)
@@ -113,7 +109,7 @@ class EmbeddedScheduler:
             self._check()
             if name in self._sessions:
                 raise KVBenchError(f"session {name} is open already")
-            shared = (self._method, self.pools, self._queries, self._frequencies, self._recorder)
+            shared = (self._method, self.pools, self._recorder)
             self._sessions[name] = EmbeddedSession(name, labeller, *shared)
 
     def get(self, name: str) -> EmbeddedSession:
@@ -314,7 +310,7 @@ class EmbeddedScheduler:
             return self._forward_together(batch)
         except Exception as error:  # noqa: BLE001  a failed forward must not end the engine
             # Sums have been added to already; everything else is as before.
-            if len(batch) == 1 or self.pools.shape.with_sums:
+            if len(batch) == 1 or self.pools.full.shape.with_sums:
                 self._break(batch, error)
                 return []
         # One of them may be to blame, or there may be memory for fewer.
@@ -322,7 +318,8 @@ class EmbeddedScheduler:
 
     def _forward_together(self, batch: list[EmbeddedGeneration]) -> list[Predicted]:
         by_session = {id(generation.session): generation for generation in batch}
-        packed = pack([g.session for g in batch], self._queries, self._recorder)
+        places = self._model.attention.places
+        packed = pack([g.session for g in batch], self.pools.queries, places, self._recorder)
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
         logits = self._run_network(packed, [end - 1 for end in compress(ends, ready)])
@@ -393,6 +390,17 @@ class EmbeddedScheduler:
             self._fail(generation, error)
         # An error that a device does not get over, such as an illegal access, fails this too.
         torch.zeros(1, device=self._model.shape.device).tolist()
+
+
+def session_pools(model: LoadedModel, method: Method) -> SessionPools:
+    """Make the empty caches that sessions of a model under a method live in."""
+    shape, attention = cache_shape(model, method), model.attention
+    windows = None
+    if attention.windowed:
+        pools = CachePools(model.window_shape)
+        windows = WindowPools(pools, attention.window, model.window_frequencies)
+    queries = QueryBuffer(method.query_plan(), shape)
+    return SessionPools(CachePools(shape), windows, queries, model.frequencies)
 
 
 def _described(error: BaseException) -> str:

@@ -4,17 +4,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, PhaseLabeller
-from agentbench_kv.engines.core.ledger import Eviction, SessionLedger
+from agentbench_kv.engines.core.ledger import Eviction, SessionLedger, WindowBytes
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
-from agentbench_kv.engines.embedded.cache import CachePools, SessionCache
+from agentbench_kv.engines.embedded.cache import CachePools, SessionCache, WindowCache
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
+
+
+@dataclass(frozen=True)
+class WindowPools:
+    """Pools of the layers that see a window."""
+
+    pools: CachePools
+    window: int
+    frequencies: Tensor  # of these layers' RoPE, which may be another
+
+
+@dataclass(frozen=True)
+class SessionPools:
+    """What the sessions of an engine live in."""
+
+    full: CachePools
+    windows: WindowPools | None
+    queries: QueryBuffer
+    frequencies: Tensor  # of RoPE in the layers with full attention
+
+    @property
+    def nbytes(self) -> int:
+        return self.full.nbytes + (0 if self.windows is None else self.windows.pools.nbytes)
 
 
 class EmbeddedSession:
@@ -25,31 +49,43 @@ class EmbeddedSession:
         name: str,
         labeller: PhaseLabeller,
         method: Method,
-        pools: CachePools,
-        queries: QueryBuffer,
-        frequencies: Tensor | None,
+        pools: SessionPools,
         recorder: Observer | None,
     ) -> None:
         self.name = name
         self.labeller = labeller
         self.method = method
-        self.cache = SessionCache(pools)
-        self.queries = QueryStore(queries)
-        self.ledger = SessionLedger(method, pools.shape.bytes_per_token)
+        self.cache = SessionCache(pools.full)
+        self.queries = QueryStore(pools.queries)
+        self.window: WindowCache | None = None
+        self._windows = pools.windows
+        if pools.windows is not None:
+            self.window = WindowCache(pools.windows.pools, pools.windows.window)
+        self.ledger = SessionLedger(method, pools.full.shape.bytes_per_token, self._window_bytes())
         self.pending: deque[tuple[int, Phase]] = deque()
         self.prompt_pending = 0  # how many of them the next turn's prompt adds
         self.chunk: list[tuple[int, Phase]] = []  # what the next forward is fed
         # Of the chunk's rows those whose queries are kept, and their slots.
         self.kept_queries: tuple[list[int], list[int]] = ([], [])
         self.generated: set[int] = set()  # positions of all the model wrote
-        self.frequencies = frequencies  # None if the model's RoPE changes with the length
-        self.packed_frequencies = frequencies if method.positions == "cache" else None
+        self.frequencies = pools.frequencies
+        self.packed_frequencies = pools.frequencies if method.positions == "cache" else None
         self.rope: list[int] = []  # RoPE position of every token seen, where they are logical
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self._next = 0
         self._phases: list[int] = []
         self._recorder = recorder
+
+    def _window_bytes(self) -> WindowBytes | None:
+        if self.window is None:
+            return None
+        return WindowBytes(self.window.shape.bytes_per_token, self.window.window or 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.cache.nbytes + (0 if self.window is None else self.window.nbytes)
 
     @property
     def fed(self) -> int:
@@ -77,12 +113,16 @@ class EmbeddedSession:
         """Make the next pending tokens the chunk, with room for their rows and queries."""
         rows = min(limit, len(self.pending))
         self.cache.reserve(rows)
+        if self.window is not None:
+            self.window.reserve(rows)
         self.chunk = [self.pending.popleft() for _ in range(rows)]
         self.kept_queries = self.queries.place([phase for _, phase in self.chunk], self.fed, 0)
         self._phases += [int(phase) for _, phase in self.chunk]
 
     def fed_rows(self, rows: int) -> None:
         self.cache.advance(self.fed, rows)
+        if self.window is not None:
+            self.window.advance(rows)
         self.ledger.forward(rows)
         if self.ledger.live != self.cache.length:
             raise KVBenchError(
@@ -134,6 +174,8 @@ class EmbeddedSession:
         if self.packed_frequencies is not None:
             # The end of the cache is another position now: the kept queries turn along.
             self.queries.shift(live - before, self.packed_frequencies)
+            if self.window is not None and self._windows is not None:
+                self.window.turn(live - before, self._windows.frequencies)
         if self._recorder is not None:
             self._recorder.on_event(self.name, self.fed, self.cache.positions[:, :, :live].clone())
 
@@ -143,7 +185,9 @@ class EmbeddedSession:
         self._next = max(self._next, targets[-1] + 1)
 
     def free(self) -> None:
-        self.cache.free(clear=self.broken is not None)
+        for cache in (self.cache, self.window):
+            if cache is not None:
+                cache.free(clear=self.broken is not None)
         self.queries.free()
 
     def stats(self) -> KVStats:

@@ -56,9 +56,9 @@ def restore_block(session: EmbeddedSession, block: Block, at: int | None = None)
         )
     keys, values, positions = _rows_of(block, cache)
     targets, row = restore_target(session, positions, at)
-    if targets != positions and session.frequencies is not None:
-        shifts = torch.tensor(targets) - torch.tensor(positions)
-        rope_rotate(keys, shifts.to(keys.device), session.frequencies)
+    if targets != positions:
+        shifts = (torch.tensor(targets) - torch.tensor(positions)).to(keys.device)
+        rope_rotate(keys, shifts, session.frequencies, interleaved=cache.shape.interleaved)
     moved = cache.insert(row, keys, values, block.start)
     session.restored_at(block.start, targets)
     session.ledger.restore(block.tokens, moved)
@@ -75,8 +75,6 @@ def restore_target(
             raise UsageError("where positions are the cache's, blocks come back at its end")
         return list(range(end, end + count)), end
     targets = positions if at is None else list(range(at, at + count))
-    if targets != positions and session.frequencies is None:
-        raise UsageError("this model's RoPE changes with the length: its keys cannot be moved")
     taken = [session.rope[label] for label in _labels(session.cache).tolist()]
     row = bisect_left(taken, targets[0])
     if targets[0] < 0 or (row < end and taken[row] <= targets[-1]):
