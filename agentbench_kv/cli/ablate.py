@@ -55,10 +55,12 @@ def ablate(
     from agentbench_kv.run.ablation import ablate as run_arms
     from agentbench_kv.run.ablation import variants
     from agentbench_kv.run.calibration import identified
+    from agentbench_kv.run.runner import check_all
 
     chosen = {key: value.split(",") for key, value in opt.parse_settings(axes).items()}
     arms = variants(opt.base_spec(shared, **base), opt.parse_settings(pairs), chosen or None)
     if dry_run:
+        check_all([arm.spec for arm in arms])
         show_plan([identified(arm.spec, make=False) for arm in arms], out, as_json)
         return
     with interruptible(), run_progress(quiet) as progress:

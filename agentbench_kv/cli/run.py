@@ -57,7 +57,7 @@ def run(
     from agentbench_kv.cli.output import run_progress, show_lost, show_outcome, show_plan
     from agentbench_kv.engines.api.http import spending_limit
     from agentbench_kv.run.calibration import identified
-    from agentbench_kv.run.runner import run_all
+    from agentbench_kv.run.runner import check_all, run_all
     from agentbench_kv.run.spec import default_methods, grid
 
     if max_cost is not None:
@@ -71,6 +71,7 @@ def run(
         opt.parse_settings(asked["pairs"]),
     )
     if dry_run:
+        check_all(specs)
         show_plan([identified(spec, make=False) for spec in specs], out, as_json)
         return 0
     with interruptible(), spending_limit(max_cost), run_progress(quiet) as progress:

@@ -165,13 +165,16 @@ class Engine(ABC):
         return None
 
     @classmethod
-    def check_pair(cls, model: str, method: Method) -> None:  # noqa: ARG003
-        """Refuse a method this engine cannot run on a model that it can use: UsageError."""
+    def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
+        """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
         return None
 
     @classmethod
-    def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
-        """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
+    def check_options(cls, options: EngineOptions) -> None:  # noqa: ARG003
+        """Refuse what this engine cannot do together: a method on this model, with these options.
+
+        UsageError or PrerequisiteError; `create` refuses the same.
+        """
         return None
 
     @abstractmethod

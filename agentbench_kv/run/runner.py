@@ -79,8 +79,8 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
-        cls.check_pair(spec.model, spec.built_method)
         cls.check_compute(spec.dtype, spec.device)
+        cls.check_options(engine_options(spec))
 
 
 def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
@@ -138,16 +138,7 @@ def trial_setup(
 ) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server."""
     spec = identified(spec)
-    options = EngineOptions(
-        spec.model,
-        spec.built_method,
-        device=spec.device,
-        dtype=spec.dtype,
-        concurrency=spec.concurrency,
-        scripts=_scripts(spec, task, samples),
-        engine_args=spec.engine_args,
-        allow_untested=spec.allow_untested,
-    )
+    options = replace(engine_options(spec), scripts=_scripts(spec, task, samples))
     with ExitStack() as stack:
         engine = start_engine(spec.engine, options, observer)
         stack.callback(engine.shutdown)
@@ -159,6 +150,19 @@ def trial_setup(
             server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))
             endpoint = server.url
         yield TrialSetup(spec, task, engine, gateway, endpoint)
+
+
+def engine_options(spec: RunSpec) -> EngineOptions:
+    """Return what a spec asks of its engine, but for a scripted agent's texts."""
+    return EngineOptions(
+        spec.model,
+        spec.built_method,
+        device=spec.device,
+        dtype=spec.dtype,
+        concurrency=spec.concurrency,
+        engine_args=spec.engine_args,
+        allow_untested=spec.allow_untested,
+    )
 
 
 def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSource:

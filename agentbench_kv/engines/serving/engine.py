@@ -480,13 +480,30 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def _refuse_overrides(options: EngineOptions) -> None:
+def check_folder(
+    options: EngineOptions, unsupported: Callable[[ModelFacts], str]
+) -> ModelFacts:
+    """Read a model folder; UsageError if its engine would crash on it or answer wrongly.
+
+    `unsupported` says why, for this engine alone; empty if it would not.
+    """
+    facts = read_model(model_path(options.model))
+    reason = facts.unevictable or unsupported(facts)
+    if not reason and options.method.name != "full" and not facts.full_layers:
+        reason = f"a window of {facts.window} tokens in every layer, so nothing is left to evict"
+    if reason:
+        raise UsageError(
+            f"model family {facts.family!r} has {reason}; {options.method.label} cannot run on it "
+            "here: use another engine (docs/models.md) or another model"
+        )
+    refuse_method(options.method, facts)
     given = [name for name in options.engine_args if name in _OVERRIDES]
     if given and options.method.positions == "cache":
         raise UsageError(
             f"--engine-arg {given[0]}: {options.method.label} turns keys by the RoPE of the "
             "model's config.json; change it there"
         )
+    return facts
 
 
 def scratch_folder() -> Path:
@@ -507,10 +524,9 @@ def start_server(
     gpu: bool,
 ) -> _Engine:
     """Return an engine over a new server; one for `full` runs as shipped."""
+    engine.check_options(options)
     path = model_path(options.model)
     facts = read_model(path)
-    refuse_method(options.method, facts)
-    _refuse_overrides(options)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
     wire = wire_class(options, facts, python, path, folder, gpu, stock)

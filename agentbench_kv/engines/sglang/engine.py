@@ -16,7 +16,12 @@ import httpx
 
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
 from agentbench_kv.engines.embedded.model import check_dtype, pick_device
-from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
+from agentbench_kv.engines.serving.engine import (
+    ServingEngine,
+    ServingSession,
+    check_folder,
+    start_server,
+)
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
@@ -46,6 +51,12 @@ _POLL_S = 0.005
 _requests = itertools.count(1)
 
 
+def _context(facts: ModelFacts, options: EngineOptions) -> int:
+    """Last position + 1: what the model reads, or less if that was asked for."""
+    asked = options.engine_args.get("context-length")
+    return min(facts.context_limit, int(asked) - MARGIN if asked else facts.context_limit)
+
+
 def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) -> list[str]:
     """Return the options of a server, without its address; `stock` is as shipped."""
     arguments: dict[str, str | None] = {
@@ -61,7 +72,7 @@ def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) 
     }
     tokens = options.max_live_tokens
     if tokens is None and not gpu:
-        context = facts.context_limit + MARGIN
+        context = _context(facts, options) + MARGIN
         tokens = room_on_cpu(context, facts.bytes_per_token(options.dtype))
     if tokens is not None:
         arguments["max-total-tokens"] = str(tokens)
@@ -98,6 +109,10 @@ class SglangEngineWire(EngineWire):
         super().__post_init__()
         self._commands = ControlClient(self.control)
         self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
+
+    @property
+    def context_limit(self) -> int:
+        return _context(self.facts, self.options)
 
     def launch(self) -> Launch:
         self._commands.close()
@@ -227,6 +242,20 @@ def _refuse_abort(event: dict[str, Any]) -> None:
     raise RequestError(f"the backend gave up: {message}")
 
 
+def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str:
+    """Say what about a model SGLang, or the plug-in within it, would do wrong; empty if nothing."""
+    if rope := facts.other_rope(_context(facts, options)):
+        less = f" (--engine-arg context-length={facts.rope_original} is enough)"
+        return rope + (less if facts.rope_type == "longrope" else "")
+    if facts.windows:
+        return "windows, which SGLang's CPU attention does not know and the plug-in not at all"
+    if facts.extras and not gpu:
+        return f"{' and '.join(facts.extras)}, which SGLang's CPU attention leaves out"
+    if facts.nested and options.method.name != "full":
+        return "several modalities, of which the plug-in knows nothing"
+    return ""
+
+
 def _free_port() -> int:
     """Return a port nobody has, below those that systems hand out unasked."""
     # It is used many seconds later; one of the others could be some connection's by then.
@@ -265,6 +294,11 @@ class SglangEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         check_dtype(dtype)
         pick_device(device)
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        gpu = pick_device(options.device).type == "cuda"
+        check_folder(options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:
         self._wire.forget(self._sessions[session].backend_name)

@@ -13,12 +13,13 @@ import httpx
 
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
-from agentbench_kv.engines.serving.engine import ServingEngine, start_server
+from agentbench_kv.engines.serving.engine import ServingEngine, check_folder, start_server
 from agentbench_kv.engines.serving.process import Launch, listens
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
     EngineWire,
     GenerationRequest,
+    ModelFacts,
     as_flags,
     post_events,
     room_on_cpu,
@@ -49,9 +50,7 @@ class VllmEngineWire(EngineWire):
 
         vLLM wants room for one whole context, as if nothing were ever evicted.
         """
-        asked = self.options.engine_args.get("max-model-len")
-        limits = [self.facts.context_limit, self.options.max_live_tokens, asked and int(asked)]
-        return min(limit for limit in limits if limit)
+        return _context(self.facts, self.options)
 
     def launch(self) -> Launch:
         # A server that was killed leaves its socket, which another could not bind.
@@ -170,6 +169,30 @@ class VllmEngineWire(EngineWire):
         return room * size
 
 
+def _context(facts: ModelFacts, options: EngineOptions) -> int:
+    asked = options.engine_args.get("max-model-len")
+    limits = [facts.context_limit, options.max_live_tokens, asked and int(asked)]
+    return min(limit for limit in limits if limit)
+
+
+# Model types whose windows were found exact beside layers that a method evicts from.
+_WINDOWED = ("gpt_oss", "gemma3_text")
+
+
+def _unsupported(facts: ModelFacts, options: EngineOptions) -> str:
+    """Say what about a model vLLM, or the plug-in within it, would do wrong; empty if nothing."""
+    stock = options.method.name == "full"
+    if rope := facts.other_rope(_context(facts, options)):
+        less = f" (--engine-arg max-model-len={facts.rope_original} is enough)"
+        return rope + (less if facts.rope_type == "longrope" else "")
+    mixed = 0 < facts.full_layers < facts.layers
+    if mixed and facts.family not in _WINDOWED:
+        return "windows in some layers, and nobody has checked it here"
+    if not stock and facts.full_groups > 1:
+        return "more layers without a window than with one"
+    return ""
+
+
 def on_gpu(device: str) -> bool:
     """Return whether a device name means a GPU, `auto` if there is one."""
     if device != "auto":
@@ -197,6 +220,10 @@ class VllmEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         check_dtype(dtype)
         python_of(_environment_for(device))
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        check_folder(options, lambda facts: _unsupported(facts, options))
 
 
 def _environment_for(device: str) -> str:

@@ -17,6 +17,7 @@ from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,
+    evicting_group,
     refuse_unknown,
     refuse_wrong_results,
 )
@@ -43,7 +44,7 @@ class EvictingScheduler(Scheduler):
         self.preempted = 0
         workers = self.vllm_config.parallel_config.tensor_parallel_size
         size = bytes_per_token(self.kv_cache_config) * workers
-        blocks = SessionBlocks(self.kv_cache_manager)
+        blocks = SessionBlocks(self.kv_cache_manager, evicting_group(self.kv_cache_config))
         self.sessions = VllmSessions(self._policy.method, size, blocks)
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
