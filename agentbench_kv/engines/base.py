@@ -318,6 +318,7 @@ class EngineOptions:
     dtype: str = "float32"  # or `bfloat16`, `float16`
     concurrency: int = 16  # sessions the caller will drive at once
     max_live_tokens: int | None = None  # over all sessions; None takes half of the free memory
+    context_limit: int = 0  # tokens a session may have: fewer than the model's, or more by YaRN
     scripts: ScriptSource | None = None  # for the scripted engine
     trace: Path | None = None  # folder for what every event kept, for conformance checks
     load_format: str = "auto"  # or `dummy`: random weights of the model's shape, throughput only

@@ -160,6 +160,8 @@ def engine_options(spec: RunSpec) -> EngineOptions:
         device=spec.device,
         dtype=spec.dtype,
         concurrency=spec.concurrency,
+        max_live_tokens=spec.max_live_tokens or None,
+        context_limit=spec.context_limit,
         engine_args=spec.engine_args,
         allow_untested=spec.allow_untested,
     )

@@ -6,6 +6,7 @@ other family is known to stay itself, so others are refused.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -104,10 +105,12 @@ def _links(folder: Path, config: str, asked: int) -> Path:
             if file.name != "config.json":
                 (draft / file.name).symlink_to(file)
         (draft / "config.json").write_text(config, "utf-8")
-        target = place / f"{folder.resolve().name}-{asked}"
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
+        digest = hashlib.sha256(f"{folder.resolve()}\n{config}".encode()).hexdigest()
+        target = place / f"{folder.resolve().name}-{asked}-{digest[:12]}"
+        try:
+            draft.rename(target)
+        except OSError:  # it is there already, perhaps in use
+            shutil.rmtree(draft)
     except OSError as error:
         raise PrerequisiteError(f"cannot write {place}: {error.strerror}") from None
     return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -89,6 +90,50 @@ def read_rope_factors(path: Path) -> tuple[float, ...]:
         raise PrerequisiteError(
             f"{path} is damaged or cut short; make or download it again"
         ) from None
+
+
+# What llama.cpp takes where the header does not say; other values are not understood.
+_NEUTRAL = {
+    "alpha": 0.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_log_multiplier": 0.0,
+}
+
+
+def rope_parameters(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a header scales RoPE, in Hugging Face's words; UsageError if not understood.
+
+    A tensor of the file may scale it too: `read_rope_factors`.
+    """
+    name = str(metadata["general.architecture"])
+    prefix = f"{name}.rope.scaling."
+    given = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    kind = str(given.get("type", "linear"))
+    factor = float(given.get("factor") or metadata.get(f"{name}.rope.scale_linear") or 1.0)
+    odd = [key for key, usual in _NEUTRAL.items() if given.get(key, usual) != usual]
+    attention = float(given.get("attn_factor", 1.0))
+    if kind not in ("none", "linear", "yarn") or odd or (kind != "yarn" and attention != 1):
+        raise UsageError(
+            f"{name} scales RoPE in a way that is not understood "
+            f"({', '.join([f'type {kind[:20]}', *odd])})"
+        )
+    theta = {"rope_theta": float(metadata.get(f"{name}.rope.freq_base", 10000.0))}
+    if kind == "none" or factor == 1:
+        return {"rope_type": "default", **theta}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor, **theta}
+    original = given.get("original_context_length") or metadata[f"{name}.context_length"]
+    scale = (0.1 * math.log(factor) + 1.0) * attention
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": int(original),
+        "attention_factor": scale,
+        **theta,
+    }
 
 
 def _tensor(file: BinaryIO) -> tuple[str, tuple[list[int], int, int]]:

@@ -216,9 +216,7 @@ def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
 MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
-def add_attention(
-    sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None
-) -> None:
+def add_attention(sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None) -> None:
     """Add what queries [q_heads, n, head_dim] attend to to the sums [kv_heads, live] of the rows.
 
     `keys` are [kv_heads, live, head_dim]; attention is causal, the last n rows are the queries'.

@@ -136,7 +136,10 @@ def _reasons(config: Any, kinds: set[str]) -> list[tuple[bool, str]]:
     unknown = sorted(kinds - {_FULL, _SLIDING})
     return [
         (has("kv_lora_rank"), "its latent attention (MLA) caches no keys and values a head"),
-        (bool(recurrent), f"its {', '.join(recurrent)} layers keep a state, from which no row goes"),
+        (
+            bool(recurrent),
+            f"its {', '.join(recurrent)} layers keep a state, from which no row goes",
+        ),
         (
             has("attention_chunk_size") or "chunked_attention" in kinds,
             "its layers attend in chunks (attention_chunk_size)",

@@ -147,9 +147,7 @@ def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Cach
     return plan
 
 
-def _window_plan(
-    sessions: Sequence[EmbeddedSession], rows: Sequence[int]
-) -> CachePlan | None:
+def _window_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> CachePlan | None:
     """Plan the layers that see a window: their slots are in another order than the sessions."""
     plan = CachePlan([], [])
     starts = [0, *accumulate(rows)]
@@ -358,9 +356,9 @@ def _prefill_beside(
     for block, seen in zip(query.split(size, 1), mask.split(size), strict=True):
         rows = (block * scaling).float().reshape(kv_heads, -1, head_dim)
         logits = (rows @ transposed).reshape(heads, -1, tokens)
-        weights = softmax_beside(
-            logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]
-        ).to(values.dtype)
+        weights = softmax_beside(logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]).to(
+            values.dtype
+        )
         out = weights.reshape(kv_heads, group * block.shape[1], tokens) @ values
         outputs.append(out.reshape(heads, -1, head_dim))
     return torch.cat(outputs, 1)

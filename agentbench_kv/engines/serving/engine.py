@@ -28,6 +28,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
+from agentbench_kv.engines.core.context import stretched_folder
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
@@ -480,14 +481,12 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def check_folder(
-    options: EngineOptions, unsupported: Callable[[ModelFacts], str]
-) -> ModelFacts:
+def check_folder(options: EngineOptions, unsupported: Callable[[ModelFacts], str]) -> ModelFacts:
     """Read a model folder; UsageError if its engine would crash on it or answer wrongly.
 
     `unsupported` says why, for this engine alone; empty if it would not.
     """
-    facts = read_model(model_path(options.model))
+    _, facts = read_asked(options)
     reason = facts.unevictable or unsupported(facts)
     if not reason and options.method.name != "full" and not facts.full_layers:
         reason = f"a window of {facts.window} tokens in every layer, so nothing is left to evict"
@@ -504,6 +503,14 @@ def check_folder(
             "model's config.json; change it there"
         )
     return facts
+
+
+def read_asked(options: EngineOptions) -> tuple[Path, ModelFacts]:
+    """Return a model's folder and what it says, with the context that was asked for."""
+    path = stretched_folder(model_path(options.model), options.context_limit)
+    facts = read_model(path)
+    limit = options.context_limit or facts.context_limit
+    return path, replace(facts, context_limit=min(limit, facts.context_limit))
 
 
 def scratch_folder() -> Path:
@@ -525,12 +532,11 @@ def start_server(
 ) -> _Engine:
     """Return an engine over a new server; one for `full` runs as shipped."""
     engine.check_options(options)
-    path = model_path(options.model)
-    facts = read_model(path)
+    path, facts = read_asked(options)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
     wire = wire_class(options, facts, python, path, folder, gpu, stock)
-    return run_server(engine, wire, name, folder_sha(path))
+    return run_server(engine, wire, name, folder_sha(model_path(options.model)))
 
 
 def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:

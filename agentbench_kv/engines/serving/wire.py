@@ -168,13 +168,15 @@ _ALIBI = ("bloom", "mpt", "baichuan")
 
 def _unevictable(config: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     kinds = set(config.get("layer_types") or ()) - {_FULL, _SLIDING}
-    chunks = [key for key in ("attention_chunk_size", "dual_chunk_attention_config") if
-              config.get(key)]
+    chunks = [
+        key for key in ("attention_chunk_size", "dual_chunk_attention_config") if config.get(key)
+    ]
     recurrent = bool(kinds - {"chunked_attention"}) or any(config.get(key) for key in _RECURRENT)
     alibi = config.get("alibi") or config.get("model_type") in _ALIBI
     reasons = {
-        "latent attention (MLA), which caches no keys and values of heads":
-            bool(config.get("kv_lora_rank")),
+        "latent attention (MLA), which caches no keys and values of heads": bool(
+            config.get("kv_lora_rank")
+        ),
         f"layers that cache a state instead of rows ({', '.join(sorted(kinds))})": recurrent,
         f"attention in chunks ({', '.join(chunks)})": bool(chunks or kinds),
         "attention by distance (ALiBi), which rows that moved would change": bool(alibi),

@@ -146,9 +146,10 @@ class VllmEngineWire(EngineWire):
             # One block is vLLM's placeholder.
             blocks = -(-self.options.max_live_tokens // block) + 1
             arguments |= {"block-size": str(block), "num-gpu-blocks-override": str(blocks)}
-            arguments["max-model-len"] = str(self.context_limit)
         elif not self.gpu:
             arguments["block-size"] = str(block)
+        if self.options.max_live_tokens is not None or self.options.context_limit:
+            arguments["max-model-len"] = str(self.context_limit)
         if not self.gpu and "kv-cache-memory-bytes" not in self.options.engine_args:
             arguments["kv-cache-memory-bytes"] = str(self._cpu_bytes)
         return arguments
