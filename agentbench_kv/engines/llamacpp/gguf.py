@@ -6,6 +6,8 @@ engine knows. Real models are better converted, and quantised, with llama.cpp's 
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from agentbench_kv.engines.core.gguf_header import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from agentbench_kv.engines.core.context import rope_of
+from agentbench_kv.engines.core.gguf_header import (
+    CONTROL,
+    NORMAL,
+    ROPE_FACTORS,
+    UNUSED,
+    USER_DEFINED,
+)
 from agentbench_kv.engines.core.gguf_tokenizer import pretokenizer_name
 from agentbench_kv.engines.embedded.model import read_document
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
@@ -25,7 +34,14 @@ Array = npt.NDArray[np.float32]
 
 
 # Hugging Face's model types with llama.cpp's name of the architecture.
-ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
+ARCHITECTURES = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "llama": "llama",
+    "mistral": "llama",
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 NO_TOKENIZER = "--no-tokenizer"
 
 
@@ -78,20 +94,64 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UsageError(f"kvbench convert knows {known}, not {family!r}; use llama.cpp's own")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UsageError(f"kvbench convert writes plain RoPE, not {kind!r}; use llama.cpp's own")
-    if family == "mistral" and config.get("sliding_window"):
+    kind = _rope(config)[0]
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise UsageError(f"kvbench convert does not write RoPE {kind!r}; use llama.cpp's own")
+    window = config.get("sliding_window")
+    if window and (family == "mistral" or config.get("use_sliding_window")):
         raise UsageError("the model attends in a sliding window, which the engine refuses")
+    sparse = config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")
+    if family == "qwen3_moe" and (sparse or not config.get("norm_topk_prob")):
+        raise UsageError("the model mixes its experts in a way that llama.cpp does not compute")
     return ARCHITECTURES[family]
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    rope = rope_of(config)
+    return str(rope.get("rope_type") or rope.get("type") or "default"), rope
+
+
+def _write_rope(writer: Any, config: Mapping[str, Any], head_dim: int) -> None:
+    """Add scaled RoPE: to the header, or as Llama's converter does by a tensor."""
+    import gguf
+
+    kind, rope = _rope(config)
+    factor = float(rope.get("factor") or 1.0)
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    if kind == "llama3":
+        writer.add_tensor(ROPE_FACTORS, np.array(llama3_factors(config, head_dim), np.float32))
+    elif kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(factor)
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(original)
+        usual = 0.1 * math.log(factor) + 1.0
+        given = rope.get("attention_factor") or usual
+        if rope.get("mscale") or not rope.get("truncate", True) or given != usual:
+            raise UsageError("kvbench convert writes YaRN as it is usual; use llama.cpp's own")
+
+
+def llama3_factors(config: Mapping[str, Any], head_dim: int) -> list[float]:
+    """Return what Llama 3.1's scaling divides each pair's frequency by."""
+    _, rope = _rope(config)
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    factor, original = float(rope["factor"]), rope["original_max_position_embeddings"]
+    found = []
+    for pair in range(head_dim // 2):
+        turns = original * _theta(config) ** (-2 * pair / head_dim) / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - share) / factor + share))
+    return found
+
+
+def _theta(config: Mapping[str, Any]) -> float:
+    return float(config.get("rope_theta") or rope_of(config).get("rope_theta") or 1e4)
 
 
 def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
     """Add what a `config.json` says of a model's shape to a `gguf.GGUFWriter`."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -100,11 +160,16 @@ def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> No
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(theta)
+    writer.add_rope_freq_base(_theta(config))
+    _write_rope(writer, config, head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     if architecture == "llama":
         writer.add_rope_dimension_count(head_dim)
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
@@ -168,6 +233,7 @@ def _tensors(
     from safetensors import safe_open
 
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    experts: dict[str, dict[int, Array]] = {}  # of layers that are not complete yet
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise PrerequisiteError(f"no *.safetensors in {folder}; give a model folder")
@@ -175,6 +241,14 @@ def _tensors(
         with safe_open(path, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118  not a mapping
                 if key == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                if expert := _EXPERT.fullmatch(key):
+                    layer, number, part = expert.groups()
+                    group = experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})
+                    group[int(number)] = weights.get_tensor(key).to(torch.float32).numpy()
+                    if len(group) == config["num_experts"]:
+                        ordered = [group.pop(each) for each in sorted(group)]
+                        yield f"blk.{layer}.ffn_{part}_exps.weight", np.stack(ordered)
                     continue
                 stem, _, kind = key.rpartition(".")
                 name = names.get_name(stem) if kind in ("weight", "bias") else None
