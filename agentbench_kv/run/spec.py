@@ -153,10 +153,13 @@ def _takes_arguments(engine: str) -> bool:
         return False
 
 
-def default_methods(engine: str) -> tuple[str, ...]:
-    """Return the method to run when none is named: AgentKV where the engine can compress."""
+def default_methods(engine: str, budgets: Sequence[Any]) -> tuple[str, ...]:
+    """Return the method to run when none is named.
+
+    AgentKV where a budget is given and the engine can compress, otherwise the whole cache.
+    """
     capable = Capability.COMPRESS in load_engine(engine).capabilities
-    return ("agentkv",) if capable else ("full",)
+    return ("agentkv",) if capable and budgets else ("full",)
 
 
 def grid(

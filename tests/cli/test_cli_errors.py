@@ -11,7 +11,14 @@ import pytest
 WRONG = [
     (["--budget", "0"], "budget '0': expected a number of tokens"),
     (["--budget", "many"], "budget 'many': expected a number of tokens"),
-    ([], "agentkv needs a budget: add --budget"),
+    (["--method", "agentkv"], "agentkv needs a budget: add --budget"),
+    (
+        ["--context-limit", "1000000", "--budget", "64"],
+        "--context-limit 1000000: YaRN is described",
+    ),
+    (["--context-limit", "8", "--budget", "64"], "--context-limit 8: expected at least 16"),
+    (["--engine", "scripted", "--context-limit", "64"], "'scripted' has no KV cache of its own"),
+    (["--engine", "scripted", "--max-live-tokens", "64"], "has no KV cache of its own"),
     (["--method", "agentk", "--budget", "64"], "did you mean 'agentkv'"),
     (["--method", "snapkv@rvk", "--budget", "64"], "did you mean 'rkv'"),
     (["--method", "snapkv", "--budget", "32"], "always keeps"),

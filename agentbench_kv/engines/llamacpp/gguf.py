@@ -162,7 +162,7 @@ def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> No
     writer.add_value_length(head_dim)
     writer.add_rope_freq_base(_theta(config))
     _write_rope(writer, config, head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))  # as transformers has it
     writer.add_vocab_size(config["vocab_size"])
     if architecture == "llama":
         writer.add_rope_dimension_count(head_dim)

@@ -16,7 +16,9 @@ def main() -> None:
     binding = llama()
     found = (binding.llama_token * (len(text) + 8))()
     vocabulary = binding.llama_model_get_vocab(context._model)
-    count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
+    count = 0
+    if text:
+        count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
     every = list(range(len(ids)))
     logits = context.decode(DecodeBatch(ids, every, [0] * len(ids), every))
     document = {
