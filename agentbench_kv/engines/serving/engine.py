@@ -28,7 +28,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger, WindowBytes
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
@@ -90,8 +90,8 @@ class ObservedLedger(SessionLedger):
     found, and the others count as recomputed.
     """
 
-    def __init__(self, bytes_per_token: int) -> None:
-        super().__init__(Full(), bytes_per_token)
+    def __init__(self, bytes_per_token: int, windows: WindowBytes | None) -> None:
+        super().__init__(Full(), bytes_per_token, windows)
         self._expected = 0  # rows the next forward writes
         self._before = 0  # rows the session had when the generation began
 
@@ -208,7 +208,8 @@ class ServingEngine(Engine):
 
     def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
         self.info = info
-        self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
+        # Keys and values, over all layers that look back on everything and their heads.
+        self.bytes_per_token = bytes_per_token
         self._wire = wire
         self._log = log
         self._control = ControlClient(wire.control)
@@ -382,7 +383,8 @@ class ServingEngine(Engine):
         if not self._wire.stock:
             return self._read(state, generation, request)
         # A stock server keeps no accounts of a session: they are kept here.
-        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token)
+        windows = self._wire.facts.window_bytes(self._wire.options.dtype)
+        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token, windows)
         ledger.begin(len(request.tokens))
         try:
             return self._read(state, generation, request)
@@ -480,9 +482,7 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def check_folder(
-    options: EngineOptions, unsupported: Callable[[ModelFacts], str]
-) -> ModelFacts:
+def check_folder(options: EngineOptions, unsupported: Callable[[ModelFacts], str]) -> ModelFacts:
     """Read a model folder; UsageError if its engine would crash on it or answer wrongly.
 
     `unsupported` says why, for this engine alone; empty if it would not.

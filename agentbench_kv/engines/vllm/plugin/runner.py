@@ -199,7 +199,7 @@ class EvictingRunner(BaseRunner):
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
-        frequencies = rope_frequencies(policy.model_path).to(self.device)
+        frequencies = rope_frequencies(policy).to(self.device)
         rows = WorkerRows(policy, shape, frequencies)
         names = {layer.layer_name: index for index, layer in enumerate(layers)}
         CAPTURE.connect(names, rows.rings, keep_all=rows.wants_sums)
