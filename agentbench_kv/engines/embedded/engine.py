@@ -108,8 +108,8 @@ class EmbeddedEngine(Engine):
         read_folder(model)
 
     @classmethod
-    def check_options(cls, options: EngineOptions) -> None:
-        read_folder(options.model).check_method(options.method)
+    def check_method(cls, model: str, method: Method) -> None:
+        read_folder(model).check_method(method)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:

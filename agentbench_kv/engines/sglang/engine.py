@@ -38,6 +38,7 @@ from agentbench_kv.engines.serving.wire import (
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanRange
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
@@ -315,6 +316,10 @@ class SglangEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         check_dtype(dtype)
         pick_device(device)
+
+    @classmethod
+    def check_method(cls, model: str, method: Method) -> None:
+        cls.check_options(EngineOptions(model, method))
 
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:

@@ -28,6 +28,7 @@ from agentbench_kv.engines.serving.wire import (
 )
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.methods.base import Method
 
 _PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
@@ -231,6 +232,10 @@ class VllmEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         check_dtype(dtype)
         python_of(_environment_for(device))
+
+    @classmethod
+    def check_method(cls, model: str, method: Method) -> None:
+        cls.check_options(EngineOptions(model, method))
 
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:

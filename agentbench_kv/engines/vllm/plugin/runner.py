@@ -158,7 +158,8 @@ class EvictingRunner(BaseRunner):
             keys, _ = self._kvbench_store(blocks, live).read()
             for layer in range(rows.shape.layers):
                 queries = CAPTURE.queries(layer, start, len(part.tokens))
-                rows.sums.add(part.session, layer, queries, keys[layer])
+                sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
+                rows.sums.add(part.session, layer, queries, keys[layer], sinks)
             start += len(part.tokens)
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:
