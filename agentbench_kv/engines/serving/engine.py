@@ -482,28 +482,31 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def check_folder(options: EngineOptions, unsupported: Callable[[ModelFacts], str]) -> ModelFacts:
+def check_folder(
+    engine: str, options: EngineOptions, unsupported: Callable[[ModelFacts], str]
+) -> None:
     """Read a model folder; UsageError if its engine would crash on it or answer wrongly.
 
     `unsupported` says why, for this engine alone; empty if it would not.
     """
-    facts = read_model(model_path(options.model))
-    reason = facts.unevictable or unsupported(facts)
-    if not reason and options.method.name != "full" and not facts.full_layers:
-        reason = f"a window of {facts.window} tokens in every layer, so nothing is left to evict"
-    if reason:
+    facts, method = read_model(model_path(options.model)), options.method
+    if reason := facts.unevictable or unsupported(facts):
         raise UsageError(
-            f"model family {facts.family!r} has {reason}; {options.method.label} cannot run on it "
-            "here: use another engine (docs/models.md) or another model"
+            f"the {engine} engine does not run model family {facts.family!r}: it has {reason}; use "
+            "another model or engine (docs/models.md)"
         )
-    refuse_method(options.method, facts)
+    if method.name != "full" and not facts.full_layers:
+        raise UsageError(
+            f"every layer keeps a window of {facts.window} tokens, so there is nothing for a "
+            f"method to evict in the {engine} engine; use --method full"
+        )
+    refuse_method(method, facts)
     given = [name for name in options.engine_args if name in _OVERRIDES]
-    if given and options.method.positions == "cache":
+    if given and method.positions == "cache":
         raise UsageError(
-            f"--engine-arg {given[0]}: {options.method.label} turns keys by the RoPE of the "
-            "model's config.json; change it there"
+            f"--engine-arg {given[0]}: {method.label} turns keys by the RoPE of the model's "
+            "config.json; change it there"
         )
-    return facts
 
 
 def scratch_folder() -> Path:

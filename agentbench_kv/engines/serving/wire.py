@@ -58,6 +58,8 @@ class ModelFacts:
     # Why eviction row by row would be wrong or has no rows to evict, in words.
     unevictable: str = ""
     nested: bool = False  # a multimodal model's decoder
+    stored_bytes: int = 0  # of the weights
+    stored_dtype: str = ""
 
     @property
     def window(self) -> int:
@@ -111,6 +113,10 @@ class ModelFacts:
         """Bytes of a token's place in a pool for all layers."""
         return self.layers * self._layer_bytes(dtype)
 
+    def weight_bytes(self, dtype: str) -> int:
+        """About what the weights take once they are loaded."""
+        return self.stored_bytes * max(1, _BYTES[dtype] // _BYTES.get(self.stored_dtype, 4))
+
     def _layer_bytes(self, dtype: str) -> int:
         return 2 * self.kv_heads * self.head_dim * _BYTES[dtype]
 
@@ -131,6 +137,8 @@ def read_model(path: Path) -> ModelFacts:
             extras=_extras(config),
             unevictable=_unevictable(config, whole),
             nested=nested,
+            stored_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+            stored_dtype=str(whole.get("dtype") or whole.get("torch_dtype") or ""),
         )
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise PrerequisiteError(
@@ -235,20 +243,12 @@ class CpuRoom:
         return f"{self.tokens} tokens, {self.tokens * self.bytes_per_token / 2**30:.2f} GiB"
 
 
-def room_on_cpu(facts: ModelFacts, options: EngineOptions, model: Path, context: int) -> CpuRoom:
+def room_on_cpu(facts: ModelFacts, options: EngineOptions, context: int) -> CpuRoom:
     """Size the cache of a server on a CPU for as many sessions of `context` as run at once."""
     size = facts.pool_bytes(options.dtype)
-    weights = 0 if options.load_format == "dummy" else _weight_bytes(model, options.dtype)
+    weights = 0 if options.load_format == "dummy" else facts.weight_bytes(options.dtype)
     most = max(0, free_memory() - weights) // 2 // size
     return CpuRoom(min(context * options.concurrency, most), most, size)
-
-
-def _weight_bytes(model: Path, dtype: str) -> int:
-    """Return about what the weights of a folder take once they are loaded as `dtype`."""
-    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    config = read_document(model / "config.json")
-    written = config.get("dtype") or config.get("torch_dtype")
-    return stored * max(1, _BYTES[dtype] // _BYTES.get(str(written), _BYTES[dtype]))
 
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)

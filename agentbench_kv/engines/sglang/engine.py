@@ -124,7 +124,7 @@ class SglangEngineWire(EngineWire):
     @cached_property
     def _room(self) -> CpuRoom | None:
         context = self.context_limit + MARGIN
-        return None if self.gpu else room_on_cpu(self.facts, self.options, self.model, context)
+        return None if self.gpu else room_on_cpu(self.facts, self.options, context)
 
     def details(self) -> dict[str, str]:
         chosen = self.options.max_live_tokens or "max-total-tokens" in self.options.engine_args
@@ -324,7 +324,7 @@ class SglangEngine(ServingEngine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         gpu = pick_device(options.device).type == "cuda"
-        check_folder(options, lambda facts: _unsupported(facts, options, gpu=gpu))
+        check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:
         self._wire.forget(self._sessions[session].backend_name)

@@ -175,7 +175,7 @@ class VllmEngineWire(EngineWire):
         """The cache on a CPU, into which vLLM wants one whole context to fit."""
         # A whole context begins a block, and the placeholder is one more.
         needed = self.context_limit + 2 * _CPU_BLOCK
-        room = room_on_cpu(self.facts, self.options, self.model, needed)
+        room = room_on_cpu(self.facts, self.options, needed)
         if room.tokens < needed:
             size = room.bytes_per_token
             raise PrerequisiteError(
@@ -240,7 +240,7 @@ class VllmEngine(ServingEngine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         gpu = on_gpu(options.device)
-        check_folder(options, lambda facts: _unsupported(facts, options, gpu=gpu))
+        check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
 
 def _environment_for(device: str) -> str:
