@@ -6,7 +6,7 @@ counts are per (layer, KV head), bytes are totals over layers and heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import add
 from typing import Any
@@ -103,3 +103,43 @@ class KVStats(KVFigures):
             for each in fields(KVStats)
         }
         return KVStats(**merged | {"restarts": self.restarts + restarts})
+
+
+@dataclass(frozen=True)
+class LayerReach:
+    """Layers whose rows a method reaches, and those that keep a window of the last rows."""
+
+    full: int
+    windowed: int
+    window: int  # tokens
+
+    @classmethod
+    def read(cls, details: Mapping[str, str]) -> LayerReach | None:
+        """Read what `document` wrote into an engine's details; None of a model without windows."""
+        try:
+            return cls(*(int(details[name]) for name in _REACH))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def document(self) -> dict[str, str]:
+        """Return it for a run's record; nothing of a model without windows."""
+        values = (self.full, self.windowed, self.window)
+        return dict(zip(_REACH, map(str, values), strict=True)) if self.windowed else {}
+
+    def share(self, tokens: int) -> float:
+        """Return the share of a session's KV that a method reaches, before it evicts anything.
+
+        All layers have equal rows.
+        """
+        reached = self.full * tokens
+        return reached / (reached + self.windowed * min(tokens, self.window)) if tokens else 0.0
+
+    def sentence(self, tokens: int) -> str:
+        return (
+            f"the method reaches {self.full} of {self.full + self.windowed} layers, "
+            f"{self.share(tokens):.0%} of the KV of a session of {tokens:,} tokens; the others keep "
+            f"windows of {self.window}"
+        )
+
+
+_REACH = ("full_layers", "window_layers", "window")

@@ -100,6 +100,48 @@ def engine(name: str, pairs: tuple[str, ...], as_json: bool, **chosen: Any) -> N
     _show("engine", name, results, as_json)
 
 
+@selftest.command()
+@opt.many("--engine engines NAME", "An engine; repeatable. [default: embedded]")
+@opt.many("--family families NAME", "Only this family; repeatable.")
+@opt.many("--method methods METHOD", "Only this method; repeatable.")
+@opt.local(
+    "--engine-arg pairs KEY=VALUE",
+    "Option of the engine's own command line, without dashes; repeatable.",
+    multiple=True,
+)
+@opt.local_flag("--markdown", "The table as Markdown.")
+@opt.json_option
+def models(pairs: tuple[str, ...], markdown: bool, as_json: bool, **chosen: Any) -> NoReturn:
+    """Check engines on tiny random models of every family: exact, or refused in one line.
+
+    Tokens and kept sets of each are compared with Hugging Face's own eager attention, blind to what
+    was evicted. An engine whose environment is missing is skipped with the reason.
+    """
+    from agentbench_kv.conformance.models import METHODS, FamilyRow, model_suite
+    from agentbench_kv.results.terminal import console, new_table
+
+    def say(row: FamilyRow) -> None:
+        click.echo(f"{row.family}, {row.engine}: {row.outcome}", err=True)
+
+    rows = model_suite(
+        chosen["engines"] or ("embedded",),
+        chosen["families"],
+        methods=chosen["methods"] or METHODS,
+        engine_args=opt.parse_settings(pairs, "--engine-arg"),
+        report=say,
+    )
+    titles = ("family", "attention", "engine", "layers in reach", "outcome")
+    cells = [(row.family, row.attention, row.engine, row.reach, row.outcome) for row in rows]
+    if as_json:
+        opt.print_json([row.document() for row in rows])
+    elif markdown:
+        for line in (titles, ["---"] * len(titles), *cells):
+            click.echo(f"| {' | '.join(line)} |")
+    else:
+        console().print(new_table(*titles, rows=cells))
+    click.get_current_context().exit(1 if any(row.failed for row in rows) else 0)
+
+
 def _say_part(part: str, results: list[CheckResult]) -> None:
     failed = sum(not each.ok for each in results)
     outcome = f"{failed} of {len(results)} checks failed" if failed else "ok"

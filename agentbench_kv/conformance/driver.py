@@ -35,6 +35,7 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.embedded.model import fix_rope
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Selection
@@ -211,10 +212,10 @@ def calibrated_for(model: Any, method: Method) -> Method:
     """Return the method with made-up statistics of a model in memory, if it needs any."""
     if not method.needs_calibration:
         return method
-    rotary, shape = model.model.rotary_emb, model.config
+    shape = model.config
+    rope = fix_rope(copy.deepcopy(model.model.rotary_emb), shape.max_position_embeddings)
     sizes = (shape.num_hidden_layers, shape.num_attention_heads)
-    scale = float(getattr(rotary, "attention_scaling", 1.0))
-    return method.with_calibration(made_up_calibration(*sizes, rotary.inv_freq.float(), scale))
+    return method.with_calibration(made_up_calibration(*sizes, rope.full.float(), rope.scale))
 
 
 def in_memory_engine(model: Any, method: Method, recorder: TraceRecorder) -> EmbeddedEngine:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-VOCAB = 320
-CONTEXT = 2048
+from agentbench_kv.conformance.engines.fixture import CONTEXT, VOCAB, suite_tokenizer
+
 WINDOW = 48  # of layers that have one: several times over within a session, less than a chunk
 
 _SIZES = {
@@ -197,8 +197,7 @@ FAMILIES: dict[str, Family] = {
             **_MOE,
             "shared_expert_intermediate_size": 64,
             "partial_rotary_factor": 0.25,
-            "layer_types": ["linear_attention", "linear_attention", "linear_attention"]
-            + ["full_attention"],
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 32,
@@ -241,10 +240,8 @@ def build_family(name: str, seed: int = 0) -> Any:
 
 
 def write_family(folder: Path, name: str, seed: int = 0) -> Path:
-    """Write a family's model as its publisher would, with the suites' tokenizer; return `folder`."""
+    """Write a family's model as its publisher would, with the suites' tokenizer."""
     from transformers.utils import logging
-
-    from agentbench_kv.conformance.engines.fixture import suite_tokenizer
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network, tokenizer = build_family(name, seed), suite_tokenizer()

@@ -86,13 +86,15 @@ def _margin(scores: Tensor) -> float:
 
 def reference_inputs(model: Any, method: Method, trace: SessionTrace) -> list[MethodInput]:
     """Rebuild what the method should have been given at every event; rows go by position."""
-    layers, heads = int(model.config.num_hidden_layers), reference.cache_heads(model, trace)
+    layers, heads = reference.cache_size(model, trace)
     capture = reference.ReferenceTensors()
     allowed = reference.visible(trace, layers, heads)
     reference.reference_logits(
         model, trace.tokens[:-1], allowed, capture, positions=method.positions
     )
-    rope = reference.remove_rotary(copy.deepcopy(model)) if method.positions == "cache" else None
+    rope = None
+    if method.positions == "cache":
+        rope = reference.remove_rotary(copy.deepcopy(model), len(trace.tokens) - 1).full
     found = []
     cached = torch.empty(layers, heads, 0, dtype=torch.int64)
     seen = 0

@@ -165,17 +165,22 @@ class Engine(ABC):
         return None
 
     @classmethod
+    def check_method(cls, model: str, method: Method) -> None:  # noqa: ARG003
+        """Refuse a method this engine cannot run on a model that it can use: UsageError."""
+        return None
+
+    @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:  # noqa: ARG003
         """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
         return None
 
     @classmethod
-    def check_options(cls, options: EngineOptions) -> None:  # noqa: ARG003
-        """Refuse what this engine cannot do together: a method on this model, with these options.
+    def check_options(cls, options: EngineOptions) -> None:
+        """Refuse options that do not go together; `create` refuses the same.
 
-        UsageError or PrerequisiteError; `create` refuses the same.
+        UsageError or PrerequisiteError.
         """
-        return None
+        cls.check_method(options.model, options.method)
 
     @abstractmethod
     def open(self, session: str, labeller: PhaseLabeller) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentbench_kv.accounting import TOTALS
+from agentbench_kv.accounting import TOTALS, LayerReach
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
@@ -215,6 +215,7 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     prefill_tokens: int
     decode_tokens: int
     bytes_read: int  # of K and V, in decode
+    window_bytes_read: int  # of them, those of layers that see a window
 
 
 class Summary(BaseModel, frozen=True, extra="forbid"):
@@ -294,7 +295,7 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         session_resets=sum(record.session_resets for record in trials),
         validity=assess(info.spec, trials, expected=info.expected_trials),
         alien_lines=len(lines.unreadable),
-        notes=_notes(info, lines),
+        notes=[*_notes(info, lines), *_reach(info, kv)],
     )
 
 
@@ -356,6 +357,13 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
         **{name: sum(getattr(kv, name) for kv in accounts) for name in TOTALS},
     )
+
+
+def _reach(info: RunInfo, kv: KVSummary | None) -> list[str]:
+    """Say how much of the KV a method could reach, where some layers keep windows."""
+    details = info.provenance.get("engine_details")
+    found = LayerReach.read(details) if isinstance(details, dict) else None
+    return [found.sentence(round(kv.median_logical))] if found and kv else []
 
 
 def median(values: Iterable[float | None]) -> float | None:

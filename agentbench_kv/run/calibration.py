@@ -224,6 +224,7 @@ def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibra
     to position 0. At most 32,768 tokens are read; what is longer
     than the model's context is cut. UsageError if there are fewer than 256.
     """
+    model.attention.check_calibration("a calibration")
     parts = list(_parts(documents, min(MAX_TOKENS, model.context_limit - 2)))
     found = sum(map(len, parts))
     if found < MIN_TOKENS:

@@ -47,6 +47,7 @@ def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Eng
     cls, method = load_engine(name), options.method
     check_arguments(name, options.engine_args)
     check_pair(name, cls, method)
+    cls.check_method(options.model, method)
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
     extra = {} if observer is None else {"recorder": observer}

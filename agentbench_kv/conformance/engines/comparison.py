@@ -17,7 +17,7 @@ from torch import Tensor
 from agentbench_kv.conformance import CheckResult
 from agentbench_kv.conformance.driver import SessionTrace, epochs
 from agentbench_kv.conformance.engines.fixture import load_network
-from agentbench_kv.conformance.reference import cache_heads, reference_logits, visible
+from agentbench_kv.conformance.reference import cache_size, reference_logits, visible
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
@@ -141,7 +141,7 @@ def wrong_tokens(network: Any, trace: SessionTrace, positions: str = "logical") 
 
 def _logits(network: Any, trace: SessionTrace, positions: str) -> Tensor:
     """Return the reference's logits [tokens - 1, vocab] of a session."""
-    allowed = visible(trace, network.config.num_hidden_layers, cache_heads(network, trace))
+    allowed = visible(trace, *cache_size(network, trace))
     return reference_logits(network, trace.tokens[:-1], allowed, positions=positions)
 
 

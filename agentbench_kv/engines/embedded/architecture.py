@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from agentbench_kv.accounting import LayerReach
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanMethod
@@ -53,20 +54,14 @@ class Attention:
 
     def details(self) -> dict[str, str]:
         """Return what a run's record says of windows; nothing of models that have none."""
-        if not self.windowed:
-            return {}
-        return {
-            "full_layers": str(self.full),
-            "window_layers": str(self.windowed),
-            "window": str(self.window),
-        }
+        return LayerReach(self.full, self.windowed, self.window).document()
 
     def check_method(self, method: Method) -> None:
         """Refuse a method that these layers cannot be given to."""
         if not self.full and (method.compresses or isinstance(method, SpanMethod)):
             raise UsageError(
-                f"every layer keeps a window of {self.window} tokens, so there is nothing for "
-                f"{method.label} to evict; use --method full, or set sliding_window to null in "
+                f"every layer of the model keeps a window of {self.window} tokens, so no method "
+                "has anything to evict; use --method full, or set sliding_window to null in "
                 "config.json if the model allows it"
             )
         if method.needs_calibration:
@@ -138,7 +133,8 @@ def _reasons(config: Any, kinds: set[str]) -> list[tuple[bool, str]]:
         (has("kv_lora_rank"), "its latent attention (MLA) caches no keys and values a head"),
         (
             bool(recurrent),
-            f"its {', '.join(recurrent)} layers keep a state, from which no row goes",
+            f"its {', '.join(recurrent)} layers keep a state instead of rows, one a session, "
+            "which this engine does not hold",
         ),
         (
             has("attention_chunk_size") or "chunked_attention" in kinds,

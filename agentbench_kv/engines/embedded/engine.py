@@ -108,6 +108,10 @@ class EmbeddedEngine(Engine):
         read_settings(model)
 
     @classmethod
+    def check_method(cls, model: str, method: Method) -> None:
+        read_settings(model).check_method(method)
+
+    @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         read_settings(options.model, options.context_limit).check_method(options.method)
 

@@ -167,11 +167,21 @@ def free_tokens(bytes_per_token: int, least: int = 1, device: torch.device | Non
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = free_memory()
     tokens = free // 2 // bytes_per_token
     if tokens < least:
         raise PrerequisiteError("no memory is free for a KV cache; close other programs")
     return int(tokens)
+
+
+def free_memory() -> int:
+    """Return the bytes that programs can still have, what the system caches of files included."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_dtype(name: str) -> None:

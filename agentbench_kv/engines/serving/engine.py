@@ -29,7 +29,7 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.core.context import stretched_folder
-from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.core.ledger import SessionLedger, WindowBytes
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
@@ -91,8 +91,8 @@ class ObservedLedger(SessionLedger):
     found, and the others count as recomputed.
     """
 
-    def __init__(self, bytes_per_token: int) -> None:
-        super().__init__(Full(), bytes_per_token)
+    def __init__(self, bytes_per_token: int, windows: WindowBytes | None) -> None:
+        super().__init__(Full(), bytes_per_token, windows)
         self._expected = 0  # rows the next forward writes
         self._before = 0  # rows the session had when the generation began
 
@@ -209,7 +209,8 @@ class ServingEngine(Engine):
 
     def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
         self.info = info
-        self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
+        # Keys and values, over all layers that look back on everything and their heads.
+        self.bytes_per_token = bytes_per_token
         self._wire = wire
         self._log = log
         self._control = ControlClient(wire.control)
@@ -383,7 +384,8 @@ class ServingEngine(Engine):
         if not self._wire.stock:
             return self._read(state, generation, request)
         # A stock server keeps no accounts of a session: they are kept here.
-        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token)
+        windows = self._wire.facts.window_bytes(self._wire.options.dtype)
+        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token, windows)
         ledger.begin(len(request.tokens))
         try:
             return self._read(state, generation, request)
@@ -481,28 +483,31 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def check_folder(options: EngineOptions, unsupported: Callable[[ModelFacts], str]) -> ModelFacts:
+def check_folder(
+    engine: str, options: EngineOptions, unsupported: Callable[[ModelFacts], str]
+) -> None:
     """Read a model folder; UsageError if its engine would crash on it or answer wrongly.
 
     `unsupported` says why, for this engine alone; empty if it would not.
     """
-    _, facts = read_asked(options)
-    reason = facts.unevictable or unsupported(facts)
-    if not reason and options.method.name != "full" and not facts.full_layers:
-        reason = f"a window of {facts.window} tokens in every layer, so nothing is left to evict"
-    if reason:
+    (_, facts), method = read_asked(options), options.method
+    if reason := facts.unevictable or unsupported(facts):
         raise UsageError(
-            f"model family {facts.family!r} has {reason}; {options.method.label} cannot run on it "
-            "here: use another engine (docs/models.md) or another model"
+            f"the {engine} engine does not run model family {facts.family!r}: it has {reason}; use "
+            "another model or engine (docs/models.md)"
         )
-    refuse_method(options.method, facts)
+    if method.name != "full" and not facts.full_layers:
+        raise UsageError(
+            f"every layer keeps a window of {facts.window} tokens, so there is nothing for a "
+            f"method to evict in the {engine} engine; use --method full"
+        )
+    refuse_method(method, facts)
     given = [name for name in options.engine_args if name in _OVERRIDES]
-    if given and options.method.positions == "cache":
+    if given and method.positions == "cache":
         raise UsageError(
-            f"--engine-arg {given[0]}: {options.method.label} turns keys by the RoPE of the "
-            "model's config.json; change it there"
+            f"--engine-arg {given[0]}: {method.label} turns keys by the RoPE of the model's "
+            "config.json; change it there"
         )
-    return facts
 
 
 def read_asked(options: EngineOptions) -> tuple[Path, ModelFacts]:

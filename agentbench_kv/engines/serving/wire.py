@@ -18,8 +18,9 @@ import httpx
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
+from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
-from agentbench_kv.engines.embedded.model import MOVING_ROPE, end_ids, free_tokens, read_document
+from agentbench_kv.engines.embedded.model import MOVING_ROPE, end_ids, free_memory, read_document
 from agentbench_kv.engines.serving.process import (
     ControlClient,
     Launch,
@@ -32,7 +33,7 @@ from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher, quiet_library
 
 # Model types whose keys were found to turn by `core.policy.rope_frequencies`.
-TURNABLE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+TURNABLE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -57,6 +58,8 @@ class ModelFacts:
     # Why eviction row by row would be wrong or has no rows to evict, in words.
     unevictable: str = ""
     nested: bool = False  # a multimodal model's decoder
+    stored_bytes: int = 0  # of the weights
+    stored_dtype: str = ""
 
     @property
     def window(self) -> int:
@@ -68,13 +71,24 @@ class ModelFacts:
         """Layers that look back on everything, in which a method can evict."""
         return self.layers - sum(window > 0 for window in self.windows)
 
-    @property
-    def full_groups(self) -> int:
-        """KV cache groups that vLLM makes of the layers without a window."""
+    def window_details(self) -> dict[str, str]:
+        """Return what a run's record says of windows; nothing of models that have none."""
+        if not self.window:
+            return {}
+        full, windowed = str(self.full_layers), str(self.layers - self.full_layers)
+        return {"full_layers": full, "window_layers": windowed, "window": str(self.window)}
+
+    def groups_of(self, layers: int) -> int:
+        """Return how many KV cache groups vLLM makes of so many layers of one kind.
+
+        All groups have as many layers as the kind of which there are fewer, or about as many.
+        """
         fewer, more = sorted((self.full_layers, self.layers - self.full_layers))
-        if not fewer:
-            return 1
-        return -(-self.full_layers // (more if more < 1.5 * fewer else fewer))
+        return -(-layers // (more if more < 1.5 * fewer or not fewer else fewer))
+
+    @property
+    def groups(self) -> int:
+        return self.groups_of(self.full_layers) + self.groups_of(self.layers - self.full_layers)
 
     def unturnable(self) -> str:
         """Say why keys cannot be turned to other positions; empty if they can."""
@@ -86,19 +100,25 @@ class ModelFacts:
             return f"{self.family} here has windows, whose keys would have to turn along"
         return "" if self.family in TURNABLE else f"{self.family} has not been checked"
 
-    def other_rope(self, context: int) -> str:
-        """Say why vLLM and SGLang turn by other frequencies than Hugging Face; empty if not."""
-        if self.rope_type == "dynamic":
-            return "dynamic RoPE, which it scales at any length and not only beyond the original"
-        if self.rope_type == "longrope" and context > self.rope_original:
-            return (
-                f"LongRoPE, whose frequencies it does not choose by a text's length: up to "
-                f"{self.rope_original} tokens they would be others than the model's"
-            )
-        return ""
-
     def bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
+        """Keys and values of a token in the layers that look back on everything."""
+        return self.full_layers * self._layer_bytes(dtype)
+
+    def window_bytes(self, dtype: str) -> WindowBytes | None:
+        """Return what a session reads besides, in layers with a window; None without any."""
+        layers = self.layers - self.full_layers
+        return WindowBytes(layers * self._layer_bytes(dtype), self.window) if layers else None
+
+    def pool_bytes(self, dtype: str) -> int:
+        """Bytes of a token's place in a pool for all layers."""
+        return self.layers * self._layer_bytes(dtype)
+
+    def weight_bytes(self, dtype: str) -> int:
+        """About what the weights take once they are loaded."""
+        return self.stored_bytes * max(1, _BYTES[dtype] // _BYTES.get(self.stored_dtype, 4))
+
+    def _layer_bytes(self, dtype: str) -> int:
+        return 2 * self.kv_heads * self.head_dim * _BYTES[dtype]
 
 
 def read_model(path: Path) -> ModelFacts:
@@ -117,6 +137,8 @@ def read_model(path: Path) -> ModelFacts:
             extras=_extras(config),
             unevictable=_unevictable(config, whole),
             nested=nested,
+            stored_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+            stored_dtype=str(whole.get("dtype") or whole.get("torch_dtype") or ""),
         )
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise PrerequisiteError(
@@ -208,16 +230,25 @@ def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return end_ids(config.get("eos_token_id") if found is None else found, path / "config.json")
 
 
-_CPU_CACHE_BYTES = 1 << 30
+@dataclass(frozen=True)
+class CpuRoom:
+    """What a server on a CPU has for its cache."""
+
+    tokens: int  # that it gets: all sessions' whole contexts, if they fit into `most`
+    most: int  # half of the memory that is free beside the weights
+    bytes_per_token: int
+
+    def said(self) -> str:
+        """Say it for a run's record."""
+        return f"{self.tokens} tokens, {self.tokens * self.bytes_per_token / 2**30:.2f} GiB"
 
 
-def room_on_cpu(wanted: int, bytes_per_token: int) -> int:
-    """Return how many cached tokens a server on a CPU gets: 1 GiB, or more if `wanted` are more.
-
-    But at most half of the free memory, which may be less than `wanted`.
-    """
-    usual = max(_CPU_CACHE_BYTES // bytes_per_token, wanted)
-    return min(usual, free_tokens(bytes_per_token))
+def room_on_cpu(facts: ModelFacts, options: EngineOptions, context: int) -> CpuRoom:
+    """Size the cache of a server on a CPU for as many sessions of `context` as run at once."""
+    size = facts.pool_bytes(options.dtype)
+    weights = 0 if options.load_format == "dummy" else facts.weight_bytes(options.dtype)
+    most = max(0, free_memory() - weights) // 2 // size
+    return CpuRoom(min(context * options.concurrency, most), most, size)
 
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
@@ -317,7 +348,8 @@ class EngineWire(ABC):
 
     def details(self) -> dict[str, str]:
         """Return what a run's record says of the backend: version, set-up, flags."""
-        return {"setup": "as shipped" if self.stock else "plug-in"}
+        set_up = {"setup": "as shipped" if self.stock else "plug-in"}
+        return set_up | self.facts.window_details()
 
     def close(self) -> None:
         self._client.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite, as_methods_see
 
 if current_platform.is_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as BaseBackend
@@ -149,7 +149,7 @@ class CapturingImpl(BaseImpl):
     """Shows every forward's queries, post-RoPE, to `CAPTURE`."""
 
     def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-        CAPTURE.see(layer.layer_name, query)
+        CAPTURE.see(layer.layer_name, as_methods_see(query, self.scale))
         return super().forward(layer, query, *args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from agentbench_kv.engines.core.host import (
     refuse_untested,
     symbol_problems,
 )
+from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.methods.base import Method
 
 TESTED = "0.32.0"
@@ -175,11 +176,19 @@ def evicting_group(cache: Any) -> int:
     return next(i for i, group in enumerate(groups) if attention_of(group.kv_cache_spec) == "full")
 
 
-def bytes_per_token(cache: Any) -> int:
-    """Return bytes of keys and values of one token, all layers that evict and heads of a worker."""
-    group = cache.kv_cache_groups[evicting_group(cache)]
+def bytes_per_token(group: Any) -> int:
+    """Return bytes of keys and values of one token, all layers of a group, heads of a worker."""
     spec = group.kv_cache_spec
     return int(len(group.layer_names) * spec.page_size_bytes // spec.block_size)
+
+
+def window_bytes(cache: Any, workers: int) -> WindowBytes | None:
+    """Return what sessions read in layers with a window, over all workers; None without any."""
+    groups = [g for g in cache.kv_cache_groups if attention_of(g.kv_cache_spec) == "window"]
+    if not groups:
+        return None
+    per_token = sum(map(bytes_per_token, groups)) * workers
+    return WindowBytes(per_token, groups[0].kv_cache_spec.sliding_window)
 
 
 if __name__ == "__main__":

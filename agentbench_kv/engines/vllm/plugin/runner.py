@@ -158,7 +158,8 @@ class EvictingRunner(BaseRunner):
             keys, _ = self._kvbench_store(blocks, live).read()
             for layer in range(rows.shape.layers):
                 queries = CAPTURE.queries(layer, start, len(part.tokens))
-                rows.sums.add(part.session, layer, queries, keys[layer])
+                sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
+                rows.sums.add(part.session, layer, queries, keys[layer], sinks)
             start += len(part.tokens)
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:
@@ -199,7 +200,7 @@ class EvictingRunner(BaseRunner):
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
-        frequencies = rope_frequencies(policy.model_path).to(self.device)
+        frequencies = rope_frequencies(policy).to(self.device)
         rows = WorkerRows(policy, shape, frequencies)
         names = {layer.layer_name: index for index, layer in enumerate(layers)}
         CAPTURE.connect(names, rows.rings, keep_all=rows.wants_sums)
