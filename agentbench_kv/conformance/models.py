@@ -163,9 +163,7 @@ def model_sessions() -> Sessions:
     }
 
 
-def _problems(
-    network: Any, method: Method, traces: Mapping[str, SessionTrace]
-) -> Iterator[str]:
+def _problems(network: Any, method: Method, traces: Mapping[str, SessionTrace]) -> Iterator[str]:
     """Yield what is wrong, the cheapest to find first."""
     long = traces["long"]
     for name, trace in traces.items():
@@ -177,9 +175,7 @@ def _problems(
     if method.compresses and len(long.events) < _LEAST_EVENTS:
         yield f"only {len(long.events)} events"
     for name, trace in traces.items():
-        wrong = [
-            each for each in wrong_tokens(network, trace, method.positions) if each.gap > TIE
-        ]
+        wrong = [each for each in wrong_tokens(network, trace, method.positions) if each.gap > TIE]
         if wrong:
             yield f"{name}: {len(wrong)} of {len(trace.decoded_at)} tokens differ, first {wrong[0]}"
         replayed: CheckResult = check_replay(name, network, method, trace)

@@ -180,7 +180,7 @@ def _sentence_pieces(
         raise UsageError(f"the file's tokenizer has no token for {len(missing)} of 256 bytes")
     scores = metadata["tokenizer.ggml.scores"]
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    space = [{"type": "Prepend", "prepend": _SPACE}] * prefix
+    space: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] * prefix
     space += [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     unknown = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None
@@ -193,7 +193,9 @@ def _sentence_pieces(
         "vocab": words,
         "merges": _merges(words, scores),
     }
-    back = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
+    back: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    ]
     back += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
     return {
