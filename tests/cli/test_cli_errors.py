@@ -26,6 +26,7 @@ WRONG = [
     (["--engine", "embeded", "--budget", "64"], "did you mean 'embedded'"),
     (["--model", "mikro", "--budget", "64"], "did you mean 'micro'"),
     (["--model", "./nowhere", "--budget", "64"], "does not exist"),
+    (["--model", "nowhere.gguf", "--budget", "64"], "there is no GGUF file nowhere.gguf"),
     (["--dtype", "float31", "--budget", "64"], "did you mean 'float32'"),
     (["--set", "window=3", "--budget", "64"], "unknown agentkv parameter 'window'"),
     (["--set", "gqa=median", "--budget", "64"], "expected one of mean_prob, max_prob, max_logit"),

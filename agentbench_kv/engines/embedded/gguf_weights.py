@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from agentbench_kv.engines.core.gguf_header import (
     rope_parameters,
 )
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+
+logger = logging.getLogger(__name__)
 
 # llama.cpp's architectures with Hugging Face's model types.
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -131,6 +135,7 @@ def load_gguf(path: Path, dtype: torch.dtype, context_limit: int = 0) -> Any:
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     config.tie_word_embeddings = "output.weight" not in held
     config.attention_bias = "blk.0.attn_q.bias" in held
+    _say_size(path, sum(int(tensor.n_elements) for tensor in held.values()), dtype)
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -153,6 +158,19 @@ def load_gguf(path: Path, dtype: torch.dtype, context_limit: int = 0) -> Any:
     network.tie_weights()
     _place_rope(network, read_rope_factors(path))
     return network
+
+
+def _say_size(path: Path, weights: int, dtype: torch.dtype) -> None:
+    """Say what the weights take in memory; PrerequisiteError if this machine has less."""
+    size = weights * dtype.itemsize
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    name = str(dtype).removeprefix("torch.")
+    if size > whole:
+        raise PrerequisiteError(
+            f"{path.name} takes {size / 1e9:.1f} GB as {name}, and this machine has "
+            f"{whole / 1e9:.1f}; use --dtype bfloat16, or --engine llamacpp, which keeps it as it is"
+        )
+    logger.info("%s: %.1f GB of weights as %s", path.name, size / 1e9, name)
 
 
 def _wanted(network: Any) -> list[str]:

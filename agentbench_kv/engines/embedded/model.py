@@ -77,6 +77,8 @@ def model_path(name: str) -> Path:
         return Path(str(files("agentbench_kv.models"))) / name
     path = Path(name).expanduser()
     if not path.exists():
+        if path.suffix == SUFFIX:
+            raise UsageError(f"there is no GGUF file {name}")
         if "/" in name or name.startswith((".", "~")):
             raise UsageError(f"model folder {name} does not exist; give a folder or one of: micro")
         raise unknown_name("model", name, SHIPPED)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentbench_kv.conformance.families import VOCAB, write_family
+from agentbench_kv.conformance.families import CONTEXT, VOCAB, write_family
+from agentbench_kv.engines.core.context import stretched_folder
 from agentbench_kv.engines.core.gguf_header import read_metadata, read_rope_factors
 from agentbench_kv.engines.embedded.architecture import read_attention
 from agentbench_kv.engines.embedded.gguf_weights import gguf_config, load_gguf
@@ -137,23 +138,34 @@ def test_what_is_not_understood_is_one_line_on_both_engines(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "limit"), [*((name, 0) for name in EXACT), ("qwen3", 4 * CONTEXT)]
+)
 def test_logits_on_llama_cpp(
     name: str,
+    limit: int,
     converted: Callable[[str], tuple[Path, Path]],
     llamacpp_python: Path,
     backend_environment: Callable[[], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Hugging Face's, with YaRN in its configuration where a longer context is asked for."""
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
     folder, file = converted(name)
     script, ids = Path(__file__).with_name("backend_logits.py"), IDS[0].tolist()
+    command = (str(llamacpp_python), str(script), str(file), "", json.dumps(ids), str(limit))
     with backend_environment() as environment:
         done = subprocess.run(
-            (str(llamacpp_python), str(script), str(file), "", json.dumps(ids)),
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
+            command, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr
     found = torch.tensor(json.loads(done.stdout)["logits"])
-    theirs = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    longer = stretched_folder(folder, limit)
+    theirs = logits(AutoModelForCausalLM.from_pretrained(longer, dtype=torch.float32))
     assert float((found - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())
+    if limit:
+        short = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        assert float((short - theirs).abs().max()) > 0.01
+        read = logits(load_gguf(file, torch.float32, limit))
+        assert float((read - theirs).abs().max()) <= TOLERANCE
