@@ -168,7 +168,7 @@ def _say_size(path: Path, weights: int, dtype: torch.dtype) -> None:
     if size > whole:
         raise PrerequisiteError(
             f"{path.name} takes {size / 1e9:.1f} GB as {name}, and this machine has "
-            f"{whole / 1e9:.1f}; use --dtype bfloat16, or --engine llamacpp, which keeps it as it is"
+            f"{whole / 1e9:.1f}; use --dtype bfloat16, or --engine llamacpp (as it is)"
         )
     logger.info("%s: %.1f GB of weights as %s", path.name, size / 1e9, name)
 
