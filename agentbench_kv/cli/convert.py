@@ -21,8 +21,8 @@ def convert(folder: str, out: Path, as_json: bool) -> None:
     better converted and quantised with llama.cpp's own tools. Without the package gguf here, the
     environment llamacpp converts.
     """
+    from agentbench_kv.engines.core.gguf_header import read_metadata
     from agentbench_kv.engines.embedded.model import model_path
-    from agentbench_kv.engines.llamacpp.gguf import read_metadata
     from agentbench_kv.engines.llamacpp.models import model_shape
 
     _convert(model_path(folder), out)

@@ -81,7 +81,9 @@ quiet_option = flag("--quiet -q", "Show no progress.")
 dry_run_option = local_flag("--dry-run", "Check everything, show what would run, and stop.")
 engine_option = option("--engine", default="embedded")
 model_option = option(
-    "--model", "The shipped micro model, or a Hugging Face model folder.", default="micro"
+    "--model",
+    "The shipped micro model, a Hugging Face model folder, or a GGUF file (embedded, llamacpp).",
+    default="micro",
 )
 dtype_option = option("--dtype", default="float32")
 device_option = option("--device", default="auto")
@@ -124,13 +126,26 @@ def parse_budget(text: str | None) -> Budget | None:
 
 engine_arg_option = many(
     "--engine-arg engine_args NAME=VALUE",
-    "Option of a serving engine's own command line, without dashes; repeatable.",
+    "Option of a serving engine's own command line, without dashes (vllm, sglang), or cells=N "
+    "(llamacpp); repeatable.",
 )
 tool_syntax_option = option(
     "--tool-syntax",
     "How the model writes calls: harmony, kimi, deepseek, mistral, llama3_json, glm, qwen3_coder, "
     "hermes, json (explained to any model) or none; auto: as chat template and vocabulary show.",
     default="auto",
+)
+context_limit_option = option(
+    "--context-limit TOKENS",
+    "Tokens a session may have: fewer than the model was trained for, or more by YaRN (Qwen 2.5 "
+    "and 3, 4 times at most).",
+    POSITIVE,
+)
+max_live_option = option(
+    "--max-live-tokens TOKENS",
+    "Tokens in the KV cache at once, over all sessions. [default: what half of the free memory "
+    "holds, or the server's own choice]",
+    POSITIVE,
 )
 untested_option = flag(
     "--allow-untested-engine allow_untested",
@@ -147,6 +162,8 @@ SPEC_OPTIONS = {
     "timeout": option("--timeout", "Seconds per trial.", default=3600.0, show_default=False),
     "dtype": dtype_option,
     "device": device_option,
+    "context_limit": context_limit_option,
+    "max_live_tokens": max_live_option,
     "engine_args": engine_arg_option,
     "tool_syntax": tool_syntax_option,
     "allow_untested": untested_option,
@@ -178,6 +195,7 @@ def base_spec(
 
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
     plain |= {"timeout_s": plain.pop("timeout"), "task": task, "seed": seed}
+    plain |= {name: plain[name] or 0 for name in ("context_limit", "max_live_tokens")}
     plain["tool_syntax"] = plain["tool_syntax"].replace("auto", "")
     return RunSpec(method=method, budget=parse_budget(budget), **plain)
 

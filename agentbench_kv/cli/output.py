@@ -147,6 +147,7 @@ def _cell(value: object) -> str:
 
 
 LINES_PER_RUN = 10
+FIRST_WORD_S = 60.0  # of a run in which nothing ends
 
 
 class Quiet:
@@ -158,8 +159,10 @@ class Quiet:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        """Report the state after `record`; None: a run or its first trial begins."""
+    def __call__(
+        self, spec: RunSpec, done: int, expected: int, record: TrialRecord | str | None
+    ) -> None:
+        """Report the state after `record`; None: a run or its first trial begins; or in words."""
 
 
 def run_progress(quiet: bool = False, console: Console | None = None) -> Quiet:
@@ -199,14 +202,25 @@ class Tally:
 
 
 class PlainProgress(Quiet):
-    """A line when a run starts and about ten on the way, for logs and pipes."""
+    """A line when a run starts and about ten on the way, for logs and pipes.
+
+    While no trial ends there is one after a minute, and then ever more rarely.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._tally = Tally()
         self._spec: RunSpec | None = None
+        self._last = time.monotonic()  # when something ended or began
+        self._patience = FIRST_WORD_S
 
-    def __call__(self, spec: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
+    def __call__(
+        self, spec: RunSpec, done: int, expected: int, record: TrialRecord | str | None
+    ) -> None:
+        if isinstance(record, str):
+            self.wait(done, expected, record)
+            return
+        self._last, self._patience = time.monotonic(), FIRST_WORD_S
         if record is not None:
             self._tally.add(record)
             self.advance(done, expected)
@@ -219,6 +233,11 @@ class PlainProgress(Quiet):
     def begin(self, title: str, done: int, expected: int) -> None:
         resumed = f" ({done} done before)" if done else ""
         self._console.print(f"{title}: {expected} trials{resumed}", markup=False)
+
+    def wait(self, done: int, expected: int, words: str) -> None:
+        if time.monotonic() - self._last >= self._patience:
+            self._patience *= 2
+            self._console.print(f"  {done}/{expected} trials, {words}", markup=False)
 
     def advance(self, done: int, expected: int) -> None:
         if done == expected or done % max(1, expected // LINES_PER_RUN) == 0:
@@ -249,6 +268,10 @@ class LiveProgress(PlainProgress):
 
     def begin(self, title: str, done: int, expected: int) -> None:
         self._bar = self._progress.add_task(title, total=expected, completed=done, figures="")
+
+    def wait(self, done: int, expected: int, words: str) -> None:  # noqa: ARG002
+        if self._bar is not None:
+            self._progress.update(self._bar, figures=words)
 
     def advance(self, done: int, expected: int) -> None:  # noqa: ARG002
         if self._bar is not None:

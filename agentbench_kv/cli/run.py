@@ -14,8 +14,8 @@ from agentbench_kv.cli import options as opt
 @click.command()
 @opt.shown(
     "--method methods",
-    "Method, or method@preset; repeatable. [default: agentkv, full on an engine that cannot "
-    "compress]",
+    "Method, or method@preset; repeatable. [default: agentkv; full without a budget, or on an "
+    "engine that cannot compress]",
     multiple=True,
 )
 @opt.shown(
@@ -64,7 +64,7 @@ def run(
         _check_billed(shared["engine"])
     specs = grid(
         opt.base_spec(shared),
-        asked["methods"] or default_methods(shared["engine"]),
+        asked["methods"] or default_methods(shared["engine"], asked["budgets"]),
         [Budget.parse(text) for text in asked["budgets"]] or [None],
         asked["tasks"],
         asked["seeds"],

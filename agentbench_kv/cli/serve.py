@@ -17,6 +17,8 @@ from agentbench_kv.cli import options as opt
 @opt.set_option("Parameter of the method; repeatable.")
 @opt.device_option
 @opt.dtype_option
+@opt.context_limit_option
+@opt.max_live_option
 @opt.engine_arg_option
 @opt.untested_option
 @opt.address_options(port=8000)
@@ -79,6 +81,7 @@ def serve(
     )
     from agentbench_kv.registry import make_method
     from agentbench_kv.run.runner import start_engine
+    from agentbench_kv.run.spec import check_limits
 
     check_exposure(host, api_key)
     end_on_sigterm()
@@ -92,6 +95,9 @@ def serve(
     budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
     same = ("device", "dtype", "concurrency", "engine_args", "allow_untested")
     options = {name: asked[name] for name in same}
+    context, live = asked["context_limit"] or 0, asked["max_live_tokens"]
+    check_limits(engine, context, live or 0)
+    options |= {"context_limit": context, "max_live_tokens": live}
     started = start_engine(
         engine, EngineOptions(model, make_method(method, budget, pairs), **options)
     )

@@ -180,6 +180,14 @@ class Engine(ABC):
         """Refuse a dtype or device this engine cannot use: UsageError or PrerequisiteError."""
         return None
 
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        """Refuse options that do not go together; `create` refuses the same.
+
+        UsageError or PrerequisiteError.
+        """
+        cls.check_method(options.model, options.method)
+
     @abstractmethod
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         """Start an empty session; `labeller` is called for every generated token, in order."""
@@ -321,6 +329,7 @@ class EngineOptions:
     dtype: str = "float32"  # or `bfloat16`, `float16`
     concurrency: int = 16  # sessions the caller will drive at once
     max_live_tokens: int | None = None  # over all sessions; None takes half of the free memory
+    context_limit: int = 0  # tokens a session may have: fewer than the model's, or more by YaRN
     scripts: ScriptSource | None = None  # for the scripted engine
     trace: Path | None = None  # folder for what every event kept, for conformance checks
     load_format: str = "auto"  # or `dummy`: random weights of the model's shape, throughput only

@@ -305,7 +305,8 @@ class Replay:
         method, facts = self._evidence.spec.built_method, self._facts
         heads = facts.q_heads if method.per_query_head else facts.kv_heads
         per_token = facts.bytes_per_token(self._evidence.spec.dtype)
-        return SessionLedger(method, per_token * heads // facts.kv_heads)
+        windows = facts.window_bytes(self._evidence.spec.dtype)
+        return SessionLedger(method, per_token * heads // facts.kv_heads, windows)
 
 
 def account_is_known(evidence: RunEvidence) -> bool:

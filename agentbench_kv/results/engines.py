@@ -12,7 +12,16 @@ from agentbench_kv.results.runs import Run
 from agentbench_kv.results.store import RunReader
 
 # Parts of a spec that may differ between engines.
-_FREE = {"engine", "engine_args", "allow_untested", "device", "concurrency", "timeout_s", "limit"}
+_FREE = {
+    "engine",
+    "engine_args",
+    "allow_untested",
+    "device",
+    "concurrency",
+    "max_live_tokens",
+    "timeout_s",
+    "limit",
+}
 Outputs = list[list[int]]
 
 

@@ -23,9 +23,17 @@ from agentbench_kv.results.summary import RunState, Summary, derive, triggered_s
 
 SCORE = "score"
 # What a method does not set and scores depend on: only runs alike in it compare.
-CONDITIONS = ("temperature", "max_tokens", "timeout_s", "dtype", "task_params", "tool_syntax")
+CONDITIONS = (
+    "temperature",
+    "max_tokens",
+    "timeout_s",
+    "dtype",
+    "task_params",
+    "context_limit",
+    "tool_syntax",
+)
 # What runs of one group may differ in; the budget tells groups of one label apart.
-_FREE = frozenset({"seed", "limit", "trials", "concurrency", "budget"})
+_FREE = frozenset({"seed", "limit", "trials", "concurrency", "max_live_tokens", "budget"})
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
-    folder_sha,
     load_model,
-    model_path,
+    model_sha,
     pick_device,
 )
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
@@ -104,7 +103,7 @@ def calibration_used(method: Method) -> dict[str, Any]:
 def calibration_path(model: str, task: str = "", dtype: str = "") -> Path:
     """Return where a calibration is kept: the one from the user's text, or a task's own."""
     own = "-" + re.sub(r"[^A-Za-z0-9.-]+", "_", f"{task}-{dtype}") if task else ""
-    return _folder() / f"{_sha(model_path(model))[:16]}{own}.safetensors"
+    return _folder() / f"{_sha(model)[:16]}{own}.safetensors"
 
 
 def make_calibration(
@@ -170,7 +169,7 @@ def _of_task(spec: RunSpec, *, make: bool) -> Calibration:
 
 
 def _with_hash(model: str, sha256: str) -> Calibration:
-    candidates = sorted(_folder().glob(f"{_sha(model_path(model))[:16]}*.safetensors"))
+    candidates = sorted(_folder().glob(f"{_sha(model)[:16]}*.safetensors"))
     for found in map(_readable, candidates):
         if found is not None and found.sha256 == sha256:
             return found
@@ -186,7 +185,7 @@ def _kept(model: str, task: str = "", dtype: str = "") -> Calibration | None:
     if not path.exists():
         return None
     found = Calibration.load(path)
-    if found.meta.get("model_sha") != _sha(model_path(model)):
+    if found.meta.get("model_sha") != _sha(model):
         raise PrerequisiteError(f"{path} is the calibration of another model than {model}; move it")
     if "text_sha256" in found.meta:
         return found
@@ -214,8 +213,8 @@ def _folder() -> Path:
 
 
 @lru_cache(maxsize=8)
-def _sha(path: Path) -> str:
-    return folder_sha(path)
+def _sha(model: str) -> str:
+    return model_sha(model)
 
 
 def calibrate(model: LoadedModel, documents: Iterable[Sequence[int]]) -> Calibration:

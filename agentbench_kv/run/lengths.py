@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
-from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.engines.embedded.model import tokenizer_path
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.gateway import Gateway
@@ -50,9 +50,9 @@ def prompt_lengths(
 ) -> list[PromptLengths]:
     """Measure the first prompts of tasks; one that cannot be played is named and left out.
 
-    `model` is `micro` or a Hugging Face folder, whose tokenizer and chat template count.
+    `model` is `micro`, a Hugging Face folder or a GGUF file: its tokenizer and template count.
     """
-    path = model_path(model)
+    path = tokenizer_path(model)
     entries = len(load_tokenizer(path))
     rows = []
     for name in tasks:

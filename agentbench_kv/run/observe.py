@@ -19,7 +19,7 @@ from agentbench_kv.analysis.audit import TokenAudit, audit
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.budget import Budget
-from agentbench_kv.engines.embedded.model import LoadedModel, load_model, model_path
+from agentbench_kv.engines.embedded.model import LoadedModel, load_model, tokenizer_path
 from agentbench_kv.engines.embedded.observer import EventLog, Observer, QkvRecorder
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Selection
@@ -227,7 +227,7 @@ def audit_session(spec: RunSpec, sample: str) -> tuple[SessionAudit, Trace]:
     facts = watched.attempt.outcome.facts
     if not facts:
         raise UsageError(f"task {spec.task} does not say what its answers need; audit a micro task")
-    codec = TokenCodec(load_tokenizer(model_path(spec.model)))
+    codec = TokenCodec(load_tokenizer(tokenizer_path(spec.model)))
     pieces = [codec.decode([token]) for token in log.tokens]
     audited = [_audited(fact, pieces, trace) for fact in facts]
     score = watched.attempt.outcome.score

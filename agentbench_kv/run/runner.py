@@ -32,8 +32,9 @@ from agentbench_kv.run.spec import RunSpec, check_arguments
 from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
 
 # Called with the spec, finished and expected trials, and the trial that just ended; with None when
-# a run starts, and again when its engine is ready and its first trial begins.
-Progress = Callable[[RunSpec, int, int, TrialRecord | None], None]
+# a run starts, and again when its engine is ready and its first trial begins; with words about the
+# trials under way while none ends.
+Progress = Callable[[RunSpec, int, int, TrialRecord | str | None], None]
 
 
 def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Engine:
@@ -81,6 +82,8 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
         cls.check_method(spec.model, spec.built_method)
+        cls.check_compute(spec.dtype, spec.device)
+        cls.check_options(engine_options(spec))
 
 
 def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
@@ -120,7 +123,7 @@ def _play(
     task: Task,
     todo: Sequence[tuple[Sample, int]],
     run: RunDir,
-    progress: Callable[[int, int, TrialRecord | None], None],
+    progress: Callable[[int, int, TrialRecord | str | None], None],
     expected: int,
 ) -> None:
     finished = expected - len(todo)
@@ -130,7 +133,7 @@ def _play(
         progress(finished, expected, None)
         with run.playing(), TrialThreads(setup, run, todo) as trials:
             for record in trials:
-                finished += record.finished
+                finished += isinstance(record, TrialRecord) and record.finished
                 progress(finished, expected, record)
 
 
@@ -140,16 +143,7 @@ def trial_setup(
 ) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server."""
     spec = identified(spec)
-    options = EngineOptions(
-        spec.model,
-        spec.built_method,
-        device=spec.device,
-        dtype=spec.dtype,
-        concurrency=spec.concurrency,
-        scripts=_scripts(spec, task, samples),
-        engine_args=spec.engine_args,
-        allow_untested=spec.allow_untested,
-    )
+    options = replace(engine_options(spec), scripts=_scripts(spec, task, samples))
     with ExitStack() as stack:
         engine = start_engine(spec.engine, options, observer)
         stack.callback(engine.shutdown)
@@ -161,6 +155,21 @@ def trial_setup(
             server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))
             endpoint = server.url
         yield TrialSetup(spec, task, engine, gateway, endpoint)
+
+
+def engine_options(spec: RunSpec) -> EngineOptions:
+    """Return what a spec asks of its engine, but for a scripted agent's texts."""
+    return EngineOptions(
+        spec.model,
+        spec.built_method,
+        device=spec.device,
+        dtype=spec.dtype,
+        concurrency=spec.concurrency,
+        max_live_tokens=spec.max_live_tokens or None,
+        context_limit=spec.context_limit,
+        engine_args=spec.engine_args,
+        allow_untested=spec.allow_untested,
+    )
 
 
 def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSource:
@@ -220,7 +229,7 @@ THREADS = "threads.txt"
 
 
 class TrialThreads:
-    """Plays trials side by side; iterate for their records as they end.
+    """Plays trials side by side; iterate for their records as they end, words while none does.
 
     The first error that is not a trial's own is raised. Leaving the block by an error, Ctrl-C
     included, cancels the trials under way, and nothing is recorded of them.
@@ -254,11 +263,13 @@ class TrialThreads:
         for thread in self._threads:
             thread.join(max(0.0, latest - time.monotonic()))
 
-    def __iter__(self) -> Iterator[TrialRecord]:
-        for _ in range(self._count):
+    def __iter__(self) -> Iterator[TrialRecord | str]:
+        left = self._count
+        while left:
             ended = self._next()
             if isinstance(ended, BaseException):
                 raise ended
+            left -= isinstance(ended, TrialRecord)
             yield ended
 
     def _play(self) -> None:
@@ -273,13 +284,23 @@ class TrialThreads:
                 self._stopped.set()  # after an error nothing more is started
                 self._ended.put(error)
 
-    def _next(self) -> TrialRecord | BaseException:
-        while True:
-            try:
-                return self._ended.get(timeout=_LOOK_S)
-            except queue.Empty:
-                if hung := self._watchdog.look():
-                    raise self._hung(hung) from None
+    def _next(self) -> TrialRecord | BaseException | str:
+        try:
+            return self._ended.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if hung := self._watchdog.look():
+                raise self._hung(hung) from None
+            return self._under_way()
+
+    def _under_way(self) -> str:
+        """Say what the trials that have not ended have done so far."""
+        sessions, written, read = list(self._setup.deadlines), 0, 0
+        for session in sessions:
+            with suppress(KVBenchError, KeyError, OSError):  # it may end meanwhile
+                stats = self._setup.engine.stats(session)
+                written += stats.decode_tokens
+                read += stats.logical - stats.decode_tokens
+        return f"{len(sessions)} under way, {read:,} tokens read, {written:,} written"
 
     def _hung(self, what: str) -> EngineGoneError:
         path = self._run.path / THREADS

@@ -11,13 +11,17 @@ from typing import Any
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.syntax import choose_syntax
-from agentbench_kv.registry import load_engine, load_task, make_method
+from agentbench_kv.registry import load_engine, load_task, make_method, names
 from agentbench_kv.results.store import prefix_parts, run_id
 
 _LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows
+_RARE = (
+    *("task_params", "engine_args", "context_limit", "max_live_tokens", "tool_syntax"),
+    *("allow_untested", "calibration"),
+)
 _MOST = {"trials": 10_000, "concurrency": 10_000, "max_tokens": 10**9}
 
 
@@ -45,6 +49,8 @@ class RunSpec:
     device: str = "auto"
     task_params: dict[str, Any] = field(default_factory=dict)  # all of the task's
     engine_args: dict[str, str] = field(default_factory=dict)  # for a serving engine's command line
+    context_limit: int = 0  # tokens a session may have, where it is not what the model was made for
+    max_live_tokens: int = 0  # in the cache at once, over all sessions; 0: what memory holds
     tool_syntax: str = ""  # how the model writes calls, where it is not what its template shows
     allow_untested: bool = False  # another version of a serving engine than the tested one
     calibration: str = ""  # hash of the statistics the method scores with; see `run.calibration`
@@ -66,8 +72,7 @@ class RunSpec:
         """
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain["budget"] = None if self.budget is None else self.budget.spelled
-        rare = ("task_params", "engine_args", "tool_syntax", "allow_untested", "calibration")
-        return {name: value for name, value in plain.items() if value or name not in rare}
+        return {name: value for name, value in plain.items() if value or name not in _RARE}
 
     @cached_property
     def built_method(self) -> Method:
@@ -102,6 +107,7 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
             raise UsageError(
                 f"--tool-syntax {spec.tool_syntax}: engine {spec.engine!r} reads calls itself"
             )
+    check_limits(spec.engine, spec.context_limit, spec.max_live_tokens)
     own = {key: value for key, value in settings.items() if key in task.parameters()}
     rest = {key: value for key, value in settings.items() if key not in own}
     method = make_method(spec.method, spec.budget, rest)
@@ -124,16 +130,36 @@ def check_arguments(engine: str, given: Mapping[str, str]) -> None:
     """
     cls = load_engine(engine)
     if given and not cls.takes_arguments:
+        takers = [name for name in names("engine") if _takes_arguments(name)]
         raise UsageError(
-            f"--engine-arg {next(iter(given))}: engine {engine!r} has no command line of its own; "
-            "those of vllm and sglang take such options"
+            f"--engine-arg {next(iter(given))}: engine {engine!r} takes no arguments of its own; "
+            f"those that do: {', '.join(takers)}"
         )
 
 
-def default_methods(engine: str) -> tuple[str, ...]:
-    """Return the method to run when none is named: AgentKV where the engine can compress."""
+def check_limits(engine: str, context_limit: int, max_live_tokens: int) -> None:
+    """Refuse sizes of a cache on an engine that has none of its own."""
+    if Capability.COMPRESS in load_engine(engine).capabilities:
+        return
+    for option, value in (("context-limit", context_limit), ("max-live-tokens", max_live_tokens)):
+        if value:
+            raise UsageError(f"--{option} {value}: engine {engine!r} has no KV cache of its own")
+
+
+def _takes_arguments(engine: str) -> bool:
+    try:
+        return load_engine(engine).takes_arguments
+    except KVBenchError:  # a plug-in that does not load
+        return False
+
+
+def default_methods(engine: str, budgets: Sequence[Any]) -> tuple[str, ...]:
+    """Return the method to run when none is named.
+
+    AgentKV where a budget is given and the engine can compress, otherwise the whole cache.
+    """
     capable = Capability.COMPRESS in load_engine(engine).capabilities
-    return ("agentkv",) if capable else ("full",)
+    return ("agentkv",) if capable and budgets else ("full",)
 
 
 def grid(

@@ -11,7 +11,14 @@ import pytest
 WRONG = [
     (["--budget", "0"], "budget '0': expected a number of tokens"),
     (["--budget", "many"], "budget 'many': expected a number of tokens"),
-    ([], "agentkv needs a budget: add --budget"),
+    (["--method", "agentkv"], "agentkv needs a budget: add --budget"),
+    (
+        ["--context-limit", "1000000", "--budget", "64"],
+        "--context-limit 1000000: YaRN is described",
+    ),
+    (["--context-limit", "8", "--budget", "64"], "--context-limit 8: expected at least 16"),
+    (["--engine", "scripted", "--context-limit", "64"], "'scripted' has no KV cache of its own"),
+    (["--engine", "scripted", "--max-live-tokens", "64"], "has no KV cache of its own"),
     (["--method", "agentk", "--budget", "64"], "did you mean 'agentkv'"),
     (["--method", "snapkv@rvk", "--budget", "64"], "did you mean 'rkv'"),
     (["--method", "snapkv", "--budget", "32"], "always keeps"),
@@ -19,6 +26,7 @@ WRONG = [
     (["--engine", "embeded", "--budget", "64"], "did you mean 'embedded'"),
     (["--model", "mikro", "--budget", "64"], "did you mean 'micro'"),
     (["--model", "./nowhere", "--budget", "64"], "does not exist"),
+    (["--model", "nowhere.gguf", "--budget", "64"], "there is no GGUF file nowhere.gguf"),
     (["--dtype", "float31", "--budget", "64"], "did you mean 'float32'"),
     (["--set", "window=3", "--budget", "64"], "unknown agentkv parameter 'window'"),
     (["--set", "gqa=median", "--budget", "64"], "expected one of mean_prob, max_prob, max_logit"),

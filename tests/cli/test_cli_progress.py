@@ -90,3 +90,24 @@ def test_a_quiet_run_says_nothing_on_stderr(kvbench, tmp_path):
     done = kvbench("run", "--quiet", "--json", *arguments)
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_a_run_in_which_nothing_ends_says_so_ever_more_rarely(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("agentbench_kv.cli.output.time", clock)
+    text = io.StringIO()
+    progress = PlainProgress(Console(file=text, width=200))
+    progress(SPEC, 0, 2, None)
+    for second in range(0, 600, 5):
+        now[0] = float(second)
+        progress(SPEC, 0, 2, f"2 under way at {second}")
+    said = [line for line in text.getvalue().splitlines() if "under way" in line]
+    assert said == [f"  0/2 trials, 2 under way at {second}" for second in (60, 120, 240, 480)]
+    progress(SPEC, 1, 2, record(0))
+    now[0] += 59
+    progress(SPEC, 1, 2, "1 under way")
+    assert "1 under way" not in text.getvalue()
+    now[0] += 1
+    progress(SPEC, 1, 2, "1 under way")
+    assert "  1/2 trials, 1 under way" in text.getvalue()

@@ -109,7 +109,7 @@ def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> Non
 
 def test_arguments_need_an_engine_that_takes_them() -> None:
     asked = replace(BASE, method="full", budget=None, engine_args={"dtype": "half"})
-    with pytest.raises(UsageError, match="--engine-arg dtype: engine 'embedded' has no command"):
+    with pytest.raises(UsageError, match="--engine-arg dtype: engine 'embedded' takes no"):
         resolve(asked, {})
     assert resolve(replace(asked, engine="vllm"), {}).engine_args == {"dtype": "half"}
 
@@ -125,5 +125,6 @@ def test_grid_keeps_order_and_runs_full_once() -> None:
 
 
 def test_the_default_method_compresses_where_the_engine_can() -> None:
-    assert default_methods("embedded") == ("agentkv",)
-    assert default_methods("scripted") == ("full",)
+    assert default_methods("embedded", ["64"]) == ("agentkv",)
+    assert default_methods("embedded", []) == ("full",)
+    assert default_methods("scripted", ["64"]) == ("full",)

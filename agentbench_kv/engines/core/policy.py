@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from agentbench_kv.methods.base import Method
@@ -95,11 +96,16 @@ def _codec(model_path: Path) -> TokenCodec:
     return TokenCodec(load_tokenizer(model_path))
 
 
-def rope_frequencies(model_path: Path) -> Tensor:
-    """Return inverse frequencies [head_dim / 2], float32, of a decoder with standard RoPE."""
+def rope_frequencies(policy: BackendPolicy) -> Tensor:
+    """Return inverse frequencies [head_dim / 2], float32, by which a policy's keys are to turn.
+
+    Of a decoder with standard RoPE; none where keys stay at their logical positions.
+    """
+    if policy.method.positions != "cache":
+        return torch.empty(0)
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config: Any = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    config: Any = AutoConfig.from_pretrained(policy.model_path, local_files_only=True)
     frequencies: Tensor = LlamaRotaryEmbedding(config).inv_freq
     return frequencies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isclose, sqrt
 
 import torch
 from torch import Tensor
@@ -169,12 +170,19 @@ class AttentionSums:
             sums = self._sums[session] = grown
         return sums[:, :, :live]
 
-    def add(self, session: str, layer: int, queries: Tensor, keys: Tensor) -> None:
+    def add(
+        self,
+        session: str,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Add what a forward's queries [q_heads, n, head_dim] attend to; see `add_attention`."""
         n, live = queries.shape[1], keys.shape[1]
         sums = self.of(session, live)[layer]
         sums[:, live - n :] = 0.0
-        add_attention(sums, queries, keys)
+        add_attention(sums, queries, keys, sinks)
 
     def drop(self, session: str) -> None:
         self._sums.pop(session, None)
@@ -235,6 +243,12 @@ def add_attention(sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | N
             hidden = positions > seen_from[:, None]
             sums += _mass_beside(block, keys, hidden, sinks)
         first += block.shape[1]
+
+
+def as_methods_see(queries: Tensor, scaling: float) -> Tensor:
+    """Return queries [..., head_dim] whose logits are q·k/√d, where the model scales otherwise."""
+    factor = scaling * sqrt(queries.shape[-1])
+    return queries if isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
 
 
 def _mass_beside(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from math import isclose, sqrt
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from agentbench_kv.engines.core.rings import (
     QueryBuffer,
     RingWrite,
     add_attention,
+    as_methods_see,
     softmax_beside,
 )
 from agentbench_kv.engines.embedded.architecture import LayerPlace
@@ -253,12 +253,6 @@ def _show(plan: ForwardPlan, place: int, q: Tensor, k: Tensor, v: Tensor, scalin
         plan.observer.on_attention(place, queries, k, v)
     if plan.ring_write is not None:
         plan.queries.write(place, queries, plan.ring_write)
-
-
-def as_methods_see(queries: Tensor, scaling: float) -> Tensor:
-    """Return queries [..., head_dim] whose logits are q·k/√d, where the model scales otherwise."""
-    factor = scaling * sqrt(queries.shape[-1])
-    return queries if isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
 
 
 def _decode(

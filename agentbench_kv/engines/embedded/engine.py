@@ -33,7 +33,7 @@ from agentbench_kv.engines.embedded.model import (
     free_tokens,
     load_model,
     pick_device,
-    read_folder,
+    read_settings,
     wrap_model,
 )
 from agentbench_kv.engines.embedded.observer import Observer
@@ -95,7 +95,7 @@ class EmbeddedEngine(Engine):
     ) -> Self:
         """Build the engine; `model` may be a network already in memory."""
         if model is None:
-            loaded = load_model(options.model, options.dtype, options.device)
+            loaded = load_model(options.model, options.dtype, options.device, options.context_limit)
         else:
             loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
         limit = options.max_live_tokens
@@ -105,11 +105,15 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check_model(cls, model: str) -> None:
-        read_folder(model)
+        read_settings(model)
 
     @classmethod
     def check_method(cls, model: str, method: Method) -> None:
-        read_folder(model).check_method(method)
+        read_settings(model).check_method(method)
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        read_settings(options.model, options.context_limit).check_method(options.method)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:

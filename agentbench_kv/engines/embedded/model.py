@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.context import stretched_folder
+from agentbench_kv.engines.core.gguf_header import SUFFIX, file_sha
+from agentbench_kv.engines.core.gguf_tokenizer import tokenizer_folder
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.embedded.architecture import Attention, read_attention, text_of
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
+from agentbench_kv.engines.embedded.gguf_weights import gguf_config, load_gguf
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.phases.tokens import quiet_library
@@ -73,13 +77,37 @@ def model_path(name: str) -> Path:
         return Path(str(files("agentbench_kv.models"))) / name
     path = Path(name).expanduser()
     if not path.exists():
+        if path.suffix == SUFFIX:
+            raise UsageError(f"there is no GGUF file {name}")
         if "/" in name or name.startswith((".", "~")):
             raise UsageError(f"model folder {name} does not exist; give a folder or one of: micro")
         raise unknown_name("model", name, SHIPPED)
+    if path.suffix == SUFFIX:
+        raise UsageError(
+            f"{name} is a GGUF file, which --engine llamacpp and --engine embedded run; here give "
+            "the Hugging Face folder it was made from"
+        )
     if not path.is_dir():
         raise PrerequisiteError(f"model {name} is not a folder; give a Hugging Face model folder")
     _check_documents(path)
     return path
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a model's name is; None if it is none."""
+    path = Path(name).expanduser()
+    return path.absolute() if path.suffix == SUFFIX and path.is_file() else None
+
+
+def tokenizer_path(name: str) -> Path:
+    """Return the folder with a model's tokenizer and chat template."""
+    file = gguf_file(name)
+    return model_path(name) if file is None else tokenizer_folder(file)
+
+
+def model_sha(name: str) -> str:
+    file = gguf_file(name)
+    return folder_sha(model_path(name)) if file is None else file_sha(file)
 
 
 def _check_documents(path: Path) -> None:
@@ -141,11 +169,21 @@ def free_tokens(bytes_per_token: int, least: int = 1, device: torch.device | Non
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = free_memory()
     tokens = free // 2 // bytes_per_token
     if tokens < least:
         raise PrerequisiteError("no memory is free for a KV cache; close other programs")
     return int(tokens)
+
+
+def free_memory() -> int:
+    """Return the bytes that programs can still have, what the system caches of files included."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_dtype(name: str) -> None:
@@ -153,18 +191,26 @@ def check_dtype(name: str) -> None:
         raise unknown_name("dtype", name, DTYPES)
 
 
-def load_model(name: str, dtype: str, device: str) -> LoadedModel:
+def load_model(name: str, dtype: str, device: str, context_limit: int = 0) -> LoadedModel:
+    """Load a folder or a GGUF file; `context_limit` as in `EngineOptions`."""
     check_dtype(dtype)
-    return _load(model_path(name), dtype, str(pick_device(device)))
+    path = gguf_file(name) or stretched_folder(model_path(name), context_limit)
+    model = _load(path, dtype, str(pick_device(device)), context_limit)
+    limit = min(context_limit or model.context_limit, model.context_limit)
+    return replace(model, context_limit=limit)
 
 
 @lru_cache(maxsize=1)
-def _load(path: Path, dtype: str, device: str) -> LoadedModel:
+def _load(path: Path, dtype: str, device: str, context_limit: int) -> LoadedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     register()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if path.suffix == SUFFIX:
+        with _one_line(path), quiet_library():
+            network = load_gguf(path, DTYPES[dtype], context_limit)
+            return wrap_model(network.to(device).eval(), tokenizer_folder(path), file_sha(path))
     chosen: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION_NAME}
     with _one_line(path), quiet_library():
         config = AutoConfig.from_pretrained(path, **_LOCAL)
@@ -179,11 +225,16 @@ def _load(path: Path, dtype: str, device: str) -> LoadedModel:
         return wrap_model(network.to(device).eval(), path, folder_sha(path))
 
 
-def read_folder(name: str) -> Attention:
-    """Describe a model folder by its settings alone; refuses as `load_model` does."""
+def read_settings(name: str, context_limit: int = 0) -> Attention:
+    """Describe a model by its settings alone; refuses as `load_model` does."""
     from transformers import AutoConfig
 
-    path = model_path(name)
+    file = gguf_file(name)
+    if file is not None:
+        with _one_line(file), quiet_library():
+            tokenizer_folder(file)
+            return read_attention(gguf_config(file, context_limit))
+    path = stretched_folder(model_path(name), context_limit)
     with _one_line(path), quiet_library():
         return read_attention(text_of(AutoConfig.from_pretrained(path, **_LOCAL)))
 

@@ -61,7 +61,8 @@ class LlamaCppWire(EngineWire):
     def launch(self) -> Launch:
         options, cells = self.options, self.cells
         settings = Settings(
-            str(self.file), str(self._stream), options.dtype, cells, options.concurrency
+            *(str(self.file), str(self._stream), options.dtype, cells, options.concurrency),
+            options.context_limit,
         )
         environment = self._environment("", {}) | {SETTINGS: json.dumps(asdict(settings))}
         command = [str(self.python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
@@ -139,7 +140,7 @@ class LlamaCppEngine(ServingEngine):
         refuse_method(options.method)
         cls.check_compute(options.dtype, options.device)
         python = python_of("llamacpp")
-        model = resolve_model(options.model, python)
+        model = resolve_model(options.model, python, options.context_limit)
         shape, folder = model.shape, scratch_folder()
         facts = ModelFacts(
             *(shape.architecture, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim),
@@ -155,6 +156,12 @@ class LlamaCppEngine(ServingEngine):
     @classmethod
     def check_model(cls, model: str) -> None:
         resolve_model(model, python_of("llamacpp"))
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        refuse_method(options.method)
+        _cells(options)
+        resolve_model(options.model, python_of("llamacpp"), options.context_limit)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""GGUF files: read their headers, make them of Hugging Face folders, or of random weights.
+"""GGUF files made of Hugging Face folders, or of random weights.
 
 Conversion is for models small enough to check to the bit, of the families whose attention the
 engine knows. Real models are better converted, and quantised, with llama.cpp's own tools.
@@ -6,235 +6,43 @@ engine knows. Real models are better converted, and quantised, with llama.cpp's 
 
 from __future__ import annotations
 
-import json
-import os
-import struct
+import math
+import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from agentbench_kv.engines.core.context import rope_of
+from agentbench_kv.engines.core.gguf_header import (
+    CONTROL,
+    NORMAL,
+    ROPE_FACTORS,
+    UNUSED,
+    USER_DEFINED,
+)
+from agentbench_kv.engines.core.gguf_tokenizer import pretokenizer_name
 from agentbench_kv.engines.embedded.model import read_document
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
 Array = npt.NDArray[np.float32]
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; equal as read here
-STRING, ARRAY = 8, 9
-ROPE_FACTORS = "rope_freqs.weight"
-_FLOAT32, _MOST_PAIRS = 0, 4096
-_SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
-    12: "<d",
-}  # fmt: skip
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 # Hugging Face's model types with llama.cpp's name of the architecture.
-ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "llama"}
-_MANY = 1 << 20
+ARCHITECTURES = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "llama": "llama",
+    "mistral": "llama",
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 NO_TOKENIZER = "--no-tokenizer"
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# llama.cpp's names with the regular expression each splits text by before byte-level BPE.
-PRETOKENIZERS: Mapping[str, str] = {
-    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
-    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-}
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": False,
-}
-
-
-def read_metadata(path: Path) -> Mapping[str, Any]:
-    """Return the keys and values of a GGUF file; arrays become lists.
-
-    The package gguf makes a numpy view of every string and needs 8.6 s for a model with 152,000
-    tokens, this 0.2 s; and outside of the environment `llamacpp` it need not be installed.
-    """
-    try:
-        with path.open("rb") as file:
-            magic, version = file.read(4), _scalar(file, 4)
-            if magic != MAGIC or version not in VERSIONS:
-                raise PrerequisiteError(
-                    f"{path} is no GGUF file; kvbench convert FOLDER OUT makes one"
-                )
-            _tensors, pairs = _scalar(file, 10), _scalar(file, 10)
-            return {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
-    except OSError as error:
-        raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, UnicodeDecodeError, KeyError, RecursionError):
-        raise damaged(path) from None
-
-
-def damaged(path: Path) -> PrerequisiteError:
-    return PrerequisiteError(f"{path} is damaged or cut short; make or download it again")
-
-
-def read_rope_factors(path: Path) -> tuple[float, ...]:
-    """Return what a GGUF file divides the frequencies of RoPE by, pair by pair; () if by nothing.
-
-    So llama.cpp's converter writes the scaled RoPE of Llama 3.1 and later, in a tensor instead of
-    the header. The file is one that `read_metadata` has read.
-    """
-    try:
-        with path.open("rb") as file:
-            file.seek(8)
-            tensors, pairs = _scalar(file, 10), _scalar(file, 10)
-            metadata = {_string(file): _value(file, _scalar(file, 4)) for _ in range(pairs)}
-            places = dict(_tensor(file) for _ in range(tensors))
-            if ROPE_FACTORS not in places:
-                return ()
-            sizes, kind, offset = places[ROPE_FACTORS]
-            if kind != _FLOAT32 or len(sizes) != 1 or sizes[0] > _MOST_PAIRS:
-                raise UsageError(f"{path}: {ROPE_FACTORS} is no vector of float32")
-            step = int(metadata.get("general.alignment", 32))
-            file.seek(-(-file.tell() // step) * step + offset)
-            return struct.unpack(f"<{sizes[0]}f", file.read(4 * sizes[0]))
-    except OSError as error:
-        raise PrerequisiteError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ArithmeticError, LookupError, MemoryError, TypeError, ValueError):
-        raise PrerequisiteError(
-            f"{path} is damaged or cut short; make or download it again"
-        ) from None
-
-
-def _tensor(file: BinaryIO) -> tuple[str, tuple[list[int], int, int]]:
-    """Read a tensor's name, and its sizes, its type's number and where it begins."""
-    name = _string(file)
-    sizes = [_scalar(file, 10) for _ in range(_scalar(file, 4))]
-    return name, (sizes, _scalar(file, 4), _scalar(file, 10))
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == STRING:
-        return _string(file)
-    if kind != ARRAY:
-        return _scalar(file, kind)
-    inner, count = _scalar(file, 4), _scalar(file, 10)
-    if inner in (STRING, ARRAY):
-        return [_value(file, inner) for _ in range(count)]
-    form = _SCALARS[inner]
-    data = _read(file, count * struct.calcsize(form))
-    return [value for (value,) in struct.iter_unpack(form, data)]
-
-
-def _string(file: BinaryIO) -> str:
-    return _read(file, _scalar(file, 10)).decode()
-
-
-def _read(file: BinaryIO, size: int) -> bytes:
-    """Read so many bytes; for many, no room is made unless the file has them."""
-    if size > _MANY and size > os.fstat(file.fileno()).st_size:
-        raise struct.error("cut short")
-    data = file.read(size)
-    if len(data) != size:
-        raise struct.error("cut short")
-    return data
-
-
-def _scalar(file: BinaryIO, kind: int) -> Any:
-    form = _SCALARS[kind]
-    return struct.unpack(form, _read(file, struct.calcsize(form)))[0]
-
-
-def pretokenizer_name(tokenizer: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a pre-tokenizer; UsageError if it might split text otherwise."""
-    parts = tokenizer.get("pre_tokenizer") or {}
-    steps = parts.get("pretokenizers", [parts])
-    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
-    for name, pattern in PRETOKENIZERS.items():
-        if patterns == [pattern]:
-            return name
-    raise UsageError(
-        "the tokenizer splits text in a way kvbench convert does not know "
-        f"({', '.join(map(str, patterns)) or parts.get('type', 'no pre-tokenizer')}); "
-        "use the converter of llama.cpp itself"
-    )
-
-
-def pretokenizer_of(name: str) -> dict[str, Any]:
-    if name not in PRETOKENIZERS:
-        known = ", ".join(PRETOKENIZERS)
-        raise UsageError(f"the file's pre-tokenizer is {name!r}; kvbench knows: {known}")
-    pattern = {"Regex": PRETOKENIZERS[name]}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
-
-
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> Path:
-    """Write the files of a GGUF file's tokenizer into `folder`, each in one step; return it."""
-    files = tokenizer_files(metadata)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(draft).replace(folder / name)
-    return folder
-
-
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> text of the files, from the `tokenizer.*` keys of a GGUF header."""
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise UsageError(
-            f"the file's tokenizer is {kind!r}; the llamacpp engine reads byte-level BPE (gpt2)"
-        )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata["tokenizer.ggml.token_type"]
-    files = {
-        "tokenizer.json": json.dumps(_tokenizer(metadata, tokens, types), ensure_ascii=False),
-        "tokenizer_config.json": json.dumps(_config(metadata, tokens)),
-    }
-    if template := metadata.get("tokenizer.chat_template"):
-        files["chat_template.jinja"] = template
-    return files
-
-
-def _tokenizer(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": index, "content": tokens[index], **plain, "special": kind == CONTROL}
-        for index, kind in enumerate(types)
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    pre = str(metadata.get("tokenizer.ggml.pre", ""))
-    # Added tokens too: one that the vocabulary lacks would get the next free id.
-    words = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
-    bpe = {"type": "BPE", "ignore_merges": pre == "llama-bpe", "vocab": words, "merges": merges}
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": pretokenizer_of(pre),
-        "post_processor": None,
-        "decoder": BYTE_LEVEL,
-        "model": bpe,
-    }
-
-
-def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None:
-            config[f"{role}_token"] = tokens[index]
-    return config
 
 
 def convert(folder: Path, out: Path, *, tokenizer: bool = True) -> Path:
@@ -286,20 +94,64 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UsageError(f"kvbench convert knows {known}, not {family!r}; use llama.cpp's own")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UsageError(f"kvbench convert writes plain RoPE, not {kind!r}; use llama.cpp's own")
-    if family == "mistral" and config.get("sliding_window"):
+    kind = _rope(config)[0]
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise UsageError(f"kvbench convert does not write RoPE {kind!r}; use llama.cpp's own")
+    window = config.get("sliding_window")
+    if window and (family == "mistral" or config.get("use_sliding_window")):
         raise UsageError("the model attends in a sliding window, which the engine refuses")
+    sparse = config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")
+    if family == "qwen3_moe" and (sparse or not config.get("norm_topk_prob")):
+        raise UsageError("the model mixes its experts in a way that llama.cpp does not compute")
     return ARCHITECTURES[family]
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    rope = rope_of(config)
+    return str(rope.get("rope_type") or rope.get("type") or "default"), rope
+
+
+def _write_rope(writer: Any, config: Mapping[str, Any], head_dim: int) -> None:
+    """Add scaled RoPE: to the header, or as Llama's converter does by a tensor."""
+    import gguf
+
+    kind, rope = _rope(config)
+    factor = float(rope.get("factor") or 1.0)
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    if kind == "llama3":
+        writer.add_tensor(ROPE_FACTORS, np.array(llama3_factors(config, head_dim), np.float32))
+    elif kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(factor)
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(original)
+        usual = 0.1 * math.log(factor) + 1.0
+        given = rope.get("attention_factor") or usual
+        if rope.get("mscale") or not rope.get("truncate", True) or given != usual:
+            raise UsageError("kvbench convert writes YaRN as it is usual; use llama.cpp's own")
+
+
+def llama3_factors(config: Mapping[str, Any], head_dim: int) -> list[float]:
+    """Return what Llama 3.1's scaling divides each pair's frequency by."""
+    _, rope = _rope(config)
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    factor, original = float(rope["factor"]), rope["original_max_position_embeddings"]
+    found = []
+    for pair in range(head_dim // 2):
+        turns = original * _theta(config) ** (-2 * pair / head_dim) / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - share) / factor + share))
+    return found
+
+
+def _theta(config: Mapping[str, Any]) -> float:
+    return float(config.get("rope_theta") or rope_of(config).get("rope_theta") or 1e4)
 
 
 def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
     """Add what a `config.json` says of a model's shape to a `gguf.GGUFWriter`."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -308,11 +160,16 @@ def write_shape(writer: Any, config: Mapping[str, Any], architecture: str) -> No
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(theta)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(_theta(config))
+    _write_rope(writer, config, head_dim)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))  # as transformers has it
     writer.add_vocab_size(config["vocab_size"])
     if architecture == "llama":
         writer.add_rope_dimension_count(head_dim)
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _write_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
@@ -376,6 +233,7 @@ def _tensors(
     from safetensors import safe_open
 
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    experts: dict[str, dict[int, Array]] = {}  # of layers that are not complete yet
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise PrerequisiteError(f"no *.safetensors in {folder}; give a model folder")
@@ -383,6 +241,14 @@ def _tensors(
         with safe_open(path, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118  not a mapping
                 if key == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                if expert := _EXPERT.fullmatch(key):
+                    layer, number, part = expert.groups()
+                    group = experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})
+                    group[int(number)] = weights.get_tensor(key).to(torch.float32).numpy()
+                    if len(group) == config["num_experts"]:
+                        ordered = [group.pop(each) for each in sorted(group)]
+                        yield f"blk.{layer}.ffn_{part}_exps.weight", np.stack(ordered)
                     continue
                 stem, _, kind = key.rpartition(".")
                 name = names.get_name(stem) if kind in ("weight", "bias") else None

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
-from agentbench_kv.engines.llamacpp.gguf import (
-    ARCHITECTURES,
+from agentbench_kv.engines.core.context import Yarn, stretch
+from agentbench_kv.engines.core.gguf_header import (
     damaged,
+    file_sha,
     read_metadata,
     read_rope_factors,
-    write_tokenizer,
+    rope_parameters,
 )
+from agentbench_kv.engines.core.gguf_tokenizer import tokenizer_folder
+from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
+from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES
 from agentbench_kv.engines.serving.process import link_packages
 from agentbench_kv.environments import home
-from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 
 ROW_TYPES = {"float32": 0, "float16": 1}  # of cached rows, with ggml's number
 
@@ -42,8 +44,9 @@ class ModelShape:
     head_dim: int
     rope_base: float  # pair f turns by `rope_base ** (-2 f / head_dim)` radians per position,
     rope_factors: tuple[float, ...]  # divided by its factor if there are any
+    yarn: Yarn | None  # asked for beyond what the file says
     interleaved: bool  # RoPE pairs are (x[2f], x[2f + 1]) instead of (x[f], x[f + head_dim / 2])
-    context_limit: int  # positions the model was trained for
+    context_limit: int  # positions a session may have
     vocabulary: int
     eos_token_ids: tuple[int, ...]  # they end the model's turn
 
@@ -62,15 +65,18 @@ class ModelShape:
         return torch.cat([pairs[..., 0], pairs[..., 1]], -1)
 
 
-def read_shape(path: Path) -> ModelShape:
+def read_shape(path: Path, context_limit: int = 0) -> ModelShape:
     """Describe the model in a GGUF file; UsageError if its rows must not be moved."""
-    return model_shape(read_metadata(path), read_rope_factors(path))
+    return model_shape(read_metadata(path), read_rope_factors(path), context_limit)
 
 
-def model_shape(metadata: Mapping[str, Any], factors: Sequence[float] = ()) -> ModelShape:
+def model_shape(
+    metadata: Mapping[str, Any], factors: Sequence[float] = (), context_limit: int = 0
+) -> ModelShape:
     """Describe a model from its file's header; UsageError where `refusal` has a reason.
 
-    `factors` are those of `read_rope_factors`. Any other error means that the header is not one.
+    `factors` are those of `read_rope_factors`, `context_limit` as in `EngineOptions`. Any other
+    error means that the header is not one.
     """
     if reason := refusal(metadata):
         raise UsageError(
@@ -87,19 +93,50 @@ def model_shape(metadata: Mapping[str, Any], factors: Sequence[float] = ()) -> M
         raise UsageError(
             f"{name} with {len(factors)} factors for its RoPE, which is not understood"
         )
+    rope, trained = rope_parameters(metadata), int(own["context_length"])
+    kind = "tensor" if factors else rope["rope_type"]
+    yarn = stretch(name, trained, kind, context_limit)
+    rope |= yarn.parameters() if yarn else {}
+    scaled = rope_divisors(rope, head_dim)
+    if factors and scaled:
+        raise UsageError(f"{name} scales RoPE twice, in its header and by a tensor")
     return ModelShape(
         architecture=name,
         layers=int(own["block_count"]),
         query_heads=heads,
         kv_heads=int(own.get("attention.head_count_kv", heads)),
         head_dim=head_dim,
-        rope_base=float(own.get("rope.freq_base", 10000.0)),
-        rope_factors=tuple(factors),
+        rope_base=rope["rope_theta"],
+        rope_factors=tuple(factors) or scaled,
+        yarn=yarn,
         interleaved=name == "llama",
-        context_limit=int(own["context_length"]),
+        context_limit=context_limit or trained,
         vocabulary=int(own.get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
         eos_token_ids=tuple(int(end) for end in ends if end is not None),
     )
+
+
+def rope_divisors(rope: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
+    """Return what scaled RoPE divides each pair's frequency by; () where it is plain.
+
+    YaRN's factor for the attention besides multiplies a key as a whole, which turning leaves alone.
+    """
+    pairs = head_dim // 2
+    if rope["rope_type"] == "default":
+        return ()
+    factor = float(rope["factor"])
+    if rope["rope_type"] == "linear":
+        return (factor,) * pairs
+
+    def turning(turns: float) -> float:
+        """Return the pair that turns so often within the original context."""
+        span = rope["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(rope["rope_theta"]))
+
+    low = max(math.floor(turning(32.0)), 0)
+    high = min(math.ceil(turning(1.0)), head_dim - 1)
+    shares = (min(max((pair - low) / max(high - low, 1e-3), 0.0), 1.0) for pair in range(pairs))
+    return tuple(1 / (1 - share + share / factor) for share in shares)
 
 
 def refusal(metadata: Mapping[str, Any]) -> str:
@@ -123,9 +160,6 @@ def refusal(metadata: Mapping[str, Any]) -> str:
         return f"{name} with keys of {key}, values of {value} and RoPE over {turned} channels"
     if isinstance(metadata.get(f"{name}.attention.head_count_kv"), list):
         return f"{name} has layers with different numbers of KV heads"
-    kind = metadata.get(f"{name}.rope.scaling.type", "none")
-    if kind != "none":
-        return f"{name} scales RoPE ({kind}), so rotating a key by a distance would be wrong"
     return ""
 
 
@@ -139,17 +173,17 @@ class LlamaCppModel:
     shape: ModelShape
 
 
-def resolve_model(name: str, python: Path) -> LlamaCppModel:
+def resolve_model(name: str, python: Path, context_limit: int = 0) -> LlamaCppModel:
     """Find the GGUF file, folder or shipped model `name`; `python` converts a folder, once."""
     path = Path(name).expanduser()
     if name not in SHIPPED and not path.is_dir():
-        return _from_file(path)
+        return _from_file(path, context_limit)
     folder = model_path(name)
     sha = folder_sha(folder)
     file = home() / "gguf" / f"{sha[:16]}.gguf"
     if not file.exists():
         convert_elsewhere(python, folder, file, tokenizer=False)
-    return LlamaCppModel(file, folder, sha, read_shape(file))
+    return LlamaCppModel(file, folder, sha, read_shape(file, context_limit))
 
 
 def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool = True) -> None:
@@ -163,29 +197,17 @@ def convert_elsewhere(python: Path, folder: Path, out: Path, *, tokenizer: bool 
         raise UsageError(f"cannot convert {folder}: {error}") from None
 
 
-def _from_file(path: Path) -> LlamaCppModel:
+def _from_file(path: Path, context_limit: int) -> LlamaCppModel:
     if not path.exists():
         raise UsageError(
             f"there is no model {path}; give a GGUF file, a model folder or: {', '.join(SHIPPED)}"
         )
     metadata = read_metadata(path)
-    sha = _file_sha(path, path.stat().st_size, path.stat().st_mtime_ns)
-    folder = home() / "gguf" / f"tokenizer-{sha[:16]}"
     try:
-        shape = model_shape(metadata, read_rope_factors(path))
-        if not (folder / "tokenizer_config.json").exists():
-            write_tokenizer(metadata, folder)
-    except OSError as error:
-        raise PrerequisiteError(f"cannot write {folder}: {error.strerror}") from error
+        shape = model_shape(metadata, read_rope_factors(path), context_limit)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise damaged(path) from None  # a value of another type, or one that is not there
-    return LlamaCppModel(path.absolute(), folder, sha, shape)
-
-
-@lru_cache(maxsize=8)
-def _file_sha(path: Path, size: int, modified_ns: int) -> str:  # noqa: ARG001  the cache's key
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return LlamaCppModel(path.absolute(), tokenizer_folder(path), file_sha(path), shape)
 
 
 @contextmanager

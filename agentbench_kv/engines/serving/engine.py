@@ -28,7 +28,8 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
-from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.core.context import stretched_folder
+from agentbench_kv.engines.core.ledger import SessionLedger, WindowBytes
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.sampling import StreamedGeneration
@@ -90,8 +91,8 @@ class ObservedLedger(SessionLedger):
     found, and the others count as recomputed.
     """
 
-    def __init__(self, bytes_per_token: int) -> None:
-        super().__init__(Full(), bytes_per_token)
+    def __init__(self, bytes_per_token: int, windows: WindowBytes | None) -> None:
+        super().__init__(Full(), bytes_per_token, windows)
         self._expected = 0  # rows the next forward writes
         self._before = 0  # rows the session had when the generation began
 
@@ -208,7 +209,8 @@ class ServingEngine(Engine):
 
     def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
         self.info = info
-        self.bytes_per_token = bytes_per_token  # keys and values, over all layers and heads
+        # Keys and values, over all layers that look back on everything and their heads.
+        self.bytes_per_token = bytes_per_token
         self._wire = wire
         self._log = log
         self._control = ControlClient(wire.control)
@@ -382,7 +384,8 @@ class ServingEngine(Engine):
         if not self._wire.stock:
             return self._read(state, generation, request)
         # A stock server keeps no accounts of a session: they are kept here.
-        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token)
+        windows = self._wire.facts.window_bytes(self._wire.options.dtype)
+        ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token, windows)
         ledger.begin(len(request.tokens))
         try:
             return self._read(state, generation, request)
@@ -480,13 +483,39 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def _refuse_overrides(options: EngineOptions) -> None:
-    given = [name for name in options.engine_args if name in _OVERRIDES]
-    if given and options.method.positions == "cache":
+def check_folder(
+    engine: str, options: EngineOptions, unsupported: Callable[[ModelFacts], str]
+) -> None:
+    """Read a model folder; UsageError if its engine would crash on it or answer wrongly.
+
+    `unsupported` says why, for this engine alone; empty if it would not.
+    """
+    (_, facts), method = read_asked(options), options.method
+    if reason := facts.unevictable or unsupported(facts):
         raise UsageError(
-            f"--engine-arg {given[0]}: {options.method.label} turns keys by the RoPE of the "
-            "model's config.json; change it there"
+            f"the {engine} engine does not run model family {facts.family!r}: it has {reason}; use "
+            "another model or engine (docs/models.md)"
         )
+    if method.name != "full" and not facts.full_layers:
+        raise UsageError(
+            f"every layer keeps a window of {facts.window} tokens, so there is nothing for a "
+            f"method to evict in the {engine} engine; use --method full"
+        )
+    refuse_method(method, facts)
+    given = [name for name in options.engine_args if name in _OVERRIDES]
+    if given and method.positions == "cache":
+        raise UsageError(
+            f"--engine-arg {given[0]}: {method.label} turns keys by the RoPE of the model's "
+            "config.json; change it there"
+        )
+
+
+def read_asked(options: EngineOptions) -> tuple[Path, ModelFacts]:
+    """Return a model's folder and what it says, with the context that was asked for."""
+    path = stretched_folder(model_path(options.model), options.context_limit)
+    facts = read_model(path)
+    limit = options.context_limit or facts.context_limit
+    return path, replace(facts, context_limit=min(limit, facts.context_limit))
 
 
 def scratch_folder() -> Path:
@@ -507,14 +536,12 @@ def start_server(
     gpu: bool,
 ) -> _Engine:
     """Return an engine over a new server; one for `full` runs as shipped."""
-    path = model_path(options.model)
-    facts = read_model(path)
-    refuse_method(options.method, facts)
-    _refuse_overrides(options)
+    engine.check_options(options)
+    path, facts = read_asked(options)
     python, folder = python_of(environment), scratch_folder()
     stock = options.method.name == "full"
     wire = wire_class(options, facts, python, path, folder, gpu, stock)
-    return run_server(engine, wire, name, folder_sha(path))
+    return run_server(engine, wire, name, folder_sha(model_path(options.model)))
 
 
 def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:

@@ -43,7 +43,8 @@ _WARNING = re.compile(r"(?:\S*: )?\w*Warning\b|[DIW]\d{4} |Ignore ", re.IGNORECA
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt)(?::|$)")
 # What a process says of another one's failure, or of a client's, and what ours does without.
 _NO_CAUSE = re.compile(
-    r"EngineDeadError|root cause|stack trace|BrokenPipe|ConnectionReset|openai_harmony"
+    r"EngineDeadError|root cause|stack trace|check the logs|in subprocess|BrokenPipe|"
+    r"ConnectionReset|openai_harmony"
 )
 _OWN = "kvbench: "
 _MEMORY = re.compile(
@@ -76,7 +77,7 @@ def cause_in(lines: Sequence[str]) -> LogCause:
     said = [(found["level"], line[found.end() :]) for line in lines if (found := _HEAD.match(line))]
     texts = [text for level, text in said if level not in _CALM and not _WARNING.match(text)]
     raised = [i for i, text in enumerate(texts) if _EXCEPTION.match(text)]
-    roots = [i for i in raised if not _NO_CAUSE.search(texts[i])]
+    roots = [i for i in raised if not _NO_CAUSE.search(_whole(texts, i))]
     memory = [i for i, text in enumerate(texts) if _MEMORY.search(text)]
     plain = [text for text in texts if not text.startswith(" ") and "Traceback" not in text]
     if own := [text for text in plain if _OWN in text]:

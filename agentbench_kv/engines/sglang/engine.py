@@ -10,15 +10,22 @@ import socket
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import httpx
 
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
 from agentbench_kv.engines.embedded.model import check_dtype, pick_device
-from agentbench_kv.engines.serving.engine import ServingEngine, ServingSession, start_server
+from agentbench_kv.engines.serving.engine import (
+    ServingEngine,
+    ServingSession,
+    check_folder,
+    start_server,
+)
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.wire import (
+    CpuRoom,
     EngineWire,
     GenerationRequest,
     ModelFacts,
@@ -31,6 +38,7 @@ from agentbench_kv.engines.serving.wire import (
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanRange
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
@@ -46,12 +54,23 @@ _POLL_S = 0.005
 _requests = itertools.count(1)
 
 
-def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) -> list[str]:
-    """Return the options of a server, without its address; `stock` is as shipped."""
+def _context(facts: ModelFacts, options: EngineOptions) -> int:
+    """Last position + 1: what the model reads, or less if that was asked for."""
+    asked = options.engine_args.get("context-length")
+    return min(facts.context_limit, int(asked) - MARGIN if asked else facts.context_limit)
+
+
+def flags(
+    options: EngineOptions, facts: ModelFacts, room: CpuRoom | None, *, gpu: bool, stock: bool
+) -> list[str]:
+    """Return the options of a server, without its address; `stock` is as shipped.
+
+    `room` is what a server on a CPU has for its cache.
+    """
     arguments: dict[str, str | None] = {
         "dtype": options.dtype,
         "load-format": options.load_format,
-        "context-length": str(facts.context_limit + MARGIN),
+        "context-length": str(_context(facts, options) + MARGIN),
         "grammar-backend": "none",
         "sampling-defaults": "openai",
         "skip-server-warmup": None,
@@ -60,9 +79,8 @@ def flags(options: EngineOptions, facts: ModelFacts, *, gpu: bool, stock: bool) 
         "log-level-http": "warning",
     }
     tokens = options.max_live_tokens
-    if tokens is None and not gpu:
-        context = facts.context_limit + MARGIN
-        tokens = room_on_cpu(context, facts.bytes_per_token(options.dtype))
+    if tokens is None and room is not None:
+        tokens = room.tokens
     if tokens is not None:
         arguments["max-total-tokens"] = str(tokens)
     if not gpu:
@@ -99,13 +117,27 @@ class SglangEngineWire(EngineWire):
         self._commands = ControlClient(self.control)
         self._complete: dict[str, int] = {}  # session -> tokens of its completed turns
 
+    @property
+    def context_limit(self) -> int:
+        return _context(self.facts, self.options)
+
+    @cached_property
+    def _room(self) -> CpuRoom | None:
+        context = self.context_limit + MARGIN
+        return None if self.gpu else room_on_cpu(self.facts, self.options, context)
+
+    def details(self) -> dict[str, str]:
+        chosen = self.options.max_live_tokens or "max-total-tokens" in self.options.engine_args
+        cache = {} if chosen or self._room is None else {"cache": self._room.said()}
+        return super().details() | cache
+
     def launch(self) -> Launch:
         self._commands.close()
         port = _free_port()
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
         command = [str(self.python), "-m", f"{_PLUGIN}.launch"]
         command += ["--model-path", str(self.model), "--host", _HOST, "--port", str(port)]
-        command += flags(self.options, self.facts, gpu=self.gpu, stock=self.stock)
+        command += flags(self.options, self.facts, self._room, gpu=self.gpu, stock=self.stock)
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.hooks:register"}
         if not self.gpu:
             plugins["kvbench-cpu"] = f"{_PLUGIN}.cpu:register"
@@ -227,6 +259,25 @@ def _refuse_abort(event: dict[str, Any]) -> None:
     raise RequestError(f"the backend gave up: {message}")
 
 
+def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str:
+    """Say what about a model SGLang, or the plug-in within it, would do wrong; empty if nothing."""
+    if facts.rope_type == "dynamic":
+        return "dynamic RoPE, which SGLang scales at any length and not only beyond the original"
+    if facts.rope_type == "longrope" and _context(facts, options) > facts.rope_original:
+        return (
+            "LongRoPE, for which SGLang goes by the longest session of a batch; up to "
+            f"{facts.rope_original} tokens it is exact (--engine-arg context-length="
+            f"{facts.rope_original + MARGIN})"
+        )
+    if facts.windows:
+        return "windows, which SGLang's CPU attention does not know and the plug-in not at all"
+    if facts.extras and not gpu:
+        return f"{' and '.join(facts.extras)}, which SGLang's CPU attention leaves out"
+    if facts.nested and options.method.name != "full":
+        return "several modalities, of which the plug-in knows nothing"
+    return ""
+
+
 def _free_port() -> int:
     """Return a port nobody has, below those that systems hand out unasked."""
     # It is used many seconds later; one of the others could be some connection's by then.
@@ -265,6 +316,15 @@ class SglangEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         check_dtype(dtype)
         pick_device(device)
+
+    @classmethod
+    def check_method(cls, model: str, method: Method) -> None:
+        cls.check_options(EngineOptions(model, method))
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        gpu = pick_device(options.device).type == "cuda"
+        check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:
         self._wire.forget(self._sessions[session].backend_name)

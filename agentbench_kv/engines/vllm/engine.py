@@ -13,12 +13,14 @@ import httpx
 
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
-from agentbench_kv.engines.serving.engine import ServingEngine, start_server
+from agentbench_kv.engines.serving.engine import ServingEngine, check_folder, start_server
 from agentbench_kv.engines.serving.process import Launch, listens
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
+    CpuRoom,
     EngineWire,
     GenerationRequest,
+    ModelFacts,
     as_flags,
     post_events,
     room_on_cpu,
@@ -26,6 +28,7 @@ from agentbench_kv.engines.serving.wire import (
 )
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.methods.base import Method
 
 _PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
@@ -58,7 +61,12 @@ class VllmEngineWire(EngineWire):
         self._socket.unlink(missing_ok=True)
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.launch:register"}
         environment = self._environment("vllm.general_plugins", plugins)
-        environment |= {"VLLM_API_KEY": self._key, "VLLM_NO_USAGE_STATS": "1"}
+        environment |= {
+            "VLLM_API_KEY": self._key,
+            "VLLM_NO_USAGE_STATS": "1",
+            # Its processes' sockets, which it would leave behind in the temporary folder.
+            "VLLM_RPC_BASE_PATH": str(self.folder),
+        }
         if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
@@ -84,7 +92,10 @@ class VllmEngineWire(EngineWire):
     def details(self) -> dict[str, str]:
         """Return version, set-up and flags, without what is this machine's own."""
         version = self._client.get(f"{_URL}/version").json().get("version", "unknown")
-        return {**super().details(), "version": str(version), "flags": " ".join(self._flags())}
+        sized = self._sized_here and self.options.max_live_tokens is None
+        cache = {"cache": self._room.said()} if sized else {}
+        flags = {"version": str(version), "flags": " ".join(self._flags())}
+        return super().details() | cache | flags
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -145,29 +156,54 @@ class VllmEngineWire(EngineWire):
         block = 16 if self.gpu else _CPU_BLOCK
         if self.options.max_live_tokens is not None:
             # One block is vLLM's placeholder.
-            blocks = -(-self.options.max_live_tokens // block) + 1
+            blocks = -(-self.options.max_live_tokens // block) * self.facts.groups + 1
             arguments |= {"block-size": str(block), "num-gpu-blocks-override": str(blocks)}
-            arguments["max-model-len"] = str(self.context_limit)
         elif not self.gpu:
             arguments["block-size"] = str(block)
-        if not self.gpu and "kv-cache-memory-bytes" not in self.options.engine_args:
-            arguments["kv-cache-memory-bytes"] = str(self._cpu_bytes)
+        if self.options.max_live_tokens is not None or self.options.context_limit:
+            arguments["max-model-len"] = str(self.context_limit)
+        if self._sized_here:
+            size = self._room.tokens * self._room.bytes_per_token
+            arguments["kv-cache-memory-bytes"] = str(size)
         return arguments
 
+    @property
+    def _sized_here(self) -> bool:
+        return not self.gpu and "kv-cache-memory-bytes" not in self.options.engine_args
+
     @cached_property
-    def _cpu_bytes(self) -> int:
-        """Bytes of the cache on a CPU, into which vLLM wants one whole context to fit."""
-        size = self.facts.bytes_per_token(self.options.dtype)
+    def _room(self) -> CpuRoom:
+        """The cache on a CPU, into which vLLM wants one whole context to fit."""
         # A whole context begins a block, and the placeholder is one more.
         needed = self.context_limit + 2 * _CPU_BLOCK
-        room = room_on_cpu(needed, size)
-        if room < needed:
+        room = room_on_cpu(self.facts, self.options, needed)
+        if room.tokens < needed:
+            size = room.bytes_per_token
             raise PrerequisiteError(
                 f"vLLM wants room for one whole context, {needed * size / 2**30:.1f} GiB; half of "
-                f"the free memory is {room * size / 2**30:.1f} GiB; lower it: --engine-arg "
-                f"max-model-len={max(room - 2 * _CPU_BLOCK, 1)}"
+                f"the memory that is free beside the weights is {room.most * size / 2**30:.1f} "
+                f"GiB; lower it: --engine-arg max-model-len={max(room.most - 2 * _CPU_BLOCK, 1)}"
             )
-        return room * size
+        return room
+
+
+# Model types whose windows were found exact beside layers that a method evicts from.
+_WINDOWED = ("gpt_oss", "gemma3_text")
+
+
+def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str:
+    """Say what about a model vLLM, or the plug-in within it, would do wrong; empty if nothing."""
+    stock = options.method.name == "full"
+    if facts.rope_type == "dynamic":
+        return "dynamic RoPE, which vLLM scales at any length and not only beyond the original"
+    mixed = 0 < facts.full_layers < facts.layers
+    if mixed and facts.family not in _WINDOWED:
+        return "windows in some layers, and nobody has checked it here"
+    if facts.nested and not gpu:
+        return "a part for images, for which vLLM needs torchvision (the CPU environment has none)"
+    if not stock and facts.groups_of(facts.full_layers) > 1:
+        return "more layers without a window than with one"
+    return ""
 
 
 def on_gpu(device: str) -> bool:
@@ -197,6 +233,15 @@ class VllmEngine(ServingEngine):
     def check_compute(cls, dtype: str, device: str) -> None:
         check_dtype(dtype)
         python_of(_environment_for(device))
+
+    @classmethod
+    def check_method(cls, model: str, method: Method) -> None:
+        cls.check_options(EngineOptions(model, method))
+
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        gpu = on_gpu(options.device)
+        check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
 
 def _environment_for(device: str) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentbench_kv.engines.core.gguf_header import ROPE_FACTORS
 from agentbench_kv.engines.llamacpp.gguf import (
-    ROPE_FACTORS,
     TINY,
     _weights,
     make_model,

@@ -12,11 +12,14 @@ from agentbench_kv.engines.llamacpp.server.library import llama
 
 def main() -> None:
     path, text, ids = Path(sys.argv[1]), sys.argv[2].encode(), json.loads(sys.argv[3])
-    context = Context(path, cells=512, sequences=2)
+    limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    context = Context(path, cells=512, sequences=2, context_limit=limit)
     binding = llama()
     found = (binding.llama_token * (len(text) + 8))()
     vocabulary = binding.llama_model_get_vocab(context._model)
-    count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
+    count = 0
+    if text:
+        count = binding.llama_tokenize(vocabulary, text, len(text), found, len(found), False, True)
     every = list(range(len(ids)))
     logits = context.decode(DecodeBatch(ids, every, [0] * len(ids), every))
     document = {

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentbench_kv.engines.core.gguf_header import read_metadata
+from agentbench_kv.engines.core.gguf_tokenizer import write_tokenizer
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.llamacpp.gguf import read_metadata, write_tokenizer
 from agentbench_kv.engines.llamacpp.models import convert_elsewhere, model_shape, resolve_model
 from agentbench_kv.errors import UsageError
 

@@ -15,16 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, _cells
-from agentbench_kv.engines.llamacpp.gguf import (
-    PRETOKENIZERS,
+from agentbench_kv.engines.core.gguf_header import (
     ROPE_FACTORS,
-    pretokenizer_name,
-    pretokenizer_of,
     read_metadata,
     read_rope_factors,
+)
+from agentbench_kv.engines.core.gguf_tokenizer import (
+    PRETOKENIZERS,
+    pretokenizer_name,
+    pretokenizer_of,
     tokenizer_files,
 )
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, _cells
 from agentbench_kv.engines.llamacpp.models import model_shape, resolve_model
 from agentbench_kv.engines.serving.engine import refuse_method
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError

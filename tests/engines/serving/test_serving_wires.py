@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, method_from
-from agentbench_kv.engines.serving.engine import ServingEngine, refuse_method, start_server
+from agentbench_kv.engines.serving.engine import ServingEngine, refuse_method
 from agentbench_kv.engines.serving.wire import EngineWire, ModelFacts, read_model
-from agentbench_kv.engines.sglang.engine import SglangEngineWire
-from agentbench_kv.engines.vllm.engine import VllmEngineWire
+from agentbench_kv.engines.sglang.engine import SglangEngine, SglangEngineWire
+from agentbench_kv.engines.vllm.engine import VllmEngine, VllmEngineWire
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 
@@ -81,58 +82,188 @@ def test_a_config_whose_rope_is_nonsense_is_one_line(tmp_path: Path) -> None:
             read_model(tmp_path)
 
 
-@pytest.mark.parametrize("wire_class", [VllmEngineWire, SglangEngineWire])
+@pytest.mark.parametrize("engine", [VllmEngine, SglangEngine])
 def test_a_config_changed_on_the_command_line_is_not_the_one_keys_are_turned_by(
-    wire_class: type[EngineWire], tmp_path: Path
+    engine: type[ServingEngine], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = EngineOptions(
         str(tmp_path),
         make_method("streamingllm@paper", 128),
+        device="cpu",
         engine_args={"hf-overrides": "{}"},
     )
     with pytest.raises(UsageError, match="--engine-arg hf-overrides"):
-        start_server(ServingEngine, wire_class, "x", options, "no environment", gpu=False)
+        engine.check_options(options)
+    with pytest.raises(UsageError, match="--engine-arg hf-overrides"):
+        engine.create(options)
 
 
 LARGE = replace(FACTS, layers=28, kv_heads=8, head_dim=128, context_limit=40_960)
+FREE = "agentbench_kv.engines.serving.wire.free_memory"
 
 
 def value_of(words: Sequence[str], option: str) -> int:
     return int(words[list(words).index(f"--{option}") + 1])
 
 
+def cached_tokens(
+    wire_class: Callable[..., EngineWire], facts: ModelFacts, folder: Path, **options: Any
+) -> int:
+    """Return how many tokens a server's command line makes room for."""
+    wire = wire_class(
+        replace(OPTIONS, **options), facts, Path("python"), folder, folder, False, False
+    )
+    words = wire.launch().command
+    wire.close()
+    if wire_class is VllmEngineWire:
+        size = value_of(words, "kv-cache-memory-bytes")
+        assert size % facts.pool_bytes("float32") == 0
+        return size // facts.pool_bytes("float32")
+    return value_of(words, "max-total-tokens")
+
+
 @pytest.mark.parametrize("wire_class", [VllmEngineWire, SglangEngineWire])
-def test_a_cpu_gets_a_cache_for_one_whole_context(
-    wire_class: Callable[..., EngineWire], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("facts", [FACTS, LARGE])
+def test_a_cpu_gets_a_cache_for_all_sessions_or_half_of_what_the_weights_leave(
+    wire_class: Callable[..., EngineWire],
+    facts: ModelFacts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """1 GiB would not do for a model of 0.6 billion parameters, and vLLM would not start."""
-    monkeypatch.setattr("agentbench_kv.engines.serving.wire.free_tokens", lambda _: 10**9)
-    size = LARGE.bytes_per_token("float32")
-    for facts in (FACTS, LARGE):
-        wire = wire_class(OPTIONS, facts, Path("python"), tmp_path, tmp_path, False, False)
-        words = wire.launch().command
-        wire.close()
-        if wire_class is VllmEngineWire:
-            room = value_of(words, "kv-cache-memory-bytes")
-            wanted = 2**30 if facts is FACTS else size * 40_960
-        else:
-            room = value_of(words, "max-total-tokens")
-            wanted = 2**30 // FACTS.bytes_per_token("float32") if facts is FACTS else 40_960
-        assert wanted <= room <= wanted * 1.01
+    size, weights = facts.pool_bytes("float32"), 3 << 30
+    heavy = replace(facts, stored_bytes=weights // 2, stored_dtype="bfloat16")
+    everybody = 5 * facts.context_limit
+    monkeypatch.setattr(FREE, lambda: 1 << 50)
+    found = cached_tokens(wire_class, heavy, tmp_path, concurrency=5)
+    assert everybody <= found <= everybody * 1.02
+    some = 3 * facts.context_limit
+    monkeypatch.setattr(FREE, lambda: weights + 2 * some * size)
+    assert cached_tokens(wire_class, heavy, tmp_path, concurrency=5) == some
+    dummy = cached_tokens(wire_class, heavy, tmp_path, concurrency=5, load_format="dummy")
+    assert dummy > some
 
 
 def test_vllm_without_memory_for_a_context_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentbench_kv.engines.serving.wire.free_tokens", lambda _: 10_000)
-    chosen = {"engine_args": {"max-model-len": "8192"}}
-    small = replace(OPTIONS, **chosen)
-    for options, fits in ((OPTIONS, False), (small, True)):
-        wire = VllmEngineWire(options, LARGE, Path("python"), tmp_path, tmp_path, False, False)
-        if fits:
-            wire.launch()
-        else:
-            with pytest.raises(PrerequisiteError, match=r"8\.8 GiB.*max-model-len=9936"):
-                wire.launch()
+    monkeypatch.setattr(FREE, lambda: 2 * 10_000 * LARGE.pool_bytes("float32"))
+    assert cached_tokens(VllmEngineWire, LARGE, tmp_path, engine_args={"max-model-len": "8192"})
+    with pytest.raises(PrerequisiteError, match=r"8\.8 GiB.*max-model-len=9936"):
+        cached_tokens(VllmEngineWire, LARGE, tmp_path)
+
+
+def test_what_a_cpu_gets_is_said_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FREE, lambda: 1 << 50)
+    for options, said in ((OPTIONS, True), (replace(OPTIONS, max_live_tokens=9000), False)):
+        wire = SglangEngineWire(options, FACTS, Path("python"), tmp_path, tmp_path, False, False)
+        assert ("cache" in wire.details()) == said
         wire.close()
+
+
+WINDOWED = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+VLLM, SGLANG = VllmEngine.check_options, SglangEngine.check_options
+
+
+@pytest.mark.parametrize(
+    ("change", "vllm", "sglang"),
+    [
+        ({}, "", ""),
+        ({"model_type": "qwen3", "head_dim": 32}, "", ""),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "", ""),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic RoPE", "dynamic RoPE"),
+        ({"model_type": "phi3", "sliding_window": None, "pad_token_id": 0}, "", ""),
+        ({"model_type": "phi3", "sliding_window": 64, "pad_token_id": 0}, "a window of 64", "win"),
+        ({"model_type": "mistral", "sliding_window": 64}, "a window of 64", "has windows"),
+        ({"model_type": "mistral", "sliding_window": None}, "", ""),
+        ({"model_type": "gpt_oss", **WINDOWED}, "", "has windows"),
+        ({"model_type": "gemma3_text", **WINDOWED}, "", "has windows"),
+        ({"model_type": "gemma2", **WINDOWED}, "nobody has checked", "has windows"),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64}, "", ""),
+        ({"model_type": "qwen2", "use_sliding_window": True, **WINDOWED}, "nobody has", "has win"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 32}, "MLA", "MLA"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "state", "state"),
+        ({"model_type": "unheard_of", "mamba_d_state": 16}, "state", "state"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64}, "in chunks", "in chunks"),
+        ({"dual_chunk_attention_config": {"chunk_size": 9}}, "in chunks", "in chunks"),
+        ({"model_type": "unheard_of", "alibi": True}, "ALiBi", "ALiBi"),
+        ({"attn_logit_softcapping": 50.0}, "", "capped attention logits"),
+    ],
+)
+def test_what_eviction_would_make_wrong_is_refused_by_its_config(
+    change: dict[str, Any], vllm: str, sglang: str, tmp_path: Path
+) -> None:
+    """In one line, before anything starts: no environment is looked for, no weights are there."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+    options = EngineOptions(str(tmp_path), make_method("agentkv", 96), device="cpu")
+    for check, reason in ((VLLM, vllm), (SGLANG, sglang)):
+        if not reason:
+            check(options)
+            continue
+        with pytest.raises(UsageError, match=reason) as refused:
+            check(options)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_window_in_every_layer_is_no_hindrance_where_nothing_is_evicted(tmp_path: Path) -> None:
+    windowed = CONFIG | {"model_type": "mistral", "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(windowed))
+    VLLM(EngineOptions(str(tmp_path), make_method("full", None), device="cpu"))
+
+
+def test_a_longrope_model_runs_in_sglang_up_to_its_original_context(tmp_path: Path) -> None:
+    """SGLang chooses the factors of a whole batch by its longest session."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = CONFIG | {"model_type": "phi3", "sliding_window": None, "pad_token_id": 0}
+    config |= {"rope_scaling": rope, "original_max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(str(tmp_path), make_method("agentkv", 96), device="cpu")
+    VLLM(options)
+    with pytest.raises(UsageError, match=r"LongRoPE.*context-length=1032"):
+        SGLANG(options)
+    SGLANG(replace(options, engine_args={"context-length": "1032"}))
+
+
+def test_the_decoder_of_a_multimodal_folder_is_found(tmp_path: Path) -> None:
+    """Published ones leave out what is their family's default."""
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 512}
+    config = {"model_type": "gemma3", "text_config": text, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = read_model(tmp_path)
+    assert (facts.family, facts.layers, facts.nested) == ("gemma3_text", 7, True)
+    # Every sixth layer has no window.
+    assert facts.windows == (512,) * 5 + (0, 512)
+    assert (facts.q_heads, facts.kv_heads, facts.head_dim) == (8, 4, 256)
+    one = facts.pool_bytes("bfloat16") // 7
+    assert facts.bytes_per_token("bfloat16") == one
+    assert facts.window_bytes("bfloat16") == WindowBytes(6 * one, 512)
+    with pytest.raises(UsageError, match="torchvision"):
+        VLLM(EngineOptions(str(tmp_path), make_method("agentkv", 96), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups"),
+    [
+        ((0, 0, 0, 0), (1, 0)),
+        ((8, 0, 8, 0), (1, 1)),
+        ((8, 8, 8, 8, 8, 0), (1, 5)),
+        ((8, 0, 0, 0), (3, 1)),
+        ((8,) * 12 + (0,) * 13, (1, 1)),
+    ],
+)
+def test_layers_of_one_kind_are_counted_in_groups_as_vllm_makes_them(
+    windows: tuple[int, ...], groups: tuple[int, int]
+) -> None:
+    facts = replace(FACTS, layers=len(windows), windows=windows if any(windows) else ())
+    counted = facts.groups_of(facts.full_layers), facts.groups_of(sum(map(bool, facts.windows)))
+    assert counted == groups
+    assert facts.groups == sum(groups)
+
+
+def test_vllms_processes_keep_their_sockets_in_the_engines_folder(tmp_path: Path) -> None:
+    wire = VllmEngineWire(OPTIONS, FACTS, Path("python"), tmp_path, tmp_path, False, False)
+    assert wire.launch().environment["VLLM_RPC_BASE_PATH"] == str(tmp_path)
+    wire.close()

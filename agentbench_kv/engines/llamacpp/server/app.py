@@ -43,6 +43,7 @@ class Settings:
     dtype: str  # of cached rows
     cells: int  # cached tokens of all sessions together
     sessions: int  # that generate at once
+    context_limit: int = 0  # of a session; 0 for what the file says
 
 
 class Backend:
@@ -58,6 +59,7 @@ class Backend:
             sequences=2 * settings.sessions + 2,
             row_type=ROW_TYPES[settings.dtype],
             batch=STEP_TOKENS,
+            context_limit=settings.context_limit,
             threads=free_threads(),
         )
         self.scheduler = BatchScheduler(context, policy)

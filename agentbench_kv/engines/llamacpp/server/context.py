@@ -17,6 +17,7 @@ from agentbench_kv.engines.llamacpp.server.watch import Watch, make_watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 
 MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
+YARN = 2  # LLAMA_ROPE_SCALING_TYPE_YARN
 ROPE_TYPES = {False: 2, True: 0}  # llama.cpp's numbers for halves and for neighbouring pairs
 
 
@@ -43,12 +44,13 @@ class Context:
         batch: int = 512,  # most tokens of a decode
         queries: bool = False,  # whether to keep the queries of every decode
         threads: int = 1,
+        context_limit: int = 0,  # of a session; 0 for what the file says
         flash: bool = False,  # values lie by rows; a CPU sums in half precision
         watch: Watch | None = None,  # instead of the best there is
     ) -> None:
         self._llama = llama()
         ggml()
-        self.shape = read_shape(path)
+        self.shape = read_shape(path, context_limit)
         self.watch = watch or make_watch(self.shape.layers, queries)
         self.row_type = row_type
         self.flash = flash
@@ -83,6 +85,9 @@ class Context:
         options.n_threads = options.n_threads_batch = threads
         options.flash_attn_type = int(flash)
         options.type_k = options.type_v = self.row_type
+        if yarn := self.shape.yarn:
+            options.rope_scaling_type = YARN
+            options.rope_freq_scale, options.yarn_orig_ctx = 1 / yarn.factor, yarn.original
         # Without it, copying a part of a sequence aborts the process.
         options.kv_unified = True
         options.no_perf = True

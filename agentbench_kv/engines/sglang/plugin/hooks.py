@@ -15,6 +15,7 @@ import torch
 
 from agentbench_kv.engines.core.host import refuse_untested, symbol_problems
 from agentbench_kv.engines.core.policy import BackendPolicy
+from agentbench_kv.engines.core.rings import as_methods_see
 from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
@@ -252,6 +253,7 @@ class Patches:
         if idle or not worker.keeps_queries:
             return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        queries = as_methods_see(queries, layer.scaling)
         worker.observe(layer.layer_id, queries, forward_batch)
         output = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
         if not forward_batch.forward_mode.is_decode():

@@ -64,7 +64,7 @@ class Runtime:
         args = runner.server_args
         self._captured = args.device == "cuda" and not args.disable_cuda_graph
         shape = _shape(runner)
-        frequencies = rope_frequencies(policy.model_path).to(shape.device)
+        frequencies = rope_frequencies(policy).to(shape.device)
         self.worker = DeviceWorker(policy, shape, frequencies, _pool(runner))
         self.table = SglangSessions(policy.method, shape.bytes_per_token, policy.stop_matcher)
 

@@ -1,21 +1,29 @@
-"""The platform's attention backend, showing its queries to the rings that a method keeps."""
+"""The platform's attention backend, showing its queries to the rings that a method keeps.
+
+Layers with a window evict nothing: they go by logical lengths where the others go by physical ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite, as_methods_see
 
 if current_platform.is_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as BaseBackend
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as BaseImpl
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as BaseBuilder
 else:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as BaseBackend
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as BaseImpl
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionMetadataBuilder as BaseBuilder,
+    )
 
 
 class QueryCapture:
@@ -87,11 +95,61 @@ class QueryCapture:
 CAPTURE = QueryCapture()
 
 
+class LogicalLengths:
+    """How many tokens each request of this worker's batch has seen, evicted ones included.
+
+    A buffer that stays where it is, as a CUDA graph reads it again at every replay.
+    """
+
+    def __init__(self) -> None:
+        self._lengths = torch.zeros(0, dtype=torch.int32)
+        self._on_cpu: Tensor | None = None  # of a batch that misses rows, until `end`
+
+    def allocate(self, like: Tensor) -> None:
+        """Make the buffer, as long as vLLM's own of physical lengths."""
+        self._lengths = torch.zeros_like(like)
+
+    def begin(self, lengths: Tensor, on_cpu: Tensor) -> None:
+        """Remember the lengths of a batch before the physical ones take their place."""
+        self._lengths.copy_(lengths)
+        self._on_cpu = on_cpu.clone()
+
+    def end(self) -> None:
+        self._on_cpu = None
+
+    def put_into(self, common: Any) -> Any:
+        """Return a batch's metadata with logical lengths."""
+        rows = len(common.seq_lens)
+        lengths = self._lengths[:rows]
+        if self._on_cpu is None:
+            # Nothing is evicted, or vLLM tries itself out: the two are the same.
+            lengths.copy_(common.seq_lens)
+            return common.replace(seq_lens=lengths)
+        on_cpu = self._on_cpu[:rows]
+        return common.replace(
+            seq_lens=lengths, seq_lens_cpu_upper_bound=on_cpu, max_seq_len=int(on_cpu.max())
+        )
+
+
+LOGICAL = LogicalLengths()
+
+
+class WindowBuilder(BaseBuilder):
+    """Gives layers with a window their logical lengths."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        if getattr(self.kv_cache_spec, "sliding_window", None) is not None:
+            common_attn_metadata = LOGICAL.put_into(common_attn_metadata)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
 class CapturingImpl(BaseImpl):
     """Shows every forward's queries, post-RoPE, to `CAPTURE`."""
 
     def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-        CAPTURE.see(layer.layer_name, query)
+        CAPTURE.see(layer.layer_name, as_methods_see(query, self.scale))
         return super().forward(layer, query, *args, **kwargs)
 
 
@@ -101,3 +159,7 @@ class CapturingBackend(BaseBackend):
     @staticmethod
     def get_impl_cls() -> type[CapturingImpl]:
         return CapturingImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowBuilder]:
+        return WindowBuilder

@@ -20,10 +20,15 @@ from agentbench_kv.kernels.layout import PagedRows
 
 
 class SessionBlocks:
-    """The blocks of all requests, running or at rest, in vLLM's `KVCacheManager` of one group."""
+    """The blocks of all requests, running or at rest, in vLLM's `KVCacheManager`.
 
-    def __init__(self, manager: Any) -> None:
-        (self._single,) = manager.coordinator.single_type_managers
+    Each group of layers has its own; events shorten those of the `evicting` one. Layers with a
+    window give theirs back by themselves.
+    """
+
+    def __init__(self, manager: Any, evicting: int) -> None:
+        self._managers = manager.coordinator.single_type_managers
+        self._single = self._managers[evicting]
         self.deficits: dict[str, int] = {}  # request -> logical minus physical length
         self.freed = 0  # blocks that events gave back since the start
         self._pool = manager.block_pool
@@ -61,12 +66,14 @@ class SessionBlocks:
         return before
 
     def rename(self, old: str, new: str) -> None:
-        for table in (self._single.req_to_blocks, self._single.num_cached_block):
-            if old in table:
-                table[new] = table.pop(old)
+        for manager in self._managers:
+            for table in (manager.req_to_blocks, manager.num_cached_block):
+                if old in table:
+                    table[new] = table.pop(old)
 
     def drop(self, request: str) -> None:
-        self._single.free(request)
+        for manager in self._managers:
+            manager.free(request)
 
 
 @cache

@@ -17,6 +17,7 @@ from agentbench_kv.engines.core.host import (
     refuse_untested,
     symbol_problems,
 )
+from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.methods.base import Method
 
 TESTED = "0.32.0"
@@ -71,6 +72,8 @@ _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _TABLE = "vllm.v1.worker.block_table:MultiGroupBlockTable"
+_ROWS = "vllm.v1.worker.block_table:BlockTable"
+_BACKEND = "vllm.v1.attention.backend"
 
 # `module:Name.attribute` -> parameters a function must take, or fields a dataclass must have.
 SYMBOLS: Mapping[str, tuple[str, ...]] = {
@@ -100,12 +103,20 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
     f"{_RUNNER}._prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
     f"{_RUNNER}.initialize_kv_cache": ("kv_cache_config",),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
-    f"{_TABLE}.add_row": ("block_ids", "row_idx"),
-    f"{_TABLE}.compute_slot_mapping": ("num_reqs", "query_start_loc", "positions"),
+    f"{_TABLE}.__getitem__": ("idx",),
+    f"{_ROWS}.add_row": ("block_ids", "row_idx"),
+    f"{_ROWS}.compute_slot_mapping": ("num_reqs", "query_start_loc", "positions"),
+    f"{_BACKEND}:CommonAttentionMetadata": (
+        "seq_lens", "seq_lens_cpu_upper_bound", "max_seq_len",
+    ),
+    f"{_BACKEND}:AttentionMetadataBuilder.build": (
+        "common_prefix_len", "common_attn_metadata", "fast_build",
+    ),
     f"{_REGISTRY}:register_backend": ("backend", "class_path"),
     f"{_REGISTRY}:AttentionBackendEnum.CPU_ATTN": (),
     f"{_REGISTRY}:AttentionBackendEnum.FLASH_ATTN": (),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
     "vllm.entrypoints.cli.main:main": (),
 }  # fmt: skip
 
@@ -122,9 +133,8 @@ def refuse_unknown() -> None:
 
 def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
     """Refuse what physical eviction would make wrong."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     groups = cache.kv_cache_groups
+    kinds = [attention_of(group.kv_cache_spec) for group in groups]
     parallel = config.parallel_config
     shared = method.kept_set in ("per_layer", "shared") and parallel.tensor_parallel_size > 1
     wrong = {
@@ -133,13 +143,10 @@ def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
         "KV connectors": config.kv_transfer_config is not None,
         "prefix caching": config.cache_config.enable_prefix_caching,
         "async scheduling": config.scheduler_config.async_scheduling,
-        "several KV cache groups": len(groups) != 1,
-        "attention other than full attention": any(
-            type(group.kv_cache_spec) is not FullAttentionSpec
-            or getattr(group.kv_cache_spec, "sliding_window", None) is not None
-            or getattr(group.kv_cache_spec, "attention_chunk_size", None) is not None
-            for group in groups
-        ),
+        "layers without a window in several KV cache groups": kinds.count("full") > 1,
+        "a model without a layer that looks back on everything": "full" not in kinds,
+        "attention other than over all tokens or a window of them": "" in kinds,
+        "positions=cache beside windows": method.positions == "cache" and "window" in kinds,
         "context parallelism": parallel.decode_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -152,14 +159,36 @@ def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
     refuse_unsupported("vLLM", wrong)
 
 
-def bytes_per_token(cache: Any) -> int:
-    """Return bytes of keys and values of one token, all layers and heads of a worker."""
-    return sum(
-        len(group.layer_names)
-        * group.kv_cache_spec.page_size_bytes
-        // group.kv_cache_spec.block_size
-        for group in cache.kv_cache_groups
-    )
+def attention_of(spec: Any) -> str:
+    """Return what the layers of a KV cache group look back on: `full`, `window`, or "" for else."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    if type(spec) is SlidingWindowSpec:
+        return "window"
+    limits = ("sliding_window", "attention_chunk_size")
+    limited = any(getattr(spec, name, None) is not None for name in limits)
+    return "full" if type(spec) is FullAttentionSpec and not limited else ""
+
+
+def evicting_group(cache: Any) -> int:
+    """Return the index of the KV cache group that methods evict from."""
+    groups = cache.kv_cache_groups
+    return next(i for i, group in enumerate(groups) if attention_of(group.kv_cache_spec) == "full")
+
+
+def bytes_per_token(group: Any) -> int:
+    """Return bytes of keys and values of one token, all layers of a group, heads of a worker."""
+    spec = group.kv_cache_spec
+    return int(len(group.layer_names) * spec.page_size_bytes // spec.block_size)
+
+
+def window_bytes(cache: Any, workers: int) -> WindowBytes | None:
+    """Return what sessions read in layers with a window, over all workers; None without any."""
+    groups = [g for g in cache.kv_cache_groups if attention_of(g.kv_cache_spec) == "window"]
+    if not groups:
+        return None
+    per_token = sum(map(bytes_per_token, groups)) * workers
+    return WindowBytes(per_token, groups[0].kv_cache_spec.sliding_window)
 
 
 if __name__ == "__main__":

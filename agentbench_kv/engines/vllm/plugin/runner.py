@@ -19,9 +19,13 @@ from agentbench_kv.engines.core.ledger import EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
-from agentbench_kv.engines.vllm.plugin.attention import CAPTURE, CapturingImpl
+from agentbench_kv.engines.vllm.plugin.attention import CAPTURE, LOGICAL, CapturingImpl
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store
-from agentbench_kv.engines.vllm.plugin.launch import refuse_wrong_results, register
+from agentbench_kv.engines.vllm.plugin.launch import (
+    evicting_group,
+    refuse_wrong_results,
+    register,
+)
 from agentbench_kv.methods.base import QueryKind
 
 if current_platform.is_cpu():
@@ -36,7 +40,7 @@ class EvictingRunner(BaseRunner):
     """The platform's V1 model runner, evicting.
 
     RoPE goes by logical positions, memory and attention by physical lengths; the difference comes
-    with each step's `StepPlan`.
+    with each step's `StepPlan`. Layers with a window evict nothing and go by logical lengths.
     """
 
     _kvbench_moved: list[RowsMoved]
@@ -46,6 +50,7 @@ class EvictingRunner(BaseRunner):
         policy = BackendPolicy.load()
         # The scheduler would refuse the same, but comes later.
         refuse_wrong_results(self.vllm_config, kv_cache_config, policy.method)
+        LOGICAL.allocate(self.seq_lens)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self._kvbench_connect(policy)
         if self.device.type != "cpu":
@@ -67,6 +72,7 @@ class EvictingRunner(BaseRunner):
             self._kvbench_rows.drop(session)
         self._kvbench_remove(plan.before)
         output = super().execute_model(scheduler_output, *args, **kwargs)
+        LOGICAL.end()
         if scheduler_output.total_num_scheduled_tokens:
             CAPTURE.finish()
             self._kvbench_sum()
@@ -98,13 +104,14 @@ class EvictingRunner(BaseRunner):
         count = self.input_batch.num_reqs
         requests = self.input_batch.req_ids[:count]
         missing = np.array([plan.deficits.get(request, 0) for request in requests])
+        LOGICAL.begin(self.seq_lens, self.optimistic_seq_lens_cpu)
         lengths = torch.from_numpy(missing).to(self.seq_lens.dtype)
         self.seq_lens[:count] -= lengths.to(self.seq_lens.device)
         if self.optimistic_seq_lens_cpu.data_ptr() != self.seq_lens.data_ptr():
             self.optimistic_seq_lens_cpu[:count] -= lengths.to(self.optimistic_seq_lens_cpu.dtype)
         rows = torch.from_numpy(np.repeat(missing, num_scheduled)).to(self.positions.device)
         physical = self.positions[: len(rows)] - rows
-        self.input_batch.block_table.compute_slot_mapping(
+        self._kvbench_table.compute_slot_mapping(
             count, self.query_start_loc.gpu[: count + 1], physical
         )
         if self._kvbench_rows.cache_positions:
@@ -133,10 +140,10 @@ class EvictingRunner(BaseRunner):
         """Forget the blocks a running request gave back."""
         size = self._kvbench_caches[0].shape[2]
         kept = order.blocks[: -(-order.eviction.keep // size)]
-        self.requests[request].block_ids[0][:] = kept
+        self.requests[request].block_ids[self._kvbench_group][:] = kept
         row = self.input_batch.req_id_to_index.get(request)
         if row is not None:
-            self.input_batch.block_table.add_row((kept,), row)
+            self._kvbench_table.add_row(kept, row)
 
     def _kvbench_sum(self) -> None:
         """Add up the attention this step's queries gave, for methods that rank by it."""
@@ -147,10 +154,12 @@ class EvictingRunner(BaseRunner):
         for part, request in zip(self._kvbench_fed, self.input_batch.req_ids, strict=False):
             live = part.first_position + len(part.tokens)
             live -= self._kvbench_plan.deficits.get(request, 0)
-            keys, _ = self._kvbench_store(self.requests[request].block_ids[0], live).read()
+            blocks = self.requests[request].block_ids[self._kvbench_group]
+            keys, _ = self._kvbench_store(blocks, live).read()
             for layer in range(rows.shape.layers):
                 queries = CAPTURE.queries(layer, start, len(part.tokens))
-                rows.sums.add(part.session, layer, queries, keys[layer])
+                sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
+                rows.sums.add(part.session, layer, queries, keys[layer], sinks)
             start += len(part.tokens)
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:
@@ -160,9 +169,19 @@ class EvictingRunner(BaseRunner):
         return paged_store(self._kvbench_caches, blocks, live)
 
     @cached_property
+    def _kvbench_group(self) -> int:
+        """Index of the KV cache group whose layers evict."""
+        return evicting_group(self.kv_cache_config)
+
+    @property
+    def _kvbench_table(self) -> Any:
+        """Its table of blocks."""
+        return self.input_batch.block_table[self._kvbench_group]
+
+    @cached_property
     def _kvbench_layers(self) -> list[Any]:
-        """VLLM's attention layers, in order."""
-        (group,) = self.kv_cache_config.kv_cache_groups
+        """VLLM's attention layers that evict, in order."""
+        group = self.kv_cache_config.kv_cache_groups[self._kvbench_group]
         found = self.compilation_config.static_forward_context
         return [found[name] for name in group.layer_names]
 
@@ -181,7 +200,7 @@ class EvictingRunner(BaseRunner):
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
-        frequencies = rope_frequencies(policy.model_path).to(self.device)
+        frequencies = rope_frequencies(policy).to(self.device)
         rows = WorkerRows(policy, shape, frequencies)
         names = {layer.layer_name: index for index, layer in enumerate(layers)}
         CAPTURE.connect(names, rows.rings, keep_all=rows.wants_sums)

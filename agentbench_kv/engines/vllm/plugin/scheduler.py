@@ -17,8 +17,10 @@ from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,
+    evicting_group,
     refuse_unknown,
     refuse_wrong_results,
+    window_bytes,
 )
 from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions, extra_arguments
 
@@ -42,9 +44,11 @@ class EvictingScheduler(Scheduler):
         self._new_method: dict[str, Any] | None = None
         self.preempted = 0
         workers = self.vllm_config.parallel_config.tensor_parallel_size
-        size = bytes_per_token(self.kv_cache_config) * workers
-        blocks = SessionBlocks(self.kv_cache_manager)
-        self.sessions = VllmSessions(self._policy.method, size, blocks)
+        evicting = evicting_group(self.kv_cache_config)
+        size = bytes_per_token(self.kv_cache_config.kv_cache_groups[evicting]) * workers
+        windows = window_bytes(self.kv_cache_config, workers)
+        blocks = SessionBlocks(self.kv_cache_manager, evicting)
+        self.sessions = VllmSessions(self._policy.method, size, blocks, windows)
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         self._control = ControlServer(self._policy.control, _Commands(self).handlers())

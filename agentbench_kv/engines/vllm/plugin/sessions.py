@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.core.control import SchedulerSession
-from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, SessionLedger
+from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, SessionLedger, WindowBytes
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
@@ -30,7 +30,13 @@ class VllmSession(SchedulerSession):
 class VllmSessions:
     """All sessions of the scheduler, the ones at rest in the order in which they came to it."""
 
-    def __init__(self, method: Method, bytes_per_token: int, blocks: SessionBlocks) -> None:
+    def __init__(
+        self,
+        method: Method,
+        bytes_per_token: int,
+        blocks: SessionBlocks,
+        windows: WindowBytes | None = None,
+    ) -> None:
         self.method = method
         self.blocks = blocks
         self.sessions: OrderedDict[str, VllmSession] = OrderedDict()
@@ -41,6 +47,7 @@ class VllmSessions:
         self.adoptions = 0
         self.mismatches = 0
         self._bytes = bytes_per_token
+        self._windows = windows
 
     def find(self, request: Any) -> VllmSession | None:
         """Return the lasting session that a new request belongs to, if it is there."""
@@ -52,7 +59,8 @@ class VllmSessions:
         name = _session_name(request)
         session = self.sessions.get(name or request.request_id)
         if session is None:
-            ledger, number = SessionLedger(self.method, self._bytes), request.request_id
+            number = request.request_id
+            ledger = SessionLedger(self.method, self._bytes, self._windows)
             session = VllmSession(name or number, ledger, name is not None, number)
             self.sessions[session.name] = session
         labels = extra_arguments(request).get("kvbench_phases")
