@@ -81,7 +81,6 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
-        cls.check_method(spec.model, spec.built_method)
         cls.check_compute(spec.dtype, spec.device)
         cls.check_options(engine_options(spec))
 
