@@ -1,6 +1,6 @@
 """A tiny gpt-oss that answers in harmony: random weights, taught to call a tool and to report.
 
-It looks up the page that the user names and then says that it did. Attention has sinks and
+It looks up page 7 when it is asked to, and says so when it has read it. Attention has sinks and
 alternating windows, so that what it writes depends on both kinds of layers.
 """
 
@@ -74,24 +74,22 @@ def page_text(number: int) -> str:
     return json.dumps({"text": "".join(draw.choices("abcdefghij ", k=50))})
 
 
-def call_of(page: int) -> str:
-    """Return what the model writes when it is asked for a page."""
-    return (
-        f"<|channel|>analysis<|message|>I need page {page}<|end|><|start|>assistant<|channel|>"
-        f'commentary to=functions.look_up<|constrain|>json<|message|>{{"page": {page}}}<|call|>'
-    )
-
-
+QUESTION = "Read page 7"
+CALL = (
+    "<|channel|>analysis<|message|>I need page 7<|end|><|start|>assistant<|channel|>"
+    'commentary to=functions.look_up<|constrain|>json<|message|>{"page": 7}<|call|>'
+)
 REPORT = "<|channel|>final<|message|>Done.<|return|>"
 
 
-def _lesson(tokenizer: Any, pages: list[int]) -> tuple[list[int], list[int]]:
+def _lesson(tokenizer: Any, turns: int) -> tuple[list[int], list[int]]:
     """Return a session's ids, and the same as labels: -100 where others speak."""
-    head = tokenizer.apply_chat_template([], tools=TOOLS, tokenize=False)
-    parts = [(head, False)]
-    for page in pages:
-        parts += [(f"<|start|>user<|message|>Read page {page}<|end|><|start|>assistant", False)]
-        parts += [(call_of(page), True)]
+    nobody = [{"role": "user", "content": ""}]
+    whole = tokenizer.apply_chat_template(nobody, tools=TOOLS, tokenize=False)
+    parts = [(whole.partition("<|start|>user")[0], False)]
+    for _ in range(turns):
+        parts += [(f"<|start|>user<|message|>{QUESTION}<|end|><|start|>assistant", False)]
+        parts += [(CALL, True)]
         answer = page_text(random.randrange(10**6))
         tool = "<|start|>functions.look_up to=assistant<|channel|>commentary<|message|>"
         parts += [(f"{tool}{answer}<|end|><|start|>assistant", False), (REPORT, True)]
@@ -104,7 +102,7 @@ def _lesson(tokenizer: Any, pages: list[int]) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-def write_model(folder: Path, steps: int = 150) -> float:
+def write_model(folder: Path, steps: int = 100) -> float:
     """Teach a model of random weights, write it, and return its last loss."""
     tokenizer = harmony_tokenizer()
     ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
@@ -138,16 +136,13 @@ def write_model(folder: Path, steps: int = 150) -> float:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / steps)
-        pages = [random.randrange(10) for _ in range(random.choice((1, 2, 5)))]
-        ids, labels = _lesson(tokenizer, pages)
+        ids, labels = _lesson(tokenizer, random.choice((1, 2, 5)))
         out = network(input_ids=torch.tensor([ids]), labels=torch.tensor([labels]))
         optimizer.zero_grad()
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-        loss = float(out.loss)
-        if step % 25 == 0:
-            print(step, round(loss, 4), len(ids), flush=True)
+        loss = float(out.loss.detach())
     network.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return loss
