@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentbench_kv.adapters.base import Reply
+from agentbench_kv.engines.base import Engine
+from agentbench_kv.gateway import open_gateway
+from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.gateway.session import SessionReport
 
 WINDOW = 32
 TOOLS = [
@@ -146,3 +153,33 @@ def write_model(folder: Path, steps: int = 100) -> float:
     network.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return loss
+
+
+@dataclass
+class HeldSession:
+    """What came of a session of some turns, each a question, a call, a page and a report."""
+
+    replies: list[Reply]
+    tokens: list[int]
+    phases: list[int]
+    report: SessionReport
+
+
+def hold_session(engine: Engine, turns: int) -> HeldSession:
+    """Ask the same question again and again, and answer the calls that come."""
+    gateway = open_gateway(engine, default_max_tokens=64)
+    messages: list[Any] = []
+    replies = []
+    with InProcessClient(gateway, "session", temperature=0.0) as client:
+        for turn in range(turns):
+            messages.append({"role": "user", "content": QUESTION})
+            for _ in range(2):
+                replies.append(client.chat(messages, TOOLS))
+                messages.append(replies[-1].message)
+                messages += [
+                    {"role": "tool", "tool_call_id": call["id"], "content": page_text(turn)}
+                    for call in replies[-1].tool_calls
+                ]
+        tokens, phases = gateway.token_log("session")
+        report = client.report
+    return HeldSession(replies, list(tokens), list(phases), report)
