@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from agentbench_kv.accounting import LayerReach
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.core.ledger import WindowBytes
@@ -70,13 +71,6 @@ class ModelFacts:
     def full_layers(self) -> int:
         """Layers that look back on everything, in which a method can evict."""
         return self.layers - sum(window > 0 for window in self.windows)
-
-    def window_details(self) -> dict[str, str]:
-        """Return what a run's record says of windows; nothing of models that have none."""
-        if not self.window:
-            return {}
-        full, windowed = str(self.full_layers), str(self.layers - self.full_layers)
-        return {"full_layers": full, "window_layers": windowed, "window": str(self.window)}
 
     def groups_of(self, layers: int) -> int:
         """Return how many KV cache groups vLLM makes of so many layers of one kind.
@@ -349,7 +343,9 @@ class EngineWire(ABC):
     def details(self) -> dict[str, str]:
         """Return what a run's record says of the backend: version, set-up, flags."""
         set_up = {"setup": "as shipped" if self.stock else "plug-in"}
-        return set_up | self.facts.window_details()
+        facts = self.facts
+        windowed = facts.layers - facts.full_layers
+        return set_up | LayerReach(facts.full_layers, windowed, facts.window).document()
 
     def close(self) -> None:
         self._client.close()

@@ -152,7 +152,8 @@ class VllmEngineWire(EngineWire):
 
     def _memory(self) -> dict[str, str | None]:
         """Return how large the cache is: what was asked for, or vLLM's own choice on a GPU."""
-        arguments: dict[str, str | None] = {}
+        # vLLM's own limit is another where RoPE is scaled (YaRN: more, LongRoPE: the original).
+        arguments: dict[str, str | None] = {"max-model-len": str(self.context_limit)}
         block = 16 if self.gpu else _CPU_BLOCK
         if self.options.max_live_tokens is not None:
             # One block is vLLM's placeholder.

@@ -95,6 +95,16 @@ SGLANG = "[2026-11-22 10:00:00] "
             "Subprocess scheduler_0 (pid=3) crashed with exit code -9.",
             False,
         ),
+        (
+            [
+                f"{VLLM}RuntimeError: Error raised in subprocess:",
+                f"{VLLM}ModuleNotFoundError: No module named 'torchvision'",
+                "pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, ['X'] failed to be inspected. Please check the logs for details.",
+            ],
+            "ModuleNotFoundError: No module named 'torchvision'",
+            False,
+        ),
         (["loading", "no such model"], "no such model", False),
         ([], "", False),
         (["ValueError: " + "x" * 5000], "ValueError: " + "x" * 288 + "…", False),

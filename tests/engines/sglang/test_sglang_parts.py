@@ -14,7 +14,7 @@ from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed
-from agentbench_kv.engines.serving.wire import ModelFacts
+from agentbench_kv.engines.serving.wire import CpuRoom, ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
@@ -38,7 +38,8 @@ FACTS = ModelFacts("qwen3", 4, 4, 2, 64, 2048, (2,))
 
 def command(method: str, gpu: bool, **more: Any) -> list[str]:
     options = EngineOptions("micro", make_method(method, None), **more)
-    return flags(options, FACTS, gpu=gpu, stock=method == "full")
+    room = None if gpu else CpuRoom(4096, 9999, 1)
+    return flags(options, FACTS, room, gpu=gpu, stock=method == "full")
 
 
 def test_the_stock_arm_keeps_the_radix_cache_and_the_others_do_not() -> None:

@@ -15,7 +15,7 @@ from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions
 from agentbench_kv.registry import make_method
 
-BLOCK, POOL = 8, 40
+BLOCK, POOL, WINDOW = 8, 40, 12
 
 
 class FakePool:
@@ -34,6 +34,8 @@ class FakePool:
 
 class FakeManager:
     """What the table uses of vLLM's single-type manager."""
+
+    window: FakeWindow  # of the layers beside it
 
     def __init__(self, pool: FakePool) -> None:
         self.block_size = BLOCK
@@ -55,14 +57,36 @@ class FakeManager:
         self.num_cached_block.pop(request_id, None)
 
 
+class FakeWindow(FakeManager):
+    """The manager of layers with a window, which evict nothing and hold the last blocks."""
+
+    def missing(self, request_id: str, tokens: int) -> int:
+        wanted = min(-(-tokens // BLOCK), -(-WINDOW // BLOCK) + 1)
+        return max(0, wanted - len(self.req_to_blocks.get(request_id, ())))
+
+    def hold(self, request_id: str, tokens: int) -> None:
+        self.allocate_new_blocks(request_id, tokens, 0)
+        blocks = self.req_to_blocks[request_id]
+        last = -(-WINDOW // BLOCK) + 1
+        self.pool.free_blocks(blocks[:-last])
+        self.req_to_blocks[request_id] = blocks[-last:]
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, _: int) -> None:
+        count = self.missing(request_id, num_tokens)
+        blocks = [SimpleNamespace(block_id=self.pool.free_ids.pop()) for _ in range(count)]
+        self.req_to_blocks.setdefault(request_id, []).extend(blocks)
+
+
 def new_table(budget: int = 16, trigger: str = "prefill+every") -> tuple[VllmSessions, FakeManager]:
     pool = FakePool()
     manager = FakeManager(pool)
+    manager.window = FakeWindow(pool)
     outer = SimpleNamespace(
-        coordinator=SimpleNamespace(single_type_managers=[manager]), block_pool=pool
+        coordinator=SimpleNamespace(single_type_managers=[manager.window, manager]),
+        block_pool=pool,
     )
     method = make_method("streamingllm", budget, {"interval": 4, "trigger": trigger})
-    return VllmSessions(method, 1, SessionBlocks(outer)), manager
+    return VllmSessions(method, 1, SessionBlocks(outer, evicting=1)), manager
 
 
 def request(number: int, session: str | None, tokens: list[int]) -> Any:
@@ -78,10 +102,12 @@ def request(number: int, session: str | None, tokens: list[int]) -> Any:
 def feed(table: VllmSessions, manager: FakeManager, session: VllmSession, rows: int) -> None:
     """One forward as the scheduler orders it."""
     name = session.request
-    needed = manager.get_num_blocks_to_allocate(name, session.ledger.fed + rows, 0, 0, 0, 0)
+    fed, window = session.ledger.fed + rows, manager.window
+    needed = manager.get_num_blocks_to_allocate(name, fed, 0, 0, 0, 0) + window.missing(name, fed)
     while needed > manager.pool.get_num_free_blocks() and table.lose_oldest():
         pass
-    manager.allocate_new_blocks(name, session.ledger.fed + rows, 0)
+    manager.allocate_new_blocks(name, fed, 0)
+    window.hold(name, fed)
     session.ledger.forward(rows)
     eviction = session.ledger.sampled()
     if eviction is not None:
@@ -154,12 +180,15 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_where_the_rows_are(self) -> None:
-        held_ids = [b.block_id for blocks in self.manager.req_to_blocks.values() for b in blocks]
+        managers = (self.manager, self.manager.window)
+        held = [blocks for each in managers for blocks in each.req_to_blocks.values()]
+        held_ids = [block.block_id for blocks in held for block in blocks]
         free = self.manager.pool.free_ids
         assert sorted(held_ids + free) == list(range(1, POOL + 1))
         for session in self.table.sessions.values():
             blocks = self.manager.req_to_blocks.get(session.request, [])
             assert len(blocks) == -(-session.ledger.live // BLOCK)
+            assert not self.manager.window.missing(session.request, session.ledger.fed)
             assert self.table.blocks.deficits.get(session.request, 0) == session.ledger.deficit
 
     def teardown(self) -> None:
@@ -211,6 +240,7 @@ def test_a_request_without_session_leaves_nothing() -> None:
     assert not session.lasting
     feed(table, manager, session, 9)
     manager.free("r1")
+    manager.window.free("r1")
     table.lose(session)
     table.end(session)
     assert not table.sessions
