@@ -36,7 +36,7 @@ from safetensors.torch import save
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.gateway.gateway import reader_for
+from agentbench_kv.gateway.readers import reader_for
 from agentbench_kv.gateway.messages import canonical, for_template, tools_key
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.protocol import (

@@ -39,8 +39,12 @@ def read_calls(syntax: str, payload: str, tools: Tools = ()) -> list[Call] | Non
         return None
 
 
+def offered_names(tools: Tools) -> set[str]:
+    return {str(name) for tool in tools if (name := _function(tool).get("name"))}
+
+
 def is_offered(name: str, tools: Tools) -> bool:
-    return any(_function(tool).get("name") == name for tool in tools)
+    return name in offered_names(tools)
 
 
 def _json_calls(payload: str, _: Tools) -> Iterator[Call]:

@@ -65,6 +65,11 @@ class TrialSetup:
     endpoint: str | None
     deadlines: dict[str, Deadline] = field(default_factory=dict)  # of the sessions under way
 
+    def text_format(self) -> dict[str, str | None]:
+        """Return how the model writes calls and messages."""
+        about = self.gateway.provenance()
+        return {"tool_syntax": about["tool_parser"], "chat_format": about["phase_family"]}
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -113,6 +118,7 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
             endpoint=setup.endpoint,
             session=session,
             timeout_s=spec.timeout_s,
+            **setup.text_format(),
             **shared,
         )
         outcome = _outcome(setup.task, sample, context)
@@ -271,6 +277,8 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     scored = outcome.status is TrialStatus.SCORED
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
+    unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
+    missed = {"calls_in_other_syntax": len(unread), "other_syntax": unread[-1]} if unread else {}
     return TrialRecord(
         sample_id=sample.id,
         trial=attempt.context.trial,
@@ -278,7 +286,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
         cluster=sample.cluster,
         status=outcome.status,
         score=outcome.score if scored else None,
-        metrics={**outcome.metrics, **billed},
+        metrics={**outcome.metrics, **billed, **missed},
         kv=KVAccount(**report.stats.recorded()),
         timing=_timing(report.turns, attempt.seconds) if scored else Timing(),
         usage=Usage(**report.usage),

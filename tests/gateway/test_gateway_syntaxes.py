@@ -11,7 +11,7 @@ import click
 import pytest
 
 from agentbench_kv.cli.run import run
-from agentbench_kv.gateway.gateway import reader_for
+from agentbench_kv.gateway.readers import reader_for
 from agentbench_kv.gateway.messages import ChatTemplate, tool_call
 from agentbench_kv.gateway.parsing import MessageReader
 from agentbench_kv.phases.syntax import SYNTAXES

@@ -2,7 +2,7 @@
 
 from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.bfcl.worker.samples import script
-from agentbench_kv.adapters.bfcl.worker.session import PromptText, parse, visible
+from agentbench_kv.adapters.bfcl.worker.session import PromptText, parse
 
 TOOLS = [
     {"name": "echo", "parameters": {"properties": {"content": {}, "file_name": {}}}},
@@ -12,7 +12,8 @@ TRUTH = [[], ["echo('Büdenbender', file_name='a')", "echo(content='b')"], ["ech
 
 
 def names(texts):
-    return [[call.arguments.get("content") for call in parse(visible(t))[0]] for t in texts]
+    said = [text.rpartition("</think>")[2] for text in texts]
+    return [[call.arguments.get("content") for call in parse(text)[0]] for text in said]
 
 
 def test_every_prompt_extends_what_came_before():
