@@ -63,6 +63,12 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             signs=("[TOOL_CALLS]",),
             call_ids="call{:05d}",  # nine letters or digits: its templates check it
         ),
+        ToolSyntax(
+            "pythonic",
+            (("<|python_start|>", "<|python_end|>"),),
+            bare="[",
+            signs=("[func_name1(params_name1=",),  # how Meta's prompt explains it
+        ),
         ToolSyntax("llama3_json", (("<|python_tag|>", None),), bare="{", signs=("<|python_tag|>",)),
         ToolSyntax("glm", (("<tool_call>", "</tool_call>"),), signs=("<arg_key>",)),
         ToolSyntax("qwen3_coder", (("<tool_call>", "</tool_call>"),), signs=("<function=",)),

@@ -15,8 +15,8 @@ import pytest
 
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.gateway.readers import reader_for
 from agentbench_kv.gateway.parsing import MessageReader
+from agentbench_kv.gateway.readers import reader_for
 from agentbench_kv.phases.syntax import SYNTAXES
 
 pytestmark = pytest.mark.engine

@@ -38,7 +38,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 
     function_calling = False
 
-    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:  # noqa: ARG002
+    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
         super().__init__(NAME, 0.0, NAME, is_fc_model=self.function_calling)
         self.steps: list[Fields] = []  # one record per completion
         self._known = tool_names(entry)
