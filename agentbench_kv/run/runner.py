@@ -87,13 +87,18 @@ def warn_without_phases(method: Method, gateway: AnyGateway) -> None:
         )  # fmt: skip
 
 
-def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
-    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
+def check_all(specs: Sequence[RunSpec]) -> None:
+    """Refuse what cannot run, before anything starts and without loading weights."""
     for spec in specs:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
         cls.check_compute(spec.dtype, spec.device)
+
+
+def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
+    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
+    check_all(specs)
     return [run_one(spec, out, progress) for spec in specs]
 
 
