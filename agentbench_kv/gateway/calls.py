@@ -106,12 +106,18 @@ def _python_calls(source: str) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _mistral(payload: str, tools: Tools) -> Iterator[Call]:
-    """Read a JSON list, or (version 11 on) `name[ARGS]{...}`, each behind its own marker."""
+    """Read a JSON list, or (version 11 on) `name[ARGS]{...}`, each behind its own marker.
+
+    Where special tokens are not shown it is `name{...}`.
+    """
     for part in payload.split("[TOOL_CALLS]"):
-        name, found, arguments = part.partition("[ARGS]")
-        if not found:
+        if part.lstrip().startswith(("[", "{")) and not part.lstrip().startswith("[ARGS]"):
             yield from _mistral_list(part, tools)
             continue
+        name, found, arguments = part.partition("[ARGS]")
+        if not found:
+            name, brace, rest = part.partition("{")
+            arguments = brace + rest
         name, _, call_id = name.partition("[CALL_ID]")
         yield _made(name.strip(), _only(json_values(arguments)), call_id.strip() or None)
 
@@ -137,6 +143,26 @@ def _qwen3_coder(payload: str, tools: Tools) -> Iterator[Call]:
 
 
 _NAME = re.compile(r"[^\s<>{}\"']+")
+_INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
+_INVOKED = re.compile(r'<parameter name="?([^">]+)"?>(.*?)(?:</parameter>|\Z)', re.DOTALL)
+
+
+def _minimax(payload: str, tools: Tools) -> Iterator[Call]:
+    """`<invoke name="NAME"><parameter name="KEY">`, typed by the tool's schema."""
+    for name, body in _INVOKE.findall(payload):
+        types = _types(name, tools)
+        pairs = [(key, _one_line_off(text)) for key, text in _INVOKED.findall(body)]
+        yield _made(name, {key: _typed(text, types.get(key)) for key, text in pairs})
+
+
+def _cohere(payload: str, _: Tools) -> Iterator[Call]:
+    """JSON objects with `tool_name`, `parameters` and an id of the message's own numbering."""
+    for value in json_values(payload):
+        if not isinstance(value, dict) or not isinstance(value.get("tool_name"), str):
+            raise NotACallError(payload)
+        yield _made(value["tool_name"], value.get("parameters", {}))
+
+
 _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
 
 
@@ -190,6 +216,11 @@ READERS: Mapping[str, Callable[[str, Tools], Iterator[Call]]] = {
     "glm": _glm,
     "deepseek": _deepseek,
     "kimi": _kimi,
+    "seed_oss": _qwen3_coder,
+    "minimax": _minimax,
+    "cohere": _cohere,
+    "lfm2": _pythonic,
+    "granite": _json_calls,
     "json": _offered_calls,
     "harmony": _nothing,  # the header of a message says that it is a call
     "none": _nothing,

@@ -398,7 +398,7 @@ def _notes(info: RunInfo, lines: Lines[TrialRecord]) -> list[str]:
     return notes
 
 
-def _unread_calls(info: RunInfo, records: Iterable[TrialRecord]) -> list[str]:
+def _unread_calls(info: RunInfo, records: list[TrialRecord]) -> list[str]:
     """Say how many answers write their calls in a syntax that was not read, and what mends it."""
     written: Counter[str] = Counter()
     for record in latest_trials(records):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 import pytest
-from gateway_calls import ARGUMENTS, CALLS, GIVEN, TOOLS, read
+from gateway_calls import ARGUMENTS, CALLS, GIVEN, RECORDED, TOOLS, read
 
 from agentbench_kv.cli.run import run
 from agentbench_kv.gateway.messages import ChatTemplate, tool_call
@@ -36,8 +36,22 @@ def test_a_call_is_read_with_its_types(syntax: str, size: int) -> None:
     assert call["id"] == ("functions.f:0" if syntax == "kimi" else "call_1")
 
 
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+@pytest.mark.parametrize("recorded", RECORDED, ids=[f"{r[0]}-{r[1][:12]}" for r in RECORDED])
+def test_published_outputs_are_read(recorded: Any, size: int) -> None:
+    syntax, source, text, calls, said = recorded
+    reader = read(syntax, text, size)
+    found = [call["function"] for call in reader.tool_calls]
+    assert [(f["name"], json.loads(f["arguments"])) for f in found] == calls, source
+    assert (reader.content, reader.unparsable) == (said, False)
+
+
+def test_every_syntax_of_a_family_has_a_published_output() -> None:
+    assert {syntax for syntax, *_ in RECORDED} == SYNTAXES.keys() - {"none", "json"}
+
+
 @pytest.mark.parametrize(
-    "syntax", sorted(set(CALLS) - {"qwen3_coder", "glm", "llama3_json", "pythonic"})
+    "syntax", ["cohere", "deepseek", "granite", "harmony", "hermes", "json", "kimi", "mistral"]
 )
 def test_what_could_not_come_back_in_the_history_is_no_call(syntax: str) -> None:
     text = CALLS[syntax].replace(ARGUMENTS, '{"x": ' + "[" * 500 + "]" * 500 + "}")
