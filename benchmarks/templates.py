@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     tokenizer = copy.deepcopy(load_tokenizer(model_path("micro")))
+    tokenizer.bos_token = "<s>"  # templates of models that have one write it
     print("| template | family | syntax | turns |\n|---|---|---|---|")
     for file in sorted(args.folder.rglob("*.jinja"), key=lambda file: file.name.lower()):
         print(f"| {file.stem} | " + " | ".join(examine(tokenizer, file.read_text("utf-8"))) + " |")

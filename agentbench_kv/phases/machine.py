@@ -92,6 +92,15 @@ LLAMA3 = Family(
     headers=(HeaderRule(r"(ipython|tool)\Z", Phase.TOOL),),
 )
 
+LLAMA4 = replace(
+    LLAMA3,
+    name="llama4",
+    detect=("<|header_start|>",),
+    opens={"<|header_start|>": None},
+    closes={"<|eot|>": "", "<|eom|>": ""},
+    header_close="<|header_end|>",
+)
+
 HARMONY = Family(
     name="harmony",
     detect=("<|channel|>", "<|message|>"),
@@ -228,7 +237,7 @@ PLAIN = Family("plain", (), {}, {})
 # The first whose tokens are all there: what others have too comes later.
 FAMILIES = (
     *(HARMONY, DEEPSEEK, LLAMA3, KIMI, PHI4, CHATML, MISTRAL, GLM, PHI, GEMMA, GRANITE),
-    *(SEED, MINIMAX, COHERE),
+    *(LLAMA4, SEED, MINIMAX, COHERE),
 )
 
 

@@ -24,6 +24,7 @@ from agentbench_kv.phases.machine import (
     HARMONY,
     KIMI,
     LLAMA3,
+    LLAMA4,
     MINIMAX,
     MISTRAL,
     PHI,
@@ -349,6 +350,19 @@ PARTS |= {
             ]
         ],
     },
+}
+_LLAMA4 = {"start_header_id": "header_start", "end_header_id": "header_end", "_id|>": "|>"}
+
+
+def _renamed(text: str) -> str:
+    for old, new in _LLAMA4.items():
+        text = text.replace(old, new)
+    return text
+
+
+PARTS[LLAMA4] = {
+    role: [[(_renamed(text), phase) for text, phase in part] for part in parts]
+    for role, parts in PARTS[LLAMA3].items()
 }
 MARKS = re.compile(
     r"<[|｜][^<>]*?[|｜]>|</?(?:think|tool_call|arg_key|arg_value|seed:\w+|minimax:tool_call)>"
