@@ -126,9 +126,15 @@ def _gguf(model: str) -> _Found:
     metadata = read_metadata(found.file)
     name = str(metadata.get("general.architecture"))
     scaled = metadata.get(f"{name}.rope.scaling.type", "none") != "none"
+    template, shape = f"tokenizer.chat_template of {found.file.name}", found.shape
     return _Found(
-        *(f"{name} (GGUF)", found.tokenizer, f"tokenizer.chat_template of {found.file.name}"),
-        *(found.shape.context_limit, found.shape.eos_token_ids, scaled, refusal(metadata)),
+        f"{name} (GGUF)",
+        found.tokenizer,
+        template,
+        shape.context_limit,
+        shape.eos_token_ids,
+        scaled,
+        refusal(metadata),
     )
 
 

@@ -38,6 +38,7 @@ from agentbench_kv.gateway.session import SessionBusyError, SessionReport, TurnI
 from agentbench_kv.results.records import (
     LOST,
     KVAccount,
+    Metric,
     Timing,
     TrialRecord,
     TrialStatus,
@@ -64,11 +65,6 @@ class TrialSetup:
     gateway: AnyGateway
     endpoint: str | None
     deadlines: dict[str, Deadline] = field(default_factory=dict)  # of the sessions under way
-
-    def text_format(self) -> dict[str, str | None]:
-        """Return how the model writes calls and messages."""
-        about = self.gateway.provenance()
-        return {"tool_syntax": about["tool_parser"], "chat_format": about["phase_family"]}
 
 
 @dataclass(frozen=True)
@@ -108,6 +104,7 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
         "max_tokens": spec.max_tokens,
     }
     client = InProcessClient(setup.gateway, session, **shared)
+    about = setup.gateway.provenance()
     started = time.perf_counter()
     deadline = Deadline(spec.timeout_s, partial(setup.gateway.cancel, session))
     setup.deadlines[session] = deadline
@@ -118,7 +115,8 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
             endpoint=setup.endpoint,
             session=session,
             timeout_s=spec.timeout_s,
-            **setup.text_format(),
+            tool_syntax=about["tool_parser"],
+            chat_format=about["phase_family"],
             **shared,
         )
         outcome = _outcome(setup.task, sample, context)
@@ -278,7 +276,9 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
     unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
-    missed = {"calls_in_other_syntax": len(unread), "other_syntax": unread[-1]} if unread else {}
+    missed: dict[str, Metric] = {}
+    if unread:
+        missed = {"calls_in_other_syntax": len(unread), "other_syntax": unread[-1]}
     return TrialRecord(
         sample_id=sample.id,
         trial=attempt.context.trial,

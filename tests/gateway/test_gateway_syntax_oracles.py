@@ -162,14 +162,6 @@ def granite(calls: Calls) -> str:
     return "<|tool_call|>" + dumps([{"name": name, "arguments": given} for name, given in calls])
 
 
-def cohere(calls: Calls) -> str:
-    made = [
-        {"tool_call_id": str(number), "tool_name": name, "parameters": given}
-        for number, (name, given) in enumerate(calls)
-    ]
-    return f"<|START_ACTION|>{dumps(made)}<|END_ACTION|>"
-
-
 # Syntax, SGLang's detector, vLLM's parser, and what writes calls.
 FORMATS: dict[str, tuple[str, str, str, Callable[[Calls], str]]] = {
     "hermes": ("hermes", "hermes_detector:HermesDetector", "hermes", hermes),
@@ -194,9 +186,8 @@ FORMATS: dict[str, tuple[str, str, str, Callable[[Calls], str]]] = {
     # vLLM reads harmony from ids of its own vocabulary, which it downloads.
     "seed-oss": ("seed_oss", "", "seed_oss", seed_oss),
     "minimax": ("minimax", "minimax_m2:MinimaxM2Detector", "minimax_m2", minimax),
-    "lfm2": ("lfm2", "", "lfm2", lfm2),
+    "lfm2": ("lfm2", "lfm2_detector:Lfm2Detector", "lfm2", lfm2),
     "granite": ("granite", "", "granite", granite),
-    "cohere": ("cohere", "", "cohere_command3", cohere),
     "gpt-oss": ("harmony", "gpt_oss_detector:GptOssDetector", "", harmony),
 }
 
