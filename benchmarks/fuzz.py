@@ -36,7 +36,6 @@ from safetensors.torch import save
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.gateway.gateway import reader_for
 from agentbench_kv.gateway.messages import canonical, for_template, tools_key
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.protocol import (
@@ -45,6 +44,7 @@ from agentbench_kv.gateway.protocol import (
     CompletionRequest,
     parse_request,
 )
+from agentbench_kv.gateway.readers import reader_for, unread_syntax
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import FAMILIES, PhaseMachine, PhaseTable
 from agentbench_kv.phases.syntax import SYNTAXES
@@ -178,7 +178,7 @@ def _call_text(rng: Rng) -> str:
         written = json.dumps(disturbed(rng, rng.choice((call, [call], [call, call]))))
     except RecursionError:
         written = deep_text(rng)
-    form = rng.choice(("<tool_call>{}</tool_call>", "{}", "<|python_tag|>{}"))
+    form = rng.choice(("<tool_call>{}</tool_call>", "{}", "<|python_tag|>{}", "[f(x={}, s='')]"))
     return form.replace("{}", written)
 
 
@@ -194,7 +194,7 @@ TOOLS = [
 
 
 def parser(rng: Rng) -> None:
-    """Check that a text in any chunks is one message, and its pieces joined that message."""
+    """Check that a text in any chunks is one message, which can come back in a history."""
     syntax = SYNTAXES[rng.choice(list(SYNTAXES))]
     parts = []
     for _ in range(rng.randrange(5)):
@@ -212,8 +212,19 @@ def parser(rng: Rng) -> None:
         assert _joined(deltas) == (reader.content, reader.reasoning, reader.tool_calls)
         messages.append((*_joined(deltas), reader.unparsable))
     assert messages[0] == messages[1], "the chunks decide what the message is"
-    for call in messages[0][2]:
-        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    content, _, calls, _ = messages[0]
+    for call in calls:
+        given = json.loads(call["function"]["arguments"], parse_constant=_no_constant)
+        assert isinstance(given, dict)
+    # What was said comes back in the history of the next request.
+    message = {"role": "assistant", "content": content, "tool_calls": calls}
+    canonical(message)
+    json.dumps(for_template(message)).encode()
+    unread_syntax(whole, syntax, thinking=thinking, tools=TOOLS)
+
+
+def _no_constant(name: str) -> object:
+    raise AssertionError(f"{name} is not JSON")
 
 
 # Phases.

@@ -71,6 +71,7 @@ class Completion:
     """One answer of either route."""
 
     said: Any  # completions: the text; chat: the message, to be sent back unchanged
+    message: dict[str, Any]  # what was said, thoughts and calls taken apart
     finish_reason: str
     usage: dict[str, Any]  # token counts; the server's KV account under `kvbench` if it keeps one
     seconds: float  # from the request that was accepted to its answer
@@ -124,8 +125,9 @@ class AgentConnection:
         asked, key, timeout_s = {**body, **args["sampling"]}, args["key"], args["timeout_s"]
         return cls(args["endpoint"], args["session"], asked, key, timeout_s, request.renew)
 
-    def complete(self, prompt: str) -> Completion:
-        return self._ask("completions", {"prompt": prompt}, "text", str)
+    def complete(self, prompt: str, tools: Sequence[dict[str, Any]]) -> Completion:
+        """Ask a server of this project, which reads the answer's calls of the tools."""
+        return self._ask("completions", {"prompt": prompt, "tools": tools}, "text", str)
 
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
@@ -201,15 +203,20 @@ def _completion(answer: bytes, key: str, kind: type, seconds: float) -> Completi
     try:
         fields = json.loads(answer)
         choice = fields["choices"][0]
-        said, usage = choice[key], fields.get("usage") or {}
+        said, message, usage = choice[key], choice["message"], fields.get("usage") or {}
         # OpenAI clients know no `context_limit`; our server gives the exact reason in the usage.
         reason = usage.get("kvbench", {}).get("finish_reason") or choice.get("finish_reason")
-        if not isinstance(said, kind):
+        if not isinstance(said, kind) or not isinstance(message, dict):
             raise TypeError(f"no {key}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         name = "completion" if kind is str else "chat completion"
         raise ServerError(f"not a {name}: {answer[:200]!r}") from error
-    return Completion(said, str(reason or "stop"), usage, seconds)
+    return Completion(said, message, str(reason or "stop"), usage, seconds)
+
+
+def unparsable(answer: Completion) -> bool:
+    """Return whether an answer has a call's marker without a call, as the server says."""
+    return bool((answer.usage.get("kvbench") or {}).get("unparsable"))
 
 
 def _failure(status: int, answer: bytes) -> Exception:

@@ -90,6 +90,9 @@ class TrialContext:
     temperature: float = 0.0
     max_tokens: int = 1024  # of every assistant message
     timeout_s: float = 3600.0  # for the whole trial; a task past it raises TimeoutError
+    # How the model writes calls and messages, for tasks that write whole prompts.
+    tool_syntax: str | None = None
+    chat_format: str | None = None
 
 
 class Task(ABC):

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from agentbench_kv import __version__
-from agentbench_kv.cli.options import flag
+from agentbench_kv.cli.options import flag, local, print_json, tool_syntax_option
 from agentbench_kv.errors import KVBenchError
+
+if TYPE_CHECKING:
+    from agentbench_kv.run.inspection import ModelReport
 
 Verdict = Literal["ok", "optional", "broken"]
 _CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pandas", "httpx")
@@ -47,13 +50,20 @@ class Diagnosis:
 
 
 @click.command()
+@local("--model", "Look at this model folder or GGUF file instead; nothing is loaded.")
+@tool_syntax_option
 @flag("--json as_json", "Print JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, model: str | None, tool_syntax: str, as_json: bool) -> None:
     """Look at versions, GPU, engines, environments, model, tool parser and disk.
 
-    Exit code 2 if something is broken; what is merely absent does not count.
+    With --model: which engines run it, its chat template and tool syntax, a session with the phase
+    of every part, its stop tokens and limits. Exit code 2 if something is broken; what is merely
+    absent does not count.
     """
+    if model is not None:
+        _show_model(model, tool_syntax, as_json)
+        return
     findings = diagnose()
     if as_json:
         click.echo(json.dumps([asdict(each) for each in findings], indent=1))
@@ -61,6 +71,44 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         click.echo("\n".join(_line(each) for each in findings))
     if any(each.verdict == "broken" for each in findings):
         ctx.exit(2)
+
+
+def _show_model(model: str, tool_syntax: str, as_json: bool) -> None:
+    from rich.text import Text
+
+    from agentbench_kv.results.show import PHASE_STYLES
+    from agentbench_kv.results.terminal import console, visible
+    from agentbench_kv.run.inspection import inspect
+
+    report = inspect(model, tool_syntax)
+    if as_json:
+        print_json(asdict(report))
+        return
+    screen = console()
+    for name, found in _about_model(report):
+        screen.print(f"{name:<16}{visible(found)}", markup=False, soft_wrap=True)
+    if report.session:
+        legend = (Text(name, style=style) for name, style in PHASE_STYLES.items())
+        screen.print(Text("\nphases of a session: ").append_text(Text(", ").join(legend)))
+    for phase, text in report.session:
+        tag = f"  {phase:<6} | "
+        shown = "\n".join(tag + line for line in visible(text, "\n").splitlines())
+        screen.print(Text(shown, style=PHASE_STYLES[phase]), soft_wrap=True)
+
+
+def _about_model(report: ModelReport) -> Iterator[tuple[str, str]]:
+    yield "model", report.model
+    yield "architecture", report.architecture
+    yield from ((f"on {name}", found) for name, found in report.engines.items())
+    limit = "unknown" if report.context_limit is None else f"{report.context_limit:,} tokens"
+    yield "context", f"{limit}; {report.longer_context}" if report.longer_context else limit
+    yield "stop tokens", ", ".join(f"{text} ({id})" for id, text in report.stop_tokens.items())
+    yield "chat template", report.template or "none"
+    signs = "; ".join(f"{sign} in {where}" for sign, where in report.signs.items())
+    yield "tool syntax", f"{report.tool_syntax} ({signs})" if signs else report.tool_syntax
+    yield "phase family", report.phase_family
+    yield from report.checks.items()
+    yield from (("refused", each) for each in report.refused)
 
 
 def diagnose() -> list[Diagnosis]:

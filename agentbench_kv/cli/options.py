@@ -131,8 +131,9 @@ engine_arg_option = many(
 )
 tool_syntax_option = option(
     "--tool-syntax",
-    "How the model writes calls: harmony, kimi, deepseek, mistral, llama3_json, glm, qwen3_coder, "
-    "hermes, json (explained to any model) or none; auto: as chat template and vocabulary show.",
+    "How the model writes calls: harmony, kimi, deepseek, mistral, pythonic, llama3_json, glm, "
+    "seed_oss, minimax, cohere, lfm2, granite, qwen3_coder, hermes, json (explained to any model) "
+    "or none; auto: as chat template and vocabulary show.",
     default="auto",
 )
 context_limit_option = option(

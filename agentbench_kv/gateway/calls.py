@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from agentbench_kv.gateway.messages import too_deep
 from agentbench_kv.phases.tokens import encodable
@@ -39,8 +39,12 @@ def read_calls(syntax: str, payload: str, tools: Tools = ()) -> list[Call] | Non
         return None
 
 
+def offered_names(tools: Tools) -> set[str]:
+    return {str(name) for tool in tools if (name := _function(tool).get("name"))}
+
+
 def is_offered(name: str, tools: Tools) -> bool:
-    return any(_function(tool).get("name") == name for tool in tools)
+    return name in offered_names(tools)
 
 
 def _json_calls(payload: str, _: Tools) -> Iterator[Call]:
@@ -65,24 +69,55 @@ def _llama3(payload: str, tools: Tools) -> Iterator[Call]:
     if payload.lstrip().startswith(("{", "[")):
         yield from _json_calls(payload, tools)
         return
+    for name, given in _python_calls(payload):
+        yield _made(name.removesuffix(".call"), given)
+
+
+def _pythonic(payload: str, _: Tools) -> Iterator[Call]:
+    """Read a list of Python calls with keyword arguments that are literals."""
+    if not payload.strip().startswith("["):
+        raise NotACallError(payload)
+    for name, given in _python_calls(payload):
+        yield _made(name, given)
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Makes constants of JSON's, which models mix into Python."""
+
+    constants: ClassVar = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(self.constants[node.id]) if node.id in self.constants else node
+
+
+def _python_calls(source: str) -> Iterator[tuple[str, dict[str, object]]]:
     try:
-        tree = ast.parse(payload.strip(), mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args:
-            raise NotACallError(payload)
-        name = ast.unparse(tree.func).removesuffix(".call")
-        given = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords if each.arg}
-    except (SyntaxError, ValueError, MemoryError) as error:
-        raise NotACallError(payload) from error
-    yield _made(name, given)
+        tree = _JsonNames().visit(ast.parse(source.strip(), mode="eval")).body
+        for call in tree.elts if isinstance(tree, ast.List) else [tree]:
+            if not isinstance(call, ast.Call) or call.args:
+                raise NotACallError(source)
+            given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            if None in given:
+                raise NotACallError(source)
+            # As JSON has it: no tuples, no sets.
+            yield ast.unparse(call.func), json.loads(json.dumps(given))
+    except (SyntaxError, ValueError, TypeError, MemoryError) as error:
+        raise NotACallError(source) from error
 
 
 def _mistral(payload: str, tools: Tools) -> Iterator[Call]:
-    """Read a JSON list, or (version 11 on) `name[ARGS]{...}`, each behind its own marker."""
+    """Read a JSON list, or (version 11 on) `name[ARGS]{...}`, each behind its own marker.
+
+    Where special tokens are not shown it is `name{...}`.
+    """
     for part in payload.split("[TOOL_CALLS]"):
-        name, found, arguments = part.partition("[ARGS]")
-        if not found:
+        if part.lstrip().startswith(("[", "{")) and not part.lstrip().startswith("[ARGS]"):
             yield from _mistral_list(part, tools)
             continue
+        name, found, arguments = part.partition("[ARGS]")
+        if not found:
+            name, brace, rest = part.partition("{")
+            arguments = brace + rest
         name, _, call_id = name.partition("[CALL_ID]")
         yield _made(name.strip(), _only(json_values(arguments)), call_id.strip() or None)
 
@@ -107,13 +142,34 @@ def _qwen3_coder(payload: str, tools: Tools) -> Iterator[Call]:
         yield _made(name.strip(), {key: _typed(text, types.get(key)) for key, text in pairs})
 
 
+_NAME = re.compile(r"[^\s<>{}\"']+")
+_INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
+_INVOKED = re.compile(r'<parameter name="?([^">]+)"?>(.*?)(?:</parameter>|\Z)', re.DOTALL)
+
+
+def _minimax(payload: str, tools: Tools) -> Iterator[Call]:
+    """`<invoke name="NAME"><parameter name="KEY">`, typed by the tool's schema."""
+    for name, body in _INVOKE.findall(payload):
+        types = _types(name, tools)
+        pairs = [(key, _one_line_off(text)) for key, text in _INVOKED.findall(body)]
+        yield _made(name, {key: _typed(text, types.get(key)) for key, text in pairs})
+
+
+def _cohere(payload: str, _: Tools) -> Iterator[Call]:
+    """JSON objects with `tool_name`, `parameters` and an id of the message's own numbering."""
+    for value in json_values(payload):
+        if not isinstance(value, dict) or not isinstance(value.get("tool_name"), str):
+            raise NotACallError(payload)
+        yield _made(value["tool_name"], value.get("parameters", {}))
+
+
 _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
 
 
 def _glm(payload: str, tools: Tools) -> Iterator[Call]:
     """Read the name, then `<arg_key>` and `<arg_value>` in pairs, typed by the tool's schema."""
     name = payload.partition("<arg_key>")[0].strip()
-    if not name or "\n" in name or "<" in name:
+    if not _NAME.fullmatch(name):
         raise NotACallError(payload)
     types = _types(name, tools)
     pairs = [(key.strip(), text.strip()) for key, text in _GLM_PAIR.findall(payload)]
@@ -154,11 +210,17 @@ def _nothing(_: str, __: Tools) -> Iterator[Call]:
 READERS: Mapping[str, Callable[[str, Tools], Iterator[Call]]] = {
     "hermes": _json_calls,
     "llama3_json": _llama3,
+    "pythonic": _pythonic,
     "mistral": _mistral,
     "qwen3_coder": _qwen3_coder,
     "glm": _glm,
     "deepseek": _deepseek,
     "kimi": _kimi,
+    "seed_oss": _qwen3_coder,
+    "minimax": _minimax,
+    "cohere": _cohere,
+    "lfm2": _pythonic,
+    "granite": _json_calls,
     "json": _offered_calls,
     "harmony": _nothing,  # the header of a message says that it is a call
     "none": _nothing,
@@ -198,7 +260,10 @@ def _made(name: str, arguments: object, call_id: str | None = None) -> Call:
     # What nests too deep could not come back in the history.
     if not name or not isinstance(arguments, dict) or too_deep(arguments):
         raise NotACallError(name)
-    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:  # a number beyond all floats
+        raise NotACallError(name) from error
     # Half a character in an escape stays an escape: UTF-8 cannot carry it.
     text = text if text == encodable(text) else json.dumps(arguments)
     return Call(encodable(name), text, call_id)

@@ -15,16 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
-from agentbench_kv.gateway.calls import Tools
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
-from agentbench_kv.gateway.harmony import HarmonyReader
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
 from agentbench_kv.gateway.messages import ChatTemplate, Message, count_calls, text_of
-from agentbench_kv.gateway.parsing import MessageReader, OutputParser, Reader
+from agentbench_kv.gateway.parsing import Reader
+from agentbench_kv.gateway.readers import reader_for, unread_syntax
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks: `messages` with `tools`, or a raw `prompt` of text or ids."""
+    """What a client asks: `messages`, or a raw `prompt` of text or ids; either with `tools`."""
 
     options: Options
     cancellation: Cancellation
@@ -109,6 +109,7 @@ class BaseGateway(ABC, Generic[S]):
         self._conversations = Conversations(conversations)
         self.keeps_conversations = conversations > 0
         self._hint_due = not conversations
+        self._unread_due = True
         self._fatal: KVBenchError | None = None
         self._stopped = False
 
@@ -142,10 +143,14 @@ class BaseGateway(ABC, Generic[S]):
         prompt: str | Sequence[int],
         options: Options | None = None,
         cancellation: Cancellation | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Answer:
-        """Yield the text's deltas, then the `ChatResult`. Closing it early cancels."""
-        asked = Request(options or Options(), cancellation or Cancellation(), prompt=prompt)
-        return self._stream(session, asked)
+        """Yield the text's deltas, then the `ChatResult`. Closing it early cancels.
+
+        With `tools`, which the prompt must explain itself, the answer is read as in a chat.
+        """
+        given = (options or Options(), cancellation or Cancellation())
+        return self._stream(session, Request(*given, tools=tools, prompt=prompt))
 
     def check(self) -> None:
         """Raise what ends a whole run: an engine that is gone, a dead endpoint, money spent."""
@@ -387,6 +392,18 @@ class BaseGateway(ABC, Generic[S]):
             self._closed[session] = replace(final, expired=False)
             return final
 
+    def _answered(self, state: S) -> None:
+        """Report a turn; the first one whose calls nobody reads to the log, too."""
+        turn = state.turns[-1]
+        if turn.unread_syntax and self._unread_due:
+            self._unread_due = False
+            _log.warning(
+                "kvbench: an answer in session %s writes its calls as %s and is read as %s; none "
+                "of them was run", state.id, turn.unread_syntax, self.provenance()["tool_parser"],
+            )  # fmt: skip
+        if self.on_turn:
+            self.on_turn(state.id, turn)
+
     def _drop(self, state: S, *, expired: bool = False) -> SessionReport:
         """Close a session its caller owns; its name is free once the engine has let go of it."""
         used = state.opened
@@ -434,15 +451,6 @@ def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
     if users:
         users[-1]["content"] = text + text_of(users[-1].get("content"))
     return reminded
-
-
-def reader_for(
-    syntax: ToolSyntax, next_id: Callable[[], str], *, thinking: bool, tools: Tools
-) -> MessageReader:
-    """Return what reads one answer of a model with this syntax."""
-    if syntax.name == "harmony":
-        return HarmonyReader(next_id)
-    return OutputParser(syntax, next_id, thinking=thinking, tools=tools)
 
 
 class Planner:
@@ -557,32 +565,34 @@ class Gateway(BaseGateway[Session]):
         options = request.options
         self._check_able(options)
         reader: Reader = Reader()
+        syntax, tools = self._syntax_for(request), request.tools or ()
         held: tuple[GrammarConstraint | None, str | None] = (None, None)
+        if request.tools:
+            refuse_tools_without_syntax(self.syntax, self._asked_syntax)
         if request.prompt is not None:
             plan = self._planner.raw(state, request.prompt)
         else:
             plan = self._planner.chat(state, request.messages, request.tools)
             if words := self._reminder(state, plan, options):
                 plan = self._planner.chat(state, request.messages, request.tools, words)
-            if request.tools:
-                refuse_tools_without_syntax(self.syntax, self._asked_syntax)
             # Without a session every request would name its calls anew, and a history holds many.
             state.calls = max(state.calls, count_calls(request.messages))
-            syntax, tools = self._syntax_for(request), request.tools or ()
-            reader = reader_for(syntax, state.next_call_id, thinking=plan.thinking, tools=tools)
             held = (self._constraint(request, plan), self._last_text(options, syntax))
+        if request.prompt is None or tools:
+            reader = reader_for(syntax, state.next_call_id, thinking=plan.thinking, tools=tools)
         # An engine keeps room for as many, and others wait for it.
         most = self.engine.info.context_limit
         limit = min(options.max_tokens or self.default_max_tokens, most)
         silent = (self._hidden, self._eos)
         asked = (reader, options, limit, *silent, request.cancellation, *held)
-        turn = Turn(state, plan, self.codec, *asked)
+        reads = partial(unread_syntax, syntax=syntax, thinking=plan.thinking, tools=tools)
+        turn = Turn(state, plan, self.codec, *asked, reads)
         turns = len(state.turns)
         try:
             yield from turn.deltas()
         finally:
-            if self.on_turn and len(state.turns) > turns:
-                self.on_turn(state.id, state.turns[-1])
+            if len(state.turns) > turns:
+                self._answered(state)
         yield turn.result()
 
     def _check_able(self, options: Options) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -108,6 +108,7 @@ class Metrics:
 SESSION_HEADER = "X-KVBench-Session"
 NOTE_HEADER = "X-KVBench-Note"
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
+Choices = TypeVar("Choices", bound=ChoiceFormat)
 Handler = Callable[[Request], Awaitable[Response]]
 _ASIDES = 4  # threads for what is not an answer
 _SWEEP_S = 15.0  # at most between two looks at idle sessions
@@ -226,9 +227,11 @@ class HttpApi:
         session, prompt, options = self._admit(request, body), body.one_prompt(), body.options()
 
         def work(cancel: Cancellation) -> Answer:
-            return self._gateway.stream_complete(session, prompt, options, cancel)
+            return self._gateway.stream_complete(session, prompt, options, cancel, body.tools)
 
-        return await self._respond(request, body, work, self._choices(CompletionFormat, body))
+        form = self._choices(CompletionFormat, body)
+        form.reads = bool(body.tools)
+        return await self._respond(request, body, work, form)
 
     async def _answer_response(self, request: Request) -> Response:
         body = parse_request(ResponsesRequest, await self._json(request))
@@ -237,7 +240,7 @@ class HttpApi:
         form = ResponsesFormat(self._model, body, response_id)
         return await self._respond(request, body, work, form)
 
-    def _choices(self, kind: type[ChoiceFormat], body: CommonRequest) -> ChoiceFormat:
+    def _choices(self, kind: type[Choices], body: CommonRequest) -> Choices:
         usage, ids = body.include_usage, bool(body.return_token_ids)
         return kind(self._model, include_usage=usage, token_ids=ids)
 

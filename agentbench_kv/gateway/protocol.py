@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -184,10 +184,13 @@ class CompletionFormat(ChoiceFormat):
     prefix = "cmpl"
     whole = chunk = "text_completion"
     empty: ClassVar[dict[str, Any]] = {"text": "", "logprobs": None}
+    reads = False
     _offset = 0  # of the next token in the text of all tokens
 
     def answer(self, result: ChatResult) -> dict[str, Any]:
-        return {"text": result.content, "logprobs": None}
+        """Return the text, and how it was read where the request had tools."""
+        read = {"message": result.message} if self.reads else {}
+        return {"text": result.raw, "logprobs": None, **read}
 
     def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
         yield self._piece({"text": delta.text, "logprobs": None}, delta.logprobs)
@@ -304,7 +307,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # What only chat has.
 _NOT_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
     "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
@@ -441,27 +443,29 @@ def tool_choice(mode: ToolMode | None, name: str, parallel: bool | None) -> Tool
     return ToolChoice("required" if name else mode or "auto", name, parallel is not False)
 
 
+def _functions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for tool in tools:
+        function = tool.get("function")
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type", "function") != "function" or not named:
+            raise ValueError('a tool is {"type": "function", "function": {"name": ...}}')
+    return tools
+
+
+Functions = Annotated[list[dict[str, Any]], AfterValidator(_functions)]
+
+
 class ChatRequest(CommonRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    tools: Functions | None = None
     max_completion_tokens: Count | None = None
     tool_choice: ToolMode | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: AnswerFormat | None = None
     logprobs: bool | None = None
     top_logprobs: MostLogprobs | None = None
-
-    @field_validator("tools")
-    @classmethod
-    def _only_functions(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        for tool in tools or ():
-            function = tool.get("function")
-            named = isinstance(function, dict) and isinstance(function.get("name"), str)
-            if tool.get("type", "function") != "function" or not named:
-                raise ValueError('a tool is {"type": "function", "function": {"name": ...}}')
-        return tools
 
     def options(self) -> Options:
         """Return the sampling; the limit has two names."""
@@ -485,12 +489,16 @@ class CompletionRequest(CommonRequest):
     unsupported = _UNSUPPORTED | _NOT_OF_COMPLETIONS
 
     prompt: Prompt
+    # Those that the prompt explains: the answer comes with the message that it says, calls read.
+    tools: Functions | None = None
     ignore_eos: bool | None = None
     logprobs: MostLogprobs | None = None
 
     def options(self) -> Options:
         """Return the sampling; a raw completion may go on behind the model's turn end."""
         ignored = bool(self.ignore_eos)
+        if self.tools and self.stream:
+            raise ApiError(400, "a completion with tools is not streamed", param="stream")
         return replace(super().options(), ignore_eos=ignored, logprobs=self.logprobs)
 
     def one_prompt(self) -> str | list[int]:

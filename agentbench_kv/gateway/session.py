@@ -20,7 +20,9 @@ from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Hints, Source, TurnNotes
 from agentbench_kv.phases.machine import PhaseMachine, PhaseState, PhaseTable
 
-_NOT_RECORDED = frozenset({"cached_tokens", "finish_reason", "reset", "cost"})
+_NOT_RECORDED = frozenset(
+    {"cached_tokens", "finish_reason", "reset", "cost", "unparsable", "unread_syntax"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class TurnInfo:
     finish_reason: str
     reset: bool  # the request did not extend the token log, so the session started over
     cost: float | None = None  # at the prices the user gave; None without prices
+    unparsable: bool = False  # a call's marker was not followed by a call
+    unread_syntax: str = ""  # the tool syntax of calls that the session's own does not read
 
     def record(self) -> dict[str, Any]:
         """Return the fields of `results.records.TurnRecord`, without sample and trial."""
@@ -133,6 +137,8 @@ def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
         "tpot_ms": turn.tpot_ms,
         "reset": turn.reset,
         "finish_reason": turn.finish_reason,
+        **({"unparsable": True} if turn.unparsable else {}),
+        **({"unread_syntax": turn.unread_syntax} if turn.unread_syntax else {}),
         "prompt_sha": report.prompt_sha,
         **({"note": report.note} if report.note else {}),
     }

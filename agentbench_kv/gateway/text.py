@@ -17,11 +17,12 @@ from agentbench_kv.errors import (
     PrerequisiteError,
     UsageError,
 )
-from agentbench_kv.gateway.calls import read_calls
+from agentbench_kv.gateway.calls import Tools, read_calls
 from agentbench_kv.gateway.gateway import BaseGateway, Request
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import canonical, tool_call
 from agentbench_kv.gateway.parsing import Delta, OutputParser
+from agentbench_kv.gateway.readers import unread_syntax
 from agentbench_kv.gateway.session import (
     Answer,
     BaseSession,
@@ -60,8 +61,8 @@ class TextSession(BaseSession):
             self.prompt_sha = hashlib.sha256(text.encode()).hexdigest()
         return reset
 
-    def add(self, reply: TextReply, reason: str, *, reset: bool) -> TurnInfo:
-        """Put one answered (or failed) request to the account."""
+    def add(self, reply: TextReply, reason: str, *, reset: bool, **read: Any) -> TurnInfo:
+        """Put one answered (or failed) request to the account, and how it was `read`."""
         before, prompt, output = self.account.live, reply.prompt_tokens, reply.output_tokens
         fresh = max(prompt - reply.cached_tokens, 0)
         if prompt or output:
@@ -77,6 +78,7 @@ class TextSession(BaseSession):
             finish_reason=reason,
             reset=reset,
             cost=reply.cost,
+            **read,
         )
         self.turns.append(info)
         return info
@@ -123,10 +125,9 @@ class TextGateway(BaseGateway[TextSession]):
         except EndpointError:
             state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, reset=reset)
             raise
-        result = _result(state, reply, reset=reset)
+        result = _result(state, reply, request.tools or (), reset=reset)
         state.known = replace(asked, messages=(*asked.messages, canonical(result.message)))
-        if self.on_turn:
-            self.on_turn(state.id, result.turn)
+        self._answered(state)
         yield from _deltas(result)
         yield result
 
@@ -180,14 +181,15 @@ def _charge(account: KVStats, prompt: int, output: int, fresh: int) -> None:
     account.decode_kv_sum += output * prompt + output * (output + 1) // 2
 
 
-def _result(state: TextSession, reply: TextReply, *, reset: bool) -> ChatResult:
+def _result(state: TextSession, reply: TextReply, tools: Tools, *, reset: bool) -> ChatResult:
     """Put the reply to the session's account; return it as the gateway's own result."""
     content, reasoning = _thoughts(reply)
     calls, unparsable = _calls(reply.tool_calls)
     if unparsable:
         content = f"{content}\n{json.dumps(reply.tool_calls, ensure_ascii=False)}".strip()
     reason = "tool_calls" if calls and reply.finish_reason == "stop" else reply.finish_reason
-    turn = state.add(reply, reason, reset=reset)
+    unread = "" if calls else unread_syntax(content, SYNTAXES["none"], thinking=False, tools=tools)
+    turn = state.add(reply, reason, reset=reset, unparsable=unparsable, unread_syntax=unread)
     return ChatResult(
         *(content, reasoning, calls, reason, unparsable, reply.content, [], turn, state.report()),
         *(reply.thinking_tokens, reply.logprobs),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,8 @@ class Turn:
     cancellation: Cancellation
     constraint: GrammarConstraint | None = None
     last_text: str | None = None  # ends the generation and stays: the end of its only call
+    # Returns the tool syntax that calls in a text are in which the reader took for none.
+    unread: Callable[[str], str] = lambda _: ""
 
     def __post_init__(self) -> None:
         self._stop_ids, stops = _split_stops(self.options.stop, self.codec)
@@ -217,7 +219,16 @@ class Turn:
             tpot_ms=later,
             finish_reason=self._finish_reason(),
             reset=self.plan.reset,
+            unparsable=self.reader.unparsable,
+            unread_syntax=self._unread_syntax(),
         )
+
+    def _unread_syntax(self) -> str:
+        if self.reader.tool_calls:
+            return ""
+        # Markers of another syntax may be special tokens, which have no text here.
+        shown = [token for token in self._output if token not in self.eos]
+        return self.unread(self.codec.decode(shown))
 
 
 _LOWEST = -9999.0  # what OpenAI says of a token that was impossible; JSON has no infinity

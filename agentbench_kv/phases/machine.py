@@ -92,6 +92,15 @@ LLAMA3 = Family(
     headers=(HeaderRule(r"(ipython|tool)\Z", Phase.TOOL),),
 )
 
+LLAMA4 = replace(
+    LLAMA3,
+    name="llama4",
+    detect=("<|header_start|>",),
+    opens={"<|header_start|>": None},
+    closes={"<|eot|>": "", "<|eom|>": ""},
+    header_close="<|header_end|>",
+)
+
 HARMONY = Family(
     name="harmony",
     detect=("<|channel|>", "<|message|>"),
@@ -191,9 +200,45 @@ GRANITE = Family(
     spans=(_RESPONSE,),
 )
 
+SEED = Family(
+    name="seed",
+    detect=("<seed:bos>",),
+    opens={"<seed:bos>": None},
+    closes={"<seed:eos>": ""},
+    header_close="\n",
+    headers=(HeaderRule(r"tool\Z", Phase.TOOL),),
+)
+
+MINIMAX = Family(
+    name="minimax",
+    detect=("]~b]",),
+    opens={"]~b]": None},
+    closes={"[e~[": ""},
+    header_close="\n",
+    headers=(HeaderRule(r"tool\Z", Phase.TOOL),),
+    assistant=r"ai\Z",
+)
+
+COHERE = Family(
+    name="cohere",
+    detect=("<|CHATBOT_TOKEN|>",),
+    opens={
+        "<|SYSTEM_TOKEN|>": "system",
+        "<|USER_TOKEN|>": "user",
+        "<|CHATBOT_TOKEN|>": "assistant",
+    },
+    closes={"<|END_OF_TURN_TOKEN|>": ""},
+    spans=(
+        SpanRule("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>", Phase.TOOL, r"(system|user)\Z"),
+    ),
+)
+
 PLAIN = Family("plain", (), {}, {})
 # The first whose tokens are all there: what others have too comes later.
-FAMILIES = (HARMONY, DEEPSEEK, LLAMA3, KIMI, PHI4, CHATML, MISTRAL, GLM, PHI, GEMMA, GRANITE)
+FAMILIES = (
+    *(HARMONY, DEEPSEEK, LLAMA3, KIMI, PHI4, CHATML, MISTRAL, GLM, PHI, GEMMA, GRANITE),
+    *(LLAMA4, SEED, MINIMAX, COHERE),
+)
 
 
 class PhaseTable:

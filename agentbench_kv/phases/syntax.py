@@ -63,8 +63,38 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             signs=("[TOOL_CALLS]",),
             call_ids="call{:05d}",  # nine letters or digits: its templates check it
         ),
+        ToolSyntax(
+            "pythonic",
+            (("<|python_start|>", "<|python_end|>"),),
+            bare="[",
+            signs=("[func_name1(params_name1=",),  # how Meta's prompt explains it
+        ),
         ToolSyntax("llama3_json", (("<|python_tag|>", None),), bare="{", signs=("<|python_tag|>",)),
         ToolSyntax("glm", (("<tool_call>", "</tool_call>"),), signs=("<arg_key>",)),
+        ToolSyntax(
+            "seed_oss",
+            (("<seed:tool_call>", "</seed:tool_call>"),),
+            think=("<seed:think>", "</seed:think>"),
+            signs=("<seed:tool_call>",),
+        ),
+        ToolSyntax(
+            "minimax",
+            (("<minimax:tool_call>", "</minimax:tool_call>"),),
+            signs=("<minimax:tool_call>",),
+        ),
+        ToolSyntax(
+            "cohere",
+            (("<|START_ACTION|>", "<|END_ACTION|>"),),
+            think=("<|START_THINKING|>", "<|END_THINKING|>"),
+            signs=("<|START_ACTION|>",),
+        ),
+        ToolSyntax(
+            "lfm2",
+            (("<|tool_call_start|>", "<|tool_call_end|>"),),
+            signs=("<|tool_call_start|>",),
+        ),
+        # Granite 3 ends its list with the message, Phi-4-mini with a marker.
+        ToolSyntax("granite", (("<|tool_call|>", "<|/tool_call|>"),), signs=("<|tool_call|>",)),
         ToolSyntax("qwen3_coder", (("<tool_call>", "</tool_call>"),), signs=("<function=",)),
         ToolSyntax("hermes", (("<tool_call>", "</tool_call>"),), signs=("<tool_call>",)),
         ToolSyntax("json", (("```json", "```"),), bare="{[", prompted=True),

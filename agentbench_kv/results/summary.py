@@ -23,6 +23,7 @@ from agentbench_kv.results.store import Lines, RunInfo, RunReader, RunStatus, la
 
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
 DEFAULT_INTERVAL = 128
+_UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
 _PARAMETER_FIELDS = ("params", "set", "method_params")
 
 
@@ -399,6 +400,28 @@ def _notes(info: RunInfo, lines: Lines[TrialRecord]) -> list[str]:
     used = info.provenance.get("calibration")
     if isinstance(used, dict):
         notes.append(f"calibrated on {used.get('tokens')} tokens of {used.get('source')}")
+    notes += _unread_calls(info, lines.records)
     if info.error is not None:
         notes.append(f"the run failed: {info.error}")
     return notes
+
+
+def _unread_calls(info: RunInfo, records: list[TrialRecord]) -> list[str]:
+    """Say how many answers write their calls in a syntax that was not read, and what mends it."""
+    written: Counter[str] = Counter()
+    for record in latest_trials(records):
+        syntax, answers = (record.metrics.get(name) for name in _UNREAD)
+        if isinstance(syntax, str) and isinstance(answers, int):
+            written[syntax] += answers
+    if not written:
+        return []
+    (most, _), read = written.most_common(1)[0], info.provenance.get("tool_parser")
+    cure = f"to read them: --tool-syntax {most}"
+    if read == "endpoint":
+        cure = "switch on the tool parser of the endpoint"
+    elif read == most:
+        cure = "they stand where this syntax has none, amid other text"
+    return [
+        f"warning: {written.total()} answers call tools as {most} writes calls, and calls were "
+        f"read as {read}, so none of these was run; {cure}"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import queue
 import threading
@@ -18,10 +19,11 @@ from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
 from agentbench_kv.engines.base import Capability, Engine, EngineOptions, ScriptSource
 from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
-from agentbench_kv.gateway import open_gateway
+from agentbench_kv.gateway import AnyGateway, open_gateway
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.methods.spans import SpanMethod
+from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
@@ -31,6 +33,7 @@ from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec, check_arguments
 from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
 
+_log = logging.getLogger(__name__)
 # Called with the spec, finished and expected trials, and the trial that just ended; with None when
 # a run starts, and again when its engine is ready and its first trial begins; with words about the
 # trials under way while none ends.
@@ -75,13 +78,23 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
         )
 
 
+def warn_without_phases(method: Method, gateway: AnyGateway) -> None:
+    """Say that a method goes by phases which nobody can tell in this model's format."""
+    by_phase = method.query_plan().kind is QueryKind.PER_PHASE
+    if by_phase and gateway.provenance()["phase_family"] == PLAIN.name:
+        _log.warning(
+            "kvbench: %s goes by the phase of every token, and this model's chat format is none "
+            "that is known (phase_family: plain): all tokens count as others; formats are in "
+            "docs/models.md", method.label,
+        )  # fmt: skip
+
+
 def check_all(specs: Sequence[RunSpec]) -> None:
     """Refuse what can run nowhere, before anything starts and without loading weights."""
     for spec in specs:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
-        cls.check_compute(spec.dtype, spec.device)
         cls.check_options(engine_options(spec))
 
 
@@ -149,6 +162,7 @@ def trial_setup(
         gateway = open_gateway(
             engine, default_max_tokens=spec.max_tokens, tool_syntax=spec.tool_syntax or "auto"
         )
+        warn_without_phases(spec.built_method, gateway)
         endpoint = None
         if task.needs_endpoint:
             server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))

@@ -38,6 +38,7 @@ from agentbench_kv.gateway.session import SessionBusyError, SessionReport, TurnI
 from agentbench_kv.results.records import (
     LOST,
     KVAccount,
+    Metric,
     Timing,
     TrialRecord,
     TrialStatus,
@@ -103,6 +104,7 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
         "max_tokens": spec.max_tokens,
     }
     client = InProcessClient(setup.gateway, session, **shared)
+    about = setup.gateway.provenance()
     started = time.perf_counter()
     deadline = Deadline(spec.timeout_s, partial(setup.gateway.cancel, session))
     setup.deadlines[session] = deadline
@@ -113,6 +115,8 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
             endpoint=setup.endpoint,
             session=session,
             timeout_s=spec.timeout_s,
+            tool_syntax=about["tool_parser"],
+            chat_format=about["phase_family"],
             **shared,
         )
         outcome = _outcome(setup.task, sample, context)
@@ -271,6 +275,10 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     scored = outcome.status is TrialStatus.SCORED
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
+    unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
+    missed: dict[str, Metric] = {}
+    if unread:
+        missed = {"calls_in_other_syntax": len(unread), "other_syntax": unread[-1]}
     return TrialRecord(
         sample_id=sample.id,
         trial=attempt.context.trial,
@@ -278,7 +286,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
         cluster=sample.cluster,
         status=outcome.status,
         score=outcome.score if scored else None,
-        metrics={**outcome.metrics, **billed},
+        metrics={**outcome.metrics, **billed, **missed},
         kv=KVAccount(**report.stats.recorded()),
         timing=_timing(report.turns, attempt.seconds) if scored else Timing(),
         usage=Usage(**report.usage),

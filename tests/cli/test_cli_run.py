@@ -146,3 +146,20 @@ def test_ls_in_tables(kvbench: Kvbench) -> None:
     assert "compress" in engines
     assert "on scripted" in kvbench("ls", "methods", KVBENCH_ENGINE="scripted").stdout
     assert "snapkv" in kvbench("ls", "methods").stdout
+
+
+def test_calls_that_nobody_read_are_named_with_the_cure(kvbench: Kvbench) -> None:
+    ran = kvbench(*GOLD, "1", "--method", "full", "--tool-syntax", "json", "--quiet")
+    assert ran.returncode == 0
+    (line,) = [line for line in ran.stdout.splitlines() if "warning: " in line]
+    assert line.endswith("so none of these was run; to read them: --tool-syntax hermes")
+    (record,) = Path("runs").glob("*/samples.jsonl")
+    metrics = json.loads(record.read_text())["metrics"]
+    assert metrics["other_syntax"] == "hermes"
+    assert f"warning: {metrics['calls_in_other_syntax']} answers" in line
+    assert metrics["calls_in_other_syntax"] > 0
+
+
+def test_calls_that_are_read_bring_no_warning(kvbench: Kvbench) -> None:
+    ran = kvbench(*GOLD, "1", "--method", "full", "--quiet")
+    assert "warning" not in ran.stdout + ran.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from agentbench_kv.engines.base import Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
+
+sys.path.insert(0, str(Path(__file__).parent))  # gateway_calls
 
 # Renders as Qwen3 does: tools in the system message, tool results in a user message, thoughts of
 # turns before the last user message dropped.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import (
     CHATML,
+    COHERE,
     DEEPSEEK,
     FAMILIES,
     GEMMA,
@@ -22,10 +24,13 @@ from agentbench_kv.phases.machine import (
     HARMONY,
     KIMI,
     LLAMA3,
+    LLAMA4,
+    MINIMAX,
     MISTRAL,
     PHI,
     PHI4,
     PLAIN,
+    SEED,
     Family,
     PhaseMachine,
     PhaseTable,
@@ -176,6 +181,8 @@ def test_any_split_gives_the_same_labels(kind: str, request: pytest.FixtureReque
         assert [one.label(token) for token in tokens] == whole
 
 
+HEAD = ("<|start_header_id|>", "<|end_header_id|>")
+TURN = "<|START_OF_TURN_TOKEN|>"
 # What labels a conversation of a family is made of: a list of (text, phase) for each part.
 Part = list[tuple[str, Phase]]
 N, T, A, R = Phase.OTHERS, Phase.THINK, Phase.ACT, Phase.TOOL
@@ -260,6 +267,109 @@ PARTS: dict[Family, dict[str, list[Part]]] = {
 }
 
 
+PARTS |= {
+    LLAMA3: {
+        "user": [[(f"{HEAD[0]}user{HEAD[1]}\n\nhi", N), ("<|eot_id|>", N)]],
+        "assistant": [
+            [(f"{HEAD[0]}assistant{HEAD[1]}\n\n", N), ('{"name": "f"}', A), ("<|eot_id|>", N)],
+            [
+                (f"{HEAD[0]}assistant{HEAD[1]}\n\n", N),
+                ("<|python_tag|>", A),
+                ("f.call()", A),
+                ("<|eom_id|>", N),
+            ],
+            [(f"{HEAD[0]}assistant{HEAD[1]}\n\nIt is {{7}}", N), ("<|eot_id|>", N)],
+        ],
+        "tool": [
+            [
+                (f"{HEAD[0]}ipytho", N),
+                (f"n{HEAD[1]}\n\n7", R),  # the role is known from here on
+                ("<|eot_id|>", R),
+            ]
+        ],
+    },
+    HARMONY: {
+        "user": [[("<|start|>user<|message|>hi<|end|>", N)]],
+        "assistant": [
+            [
+                ("<|start|>assistant<|channel|>analysi", N),
+                ("s<|message|>hm<|end|>", T),
+                ("<|start|>assistant<|channel|>commentary to", N),
+                ("=functions.f <|constrain|>json<|message|>{}<|call|>", A),
+            ],
+            [("<|start|>assistant<|channel|>final<|message|>ok<|return|>", N)],
+        ],
+        "tool": [
+            [
+                ("<|start|>functions", N),
+                (".f to=assistant<|channel|>commentary<|message|>7<|end|>", R),
+            ]
+        ],
+    },
+    SEED: {
+        "user": [[("<seed:bos>user\nhi<seed:eos>", N)]],
+        "assistant": [
+            [
+                ("<seed:bos>assistant\n", N),
+                ("<seed:think>hm</seed:think>", T),
+                ("\n", N),
+                ("<seed:tool_call><function=f></function></seed:tool_call>", A),
+                ("<seed:eos>", N),
+            ]
+        ],
+        "tool": [[("<seed:bos>too", N), ("l\n7<seed:eos>", R)]],
+    },
+    MINIMAX: {
+        "user": [[("]~b]user\nhi[e~[\n", N)]],
+        "assistant": [
+            [
+                ("]~b]ai\n", N),
+                ("<think>hm</think>", T),
+                ("\n", N),
+                ('<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>', A),
+                ("[e~[\n", N),
+            ]
+        ],
+        "tool": [[("]~b]too", N), ("l\n<response>7</response>[e~[", R), ("\n", N)]],
+    },
+    COHERE: {
+        "user": [[(f"{TURN}<|USER_TOKEN|>hi<|END_OF_TURN_TOKEN|>", N)]],
+        "assistant": [
+            [
+                (f"{TURN}<|CHATBOT_TOKEN|>", N),
+                ("<|START_THINKING|>hm<|END_THINKING|>", T),
+                ('<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>', A),
+                ("<|END_OF_TURN_TOKEN|>", N),
+            ]
+        ],
+        "tool": [
+            [
+                (f"{TURN}<|SYSTEM_TOKEN|>", N),
+                ("<|START_TOOL_RESULT|>7<|END_TOOL_RESULT|>", R),
+                ("<|END_OF_TURN_TOKEN|>", N),
+            ]
+        ],
+    },
+}
+_LLAMA4 = {"start_header_id": "header_start", "end_header_id": "header_end", "_id|>": "|>"}
+
+
+def _renamed(text: str) -> str:
+    for old, new in _LLAMA4.items():
+        text = text.replace(old, new)
+    return text
+
+
+PARTS[LLAMA4] = {
+    role: [[(_renamed(text), phase) for text, phase in part] for part in parts]
+    for role, parts in PARTS[LLAMA3].items()
+}
+MARKS = re.compile(
+    r"<[|｜][^<>]*?[|｜]>|</?(?:think|tool_call|arg_key|arg_value|seed:\w+|minimax:tool_call)>"
+    r"|</s>|\[/?[A-Z_]+\]|\]~b\]|\[e~\["
+)
+
+
 @pytest.mark.parametrize("family", PARTS, ids=lambda family: family.name)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
@@ -272,7 +382,7 @@ def test_conversations_of_other_families_are_labelled_as_they_are_built(
     said = [data.draw(st.sampled_from(parts[role])) for role in roles]
     pieces = [piece for part in said for piece in part]
     texts = [text for options in parts.values() for part in options for text, _ in part]
-    vocabulary = Vocabulary(sorted({text for text in texts if text[0] in "<[" and len(text) > 1}))
+    vocabulary = Vocabulary(sorted({mark for text in texts for mark in MARKS.findall(text)}))
     table = PhaseTable.for_tokenizer(vocabulary)
     assert table.family is family
     codec, machine = TokenCodec(vocabulary), PhaseMachine(table)

@@ -1,22 +1,22 @@
-"""Tool syntaxes against the parsers that SGLang serves these model families with."""
+"""Tool syntaxes against the parsers that SGLang and vLLM serve these model families with."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_calls import read
 
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.gateway.gateway import reader_for
-from agentbench_kv.gateway.parsing import MessageReader
 from agentbench_kv.phases.syntax import SYNTAXES
 
 pytestmark = pytest.mark.engine
@@ -130,37 +130,114 @@ def harmony(calls: Calls) -> str:
     )
 
 
-FORMATS: dict[str, tuple[str, str, Callable[[Calls], str]]] = {
-    "hermes": ("hermes", "hermes_detector:HermesDetector", hermes),
-    "qwen25": ("hermes", "qwen25_detector:Qwen25Detector", hermes),
-    "llama3": ("llama3_json", "llama32_detector:Llama32Detector", llama3),
-    "mistral": ("mistral", "mistral_detector:MistralDetector", mistral),
-    "mistral-args": ("mistral", "mistral_detector:MistralDetector", mistral_args),
-    "deepseek-v3": ("deepseek", "deepseekv3_detector:DeepSeekV3Detector", deepseek),
-    "deepseek-v3.1": ("deepseek", "deepseekv31_detector:DeepSeekV31Detector", deepseek31),
-    "kimi": ("kimi", "kimik2_detector:KimiK2Detector", kimi),
-    "glm": ("glm", "glm4_moe_detector:Glm4MoeDetector", glm),
-    "qwen3-coder": ("qwen3_coder", "qwen3_coder_detector:Qwen3CoderDetector", qwen3_coder),
-    "gpt-oss": ("harmony", "gpt_oss_detector:GptOssDetector", harmony),
+def pythonic(calls: Calls) -> str:
+    def written(name: str, given: dict[str, Any]) -> str:
+        values = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        return f"{name.replace('-', '_')}({values})"
+
+    return "[" + ", ".join(written(name, given) for name, given in calls) + "]"
+
+
+def seed_oss(calls: Calls) -> str:
+    marked = qwen3_coder(calls).replace("<tool_call>", "<seed:tool_call>")
+    return marked.replace("</tool_call>", "</seed:tool_call>")
+
+
+def minimax(calls: Calls) -> str:
+    def parameters(given: dict[str, Any]) -> str:
+        return "".join(
+            f'<parameter name="{key}">{text_of(value)}</parameter>\n'
+            for key, value in given.items()
+        )
+
+    made = [f'<invoke name="{name}">\n{parameters(given)}</invoke>\n' for name, given in calls]
+    return f"<minimax:tool_call>\n{''.join(made)}</minimax:tool_call>"
+
+
+def lfm2(calls: Calls) -> str:
+    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
+
+
+def granite(calls: Calls) -> str:
+    return "<|tool_call|>" + dumps([{"name": name, "arguments": given} for name, given in calls])
+
+
+# Syntax, SGLang's detector, vLLM's parser, and what writes calls.
+FORMATS: dict[str, tuple[str, str, str, Callable[[Calls], str]]] = {
+    "hermes": ("hermes", "hermes_detector:HermesDetector", "hermes", hermes),
+    "qwen25": ("hermes", "qwen25_detector:Qwen25Detector", "", hermes),
+    "llama3": ("llama3_json", "llama32_detector:Llama32Detector", "llama3_json", llama3),
+    "pythonic": ("pythonic", "pythonic_detector:PythonicDetector", "pythonic", pythonic),
+    "llama4-pythonic": ("pythonic", "", "llama4_pythonic", pythonic),
+    # vLLM 0.32 reads the lists of before version 11 no more.
+    "mistral": ("mistral", "mistral_detector:MistralDetector", "", mistral),
+    "mistral-args": ("mistral", "mistral_detector:MistralDetector", "mistral", mistral_args),
+    "deepseek-v3": ("deepseek", "deepseekv3_detector:DeepSeekV3Detector", "deepseek_v3", deepseek),
+    "deepseek-v3.1": (
+        *("deepseek", "deepseekv31_detector:DeepSeekV31Detector", "deepseek_v31"),
+        deepseek31,
+    ),
+    "kimi": ("kimi", "kimik2_detector:KimiK2Detector", "kimi_k2", kimi),
+    "glm": ("glm", "glm4_moe_detector:Glm4MoeDetector", "glm45", glm),
+    "qwen3-coder": (
+        *("qwen3_coder", "qwen3_coder_detector:Qwen3CoderDetector", "qwen3_coder"),
+        qwen3_coder,
+    ),
+    # vLLM reads harmony from ids of its own vocabulary, which it downloads.
+    "seed-oss": ("seed_oss", "", "seed_oss", seed_oss),
+    "minimax": ("minimax", "minimax_m2:MinimaxM2Detector", "minimax_m2", minimax),
+    "lfm2": ("lfm2", "lfm2_detector:Lfm2Detector", "lfm2", lfm2),
+    "granite": ("granite", "", "granite", granite),
+    "gpt-oss": ("harmony", "gpt_oss_detector:GptOssDetector", "", harmony),
 }
 
-ORACLE = """
+# What every oracle does: read `asked`, answer each text, print.
+FRAME = """
 import importlib, json, sys
+{imports}
+asked = json.load(sys.stdin)
+tools = [Tool(**tool) for tool in asked["tools"]]
+{read}
+def found(how, text):
+    return [[call.name, json.loads(call.{arguments})] for call in read(how, text)]
+formats = asked["formats"].items()
+answers = {{name: [found(how, text) for text in texts] for name, (how, texts) in formats}}
+print("ANSWER" + json.dumps(answers))
+"""
+SGLANG = FRAME.format(
+    arguments="parameters",
+    imports="""
 from agentbench_kv.engines.sglang.plugin import cpu
 cpu.install()
 from sglang.srt.entrypoints.openai.protocol import Tool
-asked = json.load(sys.stdin)
-tools = [Tool(**tool) for tool in asked["tools"]]
-answers = {}
-for name, (path, texts) in asked["formats"].items():
-    module, _, cls = path.partition(":")
+""",
+    read="""
+def read(how, text):
+    module, _, cls = how.partition(":")
     detector = getattr(importlib.import_module("sglang.srt.function_call." + module), cls)
-    answers[name] = []
-    for text in texts:
-        found = detector().detect_and_parse(text, tools)
-        answers[name].append([[call.name, json.loads(call.parameters)] for call in found.calls])
-print("ANSWER" + json.dumps(answers))
-"""
+    return detector().detect_and_parse(text, tools).calls
+""",
+)
+VLLM = FRAME.format(
+    arguments="arguments",
+    imports="""
+from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam as Tool
+from vllm.tool_parsers import ToolParserManager
+""",
+    read="""
+tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
+tokenizer.add_tokens(asked["markers"], special_tokens=True)
+request = ChatCompletionRequest(model="m", messages=[], tools=tools)
+def read(how, text):
+    parser = ToolParserManager.get_tool_parser(how)(tokenizer, tools)
+    return [call.function for call in parser.extract_tool_calls(text, request).tool_calls]
+""",
+)
+ORACLES = {"sglang": (1, SGLANG), "vllm": (2, VLLM)}
+MARKERS = sorted({text for syntax in SYNTAXES.values() for text in syntax.markers if text})
+MARKERS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 
 
 def random_calls(rng: random.Random) -> Calls:
@@ -178,52 +255,56 @@ def texts() -> dict[str, list[str]]:
     rng = random.Random(7)
     return {
         name: [made(random_calls(rng)) for _ in range(CASES)]
-        for name, (_, _, made) in FORMATS.items()
+        for name, (*_, made) in FORMATS.items()
     }
 
 
 @pytest.fixture(scope="module")
-def oracle(texts: dict[str, list[str]]) -> dict[str, list[Any]]:
-    try:
-        python = python_of("sglang")
-    except KVBenchError as error:
-        pytest.skip(str(error))
-    formats = {name: (FORMATS[name][1], texts[name]) for name in FORMATS}
-    asked = json.dumps({"tools": TOOLS, "formats": formats})
-    done = subprocess.run(
-        [str(python), "-c", ORACLE],
-        input=asked,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"},
-    )
-    assert "ANSWER" in done.stdout, done.stderr[-2000:]
-    answers: dict[str, list[Any]] = json.loads(done.stdout.rpartition("ANSWER")[2])
-    return answers
+def oracles(texts: dict[str, list[str]]) -> Callable[[str], dict[str, list[Any]]]:
+    """Return a function: the calls that a server reads in the texts of each format."""
+
+    @cache
+    def ask(server: str) -> dict[str, list[Any]]:
+        place, program = ORACLES[server]
+        try:
+            python = python_of(server)
+        except KVBenchError as error:
+            pytest.skip(str(error))
+        formats = {name: (how[place], texts[name]) for name, how in FORMATS.items() if how[place]}
+        asked = {"tools": TOOLS, "formats": formats, "markers": MARKERS}
+        done = subprocess.run(
+            [str(python), "-c", program],
+            input=json.dumps({**asked, "tokenizer": str(model_path("micro"))}),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"},
+        )
+        assert "ANSWER" in done.stdout, done.stderr[-2000:]
+        answers: dict[str, list[Any]] = json.loads(done.stdout.rpartition("ANSWER")[2])
+        return answers
+
+    return ask
 
 
-def read(syntax: str, text: str, size: int) -> MessageReader:
-    numbers = itertools.count(1)
-    reader = reader_for(
-        SYNTAXES[syntax], lambda: f"call_{next(numbers)}", thinking=False, tools=TOOLS
-    )
-    for at in range(0, len(text), size):
-        reader.feed(text[at : at + size])
-    reader.finish()
-    return reader
+READ = [
+    (server, name)
+    for server, (place, _) in ORACLES.items()
+    for name, how in FORMATS.items()
+    if how[place]
+]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_calls_are_those_that_sglang_reads(
-    name: str, texts: dict[str, list[str]], oracle: dict[str, list[Any]]
+@pytest.mark.parametrize(("server", "name"), READ)
+def test_calls_are_those_that_a_server_reads(
+    server: str, name: str, texts: dict[str, list[str]], oracles: Callable[..., Any]
 ) -> None:
-    syntax = FORMATS[name][0]
-    for text, expected in zip(texts[name], oracle[name], strict=True):
+    answers, syntax = oracles(server)[name], FORMATS[name][0]
+    for text, expected in zip(texts[name], answers, strict=True):
         for _, given in expected:
             # SGLang 0.5.12 makes Python's True of a GLM string that says true.
             given.update({key: "true" for key, value in given.items() if value == "True"})
         text = text.removesuffix("<|call|>")  # ends the generation and is not shown
         for size in (1, 7, len(text)):
-            found = [call["function"] for call in read(syntax, text, size).tool_calls]
+            found = [call["function"] for call in read(syntax, text, size, TOOLS).tool_calls]
             assert [[f["name"], json.loads(f["arguments"])] for f in found] == expected, text

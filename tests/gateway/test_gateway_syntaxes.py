@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from typing import Any
 
 import click
 import pytest
+from gateway_calls import ARGUMENTS, CALLS, GIVEN, RECORDED, TOOLS, read
 
 from agentbench_kv.cli.run import run
-from agentbench_kv.gateway.gateway import reader_for
 from agentbench_kv.gateway.messages import ChatTemplate, tool_call
-from agentbench_kv.gateway.parsing import MessageReader
 from agentbench_kv.phases.syntax import SYNTAXES
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}},
-        },
-    }
-]
-GIVEN = {"x": 1, "s": "2"}
-ONE = '{"name": "f", "arguments": {"x": 1, "s": "2"}}'
-ARGUMENTS = '{"x": 1, "s": "2"}'
-CALLS = {
-    "hermes": f"<tool_call>{ONE}</tool_call>",
-    "llama3_json": '<|python_tag|>f.call(x=1, s="2")',
-    "mistral": f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}",
-    "qwen3_coder": "<tool_call><function=f><parameter=x>1</parameter>"
-    "<parameter=s>\n2\n</parameter></function></tool_call>",
-    "glm": "<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value>"
-    "<arg_key>s</arg_key><arg_value>2</arg_value></tool_call>",
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
-    f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
-    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
-    "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
-    f"to=functions.f <|constrain|>json<|message|>{ARGUMENTS}",
-    "json": f"```json\n{ONE}\n```",
-}
-
-
-def read(syntax: str, text: str, size: int = 10**6) -> MessageReader:
-    numbers = itertools.count(1)
-    reader = reader_for(
-        SYNTAXES[syntax], lambda: f"call_{next(numbers)}", thinking=False, tools=TOOLS
-    )
-    for at in range(0, len(text), size):
-        reader.feed(text[at : at + size])
-    reader.finish()
-    return reader
 
 
 def test_the_help_names_every_syntax() -> None:
@@ -78,7 +36,23 @@ def test_a_call_is_read_with_its_types(syntax: str, size: int) -> None:
     assert call["id"] == ("functions.f:0" if syntax == "kimi" else "call_1")
 
 
-@pytest.mark.parametrize("syntax", sorted(set(CALLS) - {"qwen3_coder", "glm", "llama3_json"}))
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+@pytest.mark.parametrize("recorded", RECORDED, ids=[f"{r[0]}-{r[1][:12]}" for r in RECORDED])
+def test_published_outputs_are_read(recorded: Any, size: int) -> None:
+    syntax, source, text, calls, said = recorded
+    reader = read(syntax, text, size)
+    found = [call["function"] for call in reader.tool_calls]
+    assert [(f["name"], json.loads(f["arguments"])) for f in found] == calls, source
+    assert (reader.content, reader.unparsable) == (said, False)
+
+
+def test_every_syntax_of_a_family_has_a_published_output() -> None:
+    assert {syntax for syntax, *_ in RECORDED} == SYNTAXES.keys() - {"none", "json"}
+
+
+@pytest.mark.parametrize(
+    "syntax", ["cohere", "deepseek", "granite", "harmony", "hermes", "json", "kimi", "mistral"]
+)
 def test_what_could_not_come_back_in_the_history_is_no_call(syntax: str) -> None:
     text = CALLS[syntax].replace(ARGUMENTS, '{"x": ' + "[" * 500 + "]" * 500 + "}")
     message = read(syntax, text)

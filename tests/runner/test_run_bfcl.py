@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from agentbench_kv.adapters.base import Sample, ScriptedAgent
+from agentbench_kv.adapters.bfcl.task import MultiTurnBase
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.environments import python_of
-from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run import runner
@@ -65,3 +67,26 @@ def test_a_conversation_without_time_is_a_timeout(
 ) -> None:
     for record in play_bfcl(timeout_s=1e-6):
         assert (record.status, record.attempts) == (TrialStatus.TIMEOUT, 1)
+
+
+def test_the_raw_route_refuses_what_it_cannot_write(play_bfcl: PlayBfcl) -> None:
+    with pytest.raises(UsageError, match="calls of the glm syntax; use --set route=chat"):
+        play_bfcl(limit=1, tool_syntax="glm")
+
+
+def test_the_raw_route_explains_and_reads_json(
+    play_bfcl: PlayBfcl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = MultiTurnBase.script
+
+    def fenced(self: MultiTurnBase, sample: Sample, agent: ScriptedAgent) -> list[str]:
+        texts = script(self, sample, agent)
+        blocks = [text.replace("<tool_call>", "```json") for text in texts]
+        return [text.replace("</tool_call>", "```") for text in blocks]
+
+    monkeypatch.setattr(MultiTurnBase, "script", fenced)
+    records = play_bfcl(limit=2, tool_syntax="json")
+    assert [record.score for record in records] == [1.0] * 2
+    missed = play_bfcl(limit=2)
+    assert [record.score for record in missed] == [0.0] * 2
+    assert {record.metrics["other_syntax"] for record in missed} == {"json"}

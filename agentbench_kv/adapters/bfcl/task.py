@@ -11,9 +11,12 @@ from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialCon
 from agentbench_kv.adapters.worker import WorkerPool
 from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
 from agentbench_kv.environments import python_of
+from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
 
+_RAW_SYNTAXES = ("hermes", "json")  # `WAYS` of worker/session.py
+_RAW_FORMAT = "chatml"
 _WORKER = Path(__file__).parent / "worker" / "main.py"
 
 
@@ -60,7 +63,10 @@ class BfclTask(WorkerTask):
         return {"route": self.route}
 
     def _line(self, context: TrialContext) -> dict[str, Any]:
-        return {**super()._line(context), "route": self.route}
+        syntax = context.tool_syntax or _RAW_SYNTAXES[0]
+        if self.route == "raw":
+            _check_raw(syntax, context.chat_format)
+        return {**super()._line(context), "route": self.route, "syntax": syntax}
 
     def _start(self) -> WorkerPool:
         environment = {
@@ -106,6 +112,20 @@ class MultiTurnLongContext(BfclTask):
     name = "bfcl/multi_turn_long_context"
     summary = "BFCL v4 multi-turn: 200 whose APIs give long answers"
     categories = ("multi_turn_long_context",)
+
+
+def _check_raw(syntax: str, chat_format: str | None) -> None:
+    """UsageError if the raw route cannot write prompts as the model knows them."""
+    if syntax not in _RAW_SYNTAXES:
+        found = f"calls of the {syntax} syntax"
+    elif chat_format not in (None, _RAW_FORMAT):
+        found = f"messages of the {chat_format} format"
+    else:
+        return
+    raise UsageError(
+        f"route=raw writes prompts in the {_RAW_FORMAT} format with calls as "
+        f"{' or '.join(_RAW_SYNTAXES)}, and this model has {found}; use --set route=chat"
+    )
 
 
 def _metrics(played: PlayedTrial) -> dict[str, Metric]:

@@ -1,5 +1,6 @@
 """A session-aware completions server that replays scripts and checks that prompts only grow."""
 
+import itertools
 import json
 import re
 import threading
@@ -13,12 +14,26 @@ from agentbench_kv.adapters.base import TrialContext
 from agentbench_kv.adapters.bfcl.task import MultiTurnBase
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.gateway.readers import reader_for
+from agentbench_kv.phases.syntax import SYNTAXES
 
 
 def _call(payload):
     fields = json.loads(payload)
     function = {"name": fields["name"], "arguments": json.dumps(fields["arguments"])}
     return {"id": f"call{abs(hash(payload))}", "type": "function", "function": function}
+
+
+def _read(text, tools):
+    """Return an answer's message as our server does, and whether a call in it is broken."""
+    numbers = itertools.count(1)
+    reader = reader_for(
+        SYNTAXES["hermes"], lambda: f"call_{next(numbers)}", thinking=False, tools=tools
+    )
+    reader.feed(text)
+    reader.finish()
+    message = {"role": "assistant", "content": reader.content, "tool_calls": reader.tool_calls}
+    return message, reader.unparsable
 
 
 class ScriptedEndpoint:
@@ -67,7 +82,10 @@ class ScriptedEndpoint:
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(text) // 4}
         usage["kvbench"] = {"finish_reason": self.finish_reason}
         reason = "length" if self.finish_reason == "context_limit" else self.finish_reason
-        choice = {"index": 0, "text": text, "finish_reason": reason}
+        message, broken = _read(text, body["tools"])
+        if broken:
+            usage["kvbench"]["unparsable"] = True
+        choice = {"index": 0, "text": text, "message": message, "finish_reason": reason}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 
     def answer_chat(self, session, body):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.adapters.bfcl.worker.session import WrittenCall, parse, to_python, visible
+from agentbench_kv.adapters.bfcl.worker.session import WrittenCall, parse, to_python
 
 TOOLS = {"mv", "cat"}
 
@@ -20,20 +20,6 @@ def evaluate(source, **tools):
         return eval(source, {"mv": lambda **k: k, **tools})
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("hello", "hello"),
-        ("<think>\na\n</think>\n\nhello", "hello"),
-        ("<think>a</think>b</think>c", "c"),
-        ("<think>never ends <tool_call>", ""),
-        ("opened in the prompt</think>\nhello", "hello"),
-    ],
-)
-def test_visible(text, shown):
-    assert visible(text) == shown
 
 
 def test_several_calls_in_order():

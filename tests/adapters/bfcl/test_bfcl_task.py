@@ -85,7 +85,9 @@ def test_what_a_trial_reports(bfcl, play, endpoint):
         "route": "raw",
     }
     assert outcome.transcript["text"] == prompts[-1] + script[-1]
-    assert {k: v for k, v in endpoint.bodies["the session"][0].items() if k != "prompt"} == {
+    sent = endpoint.bodies["the session"][0]
+    assert {tool["function"]["name"] for tool in sent["tools"]} >= {"mv", "cat"}
+    assert {k: v for k, v in sent.items() if k not in ("prompt", "tools")} == {
         "model": "scripted",
         "max_tokens": 50,
         "temperature": 0.5,

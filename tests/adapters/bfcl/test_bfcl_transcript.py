@@ -1,8 +1,13 @@
 """The append-only text and the scripted agents."""
 
+import pytest
+
 from agentbench_kv.adapters.agent_client import NULL_SENTENCE
+from agentbench_kv.adapters.base import Sample, TrialContext
+from agentbench_kv.adapters.bfcl.task import MultiTurnBase
 from agentbench_kv.adapters.bfcl.worker.samples import script
-from agentbench_kv.adapters.bfcl.worker.session import PromptText, parse, visible
+from agentbench_kv.adapters.bfcl.worker.session import WAYS, PromptText, parse
+from agentbench_kv.errors import UsageError
 
 TOOLS = [
     {"name": "echo", "parameters": {"properties": {"content": {}, "file_name": {}}}},
@@ -12,7 +17,8 @@ TRUTH = [[], ["echo('Büdenbender', file_name='a')", "echo(content='b')"], ["ech
 
 
 def names(texts):
-    return [[call.arguments.get("content") for call in parse(visible(t))[0]] for t in texts]
+    said = [text.rpartition("</think>")[2] for text in texts]
+    return [[call.arguments.get("content") for call in parse(text)[0]] for text in said]
 
 
 def test_every_prompt_extends_what_came_before():
@@ -61,3 +67,28 @@ def test_corrupt_drops_one_call():
 
 def test_null_says_one_sentence_a_turn():
     assert script("null", TRUTH, TOOLS) == [NULL_SENTENCE] * 3
+
+
+def test_each_syntax_is_explained_in_its_own_marks():
+    shown = {}
+    for syntax in WAYS:
+        text = PromptText(TOOLS, syntax)
+        text.begin([])
+        shown[syntax] = text.text
+    assert ("<tool_call>" in shown["hermes"], "```" in shown["hermes"]) == (True, False)
+    assert ("<tool_call>" in shown["json"], "\n```json\n{" in shown["json"]) == (False, True)
+    assert "tool's name" in shown["json"]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "chat_format", "found"),
+    [
+        ("harmony", "harmony", "calls of the harmony syntax"),
+        ("hermes", "llama3", "messages of the llama3 format"),
+        ("json", "plain", "messages of the plain format"),
+    ],
+)
+def test_models_that_write_otherwise_are_sent_to_the_chat_route(syntax, chat_format, found):
+    context = TrialContext(0, 0, None, "http://h", "s", tool_syntax=syntax, chat_format=chat_format)
+    with pytest.raises(UsageError, match=f"{found}; use --set route=chat"):
+        MultiTurnBase().run_trial(Sample("multi_turn_base_0"), context)

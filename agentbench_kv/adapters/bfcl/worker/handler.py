@@ -1,7 +1,8 @@
 """The official multi-turn loop over one session of a server, and the official checker.
 
-Two routes. `RawSessionHandler` keeps one append-only text and sends it to the completions route.
-`ChatHandler` keeps messages and sends them to the chat route with tools in the OpenAI schema.
+Two routes. `RawSessionHandler` keeps one append-only text and sends it to the completions route,
+whose server reads the calls. `ChatHandler` keeps messages and sends them to the chat route with
+tools in the OpenAI schema.
 The loop passes `data` from method to method; what we keep is in the handler instead.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from bfcl_eval.constants.enums import ModelStyle
@@ -21,8 +23,8 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn
 from bfcl_eval.model_handler.base_handler import BaseHandler
 from bfcl_eval.model_handler.utils import convert_to_tool
 
-from ...agent_client import AgentConnection, Completion, ContextFullError
-from .session import PromptText, as_text, parse, to_python, tool_names, unmarked, visible
+from ...agent_client import AgentConnection, Completion, ContextFullError, unparsable
+from .session import PromptText, all_tools, as_text, parse, to_python, tool_names, unmarked
 
 _NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
 # Under which BFCL keeps a trial's simulators, in globals of a module that it never clears. It can
@@ -36,7 +38,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 
     function_calling = False
 
-    def __init__(self, entry: Fields, line: AgentConnection) -> None:
+    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
         super().__init__(NAME, 0.0, NAME, is_fc_model=self.function_calling)
         self.steps: list[Fields] = []  # one record per completion
         self._known = tool_names(entry)
@@ -52,14 +54,16 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
         """Return the whole session: text, or a list of messages."""
         raise NotImplementedError
 
-    def _read(self, answer: Completion, shown: str) -> Fields:
-        """Record a completion whose visible text is `shown`; return what the loop reads of it."""
-        calls, unparsable = parse(shown)
+    def _read(self, answer: Completion) -> Fields:
+        """Record a completion; return what the loop reads of it, calls in the form of `parse`."""
+        said = answer.message.get("tool_calls")
+        shown = as_text(said) if said else unmarked(str(answer.message.get("content") or ""))
+        calls, broken = parse(shown)
         self.steps.append({
             "turn": self._turn,
             "calls": [{"name": c.name, "arguments": c.arguments} for c in calls],
             "refused": sum(c.name not in self._known for c in calls),
-            "unparsable": unparsable,
+            "unparsable": broken + unparsable(answer),
             "finish_reason": answer.finish_reason,
             "seconds": round(answer.seconds, 4),
             "usage": answer.usage,
@@ -83,9 +87,10 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 class RawSessionHandler(SessionHandler):
     """The raw route: every prompt extends the one before to the letter."""
 
-    def __init__(self, entry: Fields, line: AgentConnection) -> None:
-        super().__init__(entry, line)
-        self._text = PromptText(entry["function"])
+    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
+        super().__init__(entry, line, syntax)
+        self._text = PromptText(entry["function"], syntax)
+        self._tools = openai_tools(all_tools(entry))
 
     def said(self) -> str:
         return self._text.text
@@ -111,11 +116,11 @@ class RawSessionHandler(SessionHandler):
             self._text.add(message["role"], message["content"])
 
     def _query_prompting(self, data: Fields) -> tuple[Completion, float]:
-        answer = self._line.complete(self._text.prompt())
+        answer = self._line.complete(self._text.prompt(), self._tools)
         return answer, answer.seconds
 
     def _parse_query_response_prompting(self, answer: Completion) -> Fields:
-        return self._read(answer, visible(answer.said))
+        return self._read(answer)
 
     def _add_assistant_message_prompting(self, data: Fields, response: Fields) -> Fields:
         self._keep(response["said"])
@@ -134,8 +139,8 @@ class ChatHandler(SessionHandler):
 
     function_calling = True
 
-    def __init__(self, entry: Fields, line: AgentConnection) -> None:
-        super().__init__(entry, line)
+    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
+        super().__init__(entry, line, syntax)
         self._messages: list[Fields] = []
         self._tools: list[Fields] = []
 
@@ -149,8 +154,7 @@ class ChatHandler(SessionHandler):
         return data
 
     def _compile_tools(self, data: Fields, test_entry: Fields) -> Fields:
-        style = ModelStyle.OPENAI_COMPLETIONS
-        self._tools = list(convert_to_tool(test_entry["function"], GORILLA_TO_OPENAPI, style))
+        self._tools = openai_tools(test_entry["function"])
         return data
 
     def add_first_turn_message_FC(self, data: Fields, messages: list[Fields]) -> Fields:
@@ -167,9 +171,7 @@ class ChatHandler(SessionHandler):
         return answer, answer.seconds
 
     def _parse_query_response_FC(self, answer: Completion) -> Fields:
-        calls = answer.said.get("tool_calls")
-        content = str(answer.said.get("content") or "")
-        return self._read(answer, as_text(calls) if calls else unmarked(content))
+        return self._read(answer)
 
     def _add_assistant_message_FC(self, data: Fields, response: Fields) -> Fields:
         self._keep(response["said"])
@@ -186,6 +188,11 @@ class ChatHandler(SessionHandler):
             answered = {"role": "tool", "tool_call_id": call.get("id"), "content": content}
             self._messages.append(answered)
         return data
+
+
+def openai_tools(functions: Sequence[Fields]) -> list[Fields]:
+    style = ModelStyle.OPENAI_COMPLETIONS
+    return list(convert_to_tool(deepcopy(functions), GORILLA_TO_OPENAPI, style))
 
 
 def simulators(sample: str) -> dict[str, Any]:

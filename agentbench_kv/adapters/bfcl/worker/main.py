@@ -98,7 +98,8 @@ class BfclCommands:
         sample = request.args["sample"]
         category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
-        handler = ROUTES[request.args["route"]](entry, _line(request))
+        route, syntax = request.args["route"], request.args["syntax"]
+        handler = ROUTES[route](entry, _line(request), syntax)
         try:
             texts, _ = handler.inference(entry, False, True)
         except ContextFullError as error:

@@ -32,6 +32,13 @@ To use a tool, write one JSON object between call marks:
 </tool_call>
 Several calls may follow one another. Each result comes back between <tool_response> and \
 </tool_response>."""
+# What a prompt may explain, by the tool syntax that the server reads.
+WAYS = {
+    "hermes": INSTRUCTIONS,
+    "json": INSTRUCTIONS.replace("between call marks", "in a block like this")
+    .replace("\n<tool_call>\n", "\n```json\n")
+    .replace("\n</tool_call>\n", "\n```\n"),
+}
 
 
 class PromptText:
@@ -40,9 +47,9 @@ class PromptText:
     It only ever grows, so every prompt extends the one before.
     """
 
-    def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Iterable[Mapping[str, Any]], syntax: str = "hermes") -> None:
         lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
-        self._instructions = INSTRUCTIONS.format(tools="\n".join(lines))
+        self._instructions = WAYS[syntax].format(tools="\n".join(lines))
         self.text = ""
 
     def begin(self, system: Iterable[str]) -> None:
@@ -92,16 +99,8 @@ class WrittenCall:
     arguments: dict[str, Any]
 
 
-def visible(text: str) -> str:
-    """Return what follows the think block; nothing if the block never ends."""
-    _, mark, tail = text.rpartition("</think>")
-    if mark:
-        return tail.lstrip("\n")
-    return "" if "<think>" in text else text
-
-
 def parse(text: str) -> tuple[list[WrittenCall], int]:
-    """Find the calls in visible text; count marks whose payload is none, or that never close."""
+    """Find the calls in a text of `as_text`; count marks whose payload is none."""
     payloads = list(_payloads(text))
     calls = [call for call in map(_read, payloads) if call is not None]
     unclosed = max(0, text.count(_OPEN) - len(payloads))
@@ -140,7 +139,7 @@ def all_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_text(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Write calls in the OpenAI form as marked text, which `parse` reads."""
+    """Write calls in the OpenAI form as the text that goes through the loop, and `parse` reads."""
     functions = [call.get("function") or {} for call in calls]
     fields = [{"name": f.get("name"), "arguments": f.get("arguments")} for f in functions]
     # JSON lets a character be written as its number, so that no argument can open or close a mark.
@@ -149,7 +148,7 @@ def as_text(calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def unmarked(text: str) -> str:
-    """Return text whose call marks are no marks any more: on the chat route calls have a field."""
+    """Return text whose call marks are no marks any more: calls have a field of their own."""
     return text.replace("<tool_call>", "< tool_call>")
 
 

@@ -25,7 +25,7 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from ...agent_client import AgentConnection, ContextFullError, address_of, is_shallow
+from ...agent_client import AgentConnection, ContextFullError, address_of, is_shallow, unparsable
 from .patches import appoint
 
 # What agents and users are derived from, by the names that each release has.
@@ -83,7 +83,7 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         self.messages.append(said)
         self.steps.append({
             "calls": len(answer.get("tool_calls") or ()),
-            "unparsable": int("<tool_call>" in (answer.get("content") or "")),
+            "unparsable": int(unparsable(completion)),
             "finish_reason": completion.finish_reason,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
