@@ -92,14 +92,14 @@ def serve(
     budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
     same = ("device", "dtype", "concurrency", "engine_args", "allow_untested")
     options = {name: asked[name] for name in same}
-    started = start_engine(
-        engine, EngineOptions(model, make_method(method, budget, pairs), **options)
-    )
+    built = make_method(method, budget, pairs)
+    started = start_engine(engine, EngineOptions(model, built, **options))
     try:
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
         limits["idle_s"] = asked["session_idle"] or None
         limits["conversations"] = asked["concurrency"] if asked["sessions"] == "auto" else 0
-        gateway = open_gateway(started, tool_syntax=asked["tool_syntax"], **limits)
+        reading = {"tool_syntax": asked["tool_syntax"], "closing": built.closing_markers}
+        gateway = open_gateway(started, **reading, **limits)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)
     finally:

@@ -13,6 +13,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
 from agentbench_kv.kernels.ops import GqaMode
 from agentbench_kv.methods.base import (
+    CLOSINGS,
     GQA_MODES,
     PHASE_NAMES,
     Method,
@@ -68,6 +69,9 @@ class AgentKV(Method):
     sampler: str = param(
         "last", "which queries of a phase represent it", choices=(*SAMPLERS, *PHASELESS)
     )
+    closing: str = param(
+        "own", "phase of a closing marker: of what it closes, or of what follows", choices=CLOSINGS
+    )
 
     def validate(self) -> None:
         if self.representatives % len(Phase):
@@ -85,6 +89,10 @@ class AgentKV(Method):
             return QueryPlan(QueryKind.RECENT, self.representatives * SHUFFLED_REACH)
         # As long as the sampler looks back.
         return QueryPlan(QueryKind.PER_PHASE, max(self._each, HISTORY.get(self.sampler, 0)))
+
+    @property
+    def closing_markers(self) -> str:
+        return self.closing
 
     @property
     def _each(self) -> int:

@@ -25,6 +25,7 @@ from agentbench_kv.params import ParamSpec, param, param_specs, parse_settings
 GQA_MODES = ("mean_prob", "max_prob", "max_logit")
 KEPT_SETS = ("per_head", "per_kv_head", "shared")
 POSITIONS = ("logical", "cache")
+CLOSINGS = ("own", "next")  # the phase of a token that closes a span: the span's, or what follows
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
 ENDLESS = 1 << 40  # a budget larger than any session
 
@@ -256,6 +257,11 @@ class Method:
     def per_query_head(self) -> bool:
         """Whether every query head has a kept set, so a cache, of its own."""
         return False
+
+    @property
+    def closing_markers(self) -> str:
+        """Return which phase a closing marker has for the method, one of `CLOSINGS`."""
+        return CLOSINGS[0]
 
     @property
     def needs(self) -> frozenset[str]:
