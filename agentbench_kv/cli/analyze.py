@@ -47,7 +47,7 @@ def _replayed_options(command: opt.F) -> opt.F:
     )
     limit = opt.local("--limit", "First N.", opt.POSITIVE, default=5)
     samples = opt.local("--sample samples", "Id or number; repeatable.", multiple=True)
-    run = opt.local("--run run_name", "Id or folder of a finished micro run.", required=True)
+    run = opt.local("--run run_name", "Id or folder of a finished run.", required=True)
     return run(samples(limit(runs(command))))
 
 
@@ -198,7 +198,7 @@ def evidence(
 
 @analyze.command()
 @_replayed_options
-@opt.option("--window", "Last tokens. [default: as many as the rings hold queries]", opt.POSITIVE)
+@opt.local("--window", "Last tokens. [default: as many as the rings hold queries]", opt.POSITIVE)
 @print_option
 def rings(
     run_name: str,

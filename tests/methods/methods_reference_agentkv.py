@@ -22,8 +22,11 @@ def scores(settings, queries, keys, key_phases):
     vectors, phases = queries
     each = settings["representatives"] // 4
     chosen = []
+    if settings["sampler"] in ("recent", "own"):
+        # Of the last queries all, or those of the newest one's phase.
+        chosen = [vectors if settings["sampler"] == "recent" else vectors[:, phases == phases[-1]]]
     for phase, name in enumerate(PHASES):
-        if name == settings["drop_phase"]:
+        if name == settings["drop_phase"] or settings["sampler"] in ("recent", "own"):
             continue
         own = vectors[:, phases == phase]
         picks = pick(settings["sampler"], own, keys[key_phases == phase], each)

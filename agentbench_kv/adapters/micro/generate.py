@@ -120,7 +120,15 @@ PROFILES = {
         "recall-5k", (5, 6), (5, 5), (7, 8), (64, 76), (30, 38), (4, 14), (4, 12), (22, 32)
     ),
     "recall-4k-long": EpisodeProfile(
-        "recall-4k-long", (2, 3), (2, 2), (0, 0), (2, 8), (2, 6), (8, 16), (8, 16), (0, 0),
+        "recall-4k-long",
+        (2, 3),
+        (2, 2),
+        (0, 0),
+        (2, 8),
+        (2, 6),
+        (8, 16),
+        (8, 16),
+        (0, 0),
         steps=(4, 5),
     ),
 }
@@ -218,7 +226,13 @@ class _Depot:
         if not self.profile.tools:
             return Episode(self.seed, self.profile.name, table, [], turns)
         tools = ["login", "scan", "open", "ship", *(["read"] if self.profile.reads[1] else [])]
-        return Episode(self.seed, self.profile.name, PREAMBLE + table, schemas(tools, bool(self.profile.steps[1])), turns)
+        return Episode(
+            self.seed,
+            self.profile.name,
+            PREAMBLE + table,
+            schemas(tools, bool(self.profile.steps[1])),
+            turns,
+        )
 
     def _schedule(self) -> list[tuple[str, str]]:
         """Order the requests: a ship comes anywhere after its store, more often late."""
@@ -355,9 +369,7 @@ def _spelled_out(turn: UserTurn, steps: Sequence[str]) -> UserTurn:
     subject = turn.subject or "it"
     thought, note = (" ".join(STEPS[s][i].format(subject) for s in steps) for i in range(2))
     calls = tuple(
-        replace(
-            call, think=f"{thought}\n{call.think}", arguments={"note": note, **call.arguments}
-        )
+        replace(call, think=f"{thought}\n{call.think}", arguments={"note": note, **call.arguments})
         for call in turn.calls
     )
     think = None if turn.reply.think is None else f"{thought}\n{turn.reply.think}"

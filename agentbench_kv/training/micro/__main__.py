@@ -27,7 +27,9 @@ def main(
 ) -> None:
     """Train on generated episodes, from scratch if nothing else is said, and write OUT/model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    trainer = Trainer(TrainingOptions(out, seed, device, threads), LONG_RECIPE if weights else RECIPE)
+    trainer = Trainer(
+        TrainingOptions(out, seed, device, threads), LONG_RECIPE if weights else RECIPE
+    )
     if weights is not None:
         trainer.start_from(weights)
     if resume:
