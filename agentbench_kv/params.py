@@ -26,6 +26,7 @@ class ParamSpec:
     choices: tuple[Any, ...] | None = None
     low: float | None = None
     high: float | None = None
+    rare: bool = False
 
     def allowed(self) -> str:
         """Say in words which values are valid."""
@@ -72,13 +73,19 @@ def param(
     choices: Sequence[Any] | None = None,
     low: float | None = None,
     high: float | None = None,
+    rare: bool = False,
 ) -> Any:
-    """Declare a parameter as a dataclass field."""
+    """Declare a parameter as a dataclass field.
+
+    A rare one is recorded only where it is not the default: for a parameter that came after runs
+    without it, so that they stay what they are.
+    """
     metadata = {
         "doc": doc,
         "choices": tuple(choices) if choices is not None else None,
         "low": low,
         "high": high,
+        "rare": rare,
     }
     return field(default=default, metadata=metadata)
 

@@ -70,7 +70,10 @@ class AgentKV(Method):
         "last", "which queries of a phase represent it", choices=(*SAMPLERS, *PHASELESS)
     )
     closing: str = param(
-        "own", "phase of a closing marker: of what it closes, or of what follows", choices=CLOSINGS
+        "own",
+        "phase of a closing marker: of what it closes, or of what follows",
+        choices=CLOSINGS,
+        rare=True,
     )
 
     def validate(self) -> None:

@@ -209,8 +209,10 @@ class Method:
         return self.name if plain else f"{self.name}@{self.preset}"
 
     def settings(self) -> dict[str, Any]:
-        """Return every parameter with its value, for the run record."""
-        return {key: getattr(self, key) for key in self.parameters()}
+        """Return the parameters with their values, for the run record, but no rare default."""
+        values = {key: getattr(self, key) for key in self.parameters()}
+        rare = {key: spec.default for key, spec in self.parameters().items() if spec.rare}
+        return {k: value for k, value in values.items() if k not in rare or value != rare[k]}
 
     def validate(self) -> None:
         """Check that budget and parameters fit together; UsageError with what clashes."""
