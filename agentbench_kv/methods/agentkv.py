@@ -75,6 +75,9 @@ class AgentKV(Method):
         choices=CLOSINGS,
         rare=True,
     )
+    pool: int = param(
+        1, "ablation: take the best score of so many neighbours, odd", low=1, rare=True
+    )
 
     def validate(self) -> None:
         if self.representatives % len(Phase):
@@ -83,6 +86,8 @@ class AgentKV(Method):
             )
         if self.sampler in PHASELESS and self.drop_phase != "none":
             raise UsageError(f"sampler={self.sampler} knows no phase to drop: leave drop_phase out")
+        if self.pool % 2 == 0:
+            raise UsageError(f"pool={self.pool}: expected an odd number of tokens")
         super().validate()
 
     def query_plan(self) -> QueryPlan:
@@ -103,7 +108,13 @@ class AgentKV(Method):
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         chosen = self._representatives(queries, keys, context)
-        return attention_mass(chosen, keys, gqa=cast("GqaMode", self.gqa))
+        mass = attention_mass(chosen, keys, gqa=cast("GqaMode", self.gqa))
+        return mass if self.pool == 1 else self._pooled(mass, context.positions.argsort(-1))
+
+    def _pooled(self, mass: Tensor, order: Tensor) -> Tensor:
+        """Give every token the best score of its neighbours among those cached."""
+        pooled = torch.max_pool1d(mass.gather(-1, order), self.pool, 1, self.pool // 2)
+        return torch.empty_like(mass).scatter_(-1, order, pooled)
 
     def _representatives(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         """Return [q_heads, n, head_dim]; n is at most `representatives`."""

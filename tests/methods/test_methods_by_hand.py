@@ -371,6 +371,11 @@ def test_random_rings_take_all_labels_alike():
     assert set(first) == {64, 128}
 
 
+def test_agentkv_pools_over_exact_neighbours_only_if_odd():
+    with pytest.raises(UsageError, match="odd number"):
+        make_method("agentkv", 64, {"pool": 4})
+
+
 def test_no_phase_can_be_dropped_where_none_is_known():
     with pytest.raises(UsageError, match="knows no phase to drop"):
         make_method("agentkv", 64, {"sampler": "recent", "drop_phase": "tool"})
