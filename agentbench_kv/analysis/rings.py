@@ -16,7 +16,7 @@ import torch
 
 from agentbench_kv.analysis.replay import held_queries
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import PHASE_NAMES, Method, Phase, QueryKind
+from agentbench_kv.methods.base import PHASE_NAMES, Method, Phase, QueryKind, QueryPlan
 from agentbench_kv.results.stats import Interval, Scores, level
 
 Tally = tuple[int, int]  # queries within the window, queries held
@@ -36,15 +36,20 @@ class RingEvent:
         return sum(age <= window for age in ages), len(ages)
 
 
+def ring_plan(method: Method) -> QueryPlan:
+    """Return what the method keeps of queries; UsageError if that is not a ring per phase."""
+    plan = method.query_plan()
+    if plan.kind is not QueryKind.PER_PHASE:
+        raise UsageError(f"{method.label} keeps no ring of queries per phase; agentkv does")
+    return plan
+
+
 def ring_events(method: Method, phases: Sequence[int], points: Sequence[int]) -> list[RingEvent]:
     """Return what `method` held at events after so many tokens of a session; UsageError if none.
 
     `phases` are those of all the session's tokens.
     """
-    plan = method.query_plan()
-    if plan.kind is not QueryKind.PER_PHASE:
-        raise UsageError(f"{method.label} keeps no ring of queries per phase; agentkv does")
-    labels = torch.tensor(phases)
+    plan, labels = ring_plan(method), torch.tensor(phases)
     events = []
     for now in points:
         held = held_queries(plan, labels[:now])

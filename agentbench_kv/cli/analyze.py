@@ -213,13 +213,13 @@ def rings(
     For a method with a ring of queries per phase, at every event: the share of them that are among
     the last tokens anyway, and how far back each ring reaches.
     """
-    from agentbench_kv.analysis.rings import ring_overlap
+    from agentbench_kv.analysis.rings import ring_overlap, ring_plan
     from agentbench_kv.analysis.tables import rings_tables
     from agentbench_kv.methods.base import Phase
     from agentbench_kv.run.observe import ring_session
 
     spec, names = _replayed(runs, run_name, samples, limit)
-    held = spec.built_method.query_plan().size * len(Phase)
+    held = ring_plan(spec.built_method).size * len(Phase)
     found = ring_overlap(dict(ring_session(spec, name) for name in names), window or held)
     _show({**found.document(), "run": run_name}, rings_tables(found), as_json, [])
 
