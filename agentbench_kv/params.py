@@ -75,7 +75,11 @@ def param(
     high: float | None = None,
     rare: bool = False,
 ) -> Any:
-    """Declare a parameter as a dataclass field."""
+    """Declare a parameter as a dataclass field.
+
+    A rare one is recorded only where it is not the default: for a parameter that came after runs
+    without it, so that they stay what they are.
+    """
     metadata = {
         "doc": doc,
         "choices": tuple(choices) if choices is not None else None,

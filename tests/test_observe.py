@@ -11,6 +11,7 @@ from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import UsageError
+from agentbench_kv.methods.agentkv import AgentKV
 from agentbench_kv.run.observe import (
     AuditedFact,
     SessionAudit,
@@ -18,6 +19,7 @@ from agentbench_kv.run.observe import (
     by_outcome,
     capture_session,
     find_text,
+    ring_session,
     trace_session,
     watch,
 )
@@ -107,6 +109,23 @@ def test_watching_changes_nothing():
     _, _, traced = trace_session(spec("agentkv", 256), "0")
     assert plain.attempt.outcome.metrics == traced.attempt.outcome.metrics
     assert plain.attempt.outcome.facts == traced.attempt.outcome.facts
+
+
+def test_rings_are_where_the_method_was_given_them(monkeypatch):
+    """At every event and for every phase, against the queries that `score` got."""
+    given = {}
+
+    def spy(self, queries, keys, context):
+        ages = (context.now - queries.positions[queries.phases == phase] for phase in range(4))
+        given[context.now] = tuple(tuple(age.flip(0).tolist()) for age in ages)
+        return real(self, queries, keys, context)
+
+    real = AgentKV.score
+    monkeypatch.setattr(AgentKV, "score", spy)
+    sample, events = ring_session(spec("agentkv", 256), "1")
+    assert sample == "recall-1k-1"
+    assert len(events) > 1
+    assert {event.now: event.ages for event in events} == given
 
 
 def test_an_audit_finds_the_evidence_where_it_was_stated():

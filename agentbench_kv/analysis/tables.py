@@ -10,6 +10,7 @@ from rich.table import Table
 from agentbench_kv.analysis.angles import Angles
 from agentbench_kv.analysis.audit import PhaseTimeline, TokenAudit
 from agentbench_kv.analysis.coverage import OVERALL, Coverage
+from agentbench_kv.analysis.rings import RingOverlap
 from agentbench_kv.analysis.tsne import Embedding
 from agentbench_kv.methods.base import PHASE_NAMES, Phase
 from agentbench_kv.results.terminal import new_table
@@ -83,6 +84,22 @@ def audit_tables(found: Sequence[TokenAudit]) -> list[Table]:
         "competed", "median margin",
     )  # fmt: skip
     return [new_table(*columns, rows=rows)]
+
+
+def rings_tables(found: RingOverlap) -> list[Table]:
+    """Return one row per ring and one for all: share within the window, and how far they reach."""
+    rows = []
+    for ring in found.reach:
+        ends = (ring.inside.low, ring.inside.high) if ring.inside else (None, None)
+        share = ring.inside.point if ring.inside else None
+        shares = [_percent(each) for each in (share, *ends)]
+        rows.append((ring.phase, *shares, _number(ring.newest, 0), _number(ring.oldest, 0)))
+    columns = (
+        "ring", f"% in the last {found.window}", "low", "high", "newest, tokens ago", "oldest",
+    )  # fmt: skip
+    counts = (found.sessions, found.events, _percent(found.floored))
+    summary = new_table("sessions", "events", "% of events at the least overlap", rows=[counts])
+    return [new_table(*columns, rows=rows), summary]
 
 
 def _number(value: float | None, digits: int = 1) -> str | None:

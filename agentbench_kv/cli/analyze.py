@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from agentbench_kv.analysis.captures import Capture
     from agentbench_kv.analysis.traces import Trace
+    from agentbench_kv.run.spec import RunSpec
 
 
 _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
@@ -37,6 +38,17 @@ def outputs(command: opt.F) -> opt.F:
     """Add `--plot` and `--json`."""
     plot = opt.option("--plot", "Also draw it: a .png or .svg file.", opt.PATH)
     return plot(print_option(command))
+
+
+def _replayed_options(command: opt.F) -> opt.F:
+    """Add what says which sessions of which run are played again, see `_replayed`."""
+    runs = opt.option(
+        "--runs", "Folder of runs.", opt.FOLDER, default=Path("runs"), envvar="KVBENCH_OUT"
+    )
+    limit = opt.local("--limit", "First N.", opt.POSITIVE, default=5)
+    samples = opt.local("--sample samples", "Id or number; repeatable.", multiple=True)
+    run = opt.local("--run run_name", "Id or folder of a finished run.", required=True)
+    return run(samples(limit(runs(command))))
 
 
 @click.group()
@@ -158,10 +170,7 @@ def timeline(
 
 
 @analyze.command()
-@opt.local("--run run_name", "Id or folder of a finished micro run.", required=True)
-@opt.local("--sample samples", "Id or number; repeatable.", multiple=True)
-@opt.local("--limit", "First N.", opt.POSITIVE, default=5)
-@opt.option("--runs", "Folder of runs.", opt.FOLDER, default=Path("runs"), envvar="KVBENCH_OUT")
+@_replayed_options
 @opt.option("--out", "Write the last trace.", opt.PATH, envvar="KVBENCH_TRACE_OUT")
 @print_option
 def evidence(
@@ -173,15 +182,9 @@ def evidence(
     the share of its tokens still held at the end, over layers and heads, and the rank of the
     evicted ones over the places there were (1 is the last token kept).
     """
-    from agentbench_kv.results.store import RunStore
-    from agentbench_kv.run.calibration import recorded
     from agentbench_kv.run.observe import audit_session, by_outcome
-    from agentbench_kv.run.spec import RunSpec
 
-    info = RunStore(runs).find(run_name).info
-    spec = recorded(RunSpec(**info.spec))
-    there_are = (info.expected_trials or limit * spec.trials) // spec.trials
-    names = samples or tuple(str(number) for number in range(min(limit, there_are)))
+    spec, names = _replayed(runs, run_name, samples, limit)
     audits = []
     for name in names:
         audited, trace = audit_session(spec, name)
@@ -191,6 +194,34 @@ def evidence(
     sessions = [{**vars(each), "facts": [f.document() for f in each.facts]} for each in audits]
     table = _evidence_table(by_outcome(audits))
     _show({"analysis": "evidence", "sessions": sessions}, [table], as_json, [])
+
+
+@analyze.command()
+@_replayed_options
+@opt.local("--window", "Last tokens. [default: as many as the rings hold queries]", opt.POSITIVE)
+@print_option
+def rings(
+    run_name: str,
+    samples: tuple[str, ...],
+    limit: int,
+    runs: Path,
+    window: int | None,
+    as_json: bool,
+) -> None:
+    """Play sessions of a run again: which of the method's queries lie in the recency window.
+
+    For a method with a ring of queries per phase, at every event: the share of them that are among
+    the last tokens anyway, and how far back each ring reaches.
+    """
+    from agentbench_kv.analysis.rings import ring_overlap, ring_plan
+    from agentbench_kv.analysis.tables import rings_tables
+    from agentbench_kv.methods.base import Phase
+    from agentbench_kv.run.observe import ring_session
+
+    spec, names = _replayed(runs, run_name, samples, limit)
+    held = ring_plan(spec.built_method).size * len(Phase)
+    found = ring_overlap(dict(ring_session(spec, name) for name in names), window or held)
+    _show({**found.document(), "run": run_name}, rings_tables(found), as_json, [])
 
 
 @analyze.command()
@@ -219,6 +250,20 @@ def audit(trace: Path | None, positions: str, as_json: bool) -> None:
     found = run_audit(loaded.events, chosen)
     tokens = [evidence.document() for evidence in found]
     _show({"analysis": "audit", "tokens": tokens}, audit_tables(found), as_json, [trace])
+
+
+def _replayed(
+    runs: Path, run_name: str, samples: tuple[str, ...], limit: int
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Return a run's spec and the names of the samples to play again."""
+    from agentbench_kv.results.store import RunStore
+    from agentbench_kv.run.calibration import recorded
+    from agentbench_kv.run.spec import RunSpec
+
+    info = RunStore(runs).find(run_name).info
+    spec = recorded(RunSpec(**info.spec))
+    there_are = (info.expected_trials or limit * spec.trials) // spec.trials
+    return spec, samples or tuple(str(number) for number in range(min(limit, there_are)))
 
 
 def _evidence_table(groups: Mapping[tuple[str, str, bool], Mapping[str, float]]) -> Table:

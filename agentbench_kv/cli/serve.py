@@ -104,7 +104,8 @@ def serve(
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
         limits["idle_s"] = asked["session_idle"] or None
         limits["conversations"] = asked["concurrency"] if asked["sessions"] == "auto" else 0
-        gateway = open_gateway(started, tool_syntax=asked["tool_syntax"], **limits)
+        reading = {"tool_syntax": asked["tool_syntax"], "closing": made.closing_markers}
+        gateway = open_gateway(started, **reading, **limits)
         warn_without_phases(made, gateway)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)

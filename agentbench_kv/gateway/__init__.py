@@ -18,6 +18,7 @@ from agentbench_kv.gateway.session import (
     UnknownSessionError,
 )
 from agentbench_kv.gateway.text import TextGateway
+from agentbench_kv.methods.base import CLOSINGS
 
 __all__ = [
     "AnyGateway",
@@ -33,11 +34,14 @@ __all__ = [
 ]
 
 
-def open_gateway(engine: Engine, *, tool_syntax: str = "auto", **limits: Any) -> AnyGateway:
+def open_gateway(
+    engine: Engine, *, tool_syntax: str = "auto", closing: str = CLOSINGS[0], **limits: Any
+) -> AnyGateway:
     """Return the gateway that fits an engine: over tokens, or over text.
 
-    An engine at text level reads its calls itself and needs no `tool_syntax`.
+    An engine at text level reads its calls itself and labels nothing: it needs neither
+    `tool_syntax` nor `closing`, a method's `closing_markers`.
     """
     if isinstance(engine, TextEngine):
         return TextGateway(engine, **limits)
-    return Gateway(engine, tool_syntax=tool_syntax, **limits)
+    return Gateway(engine, tool_syntax=tool_syntax, closing=closing, **limits)

@@ -42,6 +42,7 @@ from agentbench_kv.gateway.session import (
     notes_for,
 )
 from agentbench_kv.gateway.turn import Turn
+from agentbench_kv.methods.base import CLOSINGS
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PhaseTable
 from agentbench_kv.phases.syntax import ToolSyntax, refuse_tools_without_syntax
@@ -527,15 +528,22 @@ class Gateway(BaseGateway[Session]):
     """Chat and completions over an engine of tokens.
 
     `tokenizer` is by default the one in the engine's model folder; `tool_syntax` is a name in
-    `SYNTAXES`, or `auto` from chat template and vocabulary; `limits` are those of `BaseGateway`.
+    `SYNTAXES`, or `auto` from chat template and vocabulary; `closing` is how the method reads
+    closing markers; `limits` are those of `BaseGateway`.
     """
 
     def __init__(
-        self, engine: Engine, *, tokenizer: Any = None, tool_syntax: str = "auto", **limits: Any
+        self,
+        engine: Engine,
+        *,
+        tokenizer: Any = None,
+        tool_syntax: str = "auto",
+        closing: str = CLOSINGS[0],
+        **limits: Any,
     ) -> None:
         super().__init__(engine, **limits)
         self.codec = TokenCodec(tokenizer or load_tokenizer(engine.info.model_path))
-        self.table = PhaseTable.for_tokenizer(self.codec, tool_syntax)
+        self.table = PhaseTable.for_tokenizer(self.codec, tool_syntax, closing)
         self.syntax = self.table.syntax
         self._asked_syntax = tool_syntax
         engine.decode_with(self.codec.decode)

@@ -187,6 +187,7 @@ class Replay:
             self._engine,
             default_max_tokens=spec.max_tokens,
             tool_syntax=spec.tool_syntax or "auto",
+            closing=spec.built_method.closing_markers,
         )
         self._records = {
             (trial, sample_key(sample)): transcript.tokens

@@ -13,6 +13,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass
 from agentbench_kv.kernels.ops import GqaMode
 from agentbench_kv.methods.base import (
+    CLOSINGS,
     GQA_MODES,
     PHASE_NAMES,
     Method,
@@ -25,10 +26,14 @@ from agentbench_kv.methods.base import (
 from agentbench_kv.params import param
 
 SAMPLERS = ("last", "multiscale", "weighted", "diverse")
+# The converse ablation: as many queries, or no others, chosen without regard to phases.
+PHASELESS = ("recent", "shuffled", "own")
 # Queries per phase that a sampler chooses from; 0 means no more than it takes.
 HISTORY = {"last": 0, "multiscale": 128, "weighted": 64, "diverse": 128}
 WINDOWS = (4, 32, 128)
 WINDOW_SHARES = (3, 2, 1)
+STRETCH = 64  # tokens in a row that `shuffled` gives one label
+SHUFFLED_REACH = 24  # queries it looks back on, over representatives: a label is rarely absent
 WEIGHTING = 8  # last queries that weigh the keys in `weighted`
 
 
@@ -39,6 +44,11 @@ class AgentKV(Method):
     `A_i = 1/|Q| Σ_{q∈Q} softmax(q·K/√d)_i`, Q the union of four rings of `representatives / 4`
     queries, one per phase; the top `budget` tokens stay (paper, section 3.2). `@paper` protects no
     recent token; the default keeps the last 8, so that the newest tokens cannot vanish.
+
+    Three samplers ask what the phases are worth. `recent` takes the last `representatives` queries
+    of any phase; `shuffled` fills four rings by labels drawn at random for stretches of 64 tokens,
+    so that they reach as far back; `own` empties all rings but that of the phase under way.
+    Swapping two rings would change nothing: all four are one set.
     """
 
     name: ClassVar[str] = "agentkv"
@@ -56,18 +66,41 @@ class AgentKV(Method):
     drop_phase: str = param(
         "none", "ablation: phase whose queries are not used", choices=("none", *PHASE_NAMES)
     )
-    sampler: str = param("last", "which queries of a phase represent it", choices=SAMPLERS)
+    sampler: str = param(
+        "last", "which queries of a phase represent it", choices=(*SAMPLERS, *PHASELESS)
+    )
+    closing: str = param(
+        "own",
+        "phase of a closing marker: of what it closes, or of what follows",
+        choices=CLOSINGS,
+        rare=True,
+    )
+    pool: int = param(
+        1, "ablation: take the best score of so many neighbours, odd", low=1, rare=True
+    )
 
     def validate(self) -> None:
         if self.representatives % len(Phase):
             raise UsageError(
                 f"representatives={self.representatives}: expected a multiple of {len(Phase)}"
             )
+        if self.sampler in PHASELESS and self.drop_phase != "none":
+            raise UsageError(f"sampler={self.sampler} knows no phase to drop: leave drop_phase out")
+        if self.pool % 2 == 0:
+            raise UsageError(f"pool={self.pool}: expected an odd number of tokens")
         super().validate()
 
     def query_plan(self) -> QueryPlan:
+        if self.sampler == "recent":
+            return QueryPlan(QueryKind.RECENT, self.representatives)
+        if self.sampler == "shuffled":
+            return QueryPlan(QueryKind.RECENT, self.representatives * SHUFFLED_REACH)
         # As long as the sampler looks back.
-        return QueryPlan(QueryKind.PER_PHASE, max(self._each, HISTORY[self.sampler]))
+        return QueryPlan(QueryKind.PER_PHASE, max(self._each, HISTORY.get(self.sampler, 0)))
+
+    @property
+    def closing_markers(self) -> str:
+        return self.closing
 
     @property
     def _each(self) -> int:
@@ -75,11 +108,22 @@ class AgentKV(Method):
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         chosen = self._representatives(queries, keys, context)
-        return attention_mass(chosen, keys, gqa=cast("GqaMode", self.gqa))
+        mass = attention_mass(chosen, keys, gqa=cast("GqaMode", self.gqa))
+        return mass if self.pool == 1 else self._pooled(mass, context.positions.argsort(-1))
+
+    def _pooled(self, mass: Tensor, order: Tensor) -> Tensor:
+        """Give every token the best score of its neighbours among those cached."""
+        pooled = torch.max_pool1d(mass.gather(-1, order), self.pool, 1, self.pool // 2)
+        return torch.empty_like(mass).scatter_(-1, order, pooled)
 
     def _representatives(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         """Return [q_heads, n, head_dim]; n is at most `representatives`."""
-        if self.sampler == "last" and self.drop_phase == "none":
+        if self.sampler == "own":
+            newest = queries.phases[queries.positions.argmax()]
+            return queries.vectors[:, queries.phases == newest]
+        if self.sampler == "shuffled":
+            return queries.vectors[:, in_random_rings(queries.positions, self._each)]
+        if self.sampler == "recent" or (self.sampler == "last" and self.drop_phase == "none"):
             return queries.vectors
         dropped = (*PHASE_NAMES, "none").index(self.drop_phase)
         if self.sampler == "last":
@@ -102,6 +146,16 @@ class AgentKV(Method):
                 own = own[context.phases[head] == phase]
             taken.append(group[:, sample(self.sampler, group, own, self._each)])
         return torch.cat(taken)
+
+
+def in_random_rings(positions: Tensor, each: int) -> Tensor:
+    """Mark the last `each` of every label, drawn once a stretch, of ascending positions [n]."""
+    # Multiplicative hashing, twice: after one round neighbours are spaced evenly.
+    mixed = (positions // STRETCH + 1) * 2654435761 % (1 << 32)
+    mixed = (mixed ^ mixed >> 16) * 2246822519 % (1 << 32)
+    own = torch.nn.functional.one_hot(mixed >> 30, len(Phase)).bool()
+    newer = own.flip(0).cumsum(0).flip(0)
+    return (own & (newer <= each)).any(-1)
 
 
 def sample(name: str, queries: Tensor, keys: Tensor, count: int) -> Tensor:

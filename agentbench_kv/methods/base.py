@@ -25,6 +25,7 @@ from agentbench_kv.params import ParamSpec, param, param_specs, parse_settings
 GQA_MODES = ("mean_prob", "max_prob", "max_logit")
 KEPT_SETS = ("per_head", "per_layer", "per_kv_head", "shared")
 POSITIONS = ("logical", "cache")
+CLOSINGS = ("own", "next")  # the phase of a token that closes a span: the span's, or what follows
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
 ENDLESS = 1 << 40  # a budget larger than any session
 
@@ -211,13 +212,10 @@ class Method:
         return self.name if plain else f"{self.name}@{self.preset}"
 
     def settings(self) -> dict[str, Any]:
-        """Return every parameter with its value, for the record; rare ones where they are set."""
-        values = {key: (getattr(self, key), spec) for key, spec in self.parameters().items()}
-        return {
-            key: value
-            for key, (value, spec) in values.items()
-            if not spec.rare or value != spec.default
-        }
+        """Return the parameters with their values, for the run record, but no rare default."""
+        values = {key: getattr(self, key) for key in self.parameters()}
+        rare = {key: spec.default for key, spec in self.parameters().items() if spec.rare}
+        return {k: value for k, value in values.items() if k not in rare or value != rare[k]}
 
     def validate(self) -> None:
         """Check that budget and parameters fit together; UsageError with what clashes."""
@@ -264,6 +262,11 @@ class Method:
     def per_query_head(self) -> bool:
         """Whether every query head has a kept set, so a cache, of its own."""
         return False
+
+    @property
+    def closing_markers(self) -> str:
+        """Return which phase a closing marker has for the method, one of `CLOSINGS`."""
+        return CLOSINGS[0]
 
     @property
     def needs(self) -> frozenset[str]:

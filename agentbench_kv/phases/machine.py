@@ -3,8 +3,9 @@
 Labels are causal: a token's phase depends on it and the tokens before it, so that a prompt labelled
 in one piece, in any chunks, or token by token while decoding gets the same labels. It follows:
 
-* A marker belongs to the phase it introduces, a closing marker to the phase it closes. Of a marker
-  that takes several tokens the completing one is the first of the new phase.
+* A marker belongs to the phase it introduces, a closing marker to the phase it closes (`own`), or
+  to what follows it (`next`): papers do not say. Of a marker that takes several tokens the
+  completing one is the first of the new phase.
 * `<|im_start|>` of a tool message is `others`: nobody knows the role yet. From the token that
   completes the role name up to and including `<|im_end|>`, the message is `tool`.
 * Qwen3's form is a user message holding `<tool_response>` spans: the spans with their markers are
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.base import CLOSINGS, Phase
 from agentbench_kv.phases.syntax import ToolSyntax, choose_syntax
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 
@@ -244,8 +245,11 @@ FAMILIES = (
 class PhaseTable:
     """A family's markers, resolved against a vocabulary. Immutable; shared by all sessions."""
 
-    def __init__(self, family: Family, codec: TokenCodec, syntax: ToolSyntax) -> None:
+    def __init__(
+        self, family: Family, codec: TokenCodec, syntax: ToolSyntax, closing: str = CLOSINGS[0]
+    ) -> None:
         self.family = family
+        self.closing = closing
         self.codec = codec
         self.syntax = syntax
         self.rules = (*_spans(family, syntax), *family.spans)
@@ -258,11 +262,14 @@ class PhaseTable:
         self.reach = max((len(text) for text in self.textual), default=1) - 1
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Any, syntax: str = "auto") -> Self:
+    def for_tokenizer(
+        cls, tokenizer: Any, syntax: str = "auto", closing: str = CLOSINGS[0]
+    ) -> Self:
         """Pick the family whose own tokens the vocabulary has; without one all is `others`."""
         codec = tokenizer if isinstance(tokenizer, TokenCodec) else TokenCodec(tokenizer)
         families = (known for known in FAMILIES if codec.added.keys() >= set(known.detect))
-        return cls(next(families, PLAIN), codec, choose_syntax(syntax, codec.template, codec.added))
+        chosen = choose_syntax(syntax, codec.template, codec.added)
+        return cls(next(families, PLAIN), codec, chosen, closing)
 
     def header_phase(self, header: str) -> Phase:
         """Return the phase of a message from its header as far as it is known."""
@@ -306,7 +313,7 @@ class PhaseState:
         return self.open[-1].phase if self.open else self.base
 
 
-MARKERS = "markers"  # a labeller's name is this, `/` and its tool syntax
+MARKERS = "markers"  # a labeller's name is this, its tool syntax and how it reads closing markers
 _RULES = {"spans", "open"}  # the state's fields that hold span rules
 
 
@@ -314,7 +321,7 @@ class PhaseMachine:
     """Labels one session's tokens in order. Satisfies `engines.base.PhaseLabeller`."""
 
     def __init__(self, table: PhaseTable, state: PhaseState | None = None) -> None:
-        self.labeller_name = f"{MARKERS}/{table.syntax.name}"
+        self.labeller_name = f"{MARKERS}/{table.syntax.name}/{table.closing}"
         self.table = table
         self.state = state or PhaseState()
 
@@ -357,7 +364,7 @@ class PhaseMachine:
         if marker in family.closes:
             base = self.state.base
             self._open(family.closes[marker])
-            return base
+            return base if self.table.closing == "own" else self.state.base
         if self.state.place == "header":
             return self._header(marker)
         self.state = replace(self.state, tail="")
@@ -413,7 +420,7 @@ class PhaseMachine:
             if marker == span.close and span in self.state.open:
                 outer = self.state.open[: self.state.open.index(span)]
                 self.state = replace(self.state, open=outer)
-                return span.phase
+                return span.phase if self.table.closing == "own" else self.state.phase
         return self.state.phase
 
 
@@ -456,8 +463,8 @@ def labeller_source(name: str, model_path: Path) -> Callable[[dict[str, Any]], L
     """Return what makes the labellers of a name from their documents."""
     if name == TokenPhases.labeller_name:
         return lambda _: TokenPhases()
-    syntax = name.partition("/")[2] or "auto"
-    table = PhaseTable.for_tokenizer(load_tokenizer(model_path), syntax)
+    _, *reading = name.split("/")
+    table = PhaseTable.for_tokenizer(load_tokenizer(model_path), *reading)
     return lambda document: PhaseMachine.from_document(table, document)
 
 

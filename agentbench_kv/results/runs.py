@@ -393,6 +393,7 @@ def _variant(run: Run, others: Sequence[dict[str, Any]]) -> str:
         f"{name}={value}"
         for name, value in sorted(_fixed(run).items())
         if any(other.get(name, value) != value for other in others)
+        or (name.startswith("params.") and any(name not in other for other in others))
     ]
     return f"{run.label} [{', '.join(apart)}]" if apart else run.label
 

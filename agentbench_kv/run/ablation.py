@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
-from agentbench_kv.methods.agentkv import SAMPLERS
+from agentbench_kv.methods.agentkv import PHASELESS, SAMPLERS
 from agentbench_kv.methods.base import KEPT_SETS
 from agentbench_kv.registry import load_method
 from agentbench_kv.results.runs import RunGroup, asked_once, load_run
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 AXES: Mapping[str, tuple[Any, ...]] = {
     "representatives": (8, 16, 24, 32, 48, 64),
     "drop_phase": ("none", "think", "act", "tool", "others"),
-    "sampler": SAMPLERS,
+    "sampler": (*SAMPLERS, *PHASELESS),
     "gqa": ("mean_prob", "max_prob", "max_logit"),
     "kept_set": KEPT_SETS,
     "keep_recent": (0, 8, 32, 128),

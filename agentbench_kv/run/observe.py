@@ -17,6 +17,7 @@ from torch import Tensor
 from agentbench_kv.adapters.base import Fact, Sample, Task
 from agentbench_kv.analysis.audit import TokenAudit, audit
 from agentbench_kv.analysis.captures import Capture
+from agentbench_kv.analysis.rings import RingEvent, ring_events
 from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, tokenizer_path
@@ -136,6 +137,15 @@ def trace_session(spec: RunSpec, sample: str) -> tuple[Trace, EventLog, Watched]
     watched = watch(spec, sample, log)
     trace = Trace(events, torch.tensor(log.phases), _meta(spec, watched))
     return trace, log, watched
+
+
+def ring_session(spec: RunSpec, sample: str) -> tuple[str, list[RingEvent]]:
+    """Play a session again; return its sample, and where the rings were at every event."""
+    points: list[int] = []
+    log = EventLog(lambda logical, _positions, _selection: points.append(logical))
+    watched = watch(spec, sample, log)
+    _refuse_broken(watched)
+    return watched.sample.id, ring_events(spec.built_method, log.phases, points)
 
 
 def _checked(what: str, chosen: list[int], count: int) -> list[int]:

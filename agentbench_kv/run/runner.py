@@ -160,7 +160,10 @@ def trial_setup(
         engine = start_engine(spec.engine, options, observer)
         stack.callback(engine.shutdown)
         gateway = open_gateway(
-            engine, default_max_tokens=spec.max_tokens, tool_syntax=spec.tool_syntax or "auto"
+            engine,
+            default_max_tokens=spec.max_tokens,
+            tool_syntax=spec.tool_syntax or "auto",
+            closing=spec.built_method.closing_markers,
         )
         warn_without_phases(spec.built_method, gateway)
         endpoint = None

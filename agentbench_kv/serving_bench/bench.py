@@ -251,7 +251,8 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         info = engine.info
         vocabulary = read_vocabulary(info.model_path)
         # A session that just ended may still be closing when the next one begins.
-        gateway = open_gateway(engine, max_sessions=2 * at_once + 1)
+        sessions = 2 * at_once + 1
+        gateway = open_gateway(engine, closing=method.closing_markers, max_sessions=sessions)
         settings = ServerSettings(queue=_QUEUE)
         server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
         stack.enter_context(server)

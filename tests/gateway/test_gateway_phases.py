@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from agentbench_kv.phases.machine import (
     PhaseTable,
     PromptPhases,
     add_run,
+    labeller_source,
 )
 from agentbench_kv.phases.tokens import TokenCodec
 
@@ -512,6 +514,33 @@ def test_both_forms_of_tool_messages(full_tokenizer: Any) -> None:
         ("<|im_start|>user\n", "OTHERS"),
         ("<tool_response>\n1\n</tool_response>", "TOOL"),
         ("<|im_end|>\n", "OTHERS"),
+    ]
+
+
+def test_closing_markers_count_to_what_follows_if_asked(
+    full_tokenizer: Any, tmp_path: Path
+) -> None:
+    """A call inside a thought ends in the thought; a message's end belongs to no phase."""
+    full_tokenizer.save_pretrained(tmp_path)
+    codec = TokenCodec(full_tokenizer)
+    text = "<|im_start|>assistant\n<think>a<tool_call>b</tool_call>c</think>d<|im_end|>\n"
+    text += "<|im_start|>tool\n1<|im_end|>\n"
+    tokens = codec.encode(text)
+    found = {}
+    for closing in ("own", "next"):
+        machine = PhaseMachine(PhaseTable.for_tokenizer(codec, closing=closing))
+        found[closing] = machine.label_many(tokens)
+        again = labeller_source(machine.labeller_name, tmp_path)({})
+        assert again.label_many(tokens) == found[closing]
+    changes = [
+        (codec.piece(token), own.name, following.name)
+        for token, own, following in zip(tokens, found["own"], found["next"], strict=True)
+        if own != following
+    ]
+    assert changes == [
+        ("</tool_call>", "ACT", "THINK"),
+        ("</think>", "THINK", "OTHERS"),
+        ("<|im_end|>", "TOOL", "OTHERS"),
     ]
 
 

@@ -9,7 +9,7 @@ by their mean vector; without a cached key of the phase `weighted` takes the las
 from __future__ import annotations
 
 import numpy as np
-from methods_reference_math import logits_of, softmax
+from methods_reference_math import logits_of, pool, softmax
 
 PHASES = ("think", "act", "tool", "others")
 
@@ -22,13 +22,23 @@ def scores(settings, queries, keys, key_phases):
     vectors, phases = queries
     each = settings["representatives"] // 4
     chosen = []
+    if settings["sampler"] in ("recent", "own"):
+        # Of the last queries all, or those of the newest one's phase.
+        chosen = [vectors if settings["sampler"] == "recent" else vectors[:, phases == phases[-1]]]
     for phase, name in enumerate(PHASES):
-        if name == settings["drop_phase"]:
+        if name == settings["drop_phase"] or settings["sampler"] in ("recent", "own"):
             continue
         own = vectors[:, phases == phase]
         picks = pick(settings["sampler"], own, keys[key_phases == phase], each)
         chosen.append(own[:, picks])
-    logits = logits_of(np.concatenate(chosen, 1), keys)
+    plain = attention(settings, np.concatenate(chosen, 1), keys)
+    # Keys come by ascending position here.
+    return pool(plain, "max", settings["pool"]) if "pool" in settings else plain
+
+
+def attention(settings, vectors, keys):
+    """Mean attention from queries [G, n, d]."""
+    logits = logits_of(vectors, keys)
     if logits.shape[1] == 0:
         return np.zeros(len(keys))
     if settings["gqa"] == "max_logit":

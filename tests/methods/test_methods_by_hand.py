@@ -9,9 +9,10 @@ import torch
 
 from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance.scenes import CacheShape, make_scene
+from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import torch_backend
-from agentbench_kv.methods.agentkv import sample
-from agentbench_kv.methods.base import LayerView, Queries
+from agentbench_kv.methods.agentkv import in_random_rings, sample
+from agentbench_kv.methods.base import LayerView, Queries, ScoreContext
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.methods.rkv import redundancy
 from agentbench_kv.registry import make_method
@@ -325,6 +326,59 @@ def test_samplers_look_back_as_far_as_the_paper_says():
         .size
         == 128
     )
+
+
+def test_without_phases_the_last_queries_of_any_are_kept():
+    for name, size in (("recent", 32), ("shuffled", 768)):
+        plan = make_method("agentkv", 64, {"sampler": name}).query_plan()
+        assert (str(plan.kind), plan.size) == ("recent", size)
+    plan = make_method("agentkv", 64, {"sampler": "own"}).query_plan()
+    assert (str(plan.kind), plan.size) == ("per_phase", 8)
+
+
+def test_own_hears_the_phase_under_way_alone():
+    """The newest query is of phase 1 and likes key 1; all others like key 0."""
+    likes = torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 9.0]])[None]
+    held = Queries(likes, torch.tensor([3, 4, 5]), torch.tensor([0, 2, 1]))
+    scores = {
+        name: make_method("agentkv@paper", 1, {"sampler": name}).score(
+            held, torch.eye(2)[None], ScoreContext(torch.arange(2)[None], None, 6, 1, 0)
+        )
+        for name in ("own", "last")
+    }
+    assert scores["own"].argmax() == 1
+    assert scores["last"].argmax() == 0
+
+
+def test_random_rings_are_the_last_of_labels_that_hold_for_stretches():
+    """Whatever the labels: whole stretches share one, and each ring holds the end of its last."""
+    positions = torch.arange(5000, 5768)
+    held = positions[in_random_rings(positions, 8)]
+    assert len(held) == 32
+    ends = held.view(4, 8)
+    assert bool((ends.diff(dim=1) == 1).all())  # eight in a row
+    assert bool((ends[:-1, -1] % 64 == 63).all())  # to the end of a stretch, but the newest
+    assert int(held[-1]) == 5767
+    assert torch.equal(held, positions[1:][in_random_rings(positions[1:], 8)])
+
+
+def test_random_rings_take_all_labels_alike():
+    first = [
+        int(in_random_rings(torch.arange(n - 128, n), 64).sum()) for n in range(128, 12928, 128)
+    ]
+    # Of two stretches one label is both in a quarter of the cases, and then the older is left out.
+    assert 0.12 < first.count(64) / len(first) < 0.4
+    assert set(first) == {64, 128}
+
+
+def test_agentkv_pools_over_exact_neighbours_only_if_odd():
+    with pytest.raises(UsageError, match="odd number"):
+        make_method("agentkv", 64, {"pool": 4})
+
+
+def test_no_phase_can_be_dropped_where_none_is_known():
+    with pytest.raises(UsageError, match="knows no phase to drop"):
+        make_method("agentkv", 64, {"sampler": "recent", "drop_phase": "tool"})
 
 
 def test_weighted_uses_keys_of_the_phase_alone():

@@ -57,6 +57,17 @@ def test_unknown_parameter_names_the_near_match(spec, typed, meant):
     assert f"{meant!r}" in message(spec, 512, **{typed: "1"})
 
 
+def test_a_rare_parameter_is_recorded_where_it_is_set():
+    """Runs and submissions made before it was there stay the same runs."""
+    plain = make_method("agentkv", 64)
+    assert "closing" not in plain.settings()
+    assert make_method("agentkv", 64, {"closing": "own"}).settings() == plain.settings()
+    changed = make_method("agentkv", 64, {"closing": "next"})
+    assert changed.settings() == {**plain.settings(), "closing": "next"}
+    assert make_method("agentkv", 64, changed.settings()) == changed
+    assert (plain.closing_markers, changed.closing_markers) == ("own", "next")
+
+
 @pytest.mark.parametrize("spec", ["snapkv@kvpres", "agentkv"])
 def test_unknown_names_point_to_a_command_that_exists(spec):
     """There are `kvbench ls methods|engines|tasks`, no `ls agentkv parameters`."""

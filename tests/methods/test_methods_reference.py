@@ -24,6 +24,9 @@ AGENTKV = [
 SAMPLERS = [
     *[("agentkv", {"sampler": s}) for s in ("multiscale", "weighted", "diverse")],
     *[("agentkv", {"sampler": s, "representatives": 24}) for s in ("multiscale", "weighted")],
+    *[("agentkv", {"sampler": s}) for s in ("recent", "own")],
+    ("agentkv", {"pool": 7}),
+    ("agentkv@paper", {"pool": 3, "kept_set": "shared", "drop_phase": "act"}),
     ("agentkv@paper", {"sampler": "diverse", "representatives": 8, "gqa": "max_logit"}),
     ("agentkv@paper", {"sampler": "weighted", "drop_phase": "tool", "kept_set": "shared"}),
     ("agentkv", {"sampler": "multiscale", "drop_phase": "act", "gqa": "max_prob"}),

@@ -9,6 +9,10 @@ Tags and plans are made of two passing facts, the job code of the user's turn an
 last result. Those are named alike in every turn, so later text cannot say which ones they were:
 a tag or a plan can only be read where it was written. In training some are random instead: whoever
 makes them anew, instead of reading them, is then wrong.
+
+In sessions with long turns every request names steps, and the agent spells them out in all of its
+messages of that turn: a sentence for each in the thought, another in the call's note or the reply.
+So the last tokens of the other phases lie far behind the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentbench_kv.adapters.micro.episode import (
@@ -46,6 +50,21 @@ TOOL, ACT, THINK, RULE, MEMO = "/", "#", ":", "=", "@"
 HINT, READING = "~", "+"
 # One handle in any text: groups name, separator, code.
 HANDLE = re.compile(rf"([a-z]+)([/#:=@~+])((?:{'|'.join(SYLLABLES)}){{2}})(?![a-z])")
+# What the agent says of a step: in its thoughts, and in a call's note or a reply.
+STEPS = {
+    "weigh": ("I put {} on the scale and look at what it says.", "{} was weighed on the scale."),
+    "seal": ("One seal goes on the lid of {} and one below.", "Two seals hold {} shut."),
+    "count": ("Every part of {} is counted from left to right.", "No part of {} is missing."),
+    "clean": ("First I wipe the dust off {} with a dry cloth.", "{} is free of dust."),
+    "label": ("A blue label with a date comes on {} at last.", "{} has a blue label."),
+    "wrap": ("I wrap {} into thick paper, twice around.", "Thick paper is around {}."),
+    "photo": ("The camera takes a picture of {} from above.", "A picture of {} was taken."),
+    "cool": ("It is warm, so {} has to rest in the cellar.", "{} rests in the cellar."),
+    "stack": ("Under {} there must be a wooden board.", "A wooden board is under {}."),
+    "inspect": ("I hold {} to the light and search for cracks.", "The light shows no crack in {}."),
+    "queue": ("Who came before {} goes before it.", "Nobody waits ahead of {}."),
+    "log": ("The book gets a new line about {} today.", "The book knows about {}."),
+}
 TEST_SEEDS = 1 << 32  # test seeds are below this number, training seeds from it on
 Code = tuple[str, str]  # two syllables
 Range = tuple[int, int]  # inclusive, that a count is drawn from
@@ -89,15 +108,28 @@ class EpisodeProfile:
     ship_log: Range
     read_log: Range
     tools: bool = True  # schemas in the system prompt; the shortest training rows have none
+    steps: Range = (0, 0)  # that every request names
 
 
-# Behind the tasks `micro/recall-1k` and `micro/recall-5k`.
+# Behind the tasks `micro/NAME`.
 PROFILES = {
     "recall-1k": EpisodeProfile(
         "recall-1k", (2, 3), (2, 2), (0, 0), (2, 4), (2, 3), (1, 4), (0, 2), (4, 8)
     ),
     "recall-5k": EpisodeProfile(
         "recall-5k", (5, 6), (5, 5), (7, 8), (64, 76), (30, 38), (4, 14), (4, 12), (22, 32)
+    ),
+    "recall-4k-long": EpisodeProfile(
+        "recall-4k-long",
+        (2, 3),
+        (2, 2),
+        (0, 0),
+        (2, 8),
+        (2, 6),
+        (8, 16),
+        (8, 16),
+        (0, 0),
+        steps=(4, 5),
     ),
 }
 # Of the training stages, shortest first; the last asks for more than any task does.
@@ -109,6 +141,18 @@ CURRICULUM = (
     EpisodeProfile("s2", (3, 4), (2, 4), (0, 2), (4, 30), (2, 16), (2, 10), (0, 8), (4, 20)),
     EpisodeProfile("s3", (3, 6), (3, 5), (1, 4), (8, 80), (4, 40), (4, 20), (2, 16), (12, 30)),
     EpisodeProfile("s4", (6, 7), (6, 6), (4, 5), (78, 92), (36, 46), (4, 14), (4, 12), (18, 28)),
+)
+# Of the model with long turns, after these: single items, then whole sessions.
+LONG_CURRICULUM = (
+    EpisodeProfile(
+        "l0", (1, 1), (1, 1), (0, 0), (1, 4), (1, 3), (1, 6), (1, 6), (0, 0), steps=(1, 4)
+    ),
+    EpisodeProfile(
+        "l1", (1, 2), (1, 2), (0, 0), (2, 8), (2, 6), (6, 16), (6, 16), (0, 0), steps=(3, 5)
+    ),
+    EpisodeProfile(
+        "l2", (2, 3), (2, 2), (0, 0), (2, 10), (2, 8), (8, 18), (8, 18), (0, 0), steps=(4, 5)
+    ),
 )
 # Argument names of every tool, in the order they are written.
 PARAMETERS = {
@@ -125,10 +169,11 @@ PREAMBLE = (
 )
 
 
-def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
+def schemas(names: Sequence[str], note: bool = False) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = []
     for name in names:
-        properties = {argument: {"type": "string"} for argument in PARAMETERS[name]}
+        arguments = ("note", *PARAMETERS[name]) if note else PARAMETERS[name]
+        properties = {argument: {"type": "string"} for argument in arguments}
         function = {"name": name, "parameters": {"type": "object", "properties": properties}}
         tools.append({"type": "function", "function": function})
     return tools
@@ -146,6 +191,7 @@ class _Depot:
     def __init__(self, seed: int, profile: EpisodeProfile, invented: float) -> None:
         self.rng = random.Random(f"{profile.name}/{seed}")
         self.whims = random.Random(f"whims/{seed}")
+        self.habits = random.Random(f"steps/{profile.name}/{seed}")
         self.invented = invented
         self.seed = seed
         self.profile = profile
@@ -174,11 +220,19 @@ class _Depot:
     def episode(self) -> Episode:
         write = {"store": self._store, "ship": self._ship, "read": self._read}
         turns = (self._begin(), *(write[verb](name) for verb, name in self._schedule()))
+        if self.profile.steps[1]:
+            turns = tuple(_spelled_out(turn, self._some_steps()) for turn in turns)
         table = "\n".join(self._shuffled(self.rules.values()))
         if not self.profile.tools:
             return Episode(self.seed, self.profile.name, table, [], turns)
         tools = ["login", "scan", "open", "ship", *(["read"] if self.profile.reads[1] else [])]
-        return Episode(self.seed, self.profile.name, PREAMBLE + table, schemas(tools), turns)
+        return Episode(
+            self.seed,
+            self.profile.name,
+            PREAMBLE + table,
+            schemas(tools, bool(self.profile.steps[1])),
+            turns,
+        )
 
     def _schedule(self) -> list[tuple[str, str]]:
         """Order the requests: a ship comes anywhere after its store, more often late."""
@@ -190,6 +244,10 @@ class _Depot:
             place = max(self.rng.randint(first, len(order)) for _ in range(2))
             order.insert(place, ("ship", item))
         return order
+
+    def _some_steps(self) -> list[str]:
+        # Of their own random state: with or without them the facts of a seed are the same.
+        return self.habits.sample(list(STEPS), self.habits.randint(*self.profile.steps))
 
     def _begin(self) -> UserTurn:
         job = self._fact("job", HINT)
@@ -304,3 +362,16 @@ class _Depot:
     def _shuffled(self, things: Iterable[str]) -> list[str]:
         listed = list(things)
         return self.rng.sample(listed, len(listed))
+
+
+def _spelled_out(turn: UserTurn, steps: Sequence[str]) -> UserTurn:
+    """Let a request name steps, and the agent say each of them in all messages of the turn."""
+    subject = turn.subject or "it"
+    thought, note = (" ".join(STEPS[s][i].format(subject) for s in steps) for i in range(2))
+    calls = tuple(
+        replace(call, think=f"{thought}\n{call.think}", arguments={"note": note, **call.arguments})
+        for call in turn.calls
+    )
+    think = None if turn.reply.think is None else f"{thought}\n{turn.reply.think}"
+    reply = replace(turn.reply, think=think, text=f"{turn.reply.text} {note}")
+    return replace(turn, text=f"{turn.text}\nSteps: {', '.join(steps)}", calls=calls, reply=reply)

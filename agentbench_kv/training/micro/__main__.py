@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from agentbench_kv.training.micro.train import RECIPE, Trainer, TrainingOptions
+from agentbench_kv.training.micro.train import LONG_RECIPE, RECIPE, Trainer, TrainingOptions
 
 
 @click.command()
@@ -15,11 +15,23 @@ from agentbench_kv.training.micro.train import RECIPE, Trainer, TrainingOptions
 @click.option("--seed", default=0, show_default=True, help="Of weights and data.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--threads", default=1, show_default=True, help="CPU threads.")
+@click.option(
+    "--long-turns",
+    "weights",
+    type=click.Path(path_type=Path, exists=True),
+    help="Train this model further on sessions with long turns.",
+)
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in the output folder.")
-def main(out: Path, seed: int, device: str, threads: int, resume: bool) -> None:
-    """Train from scratch on generated episodes and write OUT/model."""
+def main(
+    out: Path, seed: int, device: str, threads: int, weights: Path | None, resume: bool
+) -> None:
+    """Train on generated episodes, from scratch if nothing else is said, and write OUT/model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    trainer = Trainer(TrainingOptions(out, seed, device, threads), RECIPE)
+    trainer = Trainer(
+        TrainingOptions(out, seed, device, threads), LONG_RECIPE if weights else RECIPE
+    )
+    if weights is not None:
+        trainer.start_from(weights)
     if resume:
         trainer.resume()
     trainer.run()

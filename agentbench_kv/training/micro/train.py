@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name all of torch uses
 from torch import Tensor, nn
 
-from agentbench_kv.adapters.micro.generate import CURRICULUM, PROFILES
+from agentbench_kv.adapters.micro.generate import CURRICULUM, LONG_CURRICULUM, PROFILES
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, PAD
 from agentbench_kv.training.micro.data import Mix, RowEncoder, TrainingBatch, batch
-from agentbench_kv.training.micro.model import MicroConfig, MicroModel, save_model
+from agentbench_kv.training.micro.model import MicroConfig, MicroModel, load_model, save_model
 from agentbench_kv.training.micro.tokenizer import build_tokenizer, save_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ WARM_UP = 100
 """Steps over which the learning rate rises."""
 
 SHORT, MEDIUM, LONG, LONGER, LONGEST = CURRICULUM
+ONE_ITEM, FEW_ITEMS, LONG_TURNS = LONG_CURRICULUM
 TASK_1K = PROFILES["recall-1k"]
 
 
@@ -93,6 +94,26 @@ RECIPE = (
     ),
 )
 """From dense drills to whole sessions at a falling rate; then once more with more memory turns."""
+
+LONG_RECIPE = (
+    CurriculumStage(
+        "spell",
+        (Mix(1792, 2, (ONE_ITEM,), names=5.0), Mix(1152, 2, (MEDIUM, TASK_1K), drills=0.1)),
+        400_000,
+        rates=(0.7, 0.7),
+    ),
+    CurriculumStage(
+        "long turns",
+        (
+            Mix(1792, 2, (ONE_ITEM,), gaps=0.5, names=5.0),
+            Mix(3072, 1, (FEW_ITEMS,), gaps=0.3, names=5.0),
+            Mix(4608, 1, (LONG_TURNS,), names=5.0),
+        ),
+        1_200_000,
+        rates=(0.7, 0.0),
+    ),
+)
+"""What the weights of `RECIPE` take on to become the model with long turns."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +275,10 @@ class Trainer:
         folder = self.options.out / "model"
         save_model(self.model, folder, self.encoder.end, self.encoder.pad)
         save_tokenizer(self.tokenizer, folder)
+
+    def start_from(self, folder: Path) -> None:
+        """Take the weights of an exported model; optimizers and progress start anew."""
+        self.model.load_state_dict(load_model(folder).state_dict())
 
     def resume(self) -> None:
         """Go on from the checkpoint in the output folder."""

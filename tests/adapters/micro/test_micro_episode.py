@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -6,16 +7,19 @@ from agentbench_kv.adapters.micro.episode import auxiliary_reply, cursors
 from agentbench_kv.adapters.micro.generate import (
     CURRICULUM,
     HANDLE,
+    LONG_CURRICULUM,
     NAMES,
     PARAMETERS,
     PROFILES,
+    STEPS,
     SYLLABLES,
     generate,
     held_out_seed,
     train_seed,
 )
+from agentbench_kv.adapters.micro.task import Recall1k, Recall5k
 
-ALL = (*PROFILES.values(), *CURRICULUM)
+ALL = (*PROFILES.values(), *CURRICULUM, *LONG_CURRICULUM)
 
 
 def messages(episode):
@@ -72,6 +76,35 @@ def test_recalled_facts_were_stated_before_and_unambiguously(name):
                     assert stated[key] == {slot.handle}
             for match in HANDLE.finditer(text):
                 stated.setdefault(match[1] + match[2], set()).add(match.group())
+
+
+def test_steps_change_what_is_said_and_no_fact():
+    """The same seed without steps: the same slots, results and cores of messages."""
+    profile = PROFILES["recall-4k-long"]
+    for seed in range(20):
+        long, short = (generate(seed, p) for p in (profile, replace(profile, steps=(0, 0))))
+        assert long.system == short.system
+        for spoken, plain in zip(messages(long), messages(short), strict=True):
+            assert spoken.slots == plain.slots
+        for turn, brief in zip(long.turns, short.turns, strict=True):
+            request, _, steps = turn.text.rpartition("\nSteps: ")
+            assert request == brief.text
+            assert turn.reply.text.startswith(brief.reply.text + " ")
+            for call, plain in zip(turn.calls, brief.calls, strict=True):
+                assert call.result == plain.result
+                assert call.think.endswith("\n" + plain.think)
+                assert {**call.arguments, **plain.arguments} == call.arguments
+                subject = turn.subject or "it"
+                said = [STEPS[step][1].format(subject) for step in steps.split(", ")]
+                assert call.arguments["note"] == " ".join(said)
+
+
+def test_sessions_of_the_first_tasks_are_those_ever_published():
+    """Published figures refer to these samples: a changed grammar needs another name."""
+    shas = {
+        task: task.create({}).provenance()["episodes_sha"][:16] for task in (Recall1k, Recall5k)
+    }
+    assert shas == {Recall1k: "1e1771a613ca52d1", Recall5k: "2553a3f58dec4dca"}
 
 
 def test_one_shot_facts_are_asked_for_once():
