@@ -21,7 +21,7 @@ from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
-from agentbench_kv.methods.base import PHASE_NAMES, Method, Phase
+from agentbench_kv.methods.base import CLOSINGS, PHASE_NAMES, Method, Phase
 from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.registry import load_method, make_method
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, Usage
@@ -48,6 +48,8 @@ class FidelityArm:
         built = make_method(self.method, self.budget, self.settings)
         if isinstance(built, SpanMethod) or built.offline:
             raise UsageError(f"method {built.label!r} ranks no rows of a live cache; leave it out")
+        if built.closing_markers != CLOSINGS[0]:
+            raise UsageError(f"closing={built.closing_markers}: sessions are labelled once for all")
         spec = RunSpec(
             "embedded", model, built.label, self.budget if built.compresses else None,
             PREFIX + source, params=built.settings(), dtype=dtype, device=device,
