@@ -167,7 +167,8 @@ FORMATS: dict[str, tuple[str, str, str, Callable[[Calls], str]]] = {
     "hermes": ("hermes", "hermes_detector:HermesDetector", "hermes", hermes),
     "qwen25": ("hermes", "qwen25_detector:Qwen25Detector", "", hermes),
     "llama3": ("llama3_json", "llama32_detector:Llama32Detector", "llama3_json", llama3),
-    "pythonic": ("pythonic", "pythonic_detector:PythonicDetector", "pythonic", pythonic),
+    # SGLang 0.5.12 takes a pythonic call with a negative number for none.
+    "pythonic": ("pythonic", "", "pythonic", pythonic),
     "llama4-pythonic": ("pythonic", "", "llama4_pythonic", pythonic),
     # vLLM 0.32 reads the lists of before version 11 no more.
     "mistral": ("mistral", "mistral_detector:MistralDetector", "", mistral),
@@ -186,7 +187,7 @@ FORMATS: dict[str, tuple[str, str, str, Callable[[Calls], str]]] = {
     # vLLM reads harmony from ids of its own vocabulary, which it downloads.
     "seed-oss": ("seed_oss", "", "seed_oss", seed_oss),
     "minimax": ("minimax", "minimax_m2:MinimaxM2Detector", "minimax_m2", minimax),
-    "lfm2": ("lfm2", "lfm2_detector:Lfm2Detector", "lfm2", lfm2),
+    "lfm2": ("lfm2", "", "lfm2", lfm2),
     "granite": ("granite", "", "granite", granite),
     "gpt-oss": ("harmony", "gpt_oss_detector:GptOssDetector", "", harmony),
 }
