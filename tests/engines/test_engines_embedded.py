@@ -202,6 +202,17 @@ def test_what_never_fits_is_refused(make_engine: Any, start_session: Any) -> Non
         list(engine.generate("a", Sampling(max_tokens=10)))
 
 
+def test_what_never_fits_waits_for_nobody(make_engine: Any, start_session: Any) -> None:
+    engine = make_engine(max_live_tokens=200)
+    start_session(engine, "at rest", prompt(1, 20))
+    list(engine.generate("at rest", Sampling(max_tokens=10)))
+    start_session(engine, "huge", prompt(2, 250))
+    with pytest.raises(CapacityError, match=r"needs 25\d beside 29 of other sessions"):
+        list(engine.generate("huge", Sampling(max_tokens=1)))
+    start_session(engine, "small", prompt(3, 20))
+    assert len(list(engine.generate("small", Sampling(max_tokens=10)))) == 10
+
+
 def test_context_limit(tiny_model: Any, make_engine: Any, start_session: Any) -> None:
     engine = make_engine(tiny_model("qwen3", max_position_embeddings=64))
     start_session(engine, "a", prompt(1, 50))
