@@ -347,7 +347,7 @@ def _prefill_beside(
     group = heads // kv_heads
     size = max(1, BLOCK_LOGITS // (heads * tokens))
     transposed, outputs = keys.transpose(1, 2).float(), []
-    for block, seen in zip(query.split(size, 1), mask.split(size), strict=True):
+    for block, seen in zip(torch.split(query, size, 1), torch.split(mask, size), strict=True):
         rows = (block * scaling).float().reshape(kv_heads, -1, head_dim)
         logits = (rows @ transposed).reshape(heads, -1, tokens)
         weights = softmax_beside(logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]).to(
