@@ -31,7 +31,7 @@ _LEAST_TOKENS, _LEAST_EVENTS = 200, 3
 
 
 @dataclass(frozen=True)
-class FamilyVerdict:
+class ModelVerdict:
     """What became of one method on one family and engine."""
 
     outcome: str
@@ -46,7 +46,7 @@ class FamilyRow:
     attention: str  # what is special about it
     engine: str
     reach: str  # layers whose rows a method reaches
-    verdicts: dict[str, FamilyVerdict] = field(default_factory=dict)  # by method
+    verdicts: dict[str, ModelVerdict] = field(default_factory=dict)  # by method
 
     @property
     def outcome(self) -> str:
@@ -59,7 +59,7 @@ class FamilyRow:
             parts.append(f"{outcome}{which}" + (f": {why}" if why else ""))
         return "; ".join(parts)
 
-    def _order(self, verdict: FamilyVerdict) -> tuple[str, str]:
+    def _order(self, verdict: ModelVerdict) -> tuple[str, str]:
         # What an exact method was checked on is for `--json`.
         return verdict.outcome, "" if verdict.outcome == EXACT else verdict.detail
 
@@ -94,7 +94,7 @@ def model_suite(
         for family in families or FAMILIES:
             row = FamilyRow(family, FAMILIES[family].about, engine, "")
             if lacks:
-                row.verdicts.update(dict.fromkeys(methods, FamilyVerdict(SKIPPED, lacks)))
+                row.verdicts.update(dict.fromkeys(methods, ModelVerdict(SKIPPED, lacks)))
             else:
                 row = _family_row(row, cls, methods, engine_args or {})
             rows.append(row)
@@ -129,7 +129,7 @@ def _family_row(
         return FamilyRow(row.family, row.attention, row.engine, reach, row.verdicts)
 
 
-def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[FamilyVerdict, str]:
+def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[ModelVerdict, str]:
     """Check one method; return with it which layers it reaches, if the engine started."""
     reach = ""
     try:
@@ -142,13 +142,13 @@ def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[Famil
         problem = next(_problems(fixture.network, method, traces), "")
     except UsageError as error:
         text = str(error)
-        return FamilyVerdict(FAILED if "\n" in text else REFUSED, text), reach
+        return ModelVerdict(FAILED if "\n" in text else REFUSED, text), reach
     except (KVBenchError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        return FamilyVerdict(FAILED, f"{type(error).__name__}: {error}"), reach
+        return ModelVerdict(FAILED, f"{type(error).__name__}: {error}"), reach
     tokens = sum(len(trace.decoded_at) for trace in traces.values())
     events = sum(len(trace.events) for trace in traces.values())
     about = problem or f"{tokens} tokens, {events} events"
-    return FamilyVerdict(FAILED if problem else EXACT, about), reach
+    return ModelVerdict(FAILED if problem else EXACT, about), reach
 
 
 def model_sessions() -> Sessions:
