@@ -37,7 +37,15 @@ _SPECIAL = (
 )
 _WORDS = (
     *("assistant", "analysis", "commentary", " to=functions.", "look_up", "json", "final", "user"),
-    *("developer", "functions.", " to=assistant", '{"page": ', "Read page ", "I need page ", "Done."),
+    *(
+        "developer",
+        "functions.",
+        " to=assistant",
+        '{"page": ',
+        "Read page ",
+        "I need page ",
+        "Done.",
+    ),
 )
 _TEMPLATE = """{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif -%}
 {%- for m in messages -%}
