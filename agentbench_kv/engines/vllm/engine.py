@@ -197,6 +197,8 @@ def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str
     stock = options.method.name == "full"
     if facts.rope_type == "dynamic":
         return "dynamic RoPE, which vLLM scales at any length and not only beyond the original"
+    if facts.family == "gpt_oss" and facts.rope_type != "yarn":
+        return "RoPE without YaRN, which vLLM takes for granted in this family"
     mixed = 0 < facts.full_layers < facts.layers
     if mixed and facts.family not in _WINDOWED:
         return "windows in some layers, and nobody has checked it here"

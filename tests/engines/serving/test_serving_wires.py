@@ -165,6 +165,8 @@ def test_what_a_cpu_gets_is_said_unless_it_was_asked_for(
 
 
 WINDOWED = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 VLLM, SGLANG = VllmEngine.check_options, SglangEngine.check_options
 
 
@@ -179,7 +181,8 @@ VLLM, SGLANG = VllmEngine.check_options, SglangEngine.check_options
         ({"model_type": "phi3", "sliding_window": 64, "pad_token_id": 0}, "a window of 64", "win"),
         ({"model_type": "mistral", "sliding_window": 64}, "a window of 64", "has windows"),
         ({"model_type": "mistral", "sliding_window": None}, "", ""),
-        ({"model_type": "gpt_oss", **WINDOWED}, "", "has windows"),
+        ({"model_type": "gpt_oss", "rope_scaling": YARN, **WINDOWED}, "", "has windows"),
+        ({"model_type": "gpt_oss", **PLAIN, **WINDOWED}, "without YaRN", "has windows"),
         ({"model_type": "gemma3_text", **WINDOWED}, "", "has windows"),
         ({"model_type": "gemma2", **WINDOWED}, "nobody has checked", "has windows"),
         ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64}, "", ""),
