@@ -148,7 +148,7 @@ def check_limits(engine: str, context_limit: int, max_live_tokens: int) -> None:
 
 def _takes_arguments(engine: str) -> bool:
     try:
-        return load_engine(engine).takes_arguments
+        return bool(load_engine(engine).takes_arguments)
     except KVBenchError:  # a plug-in that does not load
         return False
 

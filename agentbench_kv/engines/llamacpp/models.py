@@ -79,9 +79,11 @@ def model_shape(
     error means that the header is not one.
     """
     if reason := refusal(metadata):
-        raise UsageError(
-            f"{reason}; run it with llama.cpp's own server and measure that through --engine api"
-        )
+        raise _elsewhere(reason)
+    try:
+        rope = rope_parameters(metadata)
+    except UsageError as error:
+        raise _elsewhere(str(error)) from None
     name = str(metadata["general.architecture"])
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     heads = int(own["attention.head_count"])
@@ -93,7 +95,7 @@ def model_shape(
         raise UsageError(
             f"{name} with {len(factors)} factors for its RoPE, which is not understood"
         )
-    rope, trained = rope_parameters(metadata), int(own["context_length"])
+    trained = int(own["context_length"])
     kind = "tensor" if factors else rope["rope_type"]
     yarn = stretch(name, trained, kind, context_limit)
     rope |= yarn.parameters() if yarn else {}
@@ -113,6 +115,12 @@ def model_shape(
         context_limit=context_limit or trained,
         vocabulary=int(own.get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
         eos_token_ids=tuple(int(end) for end in ends if end is not None),
+    )
+
+
+def _elsewhere(reason: str) -> UsageError:
+    return UsageError(
+        f"{reason}; run it with llama.cpp's own server and measure that through --engine api"
     )
 
 
