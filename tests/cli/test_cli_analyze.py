@@ -159,3 +159,23 @@ def test_a_missing_extra_is_named(name, module, monkeypatch, capsys):
         main()
     assert caught.value.code == 2
     assert 'pip install ".[analysis]"' in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_rings_of_a_run(folder):
+    """Played once by `run`, again by `rings`; a method without rings is refused before that."""
+    run = ["run", "--task", "micro/recall-1k", "--limit", "1", "--budget", "256", "--quiet"]
+    run += ["--method", "agentkv", "--method", "snapkv", "--out", "runs"]
+    assert CliRunner().invoke(kvbench, run, catch_exceptions=False).exit_code == 0
+    agentkv, snapkv = sorted(path.name for path in (folder / "runs").glob("micro_*"))
+    found = json.loads(invoke("rings", "--run", agentkv, "--json"))
+    summary = json.loads((folder / "runs" / agentkv / "summary.json").read_text())
+    assert (found["sessions"], found["events"]) == (1, summary["kv"]["events"])
+    assert (found["window"], found["run"]) == (32, agentkv)
+    assert [ring["phase"] for ring in found["reach"]] == ["think", "act", "tool", "others", "all"]
+    assert 0.25 <= found["reach"][-1]["inside"]["point"] <= 1
+    table = invoke("rings", "--run", agentkv, "--window", "100000")
+    assert "% in the last 100000" in table
+    assert table.count("100.0") >= 5
+    refused = CliRunner().invoke(kvbench, ["analyze", "rings", "--run", snapkv])
+    assert "snapkv keeps no ring of queries per phase" in str(refused.exception)
