@@ -195,12 +195,12 @@ def _check_resume(plan: _Plan) -> list[CheckResult]:
     spec, out = replace(plan.spec("gold"), concurrency=width), plan.out / "resumed"
     ended: list[str] = []
 
-    def stop(_: RunSpec, done: int, expected: int, record: TrialRecord | None) -> None:
-        if record is not None and 0 < done < expected:
+    def stop(_: RunSpec, done: int, expected: int, ended: TrialRecord | str | None) -> None:
+        if isinstance(ended, TrialRecord) and 0 < done < expected:
             raise _StoppedError
 
-    def record_end(_: RunSpec, _done: int, _expected: int, record: TrialRecord | None) -> None:
-        if record is not None:
+    def record_end(_: RunSpec, _done: int, _all: int, record: TrialRecord | str | None) -> None:
+        if isinstance(record, TrialRecord):
             ended.append(record.sample_id)
 
     with suppress(_StoppedError):

@@ -9,8 +9,9 @@ from typing import Any
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability
+from agentbench_kv.engines.core.gguf_header import read_metadata
 from agentbench_kv.engines.embedded.model import model_path, read_document
-from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES, read_metadata
+from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES
 from agentbench_kv.engines.llamacpp.models import refusal, resolve_model
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError, UsageError

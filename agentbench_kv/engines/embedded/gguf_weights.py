@@ -136,8 +136,9 @@ def load_gguf(path: Path, dtype: torch.dtype, context_limit: int = 0) -> Any:
     config.tie_word_embeddings = "output.weight" not in held
     config.attention_bias = "blk.0.attn_q.bias" in held
     _say_size(path, sum(int(tensor.n_elements) for tensor in held.values()), dtype)
+    made: Any = AutoModelForCausalLM  # transformers leaves this method untyped
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        network: Any = made.from_config(config, dtype=dtype)
 
     def read(tensor: str) -> Tensor:
         if tensor not in held:
