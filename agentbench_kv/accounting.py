@@ -137,8 +137,8 @@ class LayerReach:
     def sentence(self, tokens: int) -> str:
         return (
             f"the method reaches {self.full} of {self.full + self.windowed} layers, "
-            f"{self.share(tokens):.0%} of the KV of a session of {tokens:,} tokens; the others keep "
-            f"windows of {self.window}"
+            f"{self.share(tokens):.0%} of the KV of a session of {tokens:,} tokens; the others "
+            f"keep windows of {self.window}"
         )
 
 

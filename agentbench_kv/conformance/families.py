@@ -84,7 +84,7 @@ def _longrope(pairs: int, original: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Family:
+class TinyFamily:
     """One row of the table: a model type with what its configuration adds to the usual sizes."""
 
     model_type: str
@@ -107,44 +107,44 @@ class Family:
         }
 
 
-FAMILIES: dict[str, Family] = {
-    "qwen2": Family("qwen2", "bias on queries and keys"),
-    "qwen2-window": Family(
+FAMILIES: dict[str, TinyFamily] = {
+    "qwen2": TinyFamily("qwen2", "bias on queries and keys"),
+    "qwen2-window": TinyFamily(
         "qwen2",
         "windows in the upper layers",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     ),
-    "qwen3": Family("qwen3", "normed queries and keys"),
-    "qwen3-moe": Family("qwen3_moe", "experts", _MOE),
-    "llama": Family("llama", "plain"),
-    "llama-llama3": Family("llama", "RoPE scaled as in Llama 3.1", {"rope_scaling": _LLAMA3}),
-    "llama-linear": Family(
+    "qwen3": TinyFamily("qwen3", "normed queries and keys"),
+    "qwen3-moe": TinyFamily("qwen3_moe", "experts", _MOE),
+    "llama": TinyFamily("llama", "plain"),
+    "llama-llama3": TinyFamily("llama", "RoPE scaled as in Llama 3.1", {"rope_scaling": _LLAMA3}),
+    "llama-linear": TinyFamily(
         "llama", "RoPE scaled linearly", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     ),
-    "llama-yarn": Family("llama", "RoPE scaled by YaRN", {"rope_scaling": _YARN}),
-    "llama-dynamic": Family(
+    "llama-yarn": TinyFamily("llama", "RoPE scaled by YaRN", {"rope_scaling": _YARN}),
+    "llama-dynamic": TinyFamily(
         "llama", "dynamic RoPE", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
     ),
-    "mistral": Family("mistral", "no window", {"sliding_window": None}),
-    "mistral-window": Family("mistral", "a window in every layer", {"sliding_window": WINDOW}),
-    "phi3": Family("phi3", "Phi-3 4k and Phi-4", {"sliding_window": None}),
-    "phi3-window": Family("phi3", "a window in every layer", {"sliding_window": WINDOW}),
-    "phi3-longrope": Family(
+    "mistral": TinyFamily("mistral", "no window", {"sliding_window": None}),
+    "mistral-window": TinyFamily("mistral", "a window in every layer", {"sliding_window": WINDOW}),
+    "phi3": TinyFamily("phi3", "Phi-3 4k and Phi-4", {"sliding_window": None}),
+    "phi3-window": TinyFamily("phi3", "a window in every layer", {"sliding_window": WINDOW}),
+    "phi3-longrope": TinyFamily(
         "phi3", "long context: LongRoPE", {"sliding_window": None, **_longrope(32, 64)}
     ),
-    "phi4-mini": Family(
+    "phi4-mini": TinyFamily(
         "phi3",
         "partial rotary, LongRoPE",
         {"sliding_window": None, "partial_rotary_factor": 0.75, **_longrope(24, 64)},
     ),
-    "glm4": Family(
+    "glm4": TinyFamily(
         "glm4",
         "partial and interleaved rotary",
         {"partial_rotary_factor": 0.5, "attention_bias": True},
     ),
-    "gemma3": Family("gemma3_text", "windows, two RoPE bases, own query scale", _GEMMA3),
-    "gemma3-nested": Family("gemma3", "the same in a multimodal folder", _GEMMA3, nested=True),
-    "gpt-oss": Family(
+    "gemma3": TinyFamily("gemma3_text", "windows, two RoPE bases, own query scale", _GEMMA3),
+    "gemma3-nested": TinyFamily("gemma3", "the same in a multimodal folder", _GEMMA3, nested=True),
+    "gpt-oss": TinyFamily(
         "gpt_oss",
         "sinks, alternating windows, YaRN, experts",
         {
@@ -165,12 +165,12 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": True,
         },
     ),
-    "gemma2": Family(
+    "gemma2": TinyFamily(
         "gemma2",
         "soft caps on attention logits",
         {"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0},
     ),
-    "deepseek-v3": Family(
+    "deepseek-v3": TinyFamily(
         "deepseek_v3",
         "latent attention (MLA)",
         {
@@ -190,7 +190,7 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
         },
     ),
-    "qwen3-next": Family(
+    "qwen3-next": TinyFamily(
         "qwen3_next",
         "recurrent layers between full ones",
         {
@@ -204,7 +204,7 @@ FAMILIES: dict[str, Family] = {
             "linear_value_head_dim": 32,
         },
     ),
-    "llama4": Family(
+    "llama4": TinyFamily(
         "llama4_text",
         "attention in chunks",
         {
@@ -215,7 +215,7 @@ FAMILIES: dict[str, Family] = {
             "intermediate_size_mlp": 128,
         },
     ),
-    "stablelm": Family("stablelm", "a family that no one has checked"),
+    "stablelm": TinyFamily("stablelm", "a family that no one has checked"),
 }
 
 

@@ -13,14 +13,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.accounting import LayerReach
 from agentbench_kv.conformance import CheckResult
 from agentbench_kv.conformance.driver import SessionTrace, TurnPlan
 from agentbench_kv.conformance.engines.comparison import error_problem, wrong_tokens
 from agentbench_kv.conformance.engines.fixture import Fixture, Sessions, prompt
 from agentbench_kv.conformance.families import FAMILIES, write_family
 from agentbench_kv.conformance.kept_sets import check_replay
-from agentbench_kv.environments import PROFILES, python_of
+from agentbench_kv.engines.base import EngineInfo
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import load_engine
@@ -32,7 +31,7 @@ _LEAST_TOKENS, _LEAST_EVENTS = 200, 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ModelVerdict:
     """What became of one method on one family and engine."""
 
     outcome: str
@@ -47,7 +46,7 @@ class FamilyRow:
     attention: str  # what is special about it
     engine: str
     reach: str  # layers whose rows a method reaches
-    verdicts: dict[str, Verdict] = field(default_factory=dict)  # by method
+    verdicts: dict[str, ModelVerdict] = field(default_factory=dict)  # by method
 
     @property
     def outcome(self) -> str:
@@ -60,7 +59,7 @@ class FamilyRow:
             parts.append(f"{outcome}{which}" + (f": {why}" if why else ""))
         return "; ".join(parts)
 
-    def _order(self, verdict: Verdict) -> tuple[str, str]:
+    def _order(self, verdict: ModelVerdict) -> tuple[str, str]:
         # What an exact method was checked on is for `--json`.
         return verdict.outcome, "" if verdict.outcome == EXACT else verdict.detail
 
@@ -90,11 +89,12 @@ def model_suite(
             raise unknown_name("family", name, FAMILIES)
     rows = []
     for engine in engines:
-        cls, lacks = load_engine(engine), _lacks(engine)
+        cls = load_engine(engine)
+        lacks = _lacks(cls)
         for family in families or FAMILIES:
             row = FamilyRow(family, FAMILIES[family].about, engine, "")
             if lacks:
-                row.verdicts.update(dict.fromkeys(methods, Verdict(SKIPPED, lacks)))
+                row.verdicts.update(dict.fromkeys(methods, ModelVerdict(SKIPPED, lacks)))
             else:
                 row = _family_row(row, cls, methods, engine_args or {})
             rows.append(row)
@@ -102,11 +102,11 @@ def model_suite(
     return rows
 
 
-def _lacks(engine: str) -> str:
+def _lacks(cls: Any) -> str:
     """Say why an engine cannot be started here; empty if it can."""
     try:
-        if engine in PROFILES:
-            python_of(engine)
+        cls.check_compute("float32", "cpu")
+        cls.check_model("micro")
     except PrerequisiteError as error:
         return str(error)
     return ""
@@ -129,7 +129,7 @@ def _family_row(
         return FamilyRow(row.family, row.attention, row.engine, reach, row.verdicts)
 
 
-def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[Verdict, str]:
+def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[ModelVerdict, str]:
     """Check one method; return with it which layers it reaches, if the engine started."""
     reach = ""
     try:
@@ -137,18 +137,18 @@ def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[Verdi
         cls.check_model(str(folder))
         cls.check_method(str(folder), method)
         driver = fixture.driver(method)
-        reach = _reach(driver.engine.info.details)
+        reach = _reach(driver.engine.info)
         traces = driver.play(model_sessions())
         problem = next(_problems(fixture.network, method, traces), "")
     except UsageError as error:
         text = str(error)
-        return Verdict(FAILED if "\n" in text else REFUSED, text), reach
+        return ModelVerdict(FAILED if "\n" in text else REFUSED, text), reach
     except (KVBenchError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        return Verdict(FAILED, f"{type(error).__name__}: {error}"), reach
+        return ModelVerdict(FAILED, f"{type(error).__name__}: {error}"), reach
     tokens = sum(len(trace.decoded_at) for trace in traces.values())
     events = sum(len(trace.events) for trace in traces.values())
     about = problem or f"{tokens} tokens, {events} events"
-    return Verdict(FAILED if problem else EXACT, about), reach
+    return ModelVerdict(FAILED if problem else EXACT, about), reach
 
 
 def model_sessions() -> Sessions:
@@ -163,9 +163,7 @@ def model_sessions() -> Sessions:
     }
 
 
-def _problems(
-    network: Any, method: Method, traces: Mapping[str, SessionTrace]
-) -> Iterator[str]:
+def _problems(network: Any, method: Method, traces: Mapping[str, SessionTrace]) -> Iterator[str]:
     """Yield what is wrong, the cheapest to find first."""
     long = traces["long"]
     for name, trace in traces.items():
@@ -177,9 +175,7 @@ def _problems(
     if method.compresses and len(long.events) < _LEAST_EVENTS:
         yield f"only {len(long.events)} events"
     for name, trace in traces.items():
-        wrong = [
-            each for each in wrong_tokens(network, trace, method.positions) if each.gap > TIE
-        ]
+        wrong = [each for each in wrong_tokens(network, trace, method.positions) if each.gap > TIE]
         if wrong:
             yield f"{name}: {len(wrong)} of {len(trace.decoded_at)} tokens differ, first {wrong[0]}"
         replayed: CheckResult = check_replay(name, network, method, trace)
@@ -187,7 +183,7 @@ def _problems(
             yield f"{replayed.name}: {replayed.detail}"
 
 
-def _reach(details: Mapping[str, str]) -> str:
-    """Say which layers a method reaches, from what an engine says of itself."""
-    found = LayerReach.read(details)
+def _reach(info: EngineInfo) -> str:
+    """Say which layers a method reaches."""
+    found = info.reach
     return "all" if found is None else f"{found.full} of {found.full + found.windowed}"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from agentbench_kv.accounting import KVEvent as KVEvent
 from agentbench_kv.accounting import KVStats as KVStats
+from agentbench_kv.accounting import LayerReach
 from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
@@ -125,6 +126,11 @@ class EngineInfo:
     capabilities: frozenset[Capability] = frozenset()
     # What else tells two set-ups of an engine apart: its version, its flags.
     details: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reach(self) -> LayerReach | None:
+        """Which layers a method reaches; None if it is all of them."""
+        return LayerReach.read(self.details)
 
 
 class Generation(ABC):

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.gateway.gateway import AnyGateway
 from agentbench_kv.gateway.jobs import Job, JobPool, Work
 from agentbench_kv.gateway.listening import (
@@ -248,7 +248,12 @@ class HttpApi:
         return JSONResponse({"object": "list", "data": listed})
 
     async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "engine": self._gateway.engine.info.name})
+        about = {"engine": self._gateway.engine.info.name}
+        try:
+            self._gateway.check()
+        except KVBenchError as error:  # no request will be answered any more
+            return JSONResponse({"status": "gone", "error": str(error), **about}, 503)
+        return JSONResponse({"status": "ok", **about})
 
     async def _show_metrics(self, _: Request) -> Response:
         gauges = {

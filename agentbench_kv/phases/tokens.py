@@ -68,7 +68,9 @@ class TokenCodec:
         if not text:
             return []
         with self._lock:
-            return list(self.tokenizer.encode(encodable(text), add_special_tokens=False))
+            # Not verbose: a text beyond the model's context is refused, not warned of.
+            ids = self.tokenizer.encode(encodable(text), add_special_tokens=False, verbose=False)
+            return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens included."""

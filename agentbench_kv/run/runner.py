@@ -75,18 +75,19 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
 
 
 def check_all(specs: Sequence[RunSpec]) -> None:
-    """Refuse what cannot run, before anything starts and without loading weights."""
+    """Refuse what can run nowhere, before anything starts and without loading weights."""
     for spec in specs:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         cls.check_model(spec.model)
-        cls.check_compute(spec.dtype, spec.device)
         cls.check_options(engine_options(spec))
 
 
 def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
     """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
     check_all(specs)
+    for spec in specs:
+        load_engine(spec.engine).check_compute(spec.dtype, spec.device)
     return [run_one(spec, out, progress) for spec in specs]
 
 

@@ -18,7 +18,7 @@ OPTIONS = [
     ("--method", "KVBENCH_METHOD", "snapkv", "method", "snapkv"),
     ("--budget", "KVBENCH_BUDGET", "99", "budget", 99),
     ("--engine", "KVBENCH_ENGINE", "scripted", "engine", "scripted"),
-    ("--model", "KVBENCH_MODEL", "elsewhere", "model", "elsewhere"),
+    ("--model", "KVBENCH_MODEL", "gold", "model", "gold"),
     ("--task", "KVBENCH_TASK", "micro/recall-1k", "task", "micro/recall-1k"),
     ("--limit", "KVBENCH_LIMIT", "3", "limit", 3),
     ("--trials", "KVBENCH_TRIALS", "2", "trials", 2),
@@ -34,7 +34,12 @@ OPTIONS = [
 
 def needed(option: str) -> list[str]:
     """Return the options without which `option` changes nothing."""
-    other = {"--method": ["--budget", "64"], "--budget": ["--method", "agentkv"]}
+    other = {
+        "--method": ["--budget", "64"],
+        "--budget": ["--method", "agentkv"],
+        "--engine": ["--method", "full", "--model", "gold"],
+        "--model": ["--method", "full", "--engine", "scripted"],
+    }
     return other.get(option, ["--method", "full"])
 
 
@@ -65,7 +70,8 @@ def test_defaults(kvbench: Kvbench) -> None:
     assert row["spec"] == defaults.document()
     (row,) = json.loads(kvbench("run", "--budget", "64", "--dry-run", "--json").stdout)
     assert row["spec"]["method"] == "agentkv"
-    (row,) = json.loads(kvbench("run", "--engine", "scripted", "--dry-run", "--json").stdout)
+    scripted = ("--engine", "scripted", "--model", "gold")
+    (row,) = json.loads(kvbench("run", *scripted, "--dry-run", "--json").stdout)
     assert row["spec"]["method"] == "full"
 
 

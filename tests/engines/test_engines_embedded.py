@@ -202,6 +202,17 @@ def test_what_never_fits_is_refused(make_engine: Any, start_session: Any) -> Non
         list(engine.generate("a", Sampling(max_tokens=10)))
 
 
+def test_what_never_fits_waits_for_nobody(make_engine: Any, start_session: Any) -> None:
+    engine = make_engine(max_live_tokens=200)
+    start_session(engine, "at rest", prompt(1, 20))
+    list(engine.generate("at rest", Sampling(max_tokens=10)))
+    start_session(engine, "huge", prompt(2, 250))
+    with pytest.raises(CapacityError, match=r"needs 25\d beside 29 of other sessions"):
+        list(engine.generate("huge", Sampling(max_tokens=1)))
+    start_session(engine, "small", prompt(3, 20))
+    assert len(list(engine.generate("small", Sampling(max_tokens=10)))) == 10
+
+
 def test_context_limit(tiny_model: Any, make_engine: Any, start_session: Any) -> None:
     engine = make_engine(tiny_model("qwen3", max_position_embeddings=64))
     start_session(engine, "a", prompt(1, 50))
@@ -232,11 +243,13 @@ def test_errors_of_misuse(make_engine: Any, start_session: Any) -> None:
         engine.generate("a", Sampling(max_tokens=1))
 
 
-def test_sliding_window_and_unknown_families_are_refused(tiny_model: Any, make_engine: Any) -> None:
+def test_windows_everywhere_and_unknown_families_are_refused(
+    tiny_model: Any, make_engine: Any
+) -> None:
     network = tiny_model("mistral")
     network.config.sliding_window = 32
-    with pytest.raises(UsageError, match="sliding window of 32"):
-        make_engine(network)
+    with pytest.raises(UsageError, match="a window of 32 tokens, so no method has anything"):
+        make_engine(network, "streamingllm", 64)
     other = tiny_model("llama")
     other.config.model_type = "gpt2"
     with pytest.raises(UsageError, match="'gpt2' is not supported"):

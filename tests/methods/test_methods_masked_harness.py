@@ -199,8 +199,8 @@ def test_harness_finds_rotary_positions_that_are_off_after_an_eviction(
     model, method, _ = recorded
     plain = scheduler.pack
 
-    def shifted(sessions, queries, observer=None):
-        packed = plain(sessions, queries, observer)
+    def shifted(sessions, *others):
+        packed = plain(sessions, *others)
         moved = any(session.stats().events for session in sessions)
         places = [place + offset * moved for place in packed.positions]
         return replace(packed, positions=places)

@@ -158,13 +158,20 @@ class DenseIndex:
             raise PrerequisiteError(
                 f"no embeddings in {folder}: import the corpus again with --encoder"
             )
-        made_by = json.loads(about.read_text())["sha256"]
+        try:
+            made_by = str(json.loads(about.read_text())["sha256"])
+            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r")
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise PrerequisiteError(
+                f"the embeddings in {folder} are damaged ({error}); import the corpus again "
+                "with --encoder"
+            ) from None
         if made_by != sha:
             raise PrerequisiteError(
                 f"the embeddings in {folder} were made by another encoder ({made_by[:12]}, not "
                 f"{sha[:12]}); import the corpus again with --encoder"
             )
-        return cls(np.load(folder / _EMBEDDINGS, mmap_mode="r"), encoder, sha)
+        return cls(embeddings, encoder, sha)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -224,9 +224,7 @@ def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
 MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
 
 
-def add_attention(
-    sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None
-) -> None:
+def add_attention(sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None) -> None:
     """Add what queries [q_heads, n, head_dim] attend to to the sums [kv_heads, live] of the rows.
 
     `keys` are [kv_heads, live, head_dim]; attention is causal, the last n rows are the queries'.
@@ -254,7 +252,7 @@ def as_methods_see(queries: Tensor, scaling: float) -> Tensor:
 
 
 def _mass_beside(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -> Tensor:
-    """Return what queries attend to beside the sinks [kv_heads, live]: mean over a group, summed."""
+    """Return what queries attend to beside sinks [kv_heads, live]: summed, mean over a group."""
     heads, n, head_dim = queries.shape
     grouped = queries.float().reshape(keys.shape[0], -1, head_dim)
     logits = grouped @ keys.float().transpose(1, 2) * head_dim**-0.5

@@ -147,9 +147,7 @@ def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Cach
     return plan
 
 
-def _window_plan(
-    sessions: Sequence[EmbeddedSession], rows: Sequence[int]
-) -> CachePlan | None:
+def _window_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> CachePlan | None:
     """Plan the layers that see a window: their slots are in another order than the sessions."""
     plan = CachePlan([], [])
     starts = [0, *accumulate(rows)]
@@ -344,17 +342,17 @@ def _prefill_beside(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks: Tensor
 ) -> Tensor:
     """As `_prefill` under a mask [n, T], with sinks [q_heads]; a block of queries at a time."""
-    heads, n, head_dim = query.shape
+    heads, _, head_dim = query.shape
     kv_heads, tokens, _ = keys.shape
     group = heads // kv_heads
     size = max(1, BLOCK_LOGITS // (heads * tokens))
     transposed, outputs = keys.transpose(1, 2).float(), []
-    for block, seen in zip(query.split(size, 1), mask.split(size), strict=True):
+    for block, seen in zip(torch.split(query, size, 1), torch.split(mask, size), strict=True):
         rows = (block * scaling).float().reshape(kv_heads, -1, head_dim)
         logits = (rows @ transposed).reshape(heads, -1, tokens)
-        weights = softmax_beside(
-            logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]
-        ).to(values.dtype)
+        weights = softmax_beside(logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]).to(
+            values.dtype
+        )
         out = weights.reshape(kv_heads, group * block.shape[1], tokens) @ values
         outputs.append(out.reshape(heads, -1, head_dim))
     return torch.cat(outputs, 1)

@@ -193,7 +193,7 @@ class SessionCache(SlotCache):
         self._reserve(self.length + rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new rows [kv_heads, n, head_dim] at the end; return all [kv_heads, live, head_dim]."""
+        """Put new rows [kv_heads, n, head_dim] at the end; return all that are held."""
         end = self.length + keys.shape[1]
         self.pool.keys[self.slot, layer, :, self.length : end] = keys
         self.pool.values[self.slot, layer, :, self.length : end] = values

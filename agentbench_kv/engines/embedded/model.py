@@ -231,9 +231,7 @@ def wrap_model(network: Any, path: Path, sha: str) -> LoadedModel:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     sizes = (attention.full, heads, kv_heads, head_dim)
-    shape = RowShape(
-        *sizes, parameter.dtype, parameter.device, interleaved=attention.interleaved
-    )
+    shape = RowShape(*sizes, parameter.dtype, parameter.device, interleaved=attention.interleaved)
     return LoadedModel(
         *(network, path, sha, attention, shape),
         frequencies=rope.full.to(parameter.device),
@@ -266,13 +264,11 @@ def fix_rope(rotary: Any, context: int) -> FixedRope:
     if isinstance(kind, dict):
         if moving := sorted(set(kind.values()) & set(MOVING_ROPE)):
             raise UsageError(f"RoPE {moving[0]} of one type of layers is not supported")
-        full, sliding = (
-            getattr(rotary, f"{name}_inv_freq", None)
-            for name in ("full_attention", "sliding_attention")
-        )
-        scale = float(getattr(rotary, "full_attention_attention_scaling", 1.0))
-        first, second = (full if sliding is None else sliding), (sliding if full is None else full)
-        return FixedRope(second, first, str(kind.get("full_attention", "default")), scale)
+        # "full_attention" comes before "sliding_attention"; a model may have one of them only.
+        first, last = sorted(kind)[0], sorted(kind)[-1]
+        tables = [getattr(rotary, f"{name}_inv_freq") for name in (first, last)]
+        scale = float(getattr(rotary, f"{first}_attention_scaling", 1.0))
+        return FixedRope(tables[0], tables[1], str(kind[first]), scale)
     if kind in MOVING_ROPE:
         # As transformers itself would compute them for a session that fills the context.
         with torch.inference_mode(False), torch.no_grad():

@@ -206,6 +206,9 @@ class EmbeddedScheduler:
         while self._waiting:
             generation = self._waiting[0]
             with self._isolated(generation):
+                if self._need(generation) > self.max_live_tokens:
+                    self._refuse_first()
+                    continue
                 if not self._fits(generation):
                     return
                 generation.session.reserved = self._need(generation)
@@ -258,15 +261,20 @@ class EmbeddedScheduler:
         stuck = {generation.session.name for generation in self._waiting}
         holders = {s.name for s in self._sessions.values() if s.reserved}
         if holders <= stuck:
-            generation = self._waiting[0]
-            with self._isolated(generation):
-                name, need = generation.session.name, self._need(generation)
-                problem = (
-                    f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs "
-                    f"{need} beside the others; lower --concurrency, the budget or max tokens"
-                )
-                self._waiting.popleft()
-                generation.fail(CapacityError(problem))
+            with self._isolated(self._waiting[0]):
+                self._refuse_first()
+
+    def _refuse_first(self) -> None:
+        generation = self._waiting[0]
+        name, need = generation.session.name, self._need(generation)
+        others = self._held_by_others(generation.session)
+        beside = f" beside {others} of other sessions" if others else ""
+        problem = (
+            f"the KV cache holds {self.max_live_tokens} tokens, session {name} needs "
+            f"{need}{beside}; lower --concurrency, the budget or max tokens"
+        )
+        self._waiting.popleft()
+        generation.fail(CapacityError(problem))
 
     def _free_closed(self) -> None:
         """Free closed sessions here: only this thread may touch the pools."""

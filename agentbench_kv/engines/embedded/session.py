@@ -174,15 +174,23 @@ class EmbeddedSession:
         if self.packed_frequencies is not None:
             # The end of the cache is another position now: the kept queries turn along.
             self.queries.shift(live - before, self.packed_frequencies)
-            if self.window is not None and self._windows is not None:
-                self.window.turn(live - before, self._windows.frequencies)
+            self._turn_window(live - before)
         if self._recorder is not None:
             self._recorder.on_event(self.name, self.fed, self.cache.positions[:, :, :live].clone())
+
+    def _turn_window(self, by: int) -> None:
+        """Turn the rows of a window along where the next RoPE position jumps by so many."""
+        if self.window is not None and self._windows is not None:
+            self.window.turn(by, self._windows.frequencies)
 
     def restored_at(self, start: int, targets: list[int]) -> None:
         """Remember at which RoPE positions the tokens from logical `start` on came back."""
         self.rope[start : start + len(targets)] = targets
-        self._next = max(self._next, targets[-1] + 1)
+        ahead = targets[-1] + 1 - self._next
+        if ahead > 0:
+            self._next += ahead
+            if self.packed_frequencies is None:
+                self._turn_window(ahead)
 
     def free(self) -> None:
         for cache in (self.cache, self.window):

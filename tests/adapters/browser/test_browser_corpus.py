@@ -251,6 +251,11 @@ def test_dense_search_and_its_file(tmp_path: Path) -> None:
         DenseIndex.load(tmp_path / "dense", LetterCounts(), "sha-2")
     with pytest.raises(PrerequisiteError, match="--encoder"):
         DenseIndex.load(tmp_path / "nowhere", LetterCounts(), "sha-1")
+    embeddings = tmp_path / "dense" / "embeddings.npy"
+    for damaged in (embeddings.read_bytes()[:100], b"", b"nothing of numpy's"):
+        embeddings.write_bytes(damaged)
+        with pytest.raises(PrerequisiteError, match="damaged"):
+            DenseIndex.load(tmp_path / "dense", LetterCounts(), "sha-1")
 
 
 def test_a_corpus_with_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
