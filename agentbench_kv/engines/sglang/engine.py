@@ -323,7 +323,8 @@ class SglangEngine(ServingEngine):
 
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
-        gpu = pick_device(options.device).type == "cuda"
+        named = options.device.startswith("cuda")
+        gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:
