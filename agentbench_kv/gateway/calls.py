@@ -56,10 +56,16 @@ def _json_calls(payload: str, _: Tools) -> Iterator[Call]:
         yield _call_of(value)
 
 
-def _offered_calls(payload: str, tools: Tools) -> Iterator[Call]:
-    """JSON calls where any other JSON may stand, too: only of tools that were offered."""
-    for call in _json_calls(payload, tools):
-        if tools and not is_offered(call.name, tools):
+def _told_calls(payload: str, tools: Tools) -> Iterator[Call]:
+    """JSON calls where any other JSON may stand, too: of tools that were offered, or invented.
+
+    A model was told to call by `name` and `arguments`. What has these two keys and no other is a
+    call, though no such tool exists: the model has to hear that, or it would wait for a result.
+    """
+    for value in json_values(payload):
+        call = _call_of(value)
+        exact = isinstance(value, dict) and value.keys() == {"name", "arguments"}
+        if tools and not exact and not is_offered(call.name, tools):
             raise NotACallError(call.name)
         yield call
 
@@ -221,7 +227,7 @@ READERS: Mapping[str, Callable[[str, Tools], Iterator[Call]]] = {
     "cohere": _cohere,
     "lfm2": _pythonic,
     "granite": _json_calls,
-    "json": _offered_calls,
+    "json": _told_calls,
     "harmony": _nothing,  # the header of a message says that it is a call
     "none": _nothing,
 }

@@ -69,8 +69,14 @@ def test_a_model_without_harmony_has_still_said_something() -> None:
 
 
 def test_prompted_json_that_names_no_tool_is_an_answer() -> None:
-    assert read("json", '{"name": "Bob", "arguments": {}}').tool_calls == []
+    assert read("json", '{"name": "Bob", "parameters": {}}').tool_calls == []
+    assert read("json", '{"name": "Bob", "arguments": {}, "age": 5}').tool_calls == []
     assert read("json", '{"city": "Oslo"}').content == '{"city": "Oslo"}'
+
+
+def test_prompted_json_that_invents_a_tool_is_a_call_to_be_refused() -> None:
+    (call,) = read("json", '```json\n{"name": "invented", "arguments": {"x": 1}}\n```').tool_calls
+    assert call["function"]["name"] == "invented"
 
 
 # As gpt-oss and Mistral do: a result is shown with what its call says, and refused without.
