@@ -394,9 +394,12 @@ class BaseGateway(ABC, Generic[S]):
             return final
 
     def _answered(self, state: S) -> None:
-        """Report a turn; the first one whose calls nobody reads to the log, too."""
+        """Report a turn; a server's first one whose calls nobody reads to the log, too.
+
+        A run counts them, and says so at its end.
+        """
         turn = state.turns[-1]
-        if turn.unread_syntax and self._unread_due:
+        if turn.unread_syntax and self._unread_due and self.on_turn:
             self._unread_due = False
             _log.warning(
                 "kvbench: an answer in session %s writes its calls as %s and is read as %s; none "

@@ -107,8 +107,10 @@ def test_a_longer_context_that_the_tokenizer_knows_is_told(kvbench: Kvbench, fol
 
 def test_an_architecture_that_no_engine_knows(kvbench: Kvbench, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe"}))
-    assert "'qwen3_moe'" in asked(kvbench, str(folder))["engines"]["llamacpp"]
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))
+    engines = asked(kvbench, str(folder))["engines"]
+    assert "'stablelm'" in engines["llamacpp"]
+    assert "'stablelm'" in engines["embedded"]
 
 
 @pytest.mark.parametrize(
