@@ -38,7 +38,7 @@ from agentbench_kv.leaderboard.evidence import (
     place,
     shown,
 )
-from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.base import CLOSINGS, Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
@@ -187,7 +187,8 @@ class Replay:
             self._engine,
             default_max_tokens=spec.max_tokens,
             tool_syntax=spec.tool_syntax or "auto",
-            closing=spec.built_method.closing_markers,
+            # Not the method's own word: a plug-in may not be here.
+            closing=str(spec.params.get("closing", CLOSINGS[0])),
         )
         self._records = {
             (trial, sample_key(sample)): transcript.tokens

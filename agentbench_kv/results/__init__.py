@@ -13,7 +13,8 @@ statistics
     `stats`, `curves` (over budgets).
 comparing
     `compare` (two sides) of `contrast` (rows) by `gate` (verdicts), with `drift`;
-    `compare_text`, `baseline` (where the sides come from); `engines` (one run on several).
+    `compare_text`, `baseline` (where the sides come from); `engines` (one run on several),
+    `fidelity` (arms of forced sessions).
 showing
     `ranking` (who is compared with whom), `tables` and `papers` (`report`, published figures),
     `site` (`report --html`), `submissions` (a leaderboard's).

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agentbench_kv.engines.base import FinishReason, Sampling
+from agentbench_kv.engines.embedded import scheduler as scheduling
 from agentbench_kv.errors import (
     CapacityError,
     ContextLimitError,
@@ -262,16 +263,15 @@ def test_a_failing_forward_fails_its_sessions_only(
     engine = make_engine()
     start_session(engine, "a", prompt(1, 5))
     start_session(engine, "b", prompt(2, 5))
-    scheduler = engine._scheduler
-    works: Callable[..., Any] = scheduler._run_network
+    works: Callable[..., Any] = scheduling.run_network
 
     def fails(*_: Any) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(scheduler, "_run_network", fails)
+    monkeypatch.setattr(scheduling, "run_network", fails)
     with pytest.raises(SessionFailedError, match="a failed: RuntimeError: no memory left"):
         list(engine.generate("a", Sampling(max_tokens=2)))
-    monkeypatch.setattr(scheduler, "_run_network", works)
+    monkeypatch.setattr(scheduling, "run_network", works)
     assert len(list(engine.generate("b", Sampling(max_tokens=2)))) == 2
     with pytest.raises(KVBenchError, match="broke earlier"):
         engine.generate("a", Sampling(max_tokens=2))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine
+from agentbench_kv.engines.embedded import scheduler as scheduling
 from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, EmbeddedScheduler
 from agentbench_kv.errors import EngineGoneError, KVBenchError, SessionFailedError, UsageError
 from agentbench_kv.methods.base import Phase
@@ -258,18 +259,18 @@ def test_a_forward_that_fails_for_one_session_is_repeated_without_it(
         start_session(engine, name, prompt(NAMES.index(name), 30))
         alone[name] = list(engine.generate(name, Sampling(12)))
         engine.close(name)
-    works, poison = engine._scheduler._run_network, 0
+    works, poison = scheduling.run_network, 0
 
-    def fails(packed: Any, last: list[int]) -> torch.Tensor:
+    def fails(model: Any, packed: Any, last: list[int]) -> torch.Tensor:
         nonlocal poison
         names = [session.name for session in packed.sessions]
         if "s3" in names and packed.sessions[names.index("s3")].fed > 33:
             poison += 1
-            works(packed, last)  # half of the work is done before it fails
+            works(model, packed, last)  # half of the work is done before it fails
             raise RuntimeError("not this one")
-        return works(packed, last)
+        return works(model, packed, last)
 
-    monkeypatch.setattr(engine._scheduler, "_run_network", fails)
+    monkeypatch.setattr(scheduling, "run_network", fails)
     for name in NAMES:
         start_session(engine, name, prompt(NAMES.index(name), 30))
     running = {name: engine.generate(name, Sampling(12)) for name in NAMES}
@@ -321,7 +322,7 @@ def test_a_device_that_fails_for_good_ends_the_engine(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("device-side assert")
 
-    monkeypatch.setattr(engine._scheduler, "_run_network", broken)
+    monkeypatch.setattr(scheduling, "run_network", broken)
     generation = engine.generate("a", Sampling(5))
     with pytest.raises(SessionFailedError, match="device-side assert"):
         list(generation)

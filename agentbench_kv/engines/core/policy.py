@@ -97,15 +97,19 @@ def _codec(model_path: Path) -> TokenCodec:
 
 
 def rope_frequencies(policy: BackendPolicy) -> Tensor:
-    """Return inverse frequencies [head_dim / 2], float32, by which a policy's keys are to turn.
+    """Return inverse frequencies [head_dim / 2], float32, by which keys would turn.
 
-    Of a decoder with standard RoPE; none where keys stay at their logical positions.
+    Of a decoder with standard RoPE; none where a config gives none and keys stay where they are.
+    A backend may be given another method later, so they are read whatever the method.
     """
-    if policy.method.positions != "cache":
-        return torch.empty(0)
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config: Any = AutoConfig.from_pretrained(policy.model_path, local_files_only=True)
-    frequencies: Tensor = LlamaRotaryEmbedding(config).inv_freq
+    try:
+        frequencies: Tensor = LlamaRotaryEmbedding(config).inv_freq
+    except Exception:
+        if policy.method.positions == "cache":
+            raise
+        return torch.empty(0)
     return frequencies

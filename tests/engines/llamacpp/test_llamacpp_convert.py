@@ -123,7 +123,7 @@ def test_a_folder_is_converted_once(llamacpp_python: Path) -> None:
     ("change", "said"),
     [
         ({"model_type": "gemma3"}, "gemma3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
     ],
 )
 def test_what_the_file_could_not_express_is_refused(
