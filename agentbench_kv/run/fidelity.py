@@ -95,6 +95,7 @@ def play_fidelity(
         for spec in specs:
             opened = RunStore(out).open(spec.id, spec.document(), environment(), len(recordings))
             runs.append(stack.enter_context(opened))
+            _check_sessions(opened, recordings)
             opened.annotate(_provenance(model, spec, provenance))
         methods = [calibrated(spec.built_method, spec.model, spec.device) for spec in specs]
         arms = list(zip(runs, methods, strict=True))
@@ -108,6 +109,17 @@ def play_fidelity(
             if missing:
                 _play(model, recording, missing)
         return [summarize(run) for run in runs]
+
+
+def _check_sessions(run: RunDir, recordings: Sequence[Recording]) -> None:
+    """Refuse to go on with a run of other sessions: arms are compared token by token."""
+    known = {recording.sample: recording.sha for recording in recordings}
+    for record in run.trials():
+        if record.sample_id in known and record.prompt_sha != known[record.sample_id]:
+            raise UsageError(
+                f"run {run.info.run_id} holds another session {record.sample_id!r} (other task "
+                "settings, tool syntax, template or data); choose another --out"
+            )
 
 
 def _play(model: LoadedModel, recording: Recording, arms: Sequence[tuple[RunDir, Method]]) -> None:

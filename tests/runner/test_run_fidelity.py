@@ -116,6 +116,19 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [count for _, count in calls[3:]] == [1, 1]
 
 
+def test_sessions_of_other_tokens_are_not_mixed(tmp_path: Path) -> None:
+    arm = ("--method", "random", "--budget", "200", "--out", str(tmp_path))
+    command = ["fidelity", "--task", TASK, "--limit", "1", *arm]
+    assert call(*command).exit_code == 0
+    (name,) = RunStore(tmp_path).names()
+    file = tmp_path / name / "samples.jsonl"
+    (recording,) = record_gold(TASK, "micro", 1, {})
+    file.write_text(file.read_text().replace(recording.sha, "0" * 64))
+    result = CliRunner().invoke(kvbench, command)
+    assert result.exit_code != 0
+    assert "holds another session" in str(result.exception)
+
+
 @pytest.mark.parametrize("method", ["agentkv", "snapkv", "h2o", "rkv"])
 def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -> None:
     arm = ("--method", method, "--budget", "256", "--set", "interval=64")
