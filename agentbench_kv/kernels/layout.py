@@ -13,6 +13,30 @@ SPARSE = 16  # positions seen per row, above which sorting rows is cheaper than 
 
 
 @dataclass(frozen=True)
+class SeenRows:
+    """Which cached rows each query sees: those up to its own, of its session's last ones.
+
+    Session s holds `lengths[s]` rows in rows 0.., at least `queries`, its queries' own last.
+    """
+
+    lengths: Tensor  # [sessions], int64
+    longest: int
+    queries: int  # of each session
+    window: int | None = None  # rows that a query sees, its own included; None: all before it
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True where a query sees a row, [sessions, 1, queries, longest]."""
+        rows = torch.arange(self.longest, device=self.lengths.device)
+        ends = torch.arange(1, self.queries + 1, device=rows.device) - self.queries
+        ends = (self.lengths[:, None] + ends)[..., None]  # [sessions, queries, 1]
+        seen = rows < ends
+        if self.window is not None:
+            seen &= rows >= ends - self.window
+        return seen[:, None]
+
+
+@dataclass(frozen=True)
 class PagedRows:
     """Keys, values, positions, or anything else of which every cached token has a row per head.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels.build import team_function
-from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.kernels.layout import PagedRows, SeenRows
 from agentbench_kv.kernels.torch_backend import TorchBackend
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -56,6 +56,21 @@ class _Mass(Structure):
     ]
 
 
+class _Attend(Structure):
+    _fields_: ClassVar = [
+        ("queries", _P),
+        *((name, _L) for name in ("query_session", "query_head", "query_row")),
+        ("output", _P),
+        *((name, _I) for name in ("dtype", "group", "n", "head_dim")),
+        *((name, _Rows) for name in ("keys", "values")),
+        ("shape", _Shape),
+        ("lengths", _P),
+        *((name, _L) for name in ("length", "window")),
+        ("sinks", _P),
+        ("scale", c_float),
+    ]
+
+
 _ENDING = [_I, _P]  # threads and stream, the last arguments of every operation
 _SIGNATURES: dict[str, list[Any]] = {
     "kvb_compact": [POINTER(_Rows), _I, _Table, _Shape, _P, _L, _P, _I, _P],
@@ -67,6 +82,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "kvb_aabb_score": [_P, _P, _P, _L, _L, _L, _L, _L, _P],
     "kvb_similarity": [_P, _I, _L, _L, _L, _L, _L, c_float, _P, _P],
 }
+_OF_CPU: dict[str, list[Any]] = {"kvb_attention": [POINTER(_Attend)]}
 _WORKSPACES: dict[str, list[Any]] = {  # bytes that an operation needs
     "kvb_attention_mass_workspace": [POINTER(_Mass)],
     "kvb_similarity_workspace": [_L, _L, _L],
@@ -81,7 +97,9 @@ class NativeBackend:
         self.path = path
         self.about = about
         self._library = ctypes.CDLL(str(path))
-        for symbol, arguments in _SIGNATURES.items():
+        self._attends = hasattr(self._library, "kvb_attention")
+        own = _OF_CPU if self._attends else {}
+        for symbol, arguments in (_SIGNATURES | own).items():
             getattr(self._library, symbol).argtypes = [*arguments, *_ENDING]
         self._library.kvb_error.restype = c_char_p
         for symbol, arguments in _WORKSPACES.items():
@@ -103,6 +121,33 @@ class NativeBackend:
             *(rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), rows.stride(1)),
             *(slots.data_ptr(), rows.shape[0], heads, width),
         )
+
+    def attention(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen: SeenRows,
+        scaling: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        dtype = queries.dtype
+        alike = dtype in DTYPES and {keys.dtype, values.dtype} == {dtype}
+        if not (alike and self._attends):
+            return TorchBackend().attention(queries, keys, values, seen, scaling, sinks)
+        queries, keys, values = (_innermost(each) for each in (queries, keys, values))
+        sessions, heads, n, head_dim = queries.shape
+        kv_heads, size = keys.shape[1], dtype.itemsize
+        output = torch.empty(sessions, n, heads, head_dim, dtype=dtype)
+        lengths, sinks = _whole(seen.lengths, torch.int64), _maybe(sinks, torch.float32)
+        job = _Attend(
+            *(queries.data_ptr(), *(step * size for step in queries.stride()[:3])),
+            *(output.data_ptr(), DTYPES[dtype], heads // kv_heads, n, head_dim),
+            *(_session_rows(keys), _session_rows(values), _Shape(sessions, 1, kv_heads)),
+            *(lengths.data_ptr(), seen.longest, seen.window or 0, _address(sinks), scaling),
+        )
+        self._call("kvb_attention", queries.device, byref(job))
+        return output
 
     def attention_mass(
         self,
@@ -317,6 +362,12 @@ def _table(table: Tensor | None, rows: PagedRows) -> _Table:
     shift = size.bit_length() - 1 if size & (size - 1) == 0 else -1
     where = (None, 0) if table is None else (table.data_ptr(), table.stride(0))
     return _Table(*where, size, shift)
+
+
+def _session_rows(cache: Tensor) -> _Rows:
+    """Describe one layer's rows [sessions, heads, capacity, head_dim]."""
+    session, head, row = (stride * cache.itemsize for stride in cache.stride()[:3])
+    return _Rows(cache.data_ptr(), None, 0, head, session, row, cache.shape[3] * cache.itemsize)
 
 
 def _plain_rows(cache: Tensor) -> _Rows:

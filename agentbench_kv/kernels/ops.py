@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from agentbench_kv.kernels.dispatch import active_backend
-from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.kernels.layout import PagedRows, SeenRows
 
 GqaMode = Literal["mean_prob", "max_prob", "max_logit", "per_head"]
 
@@ -20,6 +20,22 @@ def ring_write(
 ) -> None:
     """Copy rows into ring slots, in place."""
     active_backend(ring.device).ring_write(ring, rows, slots)
+
+
+def attention(
+    queries: Tensor,  # [sessions, q_heads, n, head_dim]; neighbouring heads share a KV head
+    keys: Tensor,  # [sessions, kv_heads, capacity, head_dim]
+    values: Tensor,
+    seen: SeenRows,
+    scaling: float,
+    sinks: Tensor | None = None,  # [q_heads]: logits beside the rows' own
+) -> Tensor:
+    """Return softmax(scaling · q·k) · v over the rows that each query sees.
+
+    [sessions, n, q_heads, head_dim], of the queries' dtype; logits and sums are float32. The sinks'
+    share of a softmax is left out, so that its rest sums to less than 1.
+    """
+    return active_backend(queries.device).attention(queries, keys, values, seen, scaling, sinks)
 
 
 def attention_mass(

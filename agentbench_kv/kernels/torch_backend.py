@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from agentbench_kv.kernels.layout import (
     PagedRows,
+    SeenRows,
     ascending_rows,
     by_position,
     gather_rows,
@@ -18,6 +20,7 @@ from agentbench_kv.kernels.layout import (
 
 # Bytes of similarities that exist at a time; a CPU works best inside its cache.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+BLOCK_LOGITS = 1 << 24  # of attention beside sinks, that exist at the same time
 
 
 class TorchBackend:
@@ -30,6 +33,30 @@ class TorchBackend:
 
     def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
         ring.index_copy_(0, slots, rows.to(ring.dtype))
+
+    def attention(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen: SeenRows,
+        scaling: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        sessions, heads, n, head_dim = queries.shape
+        kv_heads = keys.shape[1]
+        keys, values = keys[:, :, : seen.longest], values[:, :, : seen.longest]
+        if sinks is not None:
+            size = max(1, BLOCK_LOGITS // (sessions * heads * seen.longest))
+            pairs = (torch.split(each, size, 2) for each in (queries, seen.mask))
+            blocks = zip(*pairs, strict=True)
+            parts = [_beside(part, keys, values, mask, scaling, sinks) for part, mask in blocks]
+            return torch.cat(parts, 2).transpose(1, 2)
+        # A group's query heads are laid along the query axis, so grouped keys are never repeated.
+        grouped = queries.reshape(sessions, kv_heads, heads // kv_heads * n, head_dim)
+        mask = seen.mask if n == 1 else seen.mask.repeat(1, 1, heads // kv_heads, 1)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        return out.reshape(sessions, heads, n, head_dim).transpose(1, 2)
 
     def attention_mass(
         self,
@@ -255,3 +282,25 @@ def _sorted_moves(kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
     row, slot = (kept != index).nonzero(as_tuple=True)
     return row, kept[row, slot], slot
+
+
+def softmax_beside(logits: Tensor, sinks: Tensor) -> Tensor:
+    """Return the softmax of logits [..., tokens] with one more logit in each row, the sink's.
+
+    What the sink gets is left out: a row may sum to less than 1. `sinks` broadcast to [..., 1].
+    """
+    sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
+def _beside(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks: Tensor
+) -> Tensor:
+    """Attend under a mask [sessions, 1, n, rows], with sinks; [sessions, q_heads, n, head_dim]."""
+    sessions, heads, n, head_dim = queries.shape
+    kv_heads, rows = keys.shape[1:3]
+    grouped = (queries * scaling).float().reshape(sessions, kv_heads, -1, head_dim)
+    logits = (grouped @ keys.float().transpose(2, 3)).reshape(sessions, heads, n, rows)
+    weights = softmax_beside(logits.masked_fill(~mask, float("-inf")), sinks[:, None, None])
+    out = weights.to(values.dtype).reshape(sessions, kv_heads, -1, rows) @ values
+    return out.reshape(queries.shape)

@@ -15,9 +15,12 @@ from agentbench_kv.engines.embedded.model import wrap_model
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.spans import TurnNotes
 from agentbench_kv.registry import make_method
 
 TURNS = ((90, 70), (20, 45), (0, 1), (33, 60))  # prompt tokens, answered tokens
+SYSTEM = 30  # of the first prompt
+PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 EVERY, SLACK = {"interval": "16"}, {"interval": "16", "trigger": "slack"}
 ARMS: list[tuple[str, int | None, dict[str, str]]] = [
     ("agentkv", 48, EVERY),
@@ -33,6 +36,10 @@ ARMS: list[tuple[str, int | None, dict[str, str]]] = [
     ("keydiff", 48, EVERY),
     ("tova", 48, EVERY),
     ("random", 48, EVERY),
+    ("agentkv@system", 60, EVERY),
+    ("random@prompt", 110, EVERY),
+    ("h2o", 64, {**EVERY, "protect": "11"}),
+    ("agentkv@prompt", 98, EVERY),  # no room for an event
     ("agentkv", 1000, EVERY),  # never an event
     ("full", None, {}),
 ]
@@ -65,6 +72,7 @@ def decode(engine: Any, start: Any) -> tuple[list[list[int]], list[list[int]], A
         prompts.append([rng.randrange(1, 97) for _ in range(prompt)])
         if number == 0:
             start(engine, "s", prompts[0])
+            engine.note("s", prompts[0], TurnNotes([], system=SYSTEM))
         else:
             engine.extend("s", prompts[-1], [phase for _, phase in labelled(prompts[-1])])
         answers.append(list(engine.generate("s", Sampling(max_tokens=answer))))
@@ -95,7 +103,7 @@ def test_a_method_is_played_as_the_engine_decodes(
 
     monkeypatch.setattr(ForcedSession, "compress", noted)
     model = wrap_model(network, engine.info.model_path, "in-memory")
-    play = ForcedPlay(model, [make_method(*arm)])
+    play = ForcedPlay(model, [make_method(*arm)], SYSTEM)
     position = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         position += len(prompt)
@@ -109,8 +117,40 @@ def test_a_method_is_played_as_the_engine_decodes(
     assert kept == seen.kept
     (stats,) = play.stats()
     assert stats.events == expected.events
-    for name in ("decode_tokens", "prefill_tokens", "bytes_read", "peak_live", "evicted"):
+    for name in (
+        "decode_tokens",
+        "prefill_tokens",
+        "bytes_read",
+        "peak_live",
+        "evicted",
+        *PROTECTION,
+    ):
         assert getattr(stats, name) == getattr(expected, name), name
+    play.close()
+
+
+@pytest.mark.parametrize("arm", [ARMS[1], ARMS[4], ARMS[7]], ids=str)
+def test_token_by_token_it_is_the_decode_to_the_bit(
+    arm: tuple[str, int | None, dict[str, str]],
+    tiny_model: Any,
+    make_engine: Any,
+    start_session: Any,
+) -> None:
+    seen, network = Seen(), tiny_model("qwen3").to(torch.bfloat16)
+    engine = make_engine(network, *arm, recorder=seen)
+    prompts, answers, expected = decode(engine, start_session)
+    engine.shutdown()
+    model = wrap_model(network, engine.info.model_path, "in-memory")
+    play, position = ForcedPlay(model, [make_method(*arm)], SYSTEM, by_token=True), 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        position += len(prompt)
+        for stretch in play.turn(labelled(prompt), labelled(answer)):
+            (found,) = stretch.full if stretch.of_methods[0] is None else stretch.of_methods[0]
+            assert torch.equal(found, seen.logits[position + stretch.first])
+        position += len(answer)
+    (stats,) = play.stats()
+    assert stats.events == expected.events
+    assert stats.events
     play.close()
 
 

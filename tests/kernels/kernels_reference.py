@@ -31,6 +31,21 @@ def doubles(tensor):
     return tensor.detach().cpu().double().numpy()
 
 
+def attention(queries, keys, values, scaling, window=None, sinks=None):
+    """Queries [q_heads, n, d] over rows [kv_heads, rows, d], the last n their own."""
+    heads, n, _ = queries.shape
+    group, rows = heads // keys.shape[0], keys.shape[1]
+    logits = np.einsum("hnd,hrd->hnr", queries, keys.repeat(group, 0)) * scaling
+    at, own = np.arange(rows), np.arange(rows - n, rows)[:, None]
+    seen = (at <= own) & (at > own - (window or rows))
+    logits = np.where(seen, logits, -np.inf)
+    top = logits.max(-1, keepdims=True)
+    beside = 0.0 if sinks is None else np.exp(sinks[:, None, None] - top)
+    weights = np.exp(logits - top)
+    weights /= weights.sum(-1, keepdims=True) + beside
+    return np.einsum("hnr,hrd->nhd", weights, values.repeat(group, 0))
+
+
 def attention_mass(queries, keys, gqa, query_positions=None, key_positions=None, valid=None):
     """Queries [q_heads, n, d] on keys [kv_heads, tokens, d], all float64."""
     kv_heads, tokens, dim = keys.shape

@@ -47,6 +47,18 @@ def ring_write() -> list[Tensor]:
     return found
 
 
+def attention() -> list[Tensor]:
+    found = []
+    for dtype, window in itertools.product(DTYPES, (None, 30)):
+        for rows, dim, n in ((1, 1, 1), (67, 33, 5), (300, 80, 75), (300, 64, 1)):
+            queries, keys = random(2, 6, n, dim, dtype=dtype), random(2, 2, rows, dim, dtype=dtype)
+            values = (0.01 * random(2, 2, rows, dim)).to(dtype)
+            seen = kernels.SeenRows(torch.tensor([rows, max(n, rows // 2)]), rows, n, window)
+            found.append(kernels.attention(queries, keys, values, seen, 0.3))
+            found.append(kernels.attention(queries, keys, values, seen, 0.3, random(6)))
+    return found
+
+
 def attention_mass() -> list[Tensor]:
     found = []
     for dtype, gqa in itertools.product(DTYPES, GQA):
@@ -152,6 +164,7 @@ def move(operation, first: Tensor, *others, **options) -> Tensor:
 OPERATIONS = (
     select_top,
     ring_write,
+    attention,
     attention_mass,
     paged_operations,
     contiguous_compact,

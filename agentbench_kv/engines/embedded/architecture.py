@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.spans import SpanMethod
 
 # Model types whose code in transformers was found exact with this engine's attention.
 FAMILIES = (
@@ -58,7 +57,7 @@ class Attention:
 
     def check_method(self, method: Method) -> None:
         """Refuse a method that these layers cannot be given to."""
-        if not self.full and (method.compresses or isinstance(method, SpanMethod)):
+        if not self.full and (method.compresses or method.spans):
             raise UsageError(
                 f"every layer of the model keeps a window of {self.window} tokens, so no method "
                 "has anything to evict; use --method full, or set sliding_window to null in "

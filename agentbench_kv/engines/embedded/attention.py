@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agentbench_kv.engines.core.rings import (
@@ -22,17 +21,17 @@ from agentbench_kv.engines.core.rings import (
     RingWrite,
     add_attention,
     as_methods_see,
-    softmax_beside,
 )
 from agentbench_kv.engines.embedded.architecture import LayerPlace
 from agentbench_kv.engines.embedded.cache import CachePool, SessionCache, SlotCache, WindowCache
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import KVBenchError
+from agentbench_kv.kernels import SeenRows, attention
+from agentbench_kv.kernels.torch_backend import softmax_beside
 
 ATTENTION_NAME = "kvbench"
 SPARSE = 0.5  # share of a range of slots below which each session has a call of its own
-BLOCK_LOGITS = 1 << 24  # of a prefill with sinks, that exist at the same time
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class PrefillRows:
     cache: SessionCache | WindowCache
     start: int
     end: int
+    seen: SeenRows
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class DecodeGroup:
     places: Tensor  # [n], int64: cache row that each one's token gets
     first: int  # slots the call covers: [first, last)
     last: int
-    tokens: int  # rows of the longest session, this token included
-    mask: Tensor  # [last - first, 1, 1, tokens]: 0 where a slot has a row, -inf elsewhere
+    seen: SeenRows  # of each slot, this token's included
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Cach
             start = end
             continue
         for session, n in group:
-            plan.prefills.append(PrefillRows(session.cache, start, start + n))
+            plan.prefills.append(_prefill_rows(session.cache, start, n))
             start += n
     return plan
 
@@ -168,8 +167,8 @@ def _window_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Ca
         if _is_dense(caches):
             plan.decodes.append(_decode_group(caches, _ids(packed, caches[0].shape.device)))
         else:
-            plan.prefills.extend(PrefillRows(cache, start, start + 1) for cache, start in group)
-    plan.prefills.extend(PrefillRows(cache, start, start + n) for cache, start, n in laid if n > 1)
+            plan.prefills.extend(_prefill_rows(cache, start, 1) for cache, start in group)
+    plan.prefills.extend(_prefill_rows(cache, start, n) for cache, start, n in laid if n > 1)
     return plan
 
 
@@ -186,16 +185,20 @@ def _decode_group(
     device = pool.keys.device
     slots = [cache.slot for cache in caches]
     seen = [cache.rows_with_next for cache in caches]
-    first, last, tokens = slots[0], slots[-1] + 1, max(seen)
+    first, last = slots[0], slots[-1] + 1
     # A slot nobody decodes in shows its first row: an empty softmax would be NaN.
     ends = [1] * (last - first)
     for slot, end in zip(slots, seen, strict=True):
         ends[slot - first] = end
-    hidden = torch.arange(tokens, device=device) >= _ids(ends, device)[:, None]
-    mask = torch.zeros(hidden.shape, dtype=pool.keys.dtype, device=device)
-    mask.masked_fill_(hidden, float("-inf"))
     ids, places = _ids(slots, device), _ids([cache.next_row for cache in caches], device)
-    return DecodeGroup(pool, rows, ids, places, first, last, tokens, mask[:, None, None])
+    rows_seen = SeenRows(_ids(ends, device), max(seen), 1)
+    return DecodeGroup(pool, rows, ids, places, first, last, rows_seen)
+
+
+def _prefill_rows(cache: SessionCache | WindowCache, start: int, n: int) -> PrefillRows:
+    rows = cache.rows_with(n)
+    lengths = _ids([rows], cache.shape.device)
+    return PrefillRows(cache, start, start + n, SeenRows(lengths, rows, n, cache.window))
 
 
 def _ids(values: list[int], device: torch.device) -> Tensor:
@@ -236,8 +239,9 @@ def session_attention(
     for segment in plan.prefills:
         own = slice(segment.start, segment.end)
         keys, values = segment.cache.write(place, k[:, own], v[:, own])
-        window = segment.cache.window
-        output[own] = _prefill(q[:, own], keys, values, scaling, window, s_aux).transpose(0, 1)
+        (output[own],) = attention(
+            q[None, :, own], keys[None], values[None], segment.seen, scaling, s_aux
+        )
         if segment.cache.shape.with_sums:
             sums = segment.cache.pool.sums[segment.cache.slot, place, :, : keys.shape[1]]
             add_attention(sums, as_methods_see(q[:, own], scaling), keys, s_aux)
@@ -269,93 +273,37 @@ def _decode(
     pool.keys[slots, layer, :, group.places] = key.transpose(0, 1)
     pool.values[slots, layer, :, group.places] = value.transpose(0, 1)
     covered = slice(group.first, group.last)
-    keys = pool.keys[covered, layer, :, : group.tokens]
-    values = pool.values[covered, layer, :, : group.tokens]
+    keys, values = pool.keys[covered, layer], pool.values[covered, layer]
     heads, n, head_dim = query.shape
     rows = query.transpose(0, 1)
     if n < group.last - group.first:
         rows = rows.new_zeros(group.last - group.first, heads, head_dim)
         rows[slots - group.first] = query.transpose(0, 1)
-    grouped = rows.reshape(rows.shape[0], keys.shape[1], -1, head_dim)
-    beside = None if sinks is None else sinks.reshape(keys.shape[1], -1, 1)
     if pool.shape.with_sums:
-        _add_decode_mass(layer, group, grouped, keys, scaling, beside)
-    if beside is None:
-        out = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=group.mask, scale=scaling
-        )
-    else:
-        out = _probabilities(grouped, keys, group.mask, scaling, beside).to(values.dtype) @ values
-    out = out.reshape(rows.shape[0], heads, head_dim)
+        _add_decode_mass(layer, group, rows, keys, scaling, sinks)
+    out = attention(rows[:, :, None], keys, values, group.seen, scaling, sinks)[:, 0]
     return out if n == rows.shape[0] else out[slots - group.first]
-
-
-def _probabilities(
-    grouped: Tensor, keys: Tensor, mask: Tensor, scaling: float, sinks: Tensor | None
-) -> Tensor:
-    """Return float32 attention [slots, kv_heads, group, tokens]; sinks [kv_heads, group, 1]."""
-    logits = (grouped * scaling).float() @ keys.transpose(-1, -2).float() + mask.float()
-    return logits.softmax(-1) if sinks is None else softmax_beside(logits, sinks)
 
 
 def _add_decode_mass(
     layer: int,
     group: DecodeGroup,
-    grouped: Tensor,
+    rows: Tensor,
     keys: Tensor,
     scaling: float,
     sinks: Tensor | None,
 ) -> None:
-    """Add each session's attention, mean over query groups [slots, kv_heads, group, d]."""
-    sums, slots = group.pool.sums, group.slots
+    """Add each session's attention, a mean over query groups; rows [slots, q_heads, head_dim]."""
+    sums, slots, seen = group.pool.sums, group.slots, group.seen
     sums[slots, layer, :, group.places] = 0.0
-    mass = _probabilities(grouped, keys, group.mask, scaling, sinks).mean(2)
-    sums[slots, layer, :, : group.tokens] += mass[slots - group.first]
-
-
-def _prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """[q_heads, n, d] over [kv_heads, T, d]; the last n cache rows are the queries' own."""
-    heads, n, head_dim = query.shape
-    kv_heads, tokens, _ = keys.shape
-    mask = torch.ones(n, tokens, dtype=torch.bool, device=query.device).tril(tokens - n)
-    if window is not None:
-        mask = mask.triu(tokens - n - window + 1)
-    if sinks is not None:
-        return _prefill_beside(query, keys, values, mask, scaling, sinks)
-    # A group's query heads are laid along the query axis, so grouped keys are never repeated.
-    grouped = query.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
-    mask = mask.repeat(heads // kv_heads, 1)
-    out = scaled_dot_product_attention(
-        grouped, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scaling
-    )
-    return out.reshape(heads, n, head_dim)
-
-
-def _prefill_beside(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks: Tensor
-) -> Tensor:
-    """As `_prefill` under a mask [n, T], with sinks [q_heads]; a block of queries at a time."""
-    heads, _, head_dim = query.shape
-    kv_heads, tokens, _ = keys.shape
-    group = heads // kv_heads
-    size = max(1, BLOCK_LOGITS // (heads * tokens))
-    transposed, outputs = keys.transpose(1, 2).float(), []
-    for block, seen in zip(torch.split(query, size, 1), torch.split(mask, size), strict=True):
-        rows = (block * scaling).float().reshape(kv_heads, -1, head_dim)
-        logits = (rows @ transposed).reshape(heads, -1, tokens)
-        weights = softmax_beside(logits.masked_fill(~seen, float("-inf")), sinks[:, None, None]).to(
-            values.dtype
-        )
-        out = weights.reshape(kv_heads, group * block.shape[1], tokens) @ values
-        outputs.append(out.reshape(heads, -1, head_dim))
-    return torch.cat(outputs, 1)
+    grouped = rows.reshape(rows.shape[0], keys.shape[1], -1, rows.shape[2])
+    logits = (grouped * scaling).float() @ keys[:, :, : seen.longest].transpose(2, 3).float()
+    logits = logits.masked_fill(~seen.mask, float("-inf"))
+    if sinks is None:
+        probabilities = logits.softmax(-1)
+    else:
+        probabilities = softmax_beside(logits, sinks.reshape(keys.shape[1], -1, 1))
+    sums[slots, layer, :, : seen.longest] += probabilities.mean(2)[slots - group.first]
 
 
 def register() -> None:

@@ -2,6 +2,9 @@
 
 A session moves to a slot of twice the capacity when it outgrows its own, and to a smaller one when
 an event left it nearly empty: allocated memory follows live memory within a small factor.
+
+A fork shares its source's slot. Whoever appends behind all rows that others hold stays in it;
+whoever would write over another's rows, or change rows in place, moves to one of its own first.
 """
 
 from __future__ import annotations
@@ -24,34 +27,48 @@ class CachePool:
     def __init__(self, shape: RowShape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
-        self._used: set[int] = set()
+        self._users: dict[int, list[SlotCache]] = {}
         self.keys, self.values, self.positions, self.sums = self._zeros(0)
 
     @property
     def slots(self) -> int:
         return self.keys.shape[0]
 
-    def take(self) -> int:
+    def take(self, user: SlotCache) -> int:
         """Take the lowest free slot, doubling the pool if there is none."""
-        slot = next(i for i in range(self.slots + 1) if i not in self._used)
+        slot = next(i for i in range(self.slots + 1) if i not in self._users)
         if slot == self.slots:
             self._resize(max(1, 2 * self.slots))
-        self._used.add(slot)
+        self._users[slot] = [user]
         return slot
 
-    def give_back(self, slot: int) -> None:
-        """Free a slot; memory goes back to the allocator when the pool's upper part is empty."""
-        self._used.discard(slot)
-        needed = max(self._used, default=-1) + 1
+    def join(self, slot: int, user: SlotCache) -> None:
+        """Use a slot that others use."""
+        self._users[slot].append(user)
+
+    def others(self, slot: int, user: SlotCache) -> list[SlotCache]:
+        """Return who else uses a slot."""
+        return [other for other in self._users.get(slot, ()) if other is not user]
+
+    def give_back(self, slot: int, user: SlotCache) -> None:
+        """Free a slot unless others use it.
+
+        Memory goes back to the allocator when the pool's upper part is empty.
+        """
+        self._users[slot] = self.others(slot, user)
+        if self._users[slot]:
+            return
+        del self._users[slot]
+        needed = max(self._users, default=-1) + 1
         if 4 * needed <= self.slots:
             # The smaller pool is a new one: without memory for it the large one does as well.
             with suppress(RuntimeError, MemoryError):
                 self._resize(needed)
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot that may hold what is no number."""
+    def clear(self, slot: int, first: int) -> None:
+        """Zero the rows of a slot, from `first` on, that may hold what is no number."""
         for held in self.tensors:
-            held[slot].zero_()
+            held[slot, :, :, first:].zero_()
 
     def _zeros(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return keys, values, and of each row its original position and the attention it got."""
@@ -104,6 +121,7 @@ class SlotCache:
         self._pools = pools
         self.pool = pools.for_rows(SMALLEST)
         self.slot = -1
+        self.claimed = 0  # rows that are held, or that the next forward writes
 
     @property
     def keys(self) -> Tensor:
@@ -137,30 +155,56 @@ class SlotCache:
         """Rows that the next token sees, itself included, from row 0 on."""
         return self.held + 1
 
+    def rows_with(self, n: int) -> int:
+        """Rows that the next n tokens see among them, themselves included."""
+        raise NotImplementedError
+
     def _reserve(self, rows: int) -> None:
         """Take a slot for so many rows in all, or move to one."""
         if self.slot < 0:
             self.pool = self._pools.for_rows(rows)
-            self.slot = self.pool.take()
-        elif rows > self.pool.capacity:
+            self.slot = self.pool.take(self)
+        elif rows > self.pool.capacity or any(map(self._overwrites, self.others)):
             self._move(rows)
+        self.claimed = rows
+
+    @property
+    def others(self) -> list[SlotCache]:
+        """Who else uses the slot: forks, and what this one is a fork of."""
+        return self.pool.others(self.slot, self)
+
+    def _overwrites(self, other: SlotCache) -> bool:
+        """Whether the next rows would be written over those of another cache in the slot."""
+        raise NotImplementedError
+
+    def _join(self, source: SlotCache) -> None:
+        """Use the slot of another cache, which is at rest."""
+        self.pool, self.slot = source.pool, source.slot
+        self.claimed = source.claimed = source.held
+        if self.slot >= 0:
+            self.pool.join(self.slot, self)
+
+    def own(self) -> None:
+        """Move to a slot of one's own, whose rows may be changed in place."""
+        if self.others:
+            self._move(self.held)
 
     def free(self, *, clear: bool = False) -> None:
         """Give the slot back, as zeros if asked to; the cache is unusable afterwards."""
         if self.slot >= 0:
-            slot, self.slot = self.slot, -1
             if clear:
-                self.pool.clear(slot)
-            self.pool.give_back(slot)
+                self.pool.clear(self.slot, max((other.claimed for other in self.others), default=0))
+            slot, self.slot = self.slot, -1
+            self.pool.give_back(slot, self)
 
     def _move(self, rows: int) -> None:
         target = self._pools.for_rows(rows)
-        if target is self.pool:
+        if target is self.pool and not self.others:
             return
-        slot, end = target.take(), self.held
+        slot, end = target.take(self), self.held
         for old, new in zip(self.pool.tensors, target.tensors, strict=True):
             new[slot, :, :, :end] = old[self.slot, :, :, :end]
-        self.pool.give_back(self.slot)
+        self.pool.give_back(self.slot, self)
         self.pool, self.slot = target, slot
 
 
@@ -188,9 +232,21 @@ class SessionCache(SlotCache):
     def sums(self) -> Tensor | None:
         return self.pool.sums[self.slot] if self.shape.with_sums else None
 
+    def rows_with(self, n: int) -> int:
+        return self.length + n
+
     def reserve(self, rows: int) -> None:
         """Make room for more rows."""
         self._reserve(self.length + rows)
+
+    def share(self, source: SessionCache) -> None:
+        """Start with the rows of another cache, which is at rest, where they are."""
+        self._join(source)
+        self.length = source.length
+
+    def _overwrites(self, other: SlotCache) -> bool:
+        # Every forward adds to the sums of all rows.
+        return self.shape.with_sums or other.claimed > self.length
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put new rows [kv_heads, n, head_dim] at the end; return all that are held."""
@@ -236,6 +292,7 @@ class SessionCache(SlotCache):
         With RoPE `frequencies` rows stay in order and keys turn to the position of their row;
         `ordered` alone keeps the order too, at the price of more moves.
         """
+        self.own()
         extras = () if self.sums is None else (self.sums,)
         ordered = ordered or frequencies is not None
         moved = compact(
@@ -250,12 +307,19 @@ class SessionCache(SlotCache):
             self._move(2 * self.length)
         return moved
 
+    def cut(self, rows: int) -> None:
+        """Drop all rows behind the first ones, in place: others in the slot see no change."""
+        self.length = self.claimed = rows
+        if not self.others and 4 * rows <= self.pool.capacity:
+            self._move(2 * rows)
+
     def insert(self, row: int, keys: Tensor, values: Tensor, first_position: int) -> int:
         """Put rows [layers, kv_heads, n, head_dim] before `row`; return how many others moved.
 
         Their logical positions count up from `first_position`.
         """
         n, end = keys.shape[2], self.length
+        self.own()
         self.reserve(n)
         for held in (self.keys, self.values, self.positions):
             held[:, :, row + n : end + n] = held[:, :, row:end].clone()
@@ -297,13 +361,24 @@ class WindowCache(SlotCache):
     def rows_with_next(self) -> int:
         return min(self.fed + 1, self._window)
 
+    def rows_with(self, n: int) -> int:
+        return min(self.held, self._window - 1) + n
+
     def reserve(self, rows: int) -> None:
         """Make room for more rows, of which a full window needs none."""
         self._reserve(min(self.fed + rows, self._window))
 
+    def share(self, source: WindowCache) -> None:
+        """Start with the rows of another cache, which is at rest, where they are."""
+        self._join(source)
+        self.fed = source.fed
+
+    def _overwrites(self, other: SlotCache) -> bool:  # noqa: ARG002
+        return True  # a ring's next row is one that others still see
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take new rows [kv_heads, n, head_dim]; return those that they see, and themselves."""
-        first = self.fed - min(self.held, self._window - 1)
+        first = self.fed - self.rows_with(0)
         before = self._rows(first, self.fed)
         self._waiting[layer] = (keys[:, -self._window :], values[:, -self._window :])
         both = ((self.keys[layer], keys), (self.values[layer], values))
@@ -325,9 +400,14 @@ class WindowCache(SlotCache):
             self.values[layer][:, places] = values
         self._waiting.clear()
 
+    def rewind(self, fed: int) -> None:
+        """Forget the rows from position `fed` on; none has been written over yet."""
+        self.fed = self.claimed = fed
+
     def turn(self, by: int, frequencies: Tensor) -> None:
         """Turn all keys by some positions: what comes next is that much nearer to the start."""
         if self.slot >= 0 and self.held:
+            self.own()
             shifts = torch.full((1, 1, 1), by, device=self.shape.device)
             keys = self.keys[:, :, : self.held]
             rope_rotate(keys, shifts, frequencies, interleaved=self.shape.interleaved)

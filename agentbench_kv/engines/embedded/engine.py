@@ -42,6 +42,7 @@ from agentbench_kv.engines.embedded.scheduler import (
     EmbeddedScheduler,
     StepTimes,
 )
+from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.engines.embedded.span_rows import (
     evict_spans,
     restore_block,
@@ -50,7 +51,7 @@ from agentbench_kv.engines.embedded.span_rows import (
 )
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
-from agentbench_kv.methods.spans import Block, SpanRange
+from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
 
 class EmbeddedEngine(Engine):
@@ -59,8 +60,12 @@ class EmbeddedEngine(Engine):
     capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | {
         Capability.COMPRESS,
         Capability.CAPTURE,
+        Capability.FORK,
+        Capability.FORCE,
+        Capability.REWIND,
         Capability.CONSTRAIN,
         Capability.LOGPROBS,
+        Capability.PROTECT_SYSTEM,
     }
 
     def __init__(
@@ -73,6 +78,7 @@ class EmbeddedEngine(Engine):
         recorder: Observer | None = None,
     ) -> None:
         self._model = model
+        self.wants_notes = method.protect == "system"
         self._shape = cache_shape(model, method)
         self._mean_embedding: Tensor | None = None
         self._vocabulary = int(model.network.get_input_embeddings().num_embeddings)
@@ -142,23 +148,67 @@ class EmbeddedEngine(Engine):
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         self._scheduler.open(session, labeller)
 
+    def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
+        super().note(session, tokens, notes)
+        self._scheduler.get(session).ledger.opens_with(system=notes.system)
+
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._scheduler.get(session)
         self._check_length(session, state.logical + len(tokens))
+        self._check_ids(session, tokens)
+        state.extend(tokens, phases)
+
+    def _check_ids(self, session: str, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
             raise UsageError(
                 f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
                 f"{self._vocabulary}, numbered from 0"
             )
-        state.extend(tokens, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        state = self._scheduler.get(session)
+        return self._start(session, sampling)
+
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        if not tokens:
+            raise UsageError(f"session {session}: no tokens to force")
+        self._check_ids(session, tokens)
+        self._check_length(session, self._scheduler.get(session).logical + len(tokens) - 1)
+        return self._start(session, Sampling(max_tokens=len(tokens)), tokens)
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        """Open a session that goes on from where another one is.
+
+        Cached rows are shared until one of the two would write over the other's, or an event
+        changes them in place: that one then copies its own. Rows of windows, and rows with sums
+        (h2o), are copied by the first that goes on; kept queries are copied at once.
+        """
+        self._scheduler.fork(session, new, labeller)
+
+    def rewind(self, session: str, length: int) -> None:
+        """Forget a session's tokens from logical position `length` on.
+
+        Rows stay where they are, also if a fork reads them. Where layers have windows, UsageError
+        once the session has outgrown them.
+        """
+        self._scheduler.between_turns(session, self._rewind, length)
+
+    def _rewind(self, state: EmbeddedSession, length: int) -> None:
+        self._check_whole(state)
+        lengths = {"tokens": state.logical, "fed": state.fed}
+        window = 0 if state.window is None else state.window.window or 0
+        self._check_rewind(state.name, state.method, length, **lengths, window=window)
+        state.rewind(length)
+
+    def _check_whole(self, state: EmbeddedSession) -> None:
         if state.broken is not None:
-            raise KVBenchError(f"session {session} broke earlier: {state.broken}")
+            raise KVBenchError(f"session {state.name} broke earlier: {state.broken}")
+
+    def _start(self, session: str, sampling: Sampling, given: Sequence[int] = ()) -> Generation:
+        state = self._scheduler.get(session)
+        self._check_whole(state)
         if not state.pending:
             raise KVBenchError(f"session {session} has no tokens to start from")
-        generation = EmbeddedGeneration(state, sampling)
+        generation = EmbeddedGeneration(state, sampling, given)
         self._scheduler.submit(generation)
         return generation
 

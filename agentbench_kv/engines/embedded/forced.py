@@ -44,17 +44,29 @@ class Stretch:
 class ForcedPlay:
     """A session whose tokens are given, turn by turn, on the caller's thread.
 
+    `system` of its first tokens are the system message with its tools. With `by_token` every
+    forward feeds one token of an answer, as a decode does: the same to the last bit, and slower.
     Raises UsageError if the model has no place for one of the methods.
     """
 
-    def __init__(self, model: LoadedModel, methods: Sequence[Method]) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        methods: Sequence[Method],
+        system: int = 0,
+        *,
+        by_token: bool = False,
+    ) -> None:
         self._model = model
+        self._longest = 1 if by_token else PREFILL_CHUNK
         kinds = {method.query_plan().kind for method in methods}
         base = _WithSums() if QueryKind.SUMS in kinds else Full()
         self._log = _QueryLog(model.shape.layers)
         self._full = _Member(model, base, self._log)
         self._full.start(ForcedSession("full", base, session_pools(model, base)))
         self._arms = [_Member(model, method) for method in methods]
+        for arm in self._arms:
+            arm.ledger.opens_with(system=system)
 
     def turn(self, prompt: Labelled, answer: Labelled) -> Iterator[Stretch]:
         """Feed a prompt, then an answer's tokens; yield what each cache predicts of the latter.
@@ -75,7 +87,7 @@ class ForcedPlay:
             if not left:
                 break
             quiet = min(member.ledger.quiet(left) for member in self._members())
-            rows = min(quiet + 1, left, PREFILL_CHUNK)
+            rows = min(quiet + 1, left, self._longest)
             more = answer[at + 1 : at + rows]
             yield self._stretch(at + 1, [member.feed_drawn(more) for member in self._members()])
             at += rows
@@ -85,6 +97,11 @@ class ForcedPlay:
     def stats(self) -> list[KVStats]:
         """Return the accounting of every method's session so far."""
         return [arm.ledger.snapshot() for arm in self._arms]
+
+    def sessions(self) -> list[EmbeddedSession]:
+        """Return the full cache's session, then each method's; the full cache's before an event."""
+        full = self._full.session
+        return [full, *(arm.session if arm.started else full for arm in self._arms)]
 
     def close(self) -> None:
         for member in self._members():
@@ -121,27 +138,12 @@ class ForcedSession(EmbeddedSession):
 
     def __init__(self, name: str, method: Method, pools: SessionPools) -> None:
         super().__init__(name, _NoLabeller(), method, pools, None)
-        self.drawn = 0  # of the next forward's rows those that an answer's tokens are
 
     def accept_given(self, token: int, phase: Phase) -> Eviction | None:
         """Add a token that was drawn; see `accept`."""
-        self.add_drawn([(token, phase)])
+        self.generated.add(self.logical)
+        self.pending.append((token, phase))
         return self.ledger.sampled()
-
-    def add_drawn(self, tokens: Labelled) -> None:
-        for token in tokens:
-            self.generated.add(self.logical)
-            self.pending.append(token)
-
-    def count_fed(self, rows: int) -> None:
-        """Count drawn tokens one by one, as decodes: each but the first was drawn in between."""
-        if not self.drawn:
-            super().count_fed(rows)
-            return
-        for row in range(rows):
-            self.ledger.forward(1)
-            if row + 1 < rows and self.ledger.sampled() is not None:
-                raise KVBenchError(f"an event fell due inside a stretch of session {self.name}")
 
     def twin(self, method: Method, pools: SessionPools, log: _QueryLog) -> ForcedSession:
         """Return a session of a method that starts from this one's rows, queries and tokens."""
@@ -205,7 +207,6 @@ class _Member:
         session = self._session
         session.extend([token for token, _ in prompt], [phase for _, phase in prompt])
         session.begin_turn()
-        session.drawn = 0
         logits = None
         while session.pending:
             logits = self._forward(PREFILL_CHUNK, all_rows=False)
@@ -220,7 +221,6 @@ class _Member:
             self._own.forward(1)
             return None
         self._session.add_drawn(more)
-        self._session.drawn = 1 + len(more)
         return self._forward(1 + len(more), all_rows=True)
 
     def _forward(self, limit: int, *, all_rows: bool) -> Tensor:

@@ -23,6 +23,7 @@ from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.embedded.architecture import Attention, read_attention, text_of
 from agentbench_kv.engines.embedded.attention import ATTENTION_NAME, register
 from agentbench_kv.engines.embedded.gguf_weights import gguf_config, load_gguf
+from agentbench_kv.engines.embedded.packed_weights import pack_weights
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.phases.tokens import quiet_library
@@ -210,7 +211,8 @@ def _load(path: Path, dtype: str, device: str, context_limit: int) -> LoadedMode
     if path.suffix == SUFFIX:
         with _one_line(path), quiet_library():
             network = load_gguf(path, DTYPES[dtype], context_limit)
-            return wrap_model(network.to(device).eval(), tokenizer_folder(path), file_sha(path))
+            pack_weights(network.to(device).eval())
+            return wrap_model(network, tokenizer_folder(path), file_sha(path))
     chosen: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION_NAME}
     with _one_line(path), quiet_library():
         config = AutoConfig.from_pretrained(path, **_LOCAL)
@@ -222,7 +224,8 @@ def _load(path: Path, dtype: str, device: str, context_limit: int) -> LoadedMode
         )
         network, report = loaded
         _check_whole(path, report["missing_keys"])
-        return wrap_model(network.to(device).eval(), path, folder_sha(path))
+        pack_weights(network.to(device).eval())
+        return wrap_model(network, path, folder_sha(path))
 
 
 def read_settings(name: str, context_limit: int = 0) -> Attention:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,11 +45,15 @@ T = TypeVar("T")
 class EmbeddedGeneration(StreamedGeneration):
     """A generation that the scheduler thread feeds; that thread waits for no reader."""
 
-    def __init__(self, session: EmbeddedSession, sampling: Sampling) -> None:
+    def __init__(
+        self, session: EmbeddedSession, sampling: Sampling, given: Sequence[int] = ()
+    ) -> None:
         super().__init__(sampling)
         self.session = session
         self.sampler = Sampler(sampling)
         self.logprobs = self.sampler.logprobs
+        self.given = deque(given)  # tokens to be taken as drawn, one after the other
+        self.stretch: list[int] = []  # those of them that the next forward is fed besides
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,17 @@ class EmbeddedScheduler:
     def get(self, name: str) -> EmbeddedSession:
         with self._work:
             return self._sessions[name]
+
+    def fork(self, name: str, new: str, labeller: PhaseLabeller) -> None:
+        """Open a session that goes on from where another one is."""
+        self.between_turns(name, self._fork, new, labeller)
+
+    def _fork(self, source: EmbeddedSession, new: str, labeller: PhaseLabeller) -> None:
+        if source.broken is not None:
+            raise KVBenchError(f"session {source.name} broke earlier: {source.broken}")
+        if new in self._sessions:
+            raise KVBenchError(f"session {new} is open already")
+        self._sessions[new] = source.fork(new, labeller)
 
     def remove(self, name: str) -> EmbeddedSession:
         """Forget a session and free its memory; a generation of it in flight is cancelled."""
@@ -248,7 +263,21 @@ class EmbeddedScheduler:
         return session.ledger.rows_needed(len(session.pending), generation.sampling.max_tokens)
 
     def _held_by_others(self, session: EmbeddedSession) -> int:
-        return sum(other.reserved for other in self._sessions.values() if other is not session)
+        """Return the rows of all other sessions; what sessions at rest share counts once.
+
+        Whoever generates may have to move to a slot of its own, and counts in full.
+        """
+        busy = {id(generation.session) for generation in self._running}
+        rows, at_rest = 0, dict[tuple[int, int], int]()
+        for other in self._sessions.values():
+            if other is session:
+                continue
+            if id(other) in busy or other.cache.slot < 0:
+                rows += other.reserved
+            else:
+                place = (id(other.cache.pool), other.cache.slot)
+                at_rest[place] = max(at_rest.get(place, 0), other.reserved)
+        return rows + sum(at_rest.values())
 
     def _fits(self, generation: EmbeddedGeneration) -> bool:
         others = self._held_by_others(generation.session)
@@ -350,11 +379,12 @@ class EmbeddedScheduler:
             raise ValueError("the model's logits are no numbers")
         if self._recorder is not None:
             self._recorder.on_logits(session.name, session.fed, logits)
-        greedy = generation.sampler.greedy
-        token = int(predicted.best) if greedy else generation.sampler.draw(logits)
+        token = _next_token(predicted)
         self._compress(session, session.accept(token))
         generation.push(token)
         reason = self._finish_reason(generation, token)
+        if reason is None and generation.given:
+            _add_stretch(generation)
         if reason is not None:
             self._compress(session, session.ledger.end_turn())
             self._retire(generation)
@@ -386,6 +416,29 @@ class EmbeddedScheduler:
             self._fail(generation, error)
         # An error that a device does not get over, such as an illegal access, fails this too.
         torch.zeros(1, device=self._model.shape.device).tolist()
+
+
+def _next_token(predicted: Predicted) -> int:
+    """Return what comes next: the token that is given, or the one that is drawn."""
+    generation = predicted.generation
+    for token in generation.stretch:
+        generation.push(token)
+    generation.stretch = []
+    if generation.given:
+        return generation.given.popleft()
+    greedy = generation.sampler.greedy
+    return int(predicted.best) if greedy else generation.sampler.draw(predicted.logits)
+
+
+def _add_stretch(generation: EmbeddedGeneration) -> None:
+    """Let the next forward take given tokens at once up to the one with which an event falls due.
+
+    Until then the cache only grows, so that one forward says of each what a decode would.
+    """
+    session, left = generation.session, len(generation.given)
+    rows = min(session.ledger.quiet(left) + 1, left, PREFILL_CHUNK)
+    generation.stretch = [generation.given.popleft() for _ in range(rows - 1)]
+    session.add_drawn([(token, session.labeller.label(token)) for token in generation.stretch])
 
 
 def run_network(model: LoadedModel, packed: Packed, rows: list[int]) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -62,16 +63,17 @@ class EmbeddedSession:
         self.name = name
         self.labeller = labeller
         self.method = method
+        self._pools = pools
         self.cache = SessionCache(pools.full)
         self.queries = QueryStore(pools.queries)
         self.window: WindowCache | None = None
-        self._windows = pools.windows
         if pools.windows is not None:
             self.window = WindowCache(pools.windows.pools, pools.windows.window)
         self.ledger = pools.new_ledger(method)
         self.pending: deque[tuple[int, Phase]] = deque()
         self.prompt_pending = 0  # how many of them the next turn's prompt adds
         self.chunk: list[tuple[int, Phase]] = []  # what the next forward is fed
+        self.drawn = 0  # of its rows those that an answer's tokens are, if several are given
         # Of the chunk's rows those whose queries are kept, and their slots.
         self.kept_queries: tuple[list[int], list[int]] = ([], [])
         self.generated: set[int] = set()  # positions of all the model wrote
@@ -88,6 +90,11 @@ class EmbeddedSession:
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return self.cache.nbytes + (0 if self.window is None else self.window.nbytes)
+
+    @property
+    def query_buffer(self) -> QueryBuffer:
+        """Where its kept queries are, with those of all sessions of its method."""
+        return self._pools.queries
 
     @property
     def fed(self) -> int:
@@ -135,8 +142,26 @@ class EmbeddedSession:
         self._next += rows
 
     def count_fed(self, rows: int) -> None:
-        """Count the rows of a forward."""
-        self.ledger.forward(rows)
+        """Count the rows of a forward; tokens of an answer as decodes, one by one."""
+        if not self.drawn:
+            self.ledger.forward(rows)
+            return
+        for row in range(rows):
+            self.ledger.forward(1)
+            # Each but the first was drawn in between.
+            if row + 1 < rows and self.ledger.sampled() is not None:
+                raise KVBenchError(f"an event fell due inside a stretch of session {self.name}")
+        self.drawn = 0
+
+    def add_drawn(self, tokens: Iterable[tuple[int, Phase]]) -> None:
+        """Add an answer's tokens behind the one that is pending, for one forward with it.
+
+        No event may fall due with any of them.
+        """
+        for token in tokens:
+            self.generated.add(self.logical)
+            self.pending.append(token)
+        self.drawn = len(self.pending)
 
     def accept(self, token: int) -> Eviction | None:
         """Add a generated token: labelled now, fed by the next forward. Return the event due."""
@@ -153,6 +178,7 @@ class EmbeddedSession:
             eviction.logical,
             eviction.prompt,
             phases,
+            **eviction.more,
         )
         kept = selection.kept.shape[-1]
         if kept != eviction.keep:
@@ -186,8 +212,8 @@ class EmbeddedSession:
 
     def _turn_window(self, by: int) -> None:
         """Turn the rows of a window along where the next RoPE position jumps by so many."""
-        if self.window is not None and self._windows is not None:
-            self.window.turn(by, self._windows.frequencies)
+        if by and self.window is not None and self._pools.windows is not None:
+            self.window.turn(by, self._pools.windows.frequencies)
 
     def restored_at(self, start: int, targets: list[int]) -> None:
         """Remember at which RoPE positions the tokens from logical `start` on came back."""
@@ -197,6 +223,45 @@ class EmbeddedSession:
             self._next += ahead
             if self.packed_frequencies is None:
                 self._turn_window(ahead)
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens from logical position `length` on."""
+        if length < self.fed:
+            self._rewind_rows(length)
+        # The first of what is pending may be the token that was generated last.
+        drawn = len(self.pending) - self.prompt_pending
+        left = max(0, length - self.fed)
+        self.pending = deque(islice(self.pending, left))
+        self.prompt_pending = max(0, left - drawn)
+        self.generated = {position for position in self.generated if position < length}
+
+    def _rewind_rows(self, length: int) -> None:
+        cache, gone = self.cache, self.fed - length
+        if self.window is not None:
+            self.window.rewind(length)
+        kept = (cache.positions[0, 0, : cache.length] < length).nonzero()[:, 0]
+        if not len(kept) or int(kept[-1]) == len(kept) - 1:
+            cache.cut(len(kept))
+        else:  # a block that came back lies behind rows that go
+            everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
+            cache.keep(everywhere, ordered=True)
+        self.ledger.rewind(length, cache.length)
+        del self.rope[length:], self._phases[length:]
+        before, self._next = self._next, max(self.rope, default=-1) + 1
+        self._turn_window(self._next - (before - gone))
+
+    def fork(self, name: str, labeller: PhaseLabeller) -> EmbeddedSession:
+        """Return a session that goes on from here. Rows are shared, kept queries are copied."""
+        new = EmbeddedSession(name, labeller, self.method, self._pools, self._recorder)
+        new.cache.share(self.cache)
+        if new.window is not None and self.window is not None:
+            new.window.share(self.window)
+        new.queries, new.ledger = self.queries.fork(), self.ledger.fork()
+        new.pending, new.prompt_pending = self.pending.copy(), self.prompt_pending
+        new.generated, new.rope = self.generated.copy(), self.rope.copy()
+        new._next, new._phases = self._next, self._phases.copy()
+        new.reserved = new.cache.length
+        return new
 
     def free(self) -> None:
         for cache in (self.cache, self.window):

@@ -93,6 +93,8 @@ def span_attention(
 
 def _labels(cache: SessionCache) -> Tensor:
     """Return the logical position of every row [length]; equal for all layers and heads."""
+    if cache.slot < 0:  # nothing was fed yet
+        return torch.zeros(0, dtype=torch.int64, device=cache.shape.device)
     return cache.positions[0, 0, : cache.length]
 
 

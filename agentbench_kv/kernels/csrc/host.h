@@ -88,7 +88,7 @@ inline int32_t maximum(Ints x) {
 }
 
 // e^x for x <= 0, relative error below 2e-7; 0 for x below -87.
-inline Floats exponential(Floats x) {
+__attribute__((always_inline)) inline Floats exponential(Floats x) {
   const Floats bounded = larger(x, all(-87.0f));
   // Adding and taking 1.5 * 2^23 rounds to the nearest integer.
   const Floats shifted = bounded * 1.44269504f + 12582912.0f;
@@ -230,10 +230,20 @@ struct Singles {
   typedef Floats Query;
   static constexpr int32_t CHANNELS = 1;
   static void add(Floats& total, Key key, Query query) { total += key * query; }
+
+  // Rows of `width` vectors of values, and weights [row][V], as they are multiplied.
+  static void together(const void* row, const void*, int64_t width, Query* to) {
+    const float* values = static_cast<const float*>(row);
+    for (int64_t c = 0; c < width; ++c) memcpy(to + c, values + c * LANES, sizeof *to);
+  }
+  template <int V>
+  static const Key* as_weights(const Floats* weights, int64_t, Query*) {
+    return reinterpret_cast<const Key*>(weights);
+  }
 };
 
 #ifdef __AVX512BF16__
-// Two bf16 channels at a time; products are exact, sums are floats.
+// Two bf16 channels, or rows, at a time; products are exact, sums are floats.
 struct Pairs {
   typedef uint32_t Key;
   typedef Ints Query;
@@ -241,6 +251,34 @@ struct Pairs {
   static void add(Floats& total, Key key, Query query) {
     const __m512i both = _mm512_set1_epi32(static_cast<int32_t>(key));
     total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)both, (__m512bh)query);
+  }
+
+  static __m512i both(__m256i low, __m256i high) {
+    const __m512i above = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(low), above);
+  }
+
+  // Two rows of bf16 values, channel by channel.
+  static void together(const void* first, const void* second, int64_t width, Query* to) {
+    for (int64_t c = 0; c < width; ++c) {
+      const __m256i* low = static_cast<const __m256i*>(first) + c;
+      const __m256i* high = static_cast<const __m256i*>(second) + c;
+      to[c] = (Query)both(_mm256_loadu_si256(low), _mm256_loadu_si256(high));
+    }
+  }
+
+  // Weights of two rows, lane by lane, rounded to bf16.
+  template <int V>
+  static const Key* as_weights(const Floats* weights, int64_t steps, Query* to) {
+    for (int64_t s = 0; s < steps; ++s) {
+      for (int v = 0; v < V; ++v) {
+        const __m512 first = (__m512)weights[2 * s * V + v];
+        const __m512 second = (__m512)weights[(2 * s + 1) * V + v];
+        to[s * V + v] = (Query)both((__m256i)_mm512_cvtneps_pbh(first),
+                                    (__m256i)_mm512_cvtneps_pbh(second));
+      }
+    }
+    return reinterpret_cast<const Key*>(to);
   }
 };
 #endif
@@ -252,6 +290,7 @@ inline void products(const typename Kind::Key* const* keys, const typename Kind:
                      int64_t depth, float scale, Floats* out) {
   Floats total[N][V] = {};
   for (int64_t c = 0; c < depth; ++c) {
+#pragma GCC unroll 24
     for (int k = 0; k < N; ++k) {
       typename Kind::Key key;  // copied: a pair of halves need not lie at a multiple of 4
       memcpy(&key, keys[k] + c, sizeof key);
@@ -271,7 +310,7 @@ template <class Kind, int V, bool MERGE>
 inline void all_products(const typename Kind::Key* const* keys, int64_t count,
                          const typename Kind::Query* queries, int64_t depth, float scale,
                          Floats* out) {
-  constexpr int KEYS = TOTALS / V;
+  constexpr int KEYS = V > 1 ? TOTALS / V : TOTALS / 2;  // a dozen chains of sums hide the latency
   int64_t k = 0;
   for (; k + KEYS <= count; k += KEYS) {
     const int64_t next = smaller(count, k + 2 * KEYS);

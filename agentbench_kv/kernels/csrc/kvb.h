@@ -69,6 +69,25 @@ typedef struct {
 int64_t kvb_attention_mass_workspace(const kvb_mass* job);
 int kvb_attention_mass(const kvb_mass* job, int32_t threads, void* stream);
 
+typedef struct {
+  const void* queries;  // of every session, query head and query; strides in bytes
+  int64_t query_session, query_head, query_row;
+  void* output;         // [sessions, n, heads * group, head_dim], contiguous
+  int32_t dtype;        // of queries, keys, values and output
+  int32_t group, n, head_dim;
+  kvb_rows keys, values;   // `block` bytes from session to session
+  kvb_shape shape;         // of one layer
+  const int64_t* lengths;  // [sessions], at least n: a session's rows, its queries' own last
+  int64_t length;          // the longest
+  int64_t window;          // rows that a query sees, its own included; 0: all before it
+  const float* sinks;      // [heads * group] logits beside the rows' own; NULL: none
+  float scale;
+} kvb_attend;
+
+// Attention of each session's last n rows over its rows, each over those up to its own. In the CPU's
+// library only.
+int kvb_attention(const kvb_attend* job, int32_t threads, void* stream);
+
 // Indices [rows, budget] of the highest scores [rows, tokens] of each row, ascending. Ties go to the
 // lower of `positions` (distinct in a row, below 2^32; nullptr: the indices), NaN ranks last, entries
 // with always != 0 come first. budget <= tokens.

@@ -9,6 +9,7 @@
 #endif
 
 #include "aabb.inl"
+#include "attention.inl"
 #include "attention_mass.inl"
 #include "compact.inl"
 #include "ring_write.inl"

@@ -1,0 +1,165 @@
+"""attention against float64 numpy, on every backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels_reference import attention as reference
+from kernels_reference import doubles
+
+from agentbench_kv.kernels import SeenRows, attention, use_backend
+
+ATOL = {torch.float32: 2.0**-18, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Of a weighted mean, relative to the largest value: the output's rounding and the weights'."""
+
+DTYPES = list(ATOL)
+SHAPES = [  # sessions, KV heads, group, queries, rows, head_dim
+    (1, 1, 1, 1, 1, 64),
+    (3, 2, 7, 1, 513, 64),  # decodes of one, two and three vectors of rows
+    (2, 1, 24, 1, 129, 128),
+    (2, 1, 40, 1, 130, 16),
+    (1, 2, 7, 150, 400, 64),  # prefills of several strips and blocks
+    (1, 1, 3, 100, 333, 80),
+    (1, 2, 1, 5, 5, 7),
+    (2, 1, 5, 33, 134, 66),
+    (1, 1, 8, 130, 260, 256),
+]
+
+
+def draw(shape, dtype, device, capacity=None, seed=0):
+    """Return queries laid out as a model gives them, keys and values with room behind."""
+    sessions, kv_heads, group, n, rows, dim = shape
+    rng = np.random.default_rng(seed)
+    queries = torch.from_numpy(rng.normal(size=(sessions, n, kv_heads * group, dim)))
+    held = (sessions, kv_heads, capacity or rows, dim)
+    keys, values = (torch.from_numpy(rng.normal(size=held)) for _ in range(2))
+    queries, keys, values = (each.to(dtype).to(device) for each in (queries, keys, values))
+    return queries.transpose(1, 2), keys, values
+
+
+def lengths_of(shape, device="cpu"):
+    sessions, _, _, n, rows, _ = shape
+    lengths = [max(n, rows - 131 * session) for session in range(sessions)]
+    return SeenRows(torch.tensor(lengths, device=device), rows, n)
+
+
+def close(found, wanted, values):
+    bound = ATOL[found.dtype] * np.nanmax(np.abs(doubles(values)))
+    assert np.abs(doubles(found) - wanted).max() <= bound
+
+
+def references(queries, keys, values, seen, scaling, sinks=None):
+    own = None if sinks is None else doubles(sinks)
+    each = [
+        reference(
+            *(doubles(queries[s]), doubles(keys[s, :, :rows]), doubles(values[s, :, :rows])),
+            *(scaling, seen.window, own),
+        )
+        for s, rows in enumerate(seen.lengths.tolist())
+    ]
+    return np.stack(each)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_matches_numpy(shape, dtype, device):
+    queries, keys, values = draw(shape, dtype, device, capacity=shape[4] + 9)
+    seen = lengths_of(shape, device)
+    found = attention(queries, keys, values, seen, 0.2)
+    assert found.dtype == dtype
+    close(found, references(queries, keys, values, seen, 0.2), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 50, 128, 1000])
+@pytest.mark.parametrize("beside", [False, True])
+def test_windows_and_sinks(window, beside, dtype, device):
+    shape = (2, 2, 3, 60, 300, 64)
+    queries, keys, values = draw(shape, dtype, device)
+    sinks = torch.linspace(-4, 6, 6, device=device) if beside else None
+    seen = SeenRows(torch.tensor([300, 169], device=device), 300, 60, window)
+    found = attention(queries, keys, values, seen, 0.3, sinks)
+    close(found, references(queries, keys, values, seen, 0.3, sinks), values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_shape(data):
+    n = data.draw(st.integers(1, 70))
+    rows = data.draw(st.integers(n, 300))
+    shape = (1, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 9)), n, rows)
+    shape = (*shape, data.draw(st.integers(1, 100)))
+    dtype, window = data.draw(st.sampled_from(DTYPES)), data.draw(st.none() | st.integers(1, 320))
+    queries, keys, values = draw(shape, dtype, "cpu", seed=rows)
+    seen = SeenRows(torch.tensor([rows]), rows, n, window)
+    found = attention(queries, keys, values, seen, 0.25)
+    close(found, references(queries, keys, values, seen, 0.25), values)
+
+
+def test_logits_of_any_size(device):
+    """An exponential may overflow neither in a tile nor when the maximum moves between tiles."""
+    queries, keys, values = draw((1, 1, 2, 1, 600, 32), torch.float32, device)
+    keys[:, :, ::150] *= 300
+    seen = SeenRows(torch.tensor([600], device=device), 600, 1)
+    for scaling in (5.0, 1e-4):
+        found = attention(queries, keys, values, seen, scaling)
+        close(found, references(queries, keys, values, seen, scaling), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_is_not_hidden(dtype, device):
+    """Who sees a damaged key gets NaN, so that the engine ends that session; no other does."""
+    queries, keys, values = draw((2, 1, 2, 40, 200, 64), dtype, device)
+    keys[1, 0, 180, 3] = torch.nan
+    seen = SeenRows(torch.tensor([200, 200], device=device), 200, 40)
+    broken = attention(queries, keys, values, seen, 0.2).isnan()
+    assert broken[1, 20:].all()
+    assert not broken[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_behind_a_session_are_not_read(dtype, backend, device):
+    if backend != "cpu":
+        pytest.skip("PyTorch multiplies them by 0: they have to be numbers")
+    # Odd numbers: values are taken by pairs of rows.
+    queries, keys, values = draw((2, 2, 4, 3, 200, 64), dtype, device, capacity=260)
+    seen = SeenRows(torch.tensor([199, 71]), 199, 3)
+    wanted = attention(queries, keys, values, seen, 0.2)
+    for session, rows in enumerate((199, 71)):
+        keys[session, :, rows:] = values[session, :, rows:] = torch.nan
+    assert torch.equal(attention(queries, keys, values, seen, 0.2), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 90])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_session_depends_on_nobody_and_on_no_number_of_threads(n, window, dtype, backend):
+    if backend != "cpu":
+        pytest.skip("PyTorch's blocks may depend on the batch")
+    shape = (5, 2, 7, n, 700, 64)
+    queries, keys, values = draw(shape, dtype, "cpu")
+    lengths = torch.tensor([700, 300, 551, 128, 699])
+    seen = SeenRows(lengths, 700, n, window)
+    together = attention(queries, keys, values, seen, 0.2)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(attention(queries, keys, values, seen, 0.2), together)
+    finally:
+        torch.set_num_threads(before)
+    for s, rows in enumerate(lengths.tolist()):
+        alone = SeenRows(lengths[s : s + 1], rows, n, window)
+        own = (each[s : s + 1] for each in (queries, keys, values))
+        assert torch.equal(attention(*own, alone, 0.2)[0], together[s])
+
+
+def test_dtypes_that_the_kernels_do_not_read_are_left_to_pytorch():
+    queries, keys, values = draw((1, 1, 2, 4, 20, 8), torch.float64, "cpu")
+    seen = SeenRows(torch.tensor([20]), 20, 4)
+    use_backend("auto")
+    found = attention(queries, keys, values, seen, 0.2)
+    wanted = references(queries, keys, values, seen, 0.2)
+    assert np.abs(doubles(found) - wanted).max() < 1e-12
