@@ -1,7 +1,7 @@
 r"""Greedy tokens of one engine against another's logits, along the same real agent sessions.
 
     python benchmarks/engine_agreement.py --engine llamacpp --model f32.gguf --against FOLDER \
-        --task micro/recall-1k --limit 5 --tool-syntax json
+        --task bfcl/web_search_base --set corpus=synthetic --tool-syntax json
 
 Sessions of a task are played greedily on `--engine` with `--model`. Then the embedded engine's
 network with the weights of `--against` reads each session in one pass, along those very tokens:
@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from agentbench_kv.adapters.base import Task
+from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines.base import Engine, Generation, Sampling
 from agentbench_kv.engines.embedded.model import load_model
+from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import load_task
 from agentbench_kv.run.runner import trial_setup
 from agentbench_kv.run.spec import RunSpec, resolve
@@ -69,9 +70,19 @@ def record(engine: Engine) -> dict[str, Log]:
     return logs
 
 
-def played(spec: RunSpec, task: Task) -> dict[str, Log]:
-    """Play the task's samples one after the other; return their logs by sample."""
-    samples, logs = task.samples(spec.limit, spec.seed), {}
+def chosen(task: Task, spec: RunSpec, names: list[str]) -> list[Sample]:
+    """Return the samples that are named, or the first ones."""
+    if not names:
+        return list(task.samples(spec.limit, spec.seed))
+    found = [sample for sample in task.samples(None, spec.seed) if sample.id in names]
+    if missing := set(names) - {sample.id for sample in found}:
+        raise UsageError(f"{spec.task} has no sample {', '.join(sorted(missing))}")
+    return found
+
+
+def played(spec: RunSpec, task: Task, samples: list[Sample]) -> dict[str, Log]:
+    """Play samples one after the other; return their logs by sample."""
+    logs = {}
     with trial_setup(spec, task, samples) as setup:
         kept = record(setup.engine)
         for sample in samples:
@@ -86,10 +97,9 @@ def played(spec: RunSpec, task: Task) -> dict[str, Log]:
     return logs
 
 
-def gaps(network: Any, log: Log, most: int) -> torch.Tensor:
+def gaps(network: Any, log: Log) -> torch.Tensor:
     """Return by how much the network preferred another token to each generated one; 0 if not."""
-    ids = torch.tensor([log.tokens[:most]])
-    places = torch.tensor([place for place in log.generated if place < most]) - 1
+    ids, places = torch.tensor([log.tokens]), torch.tensor(log.generated) - 1
     with torch.inference_mode():
         hidden = network.model(ids).last_hidden_state[0, places]
         logits = network.lm_head(hidden).float()
@@ -109,6 +119,8 @@ def main() -> None:
     parser.add_argument("--against", required=True, help="model of the embedded engine")
     parser.add_argument("--task", default="micro/recall-1k")
     parser.add_argument("--limit", type=int, default=5)
+    parser.add_argument("--sample", action="append", default=[], help="only this; repeatable")
+    parser.add_argument("--set", action="append", default=[], help="the task's; repeatable")
     parser.add_argument("--tool-syntax", default="")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
@@ -121,18 +133,20 @@ def main() -> None:
         max_tokens=args.max_tokens,
         dtype=args.dtype,
         tool_syntax=args.tool_syntax,
+        context_limit=args.most,
     )
-    spec = resolve(spec, {})
+    spec = resolve(spec, dict(pair.split("=", 1) for pair in args.set))
     task = load_task(spec.task).create(spec.task_params)
     try:
-        logs = played(spec, task)
+        logs = played(spec, task, chosen(task, spec, args.sample))
     finally:
         task.close()
     network = load_model(args.against, args.dtype, "cpu").network.eval()
     network.set_attn_implementation("sdpa")
+    say(f"read by the embedded engine's network, {args.dtype}, in one pass:")
     total, equal = 0, 0
     for sample, log in logs.items():
-        found = gaps(network, log, args.most)
+        found = gaps(network, log)
         other = (found > 0).nonzero()[:, 0].tolist()
         total, equal = total + len(found), equal + len(found) - len(other)
         first = f"first at token {other[0]}, gap {float(found[other[0]]):.2e}" if other else "none"

@@ -44,6 +44,7 @@ class Result:
     struck: list[str] = field(default_factory=list)  # kinds, in order
     extra: int = 0  # attempts that ended incomplete though no ending fault had struck
     missed: int = 0  # faults whose moment never came: the run was complete before
+    taken_over: int = 0  # times another process took the run from its writer
     ended: list[str] = field(default_factory=list)  # how each attempt ended
     problems: list[dict[str, str]] = field(default_factory=list)  # with the fault before each
     seconds: float = 0.0
@@ -199,6 +200,7 @@ class Player:
         first.signal(signal.SIGCONT)
         if second.poll() is not None:
             return first  # it was refused
+        self.result.taken_over += 1
         if not first.wait(self._patience):
             self._hung(first, ["takeover"], "went on after another had taken the run over")
         self._after(first, ["takeover"])

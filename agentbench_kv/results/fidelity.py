@@ -1,85 +1,52 @@
-"""What runs of `kvbench fidelity` come to: each arm's figures, and what tells it from the first."""
+"""What sessions that `kvbench fidelity` played come to: an arm's figures over some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.stats import (
-    Change,
-    Interval,
-    Scores,
-    holm,
-    level,
-    open_change,
-    open_level,
-)
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.runs import RunGroup
+from agentbench_kv.results.stats import Interval, level, open_level
 
-KL, VALUE = "kl", "kl_value"
-SHARES = ("top1", "flips", "right", "calls_exact", "calls_exact_full")
+KL, VALUE, FLIPS = "kl", "kl_value", "flips"
+SHARES = ("top1", "right", "calls_exact", "calls_exact_full")
 
 
 @dataclass(frozen=True)
-class FidelityLine:
-    """One method at one budget."""
+class Divergence:
+    """One method at one budget against the full cache."""
 
     method: str
     budget: str
     sessions: int
     events: float  # per session
-    means: Mapping[str, Interval]  # nats
+    means: Mapping[str, Interval]  # nats; of `flips` shares
     shares: Mapping[str, Interval]
-    against_first: Change | None  # KL of this arm less that of the first one, paired by session
-    p_value: float | None  # of that, adjusted over the table
 
 
-def fidelity_lines(runs: Sequence[RunReader]) -> list[FidelityLine]:
-    """Return a line for every run, in their order; runs without a session are left out."""
-    arms = [(run, [r for r in run.trials() if r.score is not None]) for run in runs]
-    arms = [(run, records) for run, records in arms if records]
-    if not arms:
-        return []
-    totals = [_totals(records, KL) for _, records in arms]
-    groups = _groups(arms[0][1])
-    changes = [open_change(own, totals[0], groups) for own in totals]
-    compared = [each.p_value for each in changes[1:] if each is not None]
-    adjusted = iter(holm(compared))
-    lines = []
-    for number, ((run, records), found) in enumerate(zip(arms, changes, strict=True)):
-        first = number == 0 or found is None
-        lines.append(
-            _line(run, records, None if first else found, None if first else next(adjusted))
-        )
-    return lines
-
-
-def _line(
-    run: RunReader, records: Sequence[TrialRecord], found: Change | None, p_value: float | None
-) -> FidelityLine:
-    groups, spec = _groups(records), run.info.spec
-    means = {name: open_level(_totals(records, name), groups) for name in _names(records)}
+def divergence(group: RunGroup, sessions: frozenset[str] | None = None) -> Divergence | None:
+    """Return a group's figures over some sessions, or all; None if it has no divergence there."""
+    kept = None if sessions is None else set(sessions)
+    means: dict[str, Interval] = {}
+    for name in sorted({name for run in group.runs for name in run.means}):
+        found = group.means(name)
+        own = found if found is None or kept is None else found.only(kept)
+        if own is not None and own.parts:
+            means[name] = _bounded(name, open_level(own.parts, own.groups))
+    if KL not in means:
+        return None
     shares = {}
     for name in SHARES:
-        counts = {r.sample_id: r.sub_scores[name] for r in records if name in r.sub_scores}
-        scores = Scores.of_counts(counts, groups)
-        if scores.parts:
-            shares[name] = level(scores)
-    events = sum(record.kv.events for record in records) / len(records)
-    return FidelityLine(
-        str(spec["method"]), str(spec.get("budget") or ""), len(records), events, means, shares,
-        found, p_value,
-    )  # fmt: skip
+        scores = group.scores(name)
+        own = scores if scores is None or kept is None else scores.only(kept)
+        if own is not None and own.parts:
+            shares[name] = level(own)
+    accounts = [(run.summary.kv.events, run.summary.trials) for run in group.runs if run.summary.kv]
+    events = sum(each for each, _ in accounts) / max(1, sum(trials for _, trials in accounts))
+    budget = "" if group.budget is None else str(group.budget)
+    return Divergence(group.label, budget, means[KL].n, events, means, shares)
 
 
-def _names(records: Sequence[TrialRecord]) -> list[str]:
-    return sorted({name for r in records for name, (_, count) in r.means.items() if count})
-
-
-def _totals(records: Sequence[TrialRecord], name: str) -> dict[str, tuple[float, float]]:
-    return {r.sample_id: r.means[name] for r in records if name in r.means}
-
-
-def _groups(records: Sequence[TrialRecord]) -> dict[str, str]:
-    return {r.sample_id: r.cluster for r in records if r.cluster is not None}
+def _bounded(name: str, interval: Interval) -> Interval:
+    share = name.partition("_")[0] == FLIPS
+    return replace(interval, high=min(interval.high, 1.0)) if share else interval

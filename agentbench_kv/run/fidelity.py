@@ -9,27 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
-from agentbench_kv.analysis.fidelity import FidelityCounts, compare, distance_group
+from agentbench_kv.analysis.fidelity import FidelityCounts, TokenLog, compare, distance_group
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
 from agentbench_kv.methods.base import CLOSINGS, PHASE_NAMES, Method, Phase
-from agentbench_kv.methods.spans import SpanMethod
+from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
+from agentbench_kv.phases import PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.registry import load_method, make_method
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, Usage
 from agentbench_kv.results.store import RunDir, RunStore
-from agentbench_kv.results.summary import Summary, summarize
+from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.recordings import RecordedTurn, Recording
+from agentbench_kv.run.runner import refuse_without_messages
 from agentbench_kv.run.spec import RunSpec
 
 PREFIX = "fidelity/"
@@ -46,7 +49,7 @@ class FidelityArm:
 
     def spec(self, model: str, source: str, dtype: str, device: str) -> RunSpec:
         built = make_method(self.method, self.budget, self.settings)
-        if isinstance(built, SpanMethod) or built.offline:
+        if built.spans or built.offline:
             raise UsageError(f"method {built.label!r} ranks no rows of a live cache; leave it out")
         if built.closing_markers != CLOSINGS[0]:
             raise UsageError(f"closing={built.closing_markers}: sessions are labelled once for all")
@@ -64,20 +67,36 @@ def fidelity_arms(
 ) -> list[FidelityArm]:
     """Return every method at every budget, each with those settings that it has.
 
-    UsageError for a setting that none of them has, and for a method without its budget.
+    A method may bring settings of its own, as in `agentkv,pool=max,chunk=4`. UsageError for a
+    setting that none of them has, and for a method without its budget.
     """
-    known = {name: load_method(name.partition("@")[0]) for name in methods}
+    known = [_read_method(text) for text in dict.fromkeys(methods)]
+    classes = [load_method(name.partition("@")[0]) for name, _ in known]
     for key in settings:
-        if not any(key in cls.parameters() for cls in known.values()):
-            raise unknown_name("parameter", key, next(iter(known.values())).parameters())
+        if not any(key in cls.parameters() for cls in classes):
+            raise unknown_name("parameter", key, classes[0].parameters())
     arms = []
-    for name, cls in known.items():
-        own = {key: value for key, value in settings.items() if key in cls.parameters()}
+    for (name, more), cls in zip(known, classes, strict=True):
+        own = {key: value for key, value in settings.items() if key in cls.parameters()} | more
         if cls.compresses and not budgets:
             raise UsageError(f"{name} needs a budget: add --budget TOKENS")
         sizes: Sequence[Budget | None] = budgets if cls.compresses else [None]
         arms += [FidelityArm(name, size, own) for size in sizes]
     return arms
+
+
+def _read_method(text: str) -> tuple[str, dict[str, str]]:
+    """Read `name@preset,key=value,...`; a kvpress press keeps its commas."""
+    if text.startswith(KVPRESS):
+        return text, {}
+    name, *pairs = text.split(",")
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--method {text}: expected METHOD,KEY=VALUE, found {pair!r}")
+        settings[key] = value
+    return name, settings
 
 
 def play_fidelity(
@@ -86,8 +105,14 @@ def play_fidelity(
     out: Path,
     provenance: Mapping[str, Any],
     progress: Progress = lambda *_: None,
+    save_tokens: bool = False,
+    by_token: bool = False,
 ) -> list[Summary]:
-    """Play what is missing of every spec and summarize them; the specs differ by method only."""
+    """Play what is missing of every spec and summarize them; the specs differ by method only.
+
+    `save_tokens` keeps every token's figures of the sessions played now, as transcripts; `by_token`
+    feeds answers as a decode does, for bits that are those of a run in less than float32.
+    """
     first = specs[0]
     model = load_model(first.model, first.dtype, first.device)
     with ExitStack() as stack:
@@ -100,14 +125,14 @@ def play_fidelity(
         methods = [calibrated(spec.built_method, spec.model, spec.device) for spec in specs]
         arms = list(zip(runs, methods, strict=True))
         for done, recording in enumerate(recordings):
-            progress(recording.sample, done, len(recordings))
             missing = [
                 (run, method)
                 for run, method in arms
                 if (recording.sample, 0) not in run.finished_trials()
             ]
             if missing:
-                _play(model, recording, missing)
+                progress(recording.sample, done, len(recordings))
+                _play(model, recording, missing, save_tokens, by_token)
         return [summarize(run) for run in runs]
 
 
@@ -122,20 +147,28 @@ def _check_sessions(run: RunDir, recordings: Sequence[Recording]) -> None:
             )
 
 
-def _play(model: LoadedModel, recording: Recording, arms: Sequence[tuple[RunDir, Method]]) -> None:
-    counts = [FidelityCounts() for _ in arms]
+def _play(
+    model: LoadedModel,
+    recording: Recording,
+    arms: Sequence[tuple[RunDir, Method]],
+    save_tokens: bool,
+    by_token: bool,
+) -> None:
+    tallies = [_Tally() for _ in arms]
     started = time.perf_counter()
-    play = ForcedPlay(model, [method for _, method in arms])
+    methods = [method for _, method in arms]
+    system = _system_tokens(model, recording, methods)
+    play = ForcedPlay(model, methods, system, by_token=by_token)
     spent = 0.0
     error = None
     try:
         for number, turn in enumerate(recording.turns):
             for stretch in play.turn(turn.prompt, turn.answer):
                 began = time.perf_counter()
-                _count(stretch, turn, number, play.stats(), counts)
+                _count(stretch, turn, number, play.stats(), tallies)
                 spent += time.perf_counter() - began
-            for each in counts:
-                each.end_call()
+            for each in tallies:
+                each.counts.end_call()
     except ContextLimitError as found:
         error = str(found)
     finally:
@@ -143,8 +176,34 @@ def _play(model: LoadedModel, recording: Recording, arms: Sequence[tuple[RunDir,
         play.close()
     seconds = time.perf_counter() - started
     shared = {"seconds": seconds / len(arms), "figures_s": spent / len(arms)}
-    for (run, _), own, account in zip(arms, counts, stats, strict=True):
-        run.append_trial(_record(recording, own, account, shared, error))
+    for (run, _), own, account in zip(arms, tallies, stats, strict=True):
+        saved = None
+        if save_tokens:
+            saved = run.save_transcript(recording.sample, 0, own.document(account))
+        record = _record(recording, own.counts, account, shared, error)
+        run.append_trial(structs.replace(record, transcript=saved))
+
+
+@dataclass
+class _Tally:
+    """What an arm's session has come to so far."""
+
+    counts: FidelityCounts = field(default_factory=FidelityCounts)
+    log: TokenLog = field(default_factory=TokenLog)
+
+    def document(self, account: KVStats) -> dict[str, Any]:
+        """Return every token's figures; an event as (first answered token after it, held, kept)."""
+        events = [(event.decoded, event.live_before, event.live_after) for event in account.events]
+        return {"fidelity": {**self.log.columns, "events": events}}
+
+
+def _system_tokens(model: LoadedModel, recording: Recording, methods: Sequence[Method]) -> int:
+    """Return the length of a session's system message, if a method asks for it."""
+    if not any(method.protect == "system" for method in methods):
+        return 0
+    table = PhaseTable.for_tokenizer(load_tokenizer(model.path))
+    refuse_without_messages(table.family.name)
+    return system_tokens(table, [token for token, _ in recording.turns[0].prompt])
 
 
 def _count(
@@ -152,7 +211,7 @@ def _count(
     turn: RecordedTurn,
     number: int,
     stats: Sequence[KVStats],
-    counts: Sequence[FidelityCounts],
+    tallies: Sequence[_Tally],
 ) -> None:
     part = slice(stretch.first, stretch.first + len(stretch.full))
     labels = turn.answer[part]
@@ -162,13 +221,21 @@ def _count(
         (f"_{PHASE_NAMES[phase]}", f"_{kind}", f"_turn{min(number, 9)}")
         for (_, phase), kind in zip(labels, turn.kinds[part], strict=True)
     ]
-    for logits, account, own in zip(stretch.of_methods, stats, counts, strict=True):
+    columns: dict[str, list[Any]] = {
+        "token": [token for token, _ in labels],
+        "phase": [PHASE_NAMES[phase] for _, phase in labels],
+        "kind": list(turn.kinds[part]),
+        "turn": [number] * len(labels),
+    }
+    for logits, account, own in zip(stretch.of_methods, stats, tallies, strict=True):
         since = _since(account, len(common))
         groups = [
             (*names, distance_group(None if since is None else since + at + 1))
             for at, names in enumerate(common)
         ]
-        own.add(compare(stretch.full, logits, tokens), groups, in_call)
+        figures = compare(stretch.full, logits, tokens)
+        own.counts.add(figures, groups, in_call)
+        own.log.add(figures, columns)
 
 
 def _since(account: KVStats, rows: int) -> int | None:
@@ -212,7 +279,8 @@ def _provenance(model: LoadedModel, spec: RunSpec, more: Mapping[str, Any]) -> d
         "device": model.shape.device.type,
         "dtype": str(model.shape.dtype).removeprefix("torch."),
         "context_limit": model.context_limit,
-        "determinism": "given tokens",
+        "changed_settings": spec.built_method.changed_settings(),
+        "determinism": GIVEN_TOKENS,
         **calibration_used(spec.built_method),
         **more,
     }

@@ -11,18 +11,22 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from agentbench_kv.adapters.base import Sample, Task
-from agentbench_kv.engines.base import Generation, KVStats, PhaseLabeller, Sampling
+from agentbench_kv.adapters.probe.gold import said_in
+from agentbench_kv.adapters.probe.session import read_sessions
+from agentbench_kv.engines.base import Capability, Generation, KVStats, PhaseLabeller, Sampling
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.scripted import ScriptedEngine, ScriptedGeneration, ScriptedSession
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
+from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Phase
-from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec, load_tokenizer
+from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.spec import RunSpec, resolve
@@ -31,7 +35,7 @@ from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
 Kind = Literal["value", "template", "text"]
 Labelled = tuple[tuple[int, Phase], ...]
 Answers = Callable[[str], Sequence[Sequence[int]]]  # session id -> ids of its answers, in order
-_LONGEST_ANSWER = 1 << 16
+LONGEST_ANSWER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Recording:
 class RecordingEngine(ScriptedEngine):
     """Answers with given ids, and keeps every session's turns beyond its end."""
 
+    capabilities = frozenset({Capability.CONSTRAIN, Capability.FORCE})  # no forks
+
     def __init__(self, answers: Answers, tokenizer_path: Path, context_limit: int) -> None:
         super().__init__(lambda _: (), tokenizer_path=tokenizer_path, context_limit=context_limit)
         self._answers = answers
@@ -82,6 +88,11 @@ class RecordingEngine(ScriptedEngine):
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         self._end_answer(session)
         super().extend(session, tokens, phases)
+
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        self._end_answer(session)
+        self._begins[session].append(len(self._states[session].tokens))
+        return super().force(session, tokens)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         self._end_answer(session)
@@ -106,37 +117,51 @@ class RecordingEngine(ScriptedEngine):
                 last = end
 
     def _end_answer(self, session: str) -> None:
-        if len(self._ends[session]) < len(self._begins[session]):
+        if session in self._ends and len(self._ends[session]) < len(self._begins[session]):
             self._ends[session].append(len(self._states[session].tokens))
 
 
-def record_gold(
-    task: str, model: str, limit: int | None, settings: Mapping[str, str], tool_syntax: str = "auto"
-) -> list[Recording]:
-    """Play a task's golden answers, in a model's own tokens; samples whose gold fails are left out.
+@dataclass(frozen=True)
+class AnswerSource:
+    """Samples of a task, and what is answered in the session of each, in a model's tokens."""
 
-    `model` is `micro` or a Hugging Face folder.
-    """
+    spec: RunSpec
+    task: Task
+    samples: Sequence[Sample]
+    answers: Answers
+    model: str  # `micro` or a Hugging Face folder
+    tool_syntax: str
+
+
+@contextmanager
+def gold_source(
+    task: str, model: str, limit: int | None, settings: Mapping[str, str], tool_syntax: str = "auto"
+) -> Iterator[AnswerSource]:
+    """Give a task's golden answers, in a model's own tokens and tool syntax."""
     spec = resolve(
         RunSpec("scripted", "gold", "full", None, task, limit=limit, tool_syntax=""), settings
     )
     played = load_task(spec.task).create(spec.task_params)
-    codec = _codec(model)
+    nobody = RecordingEngine(lambda _: [], model_path(model), 1 << 24)
+    writer = Gateway(nobody, tool_syntax=tool_syntax)
     try:
         samples = {sample_key(sample.id): sample for sample in played.samples(limit, spec.seed)}
-        end = [int(codec.tokenizer.eos_token_id)]
+        end = [int(writer.codec.tokenizer.eos_token_id)]
 
         def answers(session: str) -> list[list[int]]:
             texts = played.script(samples[session.rpartition("|")[2]], "gold")
-            return [codec.encode(text) + end for text in texts]
+            if writer.syntax.name == "hermes":  # which scripts are written in
+                return [writer.codec.encode(text) + end for text in texts]
+            return [writer.written(said_in(text, number)) for number, text in enumerate(texts)]
 
-        return _record(spec, played, list(samples.values()), answers, model, tool_syntax)
+        yield AnswerSource(spec, played, list(samples.values()), answers, model, tool_syntax)
     finally:
         played.close()
 
 
-def record_run(folder: Path, limit: int | None = None) -> tuple[list[Recording], str]:
-    """Play a run's trials again, the first of each sample; return them and the run's model."""
+@contextmanager
+def run_source(folder: Path, limit: int | None = None) -> Iterator[AnswerSource]:
+    """Give the answers of a run's trials, the first of each sample."""
     reader = RunReader(folder)
     spec = RunSpec(**reader.info.spec)
     found: dict[str, list[list[int]]] = {}
@@ -151,46 +176,79 @@ def record_run(folder: Path, limit: int | None = None) -> tuple[list[Recording],
     task = load_task(spec.task).create(spec.task_params)
     try:
         samples = [s for s in task.samples(spec.limit, spec.seed) if sample_key(s.id) in found]
-        chosen = samples[:limit]
 
-        def source(session: str) -> list[list[int]]:
+        def answers(session: str) -> list[list[int]]:
             return found[session.rpartition("|")[2]]
 
         syntax = spec.tool_syntax or "auto"
-        return _record(spec, task, chosen, source, spec.model, syntax), spec.model
+        yield AnswerSource(spec, task, samples[:limit], answers, spec.model, syntax)
     finally:
         task.close()
 
 
-def _codec(model: str) -> TokenCodec:
-    return TokenCodec(load_tokenizer(model_path(model)))
-
-
-def _record(
-    spec: RunSpec,
-    task: Task,
-    samples: Sequence[Sample],
-    answers: Answers,
-    model: str,
-    tool_syntax: str,
+def record_gold(
+    task: str, model: str, limit: int | None, settings: Mapping[str, str], tool_syntax: str = "auto"
 ) -> list[Recording]:
-    engine = RecordingEngine(answers, model_path(model), 1 << 24)
-    gateway = Gateway(engine, tool_syntax=tool_syntax, default_max_tokens=_LONGEST_ANSWER)
+    """Play a task's golden answers, in a model's own tokens; samples whose gold fails are left out.
+
+    `model` is `micro` or a Hugging Face folder.
+    """
+    with gold_source(task, model, limit, settings, tool_syntax) as source:
+        return _record(source)
+
+
+def record_run(folder: Path, limit: int | None = None) -> tuple[list[Recording], str]:
+    """Play a run's trials again, the first of each sample; return them and the run's model."""
+    with run_source(folder, limit) as source:
+        return _record(source), source.model
+
+
+def record_file(
+    path: Path, model: str, limit: int | None = None, tool_syntax: str = "auto"
+) -> list[Recording]:
+    """Read trajectories of any agent, one JSON object with `messages` and `tools` a line.
+
+    Their answers are written as the model's template and tool syntax write them.
+    """
+    engine = RecordingEngine(lambda _: [], model_path(model), 1 << 24)
+    gateway = Gateway(engine, tool_syntax=tool_syntax, default_max_tokens=LONGEST_ANSWER)
     found = []
-    with _endpoint(task, gateway) as url:
-        setup = TrialSetup(spec, task, engine, gateway, url)
-        for sample in samples:
+    for number, session in enumerate(islice(read_sessions(path), limit)):
+        name = f"{number}|{session.id}"
+        with InProcessClient(gateway, name) as client:
+            for at in session.answers:
+                client.force(session.messages[:at], session.messages[at], session.tools or None)
+        turns = tuple(engine.turns(name, gateway.codec)) if session.answers else ()
+        if turns:
+            found.append(Recording(session.id, session.cluster, turns))
+    if not found:
+        raise UsageError(f"{path} has no session with an answer of the agent")
+    if len({recording.sample for recording in found}) < len(found):
+        raise UsageError(f"{path}: two sessions have the same `id`; give each its own")
+    return found
+
+
+def _record(source: AnswerSource) -> list[Recording]:
+    engine = RecordingEngine(source.answers, model_path(source.model), 1 << 24)
+    gateway = Gateway(engine, tool_syntax=source.tool_syntax, default_max_tokens=LONGEST_ANSWER)
+    found = []
+    with recording_endpoint(source.task, gateway) as url:
+        setup = TrialSetup(source.spec, source.task, engine, gateway, url)
+        for sample in source.samples:
             attempt = play_session(setup, sample, trial=0)
             turns = tuple(engine.turns(attempt.report.session, gateway.codec))
             if turns and attempt.report.resets == 0:
                 found.append(Recording(sample.id, sample.cluster, turns))
     if not found:
-        raise PrerequisiteError(f"no session of {spec.task} could be recorded: {attempt.outcome}")
+        raise PrerequisiteError(
+            f"no session of {source.spec.task} could be recorded: {attempt.outcome}"
+        )
     return found
 
 
 @contextmanager
-def _endpoint(task: Task, gateway: Gateway) -> Iterator[str | None]:
+def recording_endpoint(task: Task, gateway: Gateway) -> Iterator[str | None]:
+    """Serve a gateway to a task that asks an endpoint; None for any other."""
     if not task.needs_endpoint:
         yield None
         return

@@ -35,7 +35,11 @@ OLD = Path(__file__).parent / "data" / "old"
 RUN = OLD / "run"
 VERDICTS = json.loads((OLD / "verdicts.json").read_bytes())
 # Fields that came later; an older record has their defaults.
-SINCE = {"window_bytes_read": 0}
+SINCE = {
+    "window_bytes_read": 0, "protected": 0, "refused": 0, "refused_recent": 0,
+    "refused_budget": None, "rewrites": 0, "auxiliary_calls": 0, "auxiliary_tokens": 0,
+    "auxiliary_s": 0.0, "peak_alone": 0,
+}  # fmt: skip
 KINDS = {"TrialRecord": TrialRecord, "TurnRecord": TurnRecord}
 
 
@@ -230,7 +234,7 @@ metrics = st.none() | texts | st.integers(-(2**63), 2**63 - 1) | st.floats()
 def parts(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     """Fill any of the fields of a flat record."""
     strategies = {
-        field.name: counts if field.type is Count or field.name == "budget" else amounts
+        field.name: counts if field.type is Count or field.name.endswith("budget") else amounts
         for field in msgspec.structs.fields(kind)
     }
     return st.fixed_dictionaries({}, optional=strategies).map(lambda fields: kind(**fields))

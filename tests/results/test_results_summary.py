@@ -212,3 +212,26 @@ def test_a_summary_that_cannot_be_written_is_one_clear_line(run, make_trial, mon
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
         build(RunReader(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("read", "calls", "engine", "said"),
+    [
+        ("hermes", [0, 0], "vllm", ["needs --tool-syntax json"]),
+        ("json", [0, 0], "vllm", ["the model writes none"]),
+        ("endpoint", [0, 0], "api", ["the endpoint's tool parser may be off"]),
+        ("hermes", [0, 1], "vllm", []),
+        ("hermes", [0, 0], "scripted", []),
+        ("hermes", [], "vllm", []),
+    ],
+)
+def test_a_model_that_calls_nothing_is_named(make_trial, tmp_path, spec, read, calls, engine, said):
+    provenance = {"tool_parser": read}
+    with RunStore(tmp_path).open("r", spec | {"engine": engine}, provenance) as writer:
+        writer.append_trial(make_trial("uncounted"))
+        for number, made in enumerate(calls):
+            writer.append_trial(make_trial(f"s{number}", metrics={"calls": made}))
+    notes = build(RunReader(tmp_path / "r")).notes
+    begins = f"warning: no call of a tool in {len(calls)} trials, read as {read}; "
+    assert [note.startswith(begins) for note in notes] == [True] * len(said)
+    assert all(note.endswith(end) for note, end in zip(notes, said, strict=True))

@@ -101,6 +101,52 @@ def test_the_interval_comes_from_the_spec_then_the_method_then_the_default(spec,
     assert budget_bounds(spec | {"interval": 0}, [compressed()]) == [BOUND - 128]
 
 
+TRIGGER = 900
+
+
+@pytest.fixture
+def dropping(spec):
+    """Describe a run whose policy drops messages above a length of its own, with no budget."""
+    params = {"trigger": str(TRIGGER), "exec": "text", "keep": 3}
+    own = {"method": "clear-tools", "budget": None, "params": params}
+    return {name: value for name, value in spec.items() if name != "interval"} | own
+
+
+@pytest.mark.parametrize(("over", "state"), [(0, "valid"), (1, "budget_not_applied")])
+def test_a_trigger_of_its_own_bounds_a_policy(dropping, compressed, over, state):
+    record = compressed(peak=TRIGGER + PREFILL + over, logical=2000)
+    assert budget_bounds(dropping, [record]) == [TRIGGER + PREFILL]
+    verdict = assess(dropping, [record], expected=1)
+    assert verdict.state == state
+    if over:
+        assert verdict.reasons == [
+            "1 trials exceeded the trigger; worst: sample s0 trial 0 held 991 tokens, 1 over the "
+            "bound 900 + 90 (trigger + longest prefill)"
+        ]
+
+
+@pytest.mark.parametrize("trigger", ["context", "budget", "9" * 5000, None])
+def test_a_trigger_that_is_no_length_bounds_nothing(dropping, compressed, trigger):
+    dropping["params"]["trigger"] = trigger
+    assert budget_bounds(dropping, [compressed(peak=10**6)]) == []
+
+
+def test_a_trigger_of_a_method_that_drops_no_messages_bounds_nothing(dropping, compressed):
+    del dropping["params"]["exec"]
+    assert budget_bounds(dropping | {"method": "plug-in"}, [compressed(peak=10**6)]) == []
+
+
+@pytest.mark.parametrize(("alone", "state"), [(990, "valid"), (991, "budget_not_applied")])
+def test_what_is_asked_beside_a_session_is_no_part_of_its_bound(dropping, make_trial, alone, state):
+    kv = {"peak_live": 1500, "peak_alone": alone, "longest_prefill": PREFILL, "events": 1}
+    record = make_trial(kv={**kv, "logical": 2000, "auxiliary_tokens": 600})
+    assert assess(dropping, [record], expected=1).state == state
+
+
+def test_with_a_budget_the_bound_is_that_of_any_method(dropping, compressed):
+    assert budget_bounds(dropping | {"budget": BUDGET}, [compressed()]) == [BOUND]
+
+
 def test_missing_and_unfinished_trials_make_a_run_incomplete(spec, compressed):
     one = [compressed("a")]
     assert assess(spec, one, expected=1).state == "valid"

@@ -10,12 +10,15 @@ from functools import cached_property
 from markupsafe import Markup
 
 from agentbench_kv.results import stats
+from agentbench_kv.results.fidelity import KL, SHARES, divergence
 from agentbench_kv.results.gate import describe, repeats
 from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
 from agentbench_kv.results.runs import Run, RunGroup, Setting, asked_once, budget_order
 from agentbench_kv.results.site import charts
 from agentbench_kv.results.site.charts import NOTHING, kept, percent, visible
 from agentbench_kv.results.stats import Interval, Median
+from agentbench_kv.results.tables.fidelity import distance_tables
+from agentbench_kv.results.tables.model import Table
 
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)  # of achieved KV
 _COLOURS = 10
@@ -98,7 +101,9 @@ def by_tier(board: Board) -> list[Contest]:
 
 def tier_name(index: int) -> str:
     """Return a tier as shown, e.g. `25-50%`."""
-    ends = [0, *(round(100 * edge) for edge in TIERS), 100]
+    ends = [0, *(round(100 * edge) for edge in TIERS)]
+    if index == len(TIERS):  # with what a method asks beside a session, above 100%, too
+        return f"over {ends[-1]}%"
     return f"{ends[index]}–{ends[index + 1]}%"  # noqa: RUF001  an en dash between numbers
 
 
@@ -157,6 +162,17 @@ class BoardView:
     def kept_chart(self) -> charts.Chart | None:
         return charts.by_kept(self.board, self.floor, self.styles)
 
+    @cached_property
+    def distance(self) -> list[Table]:
+        """How far from the full cache its runs are; empty unless they are of fidelity."""
+        return list(distance_tables(self.board))
+
+    @property
+    def distance_chart(self) -> charts.Chart | None:
+        found = {id(e): divergence(e.group, self.board.samples) for e in self.board.entries}
+        nats = {key: each.means[KL] for key, each in found.items() if each is not None}
+        return charts.nats_by_budget(self.board, nats, self.styles)
+
     @property
     def noise(self) -> str:
         return describe(repeats(run for entry in self.board.entries for run in entry.group.runs))
@@ -178,6 +194,8 @@ class BoardView:
         """Matrices of pass^k and of every sub-score, by name; they rank nobody."""
         entries = self.board.entries
         names = {name for e in entries for run in e.group.runs for name in run.counts}
+        if self.distance:  # which has more by phase, kind and turn than anyone opens here
+            names &= set(SHARES)
         return [(name, self._part(name)) for name in [*self._passes(), *sorted(names)]]
 
     @property

@@ -17,13 +17,16 @@ from markupsafe import Markup
 
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
+from agentbench_kv.results.fidelity import KL
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.papers import headlines
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.boards import BoardView, Contest, family, views
 from agentbench_kv.results.site.charts import file_stem, kept, number, percent, visible
+from agentbench_kv.results.site.tokenline import token_line
 from agentbench_kv.results.submissions import labels, replications, submissions
+from agentbench_kv.results.tables.model import headings, lines
 
 _MARK = '<meta name="generator" content="kvbench '
 _FLOOR = "An agent that does nothing: what the task gives for free."
@@ -66,6 +69,8 @@ def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -
     pages = Pages(folder, shared)
     for each in listed:
         place = {"listed": each, "task_page": tasks[each.run.setting.task]}
+        of_tokens = KL in each.run.means
+        place["token_line"] = token_line(each.run.path, each.run.records()) if of_tokens else None
         pages.write(each.page, "run.html", runpage.context(each.run, problems) | place)
     by_task: dict[str, list[BoardView]] = {name: [] for name in names}
     for view in seen:
@@ -135,6 +140,7 @@ def _write_task(
         "views": own,
         "listed": listed,
         "several": len(settings) > 1,
+        "asks": any(each.run.summary.asks for each in listed),
         "submitted": any(each.submission for each in listed),
         "published": [figure for model in models for figure in headlines(task, model)],
     }
@@ -191,7 +197,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (visible, percent, number, kept, family)
+    filters = (visible, percent, number, kept, family, headings, lines)
     environment.filters |= {each.__name__: each for each in filters}
     return environment
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, log2
+from dataclasses import dataclass, replace
+from math import ceil, floor, log2, log10
 
 from agentbench_kv.results.ranking import Board, Entry
 from agentbench_kv.results.stats import Interval
@@ -101,6 +101,23 @@ class Chart:
 
 def by_budget(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> Chart | None:
     """Draw scores against budgets, doubling from left to right; None without a compressed run."""
+    return _by_budget(board, floor, styles, _Scale)
+
+
+def nats_by_budget(
+    board: Board, nats: Mapping[int, Interval], styles: Mapping[str, str]
+) -> Chart | None:
+    """Draw divergences, by `id` of the board's entries, against budgets; in powers of ten."""
+    entries = [e for e in board.entries if e.group.compressed and id(e) in nats]
+    own = tuple(replace(entry, level=nats[id(entry)]) for entry in entries)
+    if not any(entry.level.point > 0 for entry in own):
+        return None
+    return _by_budget(replace(board, entries=own), None, styles, _NatScale)
+
+
+def _by_budget(
+    board: Board, floor: Interval | None, styles: Mapping[str, str], scale_of: type[_Scale]
+) -> Chart | None:
     sizes = [
         (entry, log2(tokens))
         for entry in board.entries
@@ -113,18 +130,18 @@ def by_budget(board: Board, floor: Interval | None, styles: Mapping[str, str]) -
     left = _MARGIN if scale else 50.0
     places = [(entry, left + scale * (size - least)) for entry, size in sizes]
     ticks = [(x, str(entry.group.budget)) for entry, x in places]
-    return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE)
+    return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE, scale_of)
 
 
 def by_kept(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> Chart | None:
     """Draw scores against achieved KV, from 0 to 100%; None without a compressed run."""
     places = [
-        (entry, 100 * share)
+        (entry, 100 * min(share, 1.0))
         for entry in board.entries
         if entry.group.compressed and (share := kept(entry)) is not None
     ]
     ticks = [(float(at), f"{at}%", "") for at in range(0, 101, 25)]
-    return _chart(board.full, floor, styles, places, ticks, 0) if places else None
+    return _chart(board.full, floor, styles, places, ticks, 0, _Scale) if places else None
 
 
 def _chart(
@@ -134,6 +151,7 @@ def _chart(
     places: Sequence[tuple[Entry, float]],
     x_ticks: Sequence[tuple[float, str, str]],
     dodge: float,
+    scale_of: type[_Scale],
 ) -> Chart:
     methods: dict[str, list[tuple[Entry, float]]] = {}
     for entry, x in sorted(places, key=lambda place: place[1]):
@@ -142,7 +160,7 @@ def _chart(
     across += [("null agent", floor)] if floor else []
     ends = [*(entry.level for entry, _ in places), *(level for _, level in across)]
     number = len(methods)
-    scale = _Scale(max(_HEIGHT, _LINE * (number + 3)), max(each.high for each in ends))
+    scale = scale_of(max(_HEIGHT, _LINE * (number + 3)), ends)
     drawn = []
     for label, own in sorted(methods.items()):
         dots = tuple(scale.dot(x, entry.group.name, entry.level) for entry, x in own)
@@ -158,8 +176,9 @@ def _chart(
 
 
 class _Scale:  # scores from 0 at the bottom up to 100%, or to less if nobody comes near
-    def __init__(self, height: float, highest: float) -> None:
+    def __init__(self, height: float, ends: Sequence[Interval]) -> None:
         self.height = height
+        highest = max(each.high for each in ends)
         self.step = 20 if highest > 0.5 else 10
         self.top = min(100, self.step * max(1, ceil(100 * highest / self.step)))
 
@@ -167,12 +186,34 @@ class _Scale:  # scores from 0 at the bottom up to 100%, or to less if nobody co
         return round(self.height * (1 - 100 * share / self.top), 1)
 
     def dot(self, x: float, name: str, ends: Interval) -> Dot:
-        text = f"{visible(name, 120)}: {percent(ends)}"
+        text = f"{visible(name, 120)}: {self.spelled(ends)}"
         return Dot(round(x, 2), self.at(ends.point), self.at(ends.low), self.at(ends.high), text)
+
+    def spelled(self, ends: Interval) -> str:
+        return percent(ends)
 
     def ticks(self) -> tuple[tuple[float, str], ...]:
         values = range(0, self.top + 1, self.step)
         return tuple((self.at(value / 100), f"{value}%") for value in values)
+
+
+class _NatScale(_Scale):  # nats in powers of ten, from the one below the least point
+    def __init__(self, height: float, ends: Sequence[Interval]) -> None:
+        self.height = height
+        known = [each.point for each in ends if each.point > 0]
+        self.first, last = floor(log10(min(known))), ceil(log10(max(known)))
+        self.last = max(last, self.first + 1)
+
+    def at(self, nats: float) -> float:
+        place = log10(max(nats, 10.0**self.first)) - self.first
+        return round(self.height * (1 - min(1.0, place / (self.last - self.first))), 1)
+
+    def spelled(self, ends: Interval) -> str:
+        return f"{ends.point:.4f} [{ends.low:.4f}, {ends.high:.4f}] nats"
+
+    def ticks(self) -> tuple[tuple[float, str], ...]:
+        powers = range(self.first, self.last + 1)
+        return tuple((self.at(10.0**power), f"{10.0**power:g}") for power in powers)
 
 
 def _apart(wanted: Sequence[float], height: float) -> list[float]:

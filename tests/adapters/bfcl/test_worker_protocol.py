@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -309,3 +310,17 @@ def test_guard_refuses_every_address_but_the_endpoint(guarded, listener):
 
 def test_unguarded_worker_may_connect(pool, listener):
     assert pool.call("connect", listener) == "connected"
+
+
+def test_a_pool_that_nobody_closed_leaves_no_folder(tmp_path):
+    program = (
+        "from pathlib import Path\n"
+        "from agentbench_kv.adapters.worker import WorkerPool\n"
+        f"pool = WorkerPool(Path('python'), Path({str(DUMMY)!r}))\n"
+        "raise KeyboardInterrupt\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, env=environment, capture_output=True, check=False)
+    assert b"KeyboardInterrupt" in ended.stderr
+    assert not list(tmp_path.glob("kvbench-worker-*"))

@@ -276,6 +276,15 @@ def test_a_corpus_with_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Corpus.load(folder, encoder)
 
 
+def test_a_folder_that_holds_no_encoder(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "moon"}')
+    with pytest.raises(PrerequisiteError, match="holds no sentence-transformers encoder") as caught:
+        dense.load_encoder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = imported(tmp_path, json_lines(tmp_path / "d.jsonl"))
     with pytest.raises(PrerequisiteError, match="no encoder in"):

@@ -47,7 +47,10 @@ def libraries(tmp_path, monkeypatch):
     (bert / "rescale_baseline" / "en").mkdir(parents=True)
     (bert / "rescale_baseline" / "en" / "roberta-large.tsv").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "libraries"))
-    return tmp_path
+    yield tmp_path
+    for name in ("sentence_transformers", "bert_score"):
+        for module in (name, f"{name}.utils"):
+            sys.modules.pop(module, None)
 
 
 def model(folder, name):

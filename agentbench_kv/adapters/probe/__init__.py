@@ -1,0 +1,1 @@
+"""Probes: questions made by rule about real sessions, whose right answers are known."""

@@ -1,0 +1,58 @@
+"""What a task gives without the evidence: floors that stand under the table of its runs.
+
+A task with the setting `floor` is played again with what its answers need taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agentbench_kv.results.runs import Run, RunGroup, grouped
+from agentbench_kv.results.stats import level
+
+OFF = "off"
+_NAMES = {"none": "without the session", "removed": "without the evidence"}
+LEAST = 3.0  # times the floor, below which a task says nothing
+
+
+def floor_of(run: Run) -> str:
+    """Return what was taken away from a run's task; `off` for what is no floor."""
+    return str(_settings(run).get("floor", OFF))
+
+
+def floors_of(runs: Sequence[Run], others: Iterable[Run]) -> list[tuple[str, RunGroup]]:
+    """Return the names and groups of those valid runs that are floors of some runs."""
+    about = [(run.setting, _but_floor(run)) for run in runs if floor_of(run) == OFF]
+    chosen = [
+        run
+        for run in others
+        if run.valid and floor_of(run) != OFF and (run.setting, _but_floor(run)) in about
+    ]
+    return [
+        (f"{group.method}, {_NAMES.get(floor_of(group.first), floor_of(group.first))}", group)
+        for group in grouped(chosen)
+    ]
+
+
+def floor_note(full: RunGroup | None, floors: Sequence[RunGroup], metric: str) -> str:
+    """Say whether the full cache is so far above its floors that the task says something."""
+    of_full = None if full is None or not floors else full.scores(metric)
+    known = [found for each in floors if each.method == "full" and (found := each.scores(metric))]
+    if of_full is None or not known:
+        return ""
+    point, highest = level(of_full).point, max(level(found).point for found in known)
+    if point < LEAST * highest or point == 0:
+        return f"full is below {LEAST:g} times its floor: the task says nothing about this model"
+    missing = sorted({*_NAMES} - {floor_of(each.first) for each in floors})
+    unknown = "".join(f"; not played: floor={name}" for name in missing)
+    return f"full is at least {LEAST:g} times its floors{unknown}"
+
+
+def _settings(run: Run) -> Mapping[str, Any]:
+    settings = run.spec.get("task_params")
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _but_floor(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in _settings(run).items() if name != "floor"}

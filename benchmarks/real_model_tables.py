@@ -1,0 +1,420 @@
+"""The tables and plots of docs/real-model-results.md, from records that outlive their machine.
+
+    python benchmarks/real_model_tables.py pack RUNS... --out RECORDS.jsonl.xz   # fidelity runs
+    python benchmarks/real_model_tables.py fidelity RECORDS.jsonl.xz [--base METHOD] [--plot SVG]
+    python benchmarks/real_model_tables.py matrix RECORDS.jsonl.xz   # KL by method and budget
+    python benchmarks/real_model_tables.py contrasts RECORDS.jsonl.xz 'CAND=>BASE' ...
+    python benchmarks/real_model_tables.py steady RECORDS.jsonl.xz
+    python benchmarks/real_model_tables.py probes PROBES.jsonl.xz [--against RECORDS.jsonl.xz]
+
+A line of RECORDS is one session of one arm: sums and counts over its tokens, as `kvbench fidelity`
+records them, without turns and distances. One of PROBES is what `real_probes.py` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from divergence_predicts import Arm, correlation, estimate
+
+from agentbench_kv.results.stats import Interval, Scores, holm, level, open_change, open_level
+
+Counts = dict[str, tuple[float, float]]  # a figure's sum and count in each session
+FIGURES = (
+    *("kl", "kl_value", "kl_template", "kl_text", "kl_think", "kl_act", "kl_others"),
+    *("dnll", "dnll_value", "top1", "top1_value", "flips", "right"),
+    *("calls_exact", "calls_exact_full"),
+)
+_PARTS = ("value", "template", "text", "think", "act", "others")
+_VERBS = ("pack", "fidelity", "matrix", "contrasts", "steady", "probes")
+_PAIRS = (("_total", "_count"), ("_right", "_asked"))
+
+
+@dataclass(frozen=True)
+class Played:
+    """An arm: a method with its settings at a budget."""
+
+    method: str
+    budget: int  # 0: the full cache
+    figures: Mapping[str, Counts]
+    events: Mapping[str, int]
+
+    def on(self, sessions: set[str]) -> Played:
+        """Return the arm on some of its sessions."""
+        figures = {
+            name: {each: pair for each, pair in counts.items() if each in sessions}
+            for name, counts in self.figures.items()
+        }
+        events = {each: n for each, n in self.events.items() if each in sessions}
+        return Played(self.method, self.budget, figures, events)
+
+
+# --- records
+
+
+def packed(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the sessions of fidelity runs, arm by arm."""
+    for path in sorted(found for folder in folders for found in folder.glob("**/samples.jsonl")):
+        run = json.loads((path.parent / "run.json").read_text())
+        spec, changed = run["spec"], run["provenance"]["changed_settings"]
+        for line in path.read_text().splitlines():
+            trial = json.loads(line)
+            if trial["status"] != "scored":
+                raise SystemExit(f"{path}: session {trial['sample_id']} is {trial['status']}")
+            yield {
+                "session": trial["sample_id"], "method": named(spec["method"], changed),
+                "budget": spec["budget"] or 0, "task": spec["task"], "dtype": spec["dtype"],
+                "model": run["provenance"]["model_sha"][:16], "sha": trial["prompt_sha"][:16],
+                "events": trial["kv"]["events"], "live": trial["kv"]["peak_live"],
+                "sums": sums(trial["metrics"]),
+            }  # fmt: skip
+
+
+def named(method: str, changed: Mapping[str, Any]) -> str:
+    """Return a method with the settings that are its own and no default."""
+    own = [f"{key}={value}" for key, value in changed.items() if key != "trigger"]
+    # An older name of the same setting, which runs keep in their records.
+    return " ".join([method, *own]).replace("keep_prompt=off", "protect=none")
+
+
+def sums(metrics: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return the sums and counts that tables need."""
+    found = {}
+    for name in FIGURES:
+        for total, count in _PAIRS:
+            if f"{name}{total}" in metrics:
+                value = metrics[f"{name}{total}"]
+                found[name] = [float(f"{value:.6g}"), int(metrics[f"{name}{count}"])]
+    return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def arms(path: Path, least: int = 0, without: Sequence[str] = ()) -> list[Played]:
+    """Read the arms of so many sessions at least, on those sessions that all of them have."""
+    found = [
+        arm
+        for arm in all_arms(path)
+        if len(arm.events) >= least and not any(word in arm.method for word in without)
+    ]
+    shared = set.intersection(*(set(arm.events) for arm in found))
+    if not shared:
+        raise SystemExit("no session is in all arms: --without NAME or --least N leave some out")
+    return [arm.on(shared) for arm in found]
+
+
+def all_arms(path: Path) -> list[Played]:
+    """Read the arms, each with all of its sessions."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in lines(path):
+        found[row["method"], row["budget"]].append(row)
+    return [
+        Played(
+            *key,
+            {
+                name: {
+                    row["session"]: (row["sums"][name][0], row["sums"][name][1])
+                    for row in rows
+                    if name in row["sums"]
+                }
+                for name in FIGURES
+            },
+            {row["session"]: row["events"] for row in rows},
+        )
+        for key, rows in found.items()
+    ]
+
+
+# --- tables
+
+
+def mean(counts: Counts) -> float:
+    return sum(t for t, _ in counts.values()) / sum(n for _, n in counts.values())
+
+
+def shown(interval: Interval, digits: int = 3, times: float = 1) -> str:
+    ends = interval.point, interval.low, interval.high
+    point, low, high = (f"{times * each:.{digits}f}" for each in ends)
+    return f"{point} [{low}, {high}]"
+
+
+def share(counts: Counts) -> Interval:
+    """Return the interval of a share of a session's answers, sessions being what is drawn."""
+    return level(Scores(counts, {name: number for name, (_, number) in counts.items()}))
+
+
+def fidelity(found: Sequence[Played], base: str) -> Iterator[str]:
+    """Yield a table: every arm with intervals, and its difference to `base`, paired by session."""
+    yield (
+        "| budget | method | events | KL | KL of values | same best token, % "
+        f"| calls as recorded, % | KL less {base}'s | p (Holm) |"
+    )
+    yield "|--:|---|--:|---|---|---|--:|---|--:|"
+    for budget in sorted({arm.budget for arm in found}):
+        rows = sorted((a for a in found if a.budget == budget), key=lambda a: mean(a.figures["kl"]))
+        against = next((arm for arm in rows if arm.method == base), None)
+        others = [arm for arm in rows if arm is not against and against is not None]
+        told = [open_change(a.figures["kl"], against.figures["kl"]) for a in others if against]
+        adjusted = iter(holm([each.p_value for each in told if each]))
+        deltas = {id(a): each for a, each in zip(others, told, strict=True)}
+        for arm in rows:
+            change = deltas.get(id(arm))
+            tail = "| | |"
+            if change is not None:
+                ends = f"[{change.low:+.3f}, {change.high:+.3f}]"
+                tail = f"| {change.point:+.3f} {ends} | {next(adjusted):.3f} |"
+            yield f"| {budget or ''} | {arm.method} {_row(arm)} {tail}"
+
+
+def _row(arm: Played) -> str:
+    events = np.mean(list(arm.events.values()))
+    same = shown(share(arm.figures["top1"]), 1, 100)
+    calls = arm.figures["calls_exact"]
+    return (
+        f"| {events:.1f} | {shown(open_level(arm.figures['kl']))} "
+        f"| {shown(open_level(arm.figures['kl_value']))} | {same} | {100 * mean(calls):.0f}"
+    )
+
+
+def matrix(found: Sequence[Played]) -> Iterator[str]:
+    """Yield a row a method and a column a budget: KL, and KL of values behind it."""
+    budgets = sorted({arm.budget for arm in found} - {0})
+    by_name = {(arm.method, arm.budget): arm.figures for arm in found}
+    most = [name for name, budget in by_name if budget == budgets[-1]]
+    yield "| method | " + " | ".join(map(str, budgets)) + " |"
+    yield "|---|" + "--:|" * len(budgets)
+    for name in sorted(most, key=lambda each: mean(by_name[each, budgets[-1]]["kl"])):
+        own = [by_name[name, budget] for budget in budgets]
+        cells = [f"{mean(each['kl']):.3f} / {mean(each['kl_value']):.3f}" for each in own]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def parts(found: Sequence[Played]) -> Iterator[str]:
+    """Yield a table of KL by kind of token and phase."""
+    yield "| budget | method | " + " | ".join(_PARTS) + " |"
+    yield "|--:|---|" + "--:|" * len(_PARTS)
+    for arm in sorted(found, key=lambda a: (a.budget, mean(a.figures["kl"]))):
+        columns = [arm.figures[f"kl_{part}"] for part in _PARTS]
+        cells = [f"{mean(each):.3f}" if each else "" for each in columns]
+        yield f"| {arm.budget or ''} | {arm.method} | " + " | ".join(cells) + " |"
+
+
+def contrasts(
+    found: Sequence[Played], pairs: Sequence[str], figures: Sequence[str], budgets: Sequence[int]
+) -> Iterator[str]:
+    """Yield CAND less BASE at the budgets, or all; p-values adjusted over the whole table."""
+    by_name = {(arm.method, arm.budget): arm for arm in found}
+    rows = []
+    for cand, _, base in (pair.partition("=>") for pair in pairs):
+        for budget in budgets or sorted({arm.budget for arm in found} - {0}):
+            sides = by_name.get((cand, budget)), by_name.get((base, budget))
+            if sides[0] is None or sides[1] is None:
+                continue
+            for figure in figures:
+                change = open_change(sides[0].figures[figure], sides[1].figures[figure])
+                if change is not None:
+                    rows.append((cand, base, budget, figure, change))
+    adjusted = holm([row[-1].p_value for row in rows])
+    yield "| candidate | base | budget | figure | base's | difference | p (Holm) | sessions |"
+    yield "|---|---|--:|---|--:|---|--:|--:|"
+    for (cand, base, budget, figure, change), p in zip(rows, adjusted, strict=True):
+        yield (
+            f"| {cand} | {base} | {budget} | {figure} | {change.base:.4f} | {change.point:+.4f} "
+            f"[{change.low:+.4f}, {change.high:+.4f}] | {p:.3f} | {change.n} |"
+        )
+
+
+def steady(found: Sequence[Played], figure: str) -> Iterator[str]:
+    """Yield who has the lowest figure at every budget, and how often if a session is left out."""
+    yield "| budget | lowest | without one session | halves of the sessions |"
+    yield "|--:|---|---|---|"
+    for budget in sorted({arm.budget for arm in found} - {0}):
+        rows = [arm for arm in found if arm.budget == budget]
+        names = sorted(rows[0].figures[figure])
+
+        def best(kept: Sequence[str], rows: Sequence[Played] = rows) -> str:
+            return min(rows, key=lambda a: mean({k: a.figures[figure][k] for k in kept})).method
+
+        without = [best([other for other in names if other != name]) for name in names]
+        halves = [best(names[at::2]) for at in (0, 1)]
+        yield f"| {budget} | {best(names)} | {_counted(without)} | {', '.join(halves)} |"
+
+
+def _counted(names: Sequence[str]) -> str:
+    told = {name: names.count(name) for name in names}
+    return ", ".join(f"{name} {n}" for name, n in sorted(told.items(), key=lambda item: -item[1]))
+
+
+# --- probes
+
+
+def probe_arms(path: Path) -> dict[tuple[str, int], dict[str, dict[int, list[Any]]]]:
+    """Return of every arm its sessions' questions: rank, phase, contains, exact, answer."""
+    found: dict[tuple[str, int], dict[str, dict[int, list[Any]]]] = defaultdict(dict)
+    for row in lines(path):
+        settings = {k: v for k, v in row["settings"].items() if k != "trigger"}
+        key = named(row["method"].partition(",")[0], settings), int(row["budget"] or 0)
+        found[key][row["session"]] = {each[0]: each for each in row["asked"]}
+    return dict(found)
+
+
+def probe_counts(sessions: Mapping[str, Mapping[int, list[Any]]], column: int) -> Counts:
+    return {
+        name: (float(sum(each[column] for each in asked.values())), float(len(asked)))
+        for name, asked in sessions.items()
+        if asked
+    }
+
+
+def probes(path: Path) -> Iterator[str]:
+    """Yield a table of probe scores; `removed` beside the full cache on the same questions."""
+    found = probe_arms(path)
+    full = found["full", 0]
+    yield (
+        "| budget | method | sessions | questions | contains, % | exact, % | less full | p (Holm) |"
+    )
+    yield "|--:|---|--:|--:|---|--:|---|--:|"
+    rows = sorted(found.items(), key=lambda item: (item[0][1], -mean(probe_counts(item[1], 2))))
+    same = {
+        key: {s: {rank: full[s][rank] for rank in asked} for s, asked in sessions.items()}
+        for key, sessions in rows
+    }
+    changes = {
+        key: open_change(probe_counts(sessions, 2), probe_counts(same[key], 2))
+        for key, sessions in rows
+        if key != ("full", 0)
+    }
+    known = {key: change for key, change in changes.items() if change is not None}
+    adjusted = dict(zip(known, holm([change.p_value for change in known.values()]), strict=True))
+    for key, sessions in rows:
+        counts = probe_counts(sessions, 2)
+        told = "| |"
+        if key in known:
+            c = known[key]
+            delta, low, high = (f"{100 * each:+.0f}" for each in (c.point, c.low, c.high))
+            told = f"{delta} [{low}, {high}] | {adjusted[key]:.3f} |"
+        asked = int(sum(n for _, n in counts.values()))
+        exact = 100 * mean(probe_counts(sessions, 3))
+        yield (
+            f"| {key[1] or ''} | {key[0]} | {len(counts)} | {asked} "
+            f"| {shown(share(counts), 0, 100)} | {exact:.0f} | {told}"
+        )
+
+
+def predicts(path: Path, records: Path, figure: str) -> Iterator[str]:
+    """Yield how the probe scores of arms go with their divergence, by Spearman's correlation."""
+    scored = {key: probe_counts(own, 2) for key, own in probe_arms(path).items() if key[1]}
+    played = {(a.method, a.budget): a.figures[figure] for a in all_arms(records) if a.budget}
+    both = sorted(scored.keys() & played.keys())
+    samples = sorted(set.intersection(*(set(scored[key]) for key in both)))
+    sessions = sorted(set.intersection(*(set(played[key]) for key in both)))
+    pairs = [
+        Arm(
+            f"{key[0]} at {key[1]}", key[0], str(key[1]),
+            np.array([scored[key][name] for name in samples]).T,
+            np.array([played[key][name] for name in sessions]).T,
+        )
+        for key in both
+    ]  # fmt: skip
+    if len(pairs) < 3:
+        return
+    told = estimate(pairs, lambda x, y: correlation(x, y, None))
+    yield (
+        f"Spearman of probe score and {figure}, {len(pairs)} arms, {len(samples)} and "
+        f"{len(sessions)} sessions: {told[0]:.2f} [{told[1]:.2f}, {told[2]:.2f}]"
+    )
+
+
+# --- plots
+
+
+def plot(found: Sequence[Played], out: Path, title: str) -> None:
+    """Draw KL and KL of values against budget."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvbench", "font.size": 9})
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.2), layout="constrained", sharey=True)
+    most = max(arm.budget for arm in found)
+    largest = sorted(
+        (arm for arm in found if arm.budget == most), key=lambda arm: mean(arm.figures["kl"])
+    )
+    names = [arm.method for arm in largest]
+    for axis, name, told in zip(axes, ("kl", "kl_value"), ("all tokens", "values"), strict=True):
+        for number, method in enumerate(names):
+            own = sorted((a for a in found if a.method == method), key=lambda a: a.budget)
+            levels = [open_level(a.figures[name]) for a in own]
+            x = np.array([a.budget for a in own]) * (1 + 0.02 * (number - len(names) / 2))
+            y = np.array([each.point for each in levels])
+            reach = [y - [each.low for each in levels], [each.high for each in levels] - y]
+            axis.errorbar(x, y, reach, label=method, color=f"C{number}", marker="o", ms=3, lw=1.2,
+                          elinewidth=0.6, ls="--" if " " in method else "-")  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="budget, tokens", title=told)
+        axis.set_xticks(ticks := sorted({a.budget for a in found if a.budget}), map(str, ticks))
+        axis.minorticks_off()
+    axes[0].set_ylabel("KL(full || method), nats")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    figure.suptitle(title)
+    figure.savefig(out, metadata={"Date": None})
+
+
+def main() -> None:
+    """Do what was asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("verb", choices=_VERBS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("more", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--base", default="agentkv")
+    parser.add_argument("--figure", action="append", default=[])
+    parser.add_argument("--budget", action="append", type=int, default=[])
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--title", default="")
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--least", type=int, default=0, help="leave out arms of fewer sessions")
+    parser.add_argument("--without", action="append", default=[], help="and those called so")
+    given = parser.parse_args()
+    figures = given.figure or ["kl", "kl_value"]
+    if given.verb == "pack":
+        rows = list(packed([given.path, *map(Path, given.more)]))
+        write(given.out, rows)
+        print(f"{len(rows)} records")
+        return
+    read = partial(arms, given.path, given.least, given.without)
+    verbs: dict[str, Callable[[], Iterator[str]]] = {
+        "fidelity": lambda: chain(fidelity(read(), given.base), [""], parts(read())),
+        "matrix": lambda: matrix(read()),
+        "contrasts": lambda: contrasts(
+            all_arms(given.path), given.more, figures, given.budget
+        ),
+        "steady": lambda: iter(row for f in figures for row in (f, *steady(read(), f))),
+        "probes": lambda: probes(given.path),
+    }  # fmt: skip
+    print(*verbs[given.verb](), sep="\n")
+    if given.against is not None:
+        print(*(row for f in figures for row in predicts(given.path, given.against, f)), sep="\n")
+    if given.plot is not None:
+        plot(read(), given.plot, given.title)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""How well models name expired tool results on micro sessions, and what they hold over a session.
+
+    python benchmarks/sidequest_micro.py named micro quest/model --limit 60
+    python benchmarks/sidequest_micro.py curve runs/FULL runs/QUEST --plot docs/sidequest-micro.svg
+
+`named` asks every model at each fourth request of the golden sessions of seed 0. A result is
+expired if no later call or answer uses it. Some of that nobody can know in advance: an item that is
+never shipped looks like one that will be. So recall is also given over what the depot's rules tell
+at that moment (`told`), and precision over what was never used again. `curve` draws live tokens at
+each request, the mean over the sessions that two runs share.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from agentbench_kv.adapters.micro.episode import Episode, cursors
+from agentbench_kv.adapters.micro.generate import PROFILES, generate
+from agentbench_kv.adapters.probe.session import ChatSession
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+from agentbench_kv.results.stats import Scores, level
+from agentbench_kv.results.store import RunReader, turns_by_index
+from agentbench_kv.run.recordings import gold_source
+from agentbench_kv.run.traces import TraceCounts, trace_rows
+from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule
+from agentbench_kv.training.sidequest.judge import answers
+from agentbench_kv.training.sidequest.rows import SideQuestRow
+
+
+def told(episode: Episode, session: ChatSession, read: int) -> set[int]:
+    """Return the results that the rules call stale after the user turns that are over by then."""
+    users = sum(message["role"] == "user" for message in session.messages[:read])
+    return {c.number for c in cursors(episode, users - 1) if c.stale}
+
+
+def asked(task: str, limit: int, every: int) -> Iterator[tuple[SideQuestRow, set[int]]]:
+    """Yield the questions of golden sessions, and of each what the rules tell is expired."""
+    profile = PROFILES[task.removeprefix("micro/")]
+    questions: list[ExpiryQuestion] = []
+
+    def annotate(question: ExpiryQuestion) -> str:
+        questions.append(question)
+        return by_rule(question)
+
+    with gold_source(task, "micro", limit, {}) as source:
+        for row in trace_rows(source, every, annotate, 0, TraceCounts()):
+            if row.kind == "main":
+                episode = generate(int(row.sample.rpartition("-")[2]), profile)
+                continue
+            question = questions[-1]  # a row is written as soon as it is annotated
+            known = told(episode, question.session, question.read)
+            yield row, known & {use.cursor for use in question.open}
+
+
+def named(models: list[str], task: str, limit: int, every: int) -> None:
+    rows = list(asked(task, limit, every))
+    codec = TokenCodec(load_tokenizer(model_path("micro")))
+    ends = {int(codec.tokenizer.eos_token_id)}
+    print(f"{task}, {len({row.sample for row, _ in rows})} sessions, {len(rows)} questions\n")
+    print("| model | told and named | expired and named | named and expired | unreadable |")
+    print("|---|---|---|---|--:|")
+    for model in models:
+        network = AutoModelForCausalLM.from_pretrained(model_path(model)).eval()
+        parts: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+        unreadable = 0
+        said = answers(network, [row for row, _ in rows], codec.decode, ends)
+        for (row, known), cursors_named in zip(rows, said, strict=True):
+            unreadable += cursors_named is None
+            found = set(cursors_named or ()) & set(row.open)
+            wanted = {"told": known, "expired": set(row.expired)}
+            for name, truth in wanted.items():
+                _add(parts[name], row.sample, len(found & truth), len(truth))
+            _add(parts["right"], row.sample, len(found & wanted["expired"]), len(found))
+        cells = [_share(parts[name]) for name in ("told", "expired", "right")]
+        print(f"| {Path(model).parent.name or model} | {' | '.join(cells)} | {unreadable} |")
+
+
+def _add(counts: dict[str, tuple[float, float]], sample: str, right: int, of: int) -> None:
+    before = counts.get(sample, (0, 0))
+    counts[sample] = (before[0] + right, before[1] + of)
+
+
+def _share(counts: dict[str, tuple[float, float]]) -> str:
+    scores = Scores.of_counts({key: value for key, value in counts.items() if value[1]})
+    if not scores.parts:
+        return "-"
+    found = level(scores)
+    right, of = (sum(each[i] for each in counts.values()) for i in range(2))
+    return f"{found.point:.1%} [{found.low:.1%}, {found.high:.1%}] ({right:g} of {of:g})"
+
+
+def curve(folders: list[Path], plot: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for folder in folders:
+        reader = RunReader(folder)
+        spec = reader.info.spec
+        label = f"{spec['method']}, {Path(spec['model']).parent.name or spec['model']}"
+        groups = turns_by_index(reader.turns())
+        means = [sum(turn.live_after for turn in group) / len(group) for group in groups]
+        axes.plot(range(1, len(means) + 1), means, label=label)
+        print(f"{label}: mean of live tokens behind each request, {len(groups[0])} sessions")
+        print("  " + " ".join(f"{mean:.0f}" for mean in means))
+    axes.set(xlabel="request", ylabel="live tokens", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(plot)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = options.add_subparsers(dest="verb", required=True)
+    naming = verbs.add_parser("named")
+    naming.add_argument("models", nargs="+")
+    naming.add_argument("--task", default="micro/recall-1k")
+    naming.add_argument("--limit", type=int, default=60)
+    naming.add_argument("--every", type=int, default=4)
+    drawing = verbs.add_parser("curve")
+    drawing.add_argument("runs", nargs="+", type=Path)
+    drawing.add_argument("--plot", type=Path, required=True)
+    given: Any = options.parse_args()
+    if given.verb == "named":
+        named(given.models, given.task, given.limit, given.every)
+    else:
+        curve(given.runs, given.plot)
+
+
+if __name__ == "__main__":
+    main()
