@@ -57,9 +57,9 @@ def identified(spec: RunSpec, *, make: bool = True) -> RunSpec:
     if not method.needs_calibration or _held(method) is not None:
         return spec
     if spec.calibration:
-        found = _with_hash(spec.model, spec.calibration)
+        found = _with_hash(spec.model, spec.calibration, method)
     else:
-        found = _kept(spec.model) or _of_task(spec, make=make)
+        found = _fitting(_kept(spec.model), method, spec.model) or _of_task(spec, make=make)
     named = replace(spec, calibration=found.sha256)
     vars(named)["built_method"] = method.with_calibration(found.to(pick_device(spec.device)))
     return named
@@ -85,7 +85,7 @@ def calibrated(method: Method, model: str, device: str) -> Method:
     """
     if not method.needs_calibration or _held(method) is not None:
         return method
-    found = _kept(model)
+    found = _fitting(_kept(model), method, model)
     if found is None:
         raise PrerequisiteError(
             f"method {method.label} needs a calibration of model {model}; make one from a text "
@@ -152,27 +152,44 @@ def calibrate_on_task(model: str, task: str, dtype: str, device: str) -> Calibra
 
 
 def _of_task(spec: RunSpec, *, make: bool) -> Calibration:
+    method = spec.built_method
     found = _kept(spec.model, spec.task, spec.dtype)
-    if found is not None:
-        return found
+    if found is not None and (found.covariance is not None or not method.needs_covariance):
+        return _needed(found, method)
     if make or not own_texts(spec.task):
         made = calibrate_on_task(spec.model, spec.task, spec.dtype, spec.device)
         logger.warning(
             "calibrated model %s on %s tokens of %s (kvbench calibrate --text takes another text)",
             *(spec.model, made.meta["tokens"], made.meta["source"]),
         )
-        return made
+        return _needed(made, method)
     raise PrerequisiteError(
         f"{spec.method} on {spec.task}: the id of the run depends on a calibration that is not "
         f"made yet; make it: {_command(spec.model)} --task {spec.task} --dtype {spec.dtype}"
     )
 
 
-def _with_hash(model: str, sha256: str) -> Calibration:
+def _needed(found: Calibration, method: Method) -> Calibration:
+    """Return the part of a calibration that a method scores with, and a run names."""
+    return found if method.needs_covariance else found.without_covariance()
+
+
+def _fitting(found: Calibration | None, method: Method, model: str) -> Calibration | None:
+    """Return what a method needs of a calibration; PrerequisiteError if it lacks some of it."""
+    if found is not None and found.covariance is None and method.needs_covariance:
+        raise PrerequisiteError(
+            f"method {method.label} needs the covariance of queries, which the calibration of "
+            f"model {model}, made by an earlier version, does not hold; make it again: "
+            f"{_command(model)} --text FILE"
+        )
+    return None if found is None else _needed(found, method)
+
+
+def _with_hash(model: str, sha256: str, method: Method) -> Calibration:
     candidates = sorted(_folder().glob(f"{_sha(model)[:16]}*.safetensors"))
     for found in map(_readable, candidates):
-        if found is not None and found.sha256 == sha256:
-            return found
+        if found is not None and _needed(found, method).sha256 == sha256:
+            return _needed(found, method)
     raise PrerequisiteError(
         f"the run's calibration of model {model} ({sha256[:12]}) is not in {_folder()}; put its "
         f"file there, or make it again from its text, which the run's provenance names"
@@ -254,7 +271,7 @@ def _parts(documents: Iterable[Sequence[int]], longest: int) -> Iterator[list[in
 
 
 class _QueryAverages(Observer):
-    """Sums of queries as complex pairs, and of their sizes, in float64."""
+    """Sums of queries as complex pairs, of their sizes and products, in float64."""
 
     def __init__(self, model: LoadedModel) -> None:
         shape = (model.shape.layers, model.shape.q_heads, model.shape.head_dim // 2)
@@ -262,6 +279,8 @@ class _QueryAverages(Observer):
         self._model = model
         self._sum = torch.zeros(shape, dtype=torch.complex128, device=device)
         self._size = torch.zeros(shape, dtype=torch.float64, device=device)
+        square = (*shape[:2], 2 * shape[2], 2 * shape[2])
+        self._products = torch.zeros(square, dtype=torch.float64, device=device)
         self._seen = 0
         self._first = 0
 
@@ -272,12 +291,17 @@ class _QueryAverages(Observer):
     def on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:  # noqa: ARG002
         rows = torch.arange(query.shape[1], device=query.device)
         plain = rotate(query.float(), -(self._first + rows), self._model.frequencies)
-        pairs = as_complex(plain / self._model.rope_scale)
+        plain = plain / self._model.rope_scale
+        pairs = as_complex(plain)
+        self._products[layer] += (plain.transpose(1, 2) @ plain).double()
         self._sum[layer] += pairs.to(torch.complex128).sum(1)
         self._size[layer] += pairs.abs().double().sum(1)
 
     def result(self) -> Calibration:
+        mean = torch.cat((self._sum.real, self._sum.imag), -1) / self._seen
+        covariance = self._products / self._seen - mean[..., :, None] * mean[..., None, :]
         return Calibration(
+            covariance=covariance.float(),
             mean=(self._sum / self._seen).to(torch.complex64),
             abs_mean=(self._size / self._seen).float(),
             frequencies=self._model.frequencies.float(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,11 +20,14 @@ from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.analysis.rings import RingEvent, ring_events
 from agentbench_kv.analysis.traces import ScoredEvent, Trace
 from agentbench_kv.budget import Budget
+from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, tokenizer_path
 from agentbench_kv.engines.embedded.observer import EventLog, Observer, QkvRecorder
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
-from agentbench_kv.methods.base import Selection
+from agentbench_kv.methods.base import Method, Selection
 from agentbench_kv.methods.calibration import Calibration
+from agentbench_kv.phases import PhaseTable, system_tokens
+from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import TrialStatus
@@ -50,6 +53,8 @@ def watch(spec: RunSpec, sample: str, observer: Observer) -> Watched:
     `sample` is an id, or a number from 0, among those that the resolved spec's limit leaves.
     """
     with _task(spec) as task:
+        if Capability.FORCE in task.needs:
+            raise UsageError(f"{task.name} asks in forks of a session, and only one is watched")
         chosen = _find(task.samples(spec.limit, spec.seed), sample)
         with trial_setup(replace(spec, concurrency=1), task, [chosen], observer) as setup:
             return Watched(chosen, play_session(setup, chosen, 0))
@@ -96,11 +101,7 @@ def capture_session(
     watched = watch(spec, sample, recorder)
     _refuse_broken(watched)
     q, k, v = recorder.arrays()
-    asked = replace(spec, method="triattention", budget=Budget(tokens=1 << 20), params={})
-    try:
-        method = identified(resolve(asked, {})).built_method
-    except PrerequisiteError:
-        method = spec.built_method
+    method = _with_calibration(spec)
     group = model.shape.q_heads // model.shape.kv_heads
     chosen = [head * group + i for head in heads for i in range(group)]
     return Capture(
@@ -110,6 +111,7 @@ def capture_session(
         positions=torch.arange(len(recorder.tokens)),
         now=len(recorder.tokens),
         prompt=recorder.prompt,
+        system=_system_tokens(spec.model, recorder.tokens),
         phases=torch.tensor(recorder.phases),
         tokens=torch.tensor(recorder.tokens),
         decoded=torch.tensor(recorder.decoded),
@@ -119,11 +121,22 @@ def capture_session(
     )
 
 
+def _system_tokens(model: str, tokens: Sequence[int]) -> int | None:
+    table = PhaseTable.for_tokenizer(load_tokenizer(tokenizer_path(model)))
+    return None if table.family is PLAIN else system_tokens(table, tokens)
+
+
+def _with_calibration(spec: RunSpec) -> Method:
+    """Return a method with all of a calibration that there is; the run's own if there is none."""
+    for name in ("expected-attention", "triattention"):
+        asked = replace(spec, method=name, budget=Budget(tokens=1 << 20), params={})
+        with suppress(PrerequisiteError):
+            return identified(resolve(asked, {})).built_method
+    return spec.built_method
+
+
 def _part(whole: Calibration | None, layers: list[int], heads: list[int]) -> Calibration | None:
-    if whole is None:
-        return None
-    mean, abs_mean = (each[layers][:, heads].cpu() for each in (whole.mean, whole.abs_mean))
-    return replace(whole, mean=mean, abs_mean=abs_mean, frequencies=whole.frequencies.cpu())
+    return None if whole is None else whole.part(layers, heads).to(torch.device("cpu"))
 
 
 def trace_session(spec: RunSpec, sample: str) -> tuple[Trace, EventLog, Watched]:

@@ -29,8 +29,10 @@ from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.run.calibration import calibrated, calibration_used, identified
+from agentbench_kv.run.foresight import check_foresight
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec, check_arguments
+from agentbench_kv.run.trained import check_trained, refuse_trained_on
 from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
 
 _log = logging.getLogger(__name__)
@@ -50,16 +52,14 @@ def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Eng
     cls, method = load_engine(name), options.method
     check_arguments(name, options.engine_args)
     check_pair(name, cls, method)
+    check_trained(options.model, method)
     cls.check_method(options.model, method)
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
     extra = {} if observer is None else {"recorder": observer}
     options = replace(options, method=calibrated(method, options.model, options.device))
-    if isinstance(method, SpanMethod):
-        below: Engine = cls.create(replace(options, method=method.below()), **extra)
-        return BlockEngine(below, method)
-    made: Engine = cls.create(options, **extra)
-    return made
+    made: Engine = cls.create(replace(options, method=options.method.below()), **extra)
+    return BlockEngine(made, method) if isinstance(method, SpanMethod) else made
 
 
 def check_pair(name: str, engine: type[Engine], method: Method) -> None:
@@ -78,8 +78,33 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
         )
 
 
+def refuse_without_messages(family: str) -> None:
+    """Refuse `protect=system` where nobody can tell messages apart."""
+    if family == PLAIN.name:
+        raise UsageError(
+            "protect=system: this model's chat format is none that is known (phase_family: plain; "
+            "docs/models.md), so nobody can tell where its system message ends; "
+            "use --set protect=prompt or a number of tokens"
+        )
+
+
+def check_task(name: str, engine: type[Engine], task: type[Task]) -> None:
+    """Refuse a task that asks what the engine cannot do."""
+    missing = sorted(task.needs - {capability.value for capability in engine.capabilities})
+    if missing:
+        raise UsageError(
+            f"task {task.name!r} needs {missing[0]}, which engine {name!r} has not; "
+            "kvbench ls engines shows who has"
+        )
+
+
 def warn_without_phases(method: Method, gateway: AnyGateway) -> None:
-    """Say that a method goes by phases which nobody can tell in this model's format."""
+    """Say that a method goes by phases which nobody can tell in this model's format.
+
+    A method that must know where the system message ends is refused.
+    """
+    if method.protect == "system":
+        refuse_without_messages(str(gateway.provenance()["phase_family"]))
     by_phase = method.query_plan().kind is QueryKind.PER_PHASE
     if by_phase and gateway.provenance()["phase_family"] == PLAIN.name:
         _log.warning(
@@ -94,6 +119,9 @@ def check_all(specs: Sequence[RunSpec]) -> None:
     for spec in specs:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
+        check_trained(spec.model, spec.built_method)
+        check_task(spec.engine, cls, load_task(spec.task))
+        check_foresight(spec)
         cls.check_model(spec.model)
         cls.check_options(engine_options(spec))
 
@@ -112,6 +140,7 @@ def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
     task = load_task(spec.task).create(spec.task_params)
     try:
         samples = task.samples(spec.limit, spec.seed)
+        refuse_trained_on(spec.model, samples)
         expected = len(samples) * spec.trials
         with RunStore(out).open(spec.id, spec.document(), environment(), expected) as run:
             done = run.finished_trials()
@@ -161,9 +190,9 @@ def trial_setup(
         stack.callback(engine.shutdown)
         gateway = open_gateway(
             engine,
+            spec.built_method,
             default_max_tokens=spec.max_tokens,
             tool_syntax=spec.tool_syntax or "auto",
-            closing=spec.built_method.closing_markers,
         )
         warn_without_phases(spec.built_method, gateway)
         endpoint = None
@@ -229,12 +258,9 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
 
 def _changed_settings(spec: RunSpec) -> dict[str, Any]:
     """Return the method's and the task's parameters that are not the defaults."""
-    method = spec.built_method
-    defaults = {name: known.default for name, known in method.parameters().items()}
-    defaults |= method.presets.get(method.preset, {})
-    defaults |= load_task(spec.task).create({}).settings()
-    given = {**spec.params, **spec.task_params}
-    return {name: value for name, value in given.items() if value != defaults.get(name)}
+    defaults = load_task(spec.task).create({}).settings()
+    changed = {key: value for key, value in spec.task_params.items() if value != defaults.get(key)}
+    return {**spec.built_method.changed_settings(), **changed}
 
 
 _STOP_S = 3.0  # for cancelled trials to end before the engine is shut down under them
@@ -314,8 +340,10 @@ class TrialThreads:
         for session in sessions:
             with suppress(KVBenchError, KeyError, OSError):  # it may end meanwhile
                 stats = self._setup.engine.stats(session)
+                # `logical` has what waits for its prefill, too.
+                fed = min(stats.logical, stats.live + stats.evicted - stats.restored)
                 written += stats.decode_tokens
-                read += stats.logical - stats.decode_tokens
+                read += max(fed - stats.decode_tokens, 0)
         return f"{len(sessions)} under way, {read:,} tokens read, {written:,} written"
 
     def _hung(self, what: str) -> EngineGoneError:

@@ -114,7 +114,7 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
     resolved = replace(
         spec,
         method=method.label,
-        budget=spec.budget if method.compresses else None,
+        budget=spec.budget if method.takes_budget else None,
         params=method.settings(),
         task_params=task.create({**spec.task_params, **own}).settings(),
         calibration=spec.calibration if method.needs_calibration else "",

@@ -9,17 +9,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from threading import Timer
 from typing import Any, Self
 from urllib.parse import quote
 
 from agentbench_kv.adapters.base import (
-    AgentClient,
     Message,
     Outcome,
     Reply,
     Sample,
+    SteeredClient,
     Task,
     TrialContext,
 )
@@ -46,6 +45,7 @@ from agentbench_kv.results.records import (
     Usage,
 )
 from agentbench_kv.results.store import RunDir
+from agentbench_kv.run.foresight import last_uses
 from agentbench_kv.run.spec import RunSpec
 
 MAX_ATTEMPTS = 3
@@ -104,9 +104,11 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
         "max_tokens": spec.max_tokens,
     }
     client = InProcessClient(setup.gateway, session, **shared)
+    if spec.built_method.foresees and (uses := last_uses(spec, setup.task, sample)) is not None:
+        setup.gateway.foresee(session, uses)
     about = setup.gateway.provenance()
     started = time.perf_counter()
-    deadline = Deadline(spec.timeout_s, partial(setup.gateway.cancel, session))
+    deadline = Deadline(spec.timeout_s, client.cancel)
     setup.deadlines[session] = deadline
     with deadline:
         context = TrialContext(
@@ -239,11 +241,33 @@ class Deadline:
 
 
 class TimedClient:
-    """An agent client that has nothing more to say once the trial's time is up."""
+    """A trial's client that has nothing more to say once the trial's time is up."""
 
-    def __init__(self, client: AgentClient, deadline: Deadline) -> None:
+    def __init__(self, client: SteeredClient, deadline: Deadline) -> None:
         self._client = client
         self._deadline = deadline
+        self.places, self.tokens, self.close = client.places, client.tokens, client.close
+
+    @property
+    def forks(self) -> bool:
+        return self._client.forks
+
+    def force(
+        self,
+        messages: Sequence[Message],
+        said: Message,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._deadline.check()
+        self._client.force(messages, said, tools)
+        self._deadline.check()
+
+    def fork(self) -> TimedClient:
+        self._deadline.check()
+        return TimedClient(self._client.fork(), self._deadline)
+
+    def another(self) -> TimedClient:
+        return TimedClient(self._client.another(), self._deadline)
 
     def chat(
         self,

@@ -1,0 +1,198 @@
+"""From runs to a model trained for SideQuest: rows, steps, verdict, folder; each goes on if cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.errors import UsageError
+from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+from agentbench_kv.results.files import json_bytes, write_atomic
+from agentbench_kv.results.runs import run_folders
+from agentbench_kv.results.store import RunReader
+from agentbench_kv.run.recordings import AnswerSource, gold_source, run_source
+from agentbench_kv.run.traces import TraceCounts, trace_rows
+from agentbench_kv.training.sidequest.annotation import Annotator, by_model, by_rule
+from agentbench_kv.training.sidequest.judge import judge
+from agentbench_kv.training.sidequest.rows import (
+    SideQuestRow,
+    count_rows,
+    read_rows,
+    rows_sha,
+    write_rows,
+)
+from agentbench_kv.training.sidequest.save import losses, save_model, verdict_document
+from agentbench_kv.training.sidequest.tune import StepReport, TuneOptions, Tuner
+
+ROWS, DATA_CARD = "data.jsonl", "data.json"
+_FULL = ("full", "full-constrained")
+_MOST_JUDGED = 100  # held-out questions
+Report = Callable[[StepReport | str], None]
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What a user asked to be trained."""
+
+    model: str
+    runs: tuple[Path, ...] = ()
+    gold: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    tool_syntax: str = "auto"
+    limit: int | None = None
+    every: int = 4
+    annotator: str = ""
+    options: TuneOptions = field(default_factory=TuneOptions)
+    most_steps: int | None = None
+
+
+def train_sidequest(request: TrainingRequest, out: Path, report: Report) -> list[str]:
+    """Make rows, train, judge and save; return what came of it, a line each.
+
+    UsageError or PrerequisiteError for a request that cannot be met.
+    """
+    base = model_path(request.model)
+    rows, card = _data(request, out, report)
+    tuner = Tuner(base, rows, card["sha"], request.options, out)
+    tuner.resume()
+    report(f"{_told(card)}; {tuner.steps} steps, from {tuner.step}")
+    asked = [row for row in rows if row.held_out and row.kind == "auxiliary"][:_MOST_JUDGED]
+    codec = TokenCodec(load_tokenizer(base))
+    ends = {int(codec.tokenizer.eos_token_id)}
+
+    def judged() -> dict[str, Any]:
+        tuner.network.eval()
+        return verdict_document(judge(tuner.network, asked, codec.decode, ends))
+
+    tuner.run(report, request.most_steps)
+    if tuner.step < tuner.steps:
+        return [*_curve(out), f"stopped at step {tuner.step} of {tuner.steps}: {out}"]
+    with tuner.network.disable_adapter():
+        before = judged()
+    verdicts = {"base": before, "trained": judged()}
+    folder = save_model(tuner, base, out, card, verdicts)
+    return [*_curve(out), *_verdict_lines(verdicts), str(folder)]
+
+
+def _data(
+    request: TrainingRequest, out: Path, report: Report
+) -> tuple[list[SideQuestRow], dict[str, Any]]:
+    """Return the rows and their card, made now or by an earlier start of the same request."""
+    made_of = _made_of(request)
+    path, card_path = out / ROWS, out / DATA_CARD
+    if card_path.is_file():
+        card: dict[str, Any] = json.loads(card_path.read_text())
+        if card.get("made_of") != made_of:
+            raise UsageError(f"{out} holds rows of other runs or settings; choose another --out")
+        if rows_sha(path) != card["sha"]:
+            raise UsageError(f"{path} is not what {DATA_CARD} says; remove both to make them anew")
+        return read_rows(path), card
+    out.mkdir(parents=True, exist_ok=True)
+    counts, rows = TraceCounts(), []
+    annotate = _annotator(request.annotator)
+    with ExitStack() as stack:
+        for source in _sources(request, stack):
+            for row in trace_rows(source, request.every, annotate, request.options.seed, counts):
+                if row.kind == "main":
+                    report(f"{counts.played} traces played, {counts.wrong} wrong; {row.sample}")
+                rows.append(row)
+    if not rows:
+        raise UsageError(
+            f"of {counts.played} traces {counts.wrong} are wrong and {counts.without_results} hold "
+            "no results of tools: SideQuest is trained on right ones with such; give more runs, or "
+            "--gold TASK"
+        )
+    write_rows(path, rows)
+    card = {"made_of": made_of, "sha": rows_sha(path), **asdict(counts), **count_rows(rows)}
+    write_atomic(card_path, json_bytes(card, indent=1))
+    return rows, card
+
+
+def _made_of(request: TrainingRequest) -> dict[str, Any]:
+    asked = {
+        "runs": [str(folder.resolve().name) for folder in run_folders(request.runs)],
+        "gold": request.gold,
+        "settings": dict(request.settings),
+        "limit": request.limit,
+        "every": request.every,
+        "annotator": request.annotator,
+        "seed": request.options.seed,
+        "model": request.model,
+    }
+    return asked
+
+
+def _sources(request: TrainingRequest, stack: ExitStack) -> Iterator[AnswerSource]:
+    if bool(request.runs) == bool(request.gold):
+        raise UsageError("name the traces: --runs RUN, or --gold TASK")
+    if request.gold:
+        asked = (request.gold, request.model, request.limit, request.settings)
+        yield stack.enter_context(gold_source(*asked, request.tool_syntax))
+    for folder in run_folders(request.runs):
+        _check_run(folder, request.model)
+        yield stack.enter_context(run_source(folder, request.limit))
+
+
+def _check_run(folder: Path, model: str) -> None:
+    spec = RunReader(folder).info.spec
+    if spec["model"] != model:
+        raise UsageError(f"{folder} is a run of {spec['model']}, not of {model}")
+    if spec["method"] not in _FULL:
+        raise UsageError(
+            f"{folder} is a run under {spec['method']}: main traces are those of a full cache; "
+            "kvbench run --method full"
+        )
+
+
+def _annotator(asked: str) -> Annotator:
+    if not asked:
+        return by_rule
+    url, separator, model = asked.rpartition("#")
+    if not separator or not url or not model:
+        raise UsageError(f"--annotator {asked!r}: expected URL#MODEL")
+    return by_model(url, model)
+
+
+def _told(card: Mapping[str, Any]) -> str:
+    return (
+        f"{card['main_rows']} right traces of {card['played']}, {card['auxiliary_rows']} questions "
+        f"about {card['open_cursors']} open results, {card['expired_cursors']} of them expired"
+    )
+
+
+def _curve(out: Path) -> list[str]:
+    """Say how the losses fell: the mean over the first and the last tenth of the steps."""
+    steps = losses(out)
+    part = max(1, len(steps) // 10)
+    lines = []
+    for name, label in (("auxiliary", "answers"), ("distill", "distillation")):
+        first, last = (
+            [step[name] for step in some if step[name] is not None]
+            for some in (steps[:part], steps[-part:])
+        )
+        if first and last:
+            means = (sum(first) / len(first), sum(last) / len(last))
+            lines.append(f"loss of {label}: {means[0]:.4g} at first, {means[1]:.4g} at last")
+    seconds = sorted(step["seconds"] for step in steps)
+    if steps:
+        peak = max(step["peak_mib"] for step in steps)
+        lines.append(f"{seconds[len(seconds) // 2]:.1f} s a step (median), {peak} MiB resident")
+    return lines
+
+
+def _verdict_lines(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for name, found in verdicts.items():
+        recall, precision = (
+            "-" if found[key] is None else f"{found[key]:.1%}" for key in ("recall", "precision")
+        )
+        lines.append(
+            f"{name}: of {found['questions']} held-out questions {found['exact']} exact, "
+            f"{found['unreadable']} unreadable; expired results named {recall}, rightly {precision}"
+        )
+    return lines

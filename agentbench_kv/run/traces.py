@@ -1,0 +1,214 @@
+"""Traces that became right answers, played again as SideQuest would have played them.
+
+Each is played twice. First as it was: the task's own checker must find it right, and its messages
+tell in hindsight when every result was last used. Then under `sidequest`, whose forks are answered
+in hindsight, so that what the model is trained on is what the gateway will show it: the cursors,
+the question, the rows that have left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.adapters.base import Message, Sample
+from agentbench_kv.adapters.probe.session import ChatSession
+from agentbench_kv.engines.base import Capability, Generation, PhaseLabeller, Sampling
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.engines.scripted import ScriptedGeneration
+from agentbench_kv.gateway import Gateway
+from agentbench_kv.gateway.gateway import Request
+from agentbench_kv.gateway.session import Answer, ChatResult, Session
+from agentbench_kv.methods.dropping.sidequest import SideQuest
+from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.run.recordings import (
+    LONGEST_ANSWER,
+    Answers,
+    AnswerSource,
+    RecordingEngine,
+    recording_endpoint,
+)
+from agentbench_kv.run.trial import Attempt, TrialSetup, play_session
+from agentbench_kv.training.sidequest.annotation import Annotator, ExpiryQuestion, verdict
+from agentbench_kv.training.sidequest.hindsight import CursorUse, cursor_uses, expired
+from agentbench_kv.training.sidequest.rows import SideQuestRow
+
+
+@dataclass
+class TraceCounts:
+    """What became of the traces."""
+
+    played: int = 0
+    wrong: int = 0
+    without_results: int = 0
+
+
+class TraceEngine(RecordingEngine):
+    """Answers with given ids; its forks are asked for expired cursors, and leave a row each."""
+
+    capabilities = RecordingEngine.capabilities | {Capability.FORK, Capability.EVICT_SPANS}
+
+    def __init__(
+        self,
+        answers: Answers,
+        tokenizer_path: Path,
+        ask: Callable[[int], list[int]],
+    ) -> None:
+        super().__init__(answers, tokenizer_path, 1 << 24)
+        self._ask = ask
+        self._gone: dict[str, set[int]] = {}
+        self._asked: dict[str, int] = {}  # fork -> the request of its session that it is asked at
+        self.asked: list[tuple[int, list[int], list[int]]] = []  # request, ids, positions
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        super().fork(session, new, labeller)
+        self._gone[new] = set(self._gone.get(session, ()))
+        self._asked[new] = len(self._begins[session]) + 1
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        gone = self._gone.setdefault(session, set())
+        before = len(gone)
+        gone.update(at for begin, end in spans for at in range(begin, end))
+        return len(gone) - before
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        if session not in self._asked:
+            return super().generate(session, sampling)
+        state, request = self._sessions[session], self._asked[session]
+        left = [at for at in range(len(state.tokens)) if at not in self._gone[session]]
+        self.asked.append((request, [state.tokens[at] for at in left], left))
+        return ScriptedGeneration(state, self._ask(request), sampling, LONGEST_ANSWER)
+
+    def whole(self, session: str) -> tuple[list[int], list[bool]]:
+        """Return a closed session's ids, and which of them it answered with."""
+        tokens = list(self._states[session].tokens)
+        answered = [False] * len(tokens)
+        for begin, end in zip(self._begins[session], self._ends[session], strict=True):
+            answered[begin:end] = [True] * (end - begin)
+        return tokens, answered
+
+
+@dataclass
+class _Hindsight:
+    """A trace's cursors, as far as they have been closed."""
+
+    session: ChatSession
+    uses: list[CursorUse]
+    lots: random.Random
+    closed: set[int] = field(default_factory=set)
+    asked: dict[int, ExpiryQuestion] = field(default_factory=dict)  # by request
+
+    def question(self, request: int) -> ExpiryQuestion:
+        left = [
+            use for use in self.uses if use.brought <= request and use.cursor not in self.closed
+        ]
+        gone = expired(left, request)
+        read = self.session.answers[request - 1]
+        found = ExpiryQuestion(self.session, read, tuple(left), tuple(sorted(gone)))
+        self.asked[request] = found
+        return found
+
+    def close_some(self, question: ExpiryQuestion) -> tuple[int, ...]:
+        """Draw which of the expired cursors are closed now (line 17); the rest stay open."""
+        count = self.lots.randint(0, len(question.expired))
+        drawn = self.lots.sample(question.expired, count)
+        self.closed.update(drawn)
+        return tuple(sorted(drawn))
+
+
+def trace_rows(
+    source: AnswerSource, every: int, annotate: Annotator, seed: int, counts: TraceCounts
+) -> Iterator[SideQuestRow]:
+    """Yield the rows of every trace whose answer is right, its main row first.
+
+    `every` is how many requests lie between two questions; `seed` draws which cursors are closed.
+    """
+    for sample in source.samples:
+        counts.played += 1
+        session = _right_session(source, sample)
+        if session is None:
+            counts.wrong += 1
+            continue
+        uses = cursor_uses(session)
+        if not uses:
+            counts.without_results += 1
+            continue
+        lots = random.Random(f"{seed}/{sample.id}")
+        yield from _rows(source, sample, _Hindsight(session, uses, lots), every, annotate)
+
+
+class HearingGateway(Gateway):
+    """Keeps the last request's messages, its answer with them, and its tools."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def _answer(self, state: Session, request: Request) -> Answer:
+        for item in super()._answer(state, request):
+            if isinstance(item, ChatResult):
+                self.messages = (*map(dict, request.messages), item.message)
+                self.tools = tuple(request.tools or ())
+            yield item
+
+
+def _right_session(source: AnswerSource, sample: Sample) -> ChatSession | None:
+    """Play a trace as it was; None unless the task's checker finds it right."""
+    engine = RecordingEngine(source.answers, model_path(source.model), 1 << 24)
+    gateway = HearingGateway(engine, **_how(source))
+    attempt = _play(source, sample, engine, gateway)
+    if attempt.outcome.score != 1.0 or attempt.report.resets:
+        return None
+    return ChatSession(sample.id, gateway.messages, gateway.tools)
+
+
+def _rows(
+    source: AnswerSource, sample: Sample, hindsight: _Hindsight, every: int, annotate: Annotator
+) -> Iterator[SideQuestRow]:
+    def answer(reasoning: str, command: str) -> list[int]:
+        return gateway.written(_message(gateway, reasoning, command))
+
+    def closes(request: int) -> list[int]:
+        question = hindsight.question(request)
+        return answer("", verdict(replace(question, expired=hindsight.close_some(question))))
+
+    engine = TraceEngine(source.answers, model_path(source.model), closes)
+    policy = SideQuest(fork_every=every, fork_tokens=LONGEST_ANSWER)
+    gateway = Gateway(engine, policy=policy, **_how(source))
+    attempt = _play(source, sample, engine, gateway)
+    ids, answered = engine.whole(attempt.report.session)
+    yield SideQuestRow("main", sample.id, ids, list(range(len(ids))), answered)
+    for request, ids, positions in engine.asked:
+        if request == len(hindsight.session.answers):
+            continue  # nobody waits for what is asked at the last one
+        asked, begin = hindsight.asked[request], positions[-1] + 1
+        learnt = answer(annotate(asked), verdict(asked))
+        yield SideQuestRow(
+            "auxiliary",
+            sample.id,
+            [*ids, *learnt],
+            [*positions, *range(begin, begin + len(learnt))],
+            [False] * len(ids) + [True] * len(learnt),
+            [use.cursor for use in asked.open],
+            list(asked.expired),
+        )
+
+
+def _message(gateway: Gateway, reasoning: str, command: str) -> dict[str, str]:
+    """Return the answer to a question; a model without thoughts reasons in its text."""
+    if gateway.codec.ids_of(("<think>",)):
+        return {"role": "assistant", "reasoning_content": reasoning, "content": command}
+    return {"role": "assistant", "content": f"{reasoning}\n{command}".strip()}
+
+
+def _how(source: AnswerSource) -> dict[str, Any]:
+    return {"tool_syntax": source.tool_syntax, "default_max_tokens": LONGEST_ANSWER}
+
+
+def _play(
+    source: AnswerSource, sample: Sample, engine: RecordingEngine, gateway: Gateway
+) -> Attempt:
+    with recording_endpoint(source.task, gateway) as url:
+        return play_session(TrialSetup(source.spec, source.task, engine, gateway, url), sample, 0)

@@ -1,0 +1,101 @@
+"""The answer that a trained model is to give when it is asked for expired cursors.
+
+The reasoning is written by rule, a line for every open result, or by a model behind an endpoint
+that is told what the right answer is (Algorithm 2, line 19). The verdict is the same either way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from agentbench_kv.adapters.probe.session import ChatSession, text_of
+from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.training.sidequest.hindsight import CursorUse
+
+_LONGEST_NAME = 40  # characters
+_LONGEST_RESULT = 600  # characters of a message that the annotating model is shown
+_TIMEOUT_S = 120.0
+_TOLD = """An agent works with tools; every result has a number. Below is what has happened so far.
+Of the open results {open}, those that will not be needed any more are: {gone}.
+
+Write what the agent might think, at this moment and from what it has seen, to come to that answer:
+go over each open result in turn, then say which can go. Be brief. Do not let on that you were told
+the answer, and do not speak of anything that comes later.
+
+{story}"""
+
+
+@dataclass(frozen=True)
+class ExpiryQuestion:
+    """A moment of a trace at which the model is asked."""
+
+    session: ChatSession
+    read: int  # messages of the session that it has read by then
+    open: tuple[CursorUse, ...]
+    expired: tuple[int, ...]  # of the open cursors
+
+
+Annotator = Callable[[ExpiryQuestion], str]
+
+
+def verdict(question: ExpiryQuestion) -> str:
+    """Return the command that ends the answer."""
+    return json.dumps({"del_cursors": list(question.expired)})
+
+
+def by_rule(question: ExpiryQuestion) -> str:
+    """Return a line for every open result: cursor, tool, what it was asked, done or keep."""
+    lines = []
+    for use in question.open:
+        state = "done" if use.cursor in question.expired else "keep"
+        lines.append(f"{use.cursor} {_asked(use)} {state}")
+    return "\n".join(lines)
+
+
+def by_model(url: str, model: str, key: str = "") -> Annotator:
+    """Return an annotator that asks a chat endpoint; PrerequisiteError where that fails."""
+    client = httpx.Client(
+        timeout=_TIMEOUT_S, headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
+
+    def annotate(question: ExpiryQuestion) -> str:
+        asked = _TOLD.format(
+            open=[use.cursor for use in question.open],
+            gone=list(question.expired) or "none of them",
+            story=_story(question),
+        )
+        body = {"model": model, "messages": [{"role": "user", "content": asked}], "temperature": 0}
+        try:
+            answer = client.post(f"{url.rstrip('/')}/chat/completions", json=body)
+            answer.raise_for_status()
+            text = answer.json()["choices"][0]["message"]["content"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise PrerequisiteError(
+                f"the annotating model at {url} did not answer: {error}"
+            ) from error
+        return str(text or "").strip() or by_rule(question)
+
+    return annotate
+
+
+def _asked(use: CursorUse) -> str:
+    """Name a result by its tool and the first thing that the call said."""
+    if use.call is None:
+        return "result"
+    values = [value for value in use.call.arguments.values() if isinstance(value, str | int)]
+    first = " ".join(str(values[0]).split())[:_LONGEST_NAME] if values else ""
+    return f"{use.call.name} {first}".strip()
+
+
+def _story(question: ExpiryQuestion) -> str:
+    lines, cursors = [], {use.message: use.cursor for use in question.open}
+    for at, message in enumerate(question.session.messages[: question.read]):
+        name = f"result {cursors[at]}" if at in cursors else str(message["role"])
+        calls: Sequence[object] = message.get("tool_calls") or ()
+        text = " ".join([text_of(message), *(json.dumps(call) for call in calls)])
+        lines.append(f"[{name}] {text[:_LONGEST_RESULT]}")
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+"""LoRA on both sorts of rows: cross-entropy on answers to the question, distillation on traces.
+
+L = L_CE(auxiliary) + lambda L_distill(main) (SideQuest, section 3.3). The base model's distribution
+is that of the same network with its adapter switched off, so no logits are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.training.sidequest.rows import SideQuestRow
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "steps.jsonl"
+_SAVE_EVERY_S = 120.0
+Progress = Callable[["StepReport"], None]
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The paper's settings where it names one."""
+
+    rank: int = 8
+    alpha: int = 16
+    epochs: int = 3
+    lr: float = 2e-4  # falls to zero in a line
+    main_repeats: int = 3  # how often a main row comes in an epoch
+    distill: float = 500.0  # lambda
+    batch: int = 8  # rows whose gradients make a step; not in the paper
+    seed: int = 0
+    dtype: str = "float32"  # of the frozen weights; the adapter's are float32
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step came to. Losses are means over the rows of their sort; None without one."""
+
+    step: int
+    steps: int
+    auxiliary: float | None
+    distill: float | None  # nats per token, without lambda
+    tokens: int
+    seconds: float
+    peak_mib: int  # of the process, resident, since it began
+
+
+class Tuner:
+    """Trains an adapter for a model; goes on from its checkpoint."""
+
+    def __init__(
+        self,
+        model: Path,
+        rows: Sequence[SideQuestRow],
+        data_sha: str,
+        options: TuneOptions,
+        out: Path,
+    ) -> None:
+        self.options = options
+        self._rows = [row for row in rows if not row.held_out]
+        if not any(row.kind == "auxiliary" for row in self._rows):
+            raise UsageError("no session to train on asks for expired cursors; give more runs")
+        self._identity = {"data": data_sha, **asdict(options)}
+        self._checkpoint, self._log = out / CHECKPOINT, out / LOG
+        self.network = _with_adapter(model, options)
+        weights = [p for p in self.network.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(weights, lr=options.lr, weight_decay=0.0)
+        self.steps = options.epochs * math.ceil(len(self._order(0)) / options.batch)
+        self.step = 0
+
+    @property
+    def samples(self) -> list[str]:
+        """Sessions that it trains on."""
+        return sorted({row.sample for row in self._rows})
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one; UsageError for one of another training."""
+        if not self._checkpoint.is_file():
+            return
+        from peft import set_peft_model_state_dict
+
+        saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        if saved["identity"] != self._identity:
+            raise UsageError(
+                f"{self._checkpoint} is of a training with other data or options; choose another "
+                "--out, or remove it"
+            )
+        set_peft_model_state_dict(self.network, saved["adapter"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self.step = saved["step"]
+
+    def run(self, progress: Progress, most_steps: int | None = None) -> None:
+        """Train to the end, or to `most_steps` in all."""
+        last = self.steps if most_steps is None else min(self.steps, most_steps)
+        saved_at = time.monotonic()
+        self.network.train()
+        try:
+            for batch in self._batches(self.step, last):
+                report = self._take_step(batch)
+                with self._log.open("a") as file:
+                    file.write(json.dumps(asdict(report)) + "\n")
+                progress(report)
+                if time.monotonic() - saved_at > _SAVE_EVERY_S:
+                    self._save()
+                    saved_at = time.monotonic()
+        finally:
+            self._save()
+
+    def _order(self, epoch: int) -> list[int]:
+        repeats = self.options.main_repeats
+        order = [
+            index
+            for index, row in enumerate(self._rows)
+            for _ in range(repeats if row.kind == "main" else 1)
+        ]
+        random.Random(f"{self.options.seed}/{epoch}").shuffle(order)
+        return order
+
+    def _batches(self, first: int, last: int) -> Iterator[list[SideQuestRow]]:
+        """Yield the batches of steps; each is a function of its number alone."""
+        size = self.options.batch
+        per_epoch = self.steps // self.options.epochs
+        for step in range(first, last):
+            epoch, at = divmod(step, per_epoch)
+            chosen = self._order(epoch)[at * size : (at + 1) * size]
+            yield [self._rows[index] for index in chosen]
+
+    def _take_step(self, batch: Sequence[SideQuestRow]) -> StepReport:
+        started = time.perf_counter()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.options.lr * (1 - self.step / self.steps)
+        losses: dict[str, list[float]] = {"main": [], "auxiliary": []}
+        for row in batch:
+            loss = self._loss(row)
+            losses[row.kind].append(loss.item())
+            weight = self.options.distill if row.kind == "main" else 1.0
+            (loss * weight / len(batch)).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        tokens = sum(len(row.ids) for row in batch)
+        seconds = time.perf_counter() - started
+        means = [sum(found) / len(found) if found else None for found in losses.values()]
+        return StepReport(self.step, self.steps, means[1], means[0], tokens, seconds, peak)
+
+    def _loss(self, row: SideQuestRow) -> Tensor:
+        """Return the mean over the learnt tokens of a row, in nats."""
+        at = [place - 1 for place, learnt in enumerate(row.learnt) if learnt and place]
+        logits = logits_at(self.network, row, at)
+        if row.kind == "auxiliary":
+            wanted = torch.tensor([row.ids[place + 1] for place in at], device=logits.device)
+            return functional.cross_entropy(logits, wanted)
+        with torch.no_grad(), self.network.disable_adapter():
+            base = logits_at(self.network, row, at).log_softmax(-1)
+        return functional.kl_div(
+            logits.log_softmax(-1), base, log_target=True, reduction="batchmean"
+        )
+
+    def _save(self) -> None:
+        from peft import get_peft_model_state_dict
+
+        part = self._checkpoint.with_name(CHECKPOINT + ".part")
+        torch.save(
+            {
+                "identity": self._identity,
+                "step": self.step,
+                "adapter": get_peft_model_state_dict(self.network),
+                "optimizer": self._optimizer.state_dict(),
+            },
+            part,
+        )
+        part.replace(self._checkpoint)
+
+
+def logits_at(network: Any, row: SideQuestRow, places: Sequence[int]) -> Tensor:
+    """Return float32 logits [places, vocabulary] behind the tokens at `places` of a row."""
+    end = places[-1] + 1
+    kept = torch.tensor(places, device=network.device)
+    given = inputs(network, row.ids[:end], row.positions[:end])
+    found: Tensor = network(**given, use_cache=False, logits_to_keep=kept).logits[0]
+    return found.float()
+
+
+def inputs(
+    network: Any, ids: Sequence[int], positions: Sequence[int], cached: int = 0
+) -> dict[str, Tensor]:
+    """Return what a network is called with for one sequence, `cached` tokens of it known.
+
+    The mask of ones is not idle: without it transformers takes a gap in the positions for the
+    beginning of another sequence.
+    """
+    return {
+        "input_ids": torch.tensor([ids], device=network.device),
+        "position_ids": torch.tensor([positions], device=network.device),
+        "attention_mask": torch.ones(1, cached + len(ids), device=network.device, dtype=torch.long),
+    }
+
+
+def _with_adapter(model: Path, options: TuneOptions) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise PrerequisiteError(
+            'training needs peft; install it with: pip install "agentbench-kv[train]"'
+        ) from error
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(options.seed)
+    dtype = getattr(torch, options.dtype)
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    base.to(options.device)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, config)
