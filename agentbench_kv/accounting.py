@@ -16,6 +16,10 @@ def _last(before: Any, now: Any) -> Any:  # noqa: ARG001
     return now
 
 
+def _last_known(before: Any, now: Any) -> Any:
+    return before if now is None else now
+
+
 Merge = Callable[[Any, Any], Any]
 
 
@@ -39,6 +43,7 @@ class KVEvent:
 class KVFigures:
     """What engines count and records keep."""
 
+    # What a method asks the model beside the session is held on top of it.
     peak_live: int = _figure("most tokens held at once", max)
     logical: int = _figure("tokens ever seen", _last)
     events: int | list[KVEvent] = _figure("compressions, evictions and restores", add)  # noqa: RUF009
@@ -46,13 +51,22 @@ class KVFigures:
     restored: int = _figure("tokens brought back", add)
     bytes_read: int = _figure("bytes of K and V read while decoding, all layers and heads", add)
     prefill_tokens: int = _figure("tokens prefilled in all", add)
-    longest_prefill: int = _figure("most tokens in one prefill", max)
+    longest_prefill: int = _figure("most new tokens in one prefill", max)
     decode_tokens: int = _figure("tokens generated", add)
     rows_moved: int = _figure("cache rows moved by compaction", add)
     recomputed: int = _figure("tokens whose KV was computed a second time", add)
     # A budget given as a share grows with the session.
     budget: int | None = _figure("the budget in tokens at the session's end", _last, None)
     window_bytes_read: int = _figure("of the bytes read, those of layers that see a window", add)
+    protected: int = _figure("first tokens that no event may evict", max)
+    refused: int = _figure("events for which protected and recent tokens left no room", add)
+    refused_recent: int = _figure("last tokens that the last of them would have kept", max)
+    refused_budget: int | None = _figure("the budget of the last of them", _last_known, None)
+    rewrites: int = _figure("times the history was written anew without what was dropped", add)
+    auxiliary_calls: int = _figure("requests that a method made of the model by itself", add)
+    auxiliary_tokens: int = _figure("tokens that those read and generated", add)
+    auxiliary_s: float = _figure("seconds that those took", add, 0.0)
+    peak_alone: int = _figure("most tokens of a session that has such requests, without them", max)
 
 
 @dataclass

@@ -6,7 +6,7 @@ Parameters of methods: see `agentbench_kv.params`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from agentbench_kv.errors import UsageError, unknown_name
@@ -27,11 +27,13 @@ class ParamSpec:
     low: float | None = None
     high: float | None = None
     rare: bool = False  # recorded only where it is set, so that older runs keep their ids
+    counts: bool = False  # besides the choices, a number of tokens from 1 on, as text
 
     def allowed(self) -> str:
         """Say in words which values are valid."""
         if self.choices is not None:
-            return "one of " + ", ".join(str(choice) for choice in self.choices)
+            more = ", or a number of tokens >= 1" if self.counts else ""
+            return "one of " + ", ".join(str(choice) for choice in self.choices) + more
         if self.type is str:
             return "a text"
         kind = "an integer" if self.type is int else "a number"
@@ -47,6 +49,12 @@ class ParamSpec:
         UsageError
             If it is not one; the message names the allowed values.
         """
+        if self.counts and value not in (self.choices or ()):
+            count = replace(self, type=int, choices=None, low=1, counts=False)
+            try:
+                return str(count.parse(value))
+            except UsageError:
+                raise self._wrong(value) from None
         try:
             parsed = self.type(value)
         except (TypeError, ValueError, OverflowError):
@@ -74,11 +82,12 @@ def param(
     low: float | None = None,
     high: float | None = None,
     rare: bool = False,
+    counts: bool = False,
 ) -> Any:
     """Declare a parameter as a dataclass field.
 
     A rare one is recorded only where it is not the default: for a parameter that came after runs
-    without it, so that they stay what they are.
+    without it, so that they stay what they are. One that `counts` takes a number of tokens too.
     """
     metadata = {
         "doc": doc,
@@ -86,6 +95,7 @@ def param(
         "low": low,
         "high": high,
         "rare": rare,
+        "counts": counts,
     }
     return field(default=default, metadata=metadata)
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("kvbench", deadline=None)
+settings.load_profile("kvbench")
 
 # Tiny tensors on a shared machine: threads only cost time, here and in the processes tests start.
 # Before anything imports torch, which reads it once.
@@ -24,6 +30,23 @@ for _number, _handler in {
 }.items():
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure when it happens: a run that is cut off has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        sys.stdout.write(f"\nFAILED {report.nodeid}\n")
+        sys.stdout.flush()
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """Give back what `cli.main` sets for the end of a process, which here is not one."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if signal.getsignal(signal.SIGINT) is not before:
+        signal.signal(signal.SIGINT, before)
+
 
 _ODD: list[Any] = [
     None, True, -1, 0, 1.5, 2**63, 10**400, -(10**30), float("nan"), float("inf"), 1e308, 5e-324,

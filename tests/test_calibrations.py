@@ -8,8 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from agentbench_kv.conformance.scenes import made_up_calibration
 from agentbench_kv.engines.embedded.model import load_model, model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.calibration import Calibration
@@ -57,6 +60,61 @@ def test_means_are_those_of_normed_queries_before_rope():
         torch.testing.assert_close(
             found.abs_mean[index], pairs.abs().mean(1).float(), atol=1e-4, rtol=1e-3
         )
+        for head, each in enumerate(queries):
+            torch.testing.assert_close(
+                found.covariance[index, head],
+                torch.cov(each.T, correction=0).float(),
+                atol=1e-3,
+                rtol=1e-3,
+            )
+
+
+@pytest.mark.usefixtures("home")
+def test_a_file_of_version_1_serves_the_methods_it_served_and_no_other():
+    model, path = load_model("micro", "float32", "cpu"), calibration_path("micro")
+    made = make_calibration(model, ["some words of a text " * 99], "mine.txt", path)
+    named = identified(spec()).calibration
+    assert identified(spec(method="expected-attention")).calibration == made.sha256 != named
+    with safe_open(path, "pt") as file:  # as it was written before there were covariances
+        old = {name: file.get_tensor(name) for name in file.keys() if "covariance" not in name}  # noqa: SIM118
+        meta = {k: v for k, v in file.metadata().items() if k != "version"}
+    save_file(old, path, metadata=meta)
+    assert identified(spec()).calibration == named
+    for wants in (identified, lambda s: calibrated(s.built_method, "micro", "cpu")):
+        with pytest.raises(PrerequisiteError, match="earlier version, does not hold; make it"):
+            wants(spec(method="expected-attention"))
+    again = make_calibration(model, ["some words of a text " * 99], "mine.txt", path)
+    assert again.sha256 == made.sha256
+    assert identified(spec()).calibration == named
+
+
+@pytest.mark.usefixtures("home")
+def test_a_tasks_own_file_of_version_1_is_made_anew_where_covariances_are_needed(caplog):
+    identified(spec())
+    path = calibration_path("micro", "micro/recall-1k", "float32")
+    Calibration.load(path).without_covariance().save(path)
+    old = identified(spec())
+    caplog.clear()
+    assert (
+        identified(spec(method="expected-attention")).built_method.calibration.covariance
+        is not None
+    )
+    assert "calibrated model micro" in caplog.text
+    assert identified(spec()).calibration == old.calibration
+
+
+def test_a_file_of_a_later_version_is_refused(tmp_path):
+    path = tmp_path / "later.safetensors"
+    made_up_calibration(1, 2, torch.ones(4)).save(path)
+    with safe_open(path, "pt") as file:
+        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = {**file.metadata(), "version": "3"}
+    save_file(parts, path, metadata=meta)
+    with pytest.raises(PrerequisiteError, match="version 3, this kvbench reads 2"):
+        Calibration.load(path)
+    save_file({**parts, "q_covariance": torch.ones(1, 2, 4, 4)}, path)
+    with pytest.raises(PrerequisiteError, match="a covariance"):
+        Calibration.load(path)
 
 
 def test_short_text_is_refused():
@@ -104,7 +162,7 @@ def test_a_text_of_the_users_is_another_run_and_the_old_one_is_found_again():
     path, text = calibration_path("micro"), "a line of text, again and again\n" * 60
     made = make_calibration(model, [text], "mine.txt", path)
     named = identified(spec())
-    assert named.calibration == made.sha256 != own.calibration
+    assert named.calibration == made.without_covariance().sha256 != own.calibration
     make_calibration(model, [text * 2], "longer.txt", path)
     assert identified(spec()).calibration not in (named.calibration, own.calibration)
     for run in (own, named):  # as `analyze evidence` and `leaderboard rerun` read specs
@@ -119,7 +177,7 @@ def test_a_replaced_file_and_the_same_command_is_another_run(tmp_path):
     out = tmp_path / "runs"
     first = run_one(spec(), out, quiet)
     path = calibration_path("micro", "micro/recall-1k", "float32")
-    used = Calibration.load(path)
+    used = Calibration.load(path).without_covariance()
     assert run_one(spec(), out, quiet).run_id == first.run_id
     replace(used, mean=used.mean * 1.001).save(path)
     second = run_one(spec(), out, quiet)
@@ -160,7 +218,8 @@ def test_a_server_takes_only_a_text_of_the_users():
         calibrated(method, "micro", "cpu")
     model = load_model("micro", "float32", "cpu")
     made = make_calibration(model, ["some words of a text " * 99], "w", calibration_path("micro"))
-    assert calibrated(method, "micro", "cpu").calibration.sha256 == made.sha256
+    found = calibrated(method, "micro", "cpu").calibration
+    assert found.sha256 == made.without_covariance().sha256
 
 
 @pytest.mark.usefixtures("home")

@@ -25,8 +25,8 @@ ALLOWED = {
     "analysis": {"budget", "kernels", "methods", "params", "results"},
     "budget": set(),
     "conformance": {
-        "adapters", "analysis", "budget", "engines", "methods", "phases", "registry", "results",
-        "run",
+        "adapters", "analysis", "budget", "engines", "gateway", "methods", "phases", "registry",
+        "results", "run",
     },
     "engines": {"accounting", "environments", "kernels", "methods", "phases"},
     "environments": set(),
@@ -47,7 +47,7 @@ ALLOWED = {
         "methods", "phases", "registry", "results", "training",
     },
     "serving_bench": {"budget", "engines", "gateway", "registry", "results", "run"},
-    "training": {"adapters"},
+    "training": {"adapters", "gateway", "methods", "results"},
 }  # fmt: skip
 ALLOWED["cli"] = set(ALLOWED)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from agentbench_kv.params import ParamSpec, param_specs, parse_settings
 from agentbench_kv.results.records import Metric, TrialStatus
 
 Message = dict[str, Any]
 ScriptedAgent = Literal["gold", "corrupt", "null"]
+# For each turn of the user, and each tool result in it: the last answer that refers to the result,
+# by its turn and its number there, all from 0; the answer that asked for it if none does.
+LastUses = Sequence[Sequence[tuple[int, int]]]
 SCRIPTED_AGENTS: tuple[ScriptedAgent, ...] = ("gold", "corrupt", "null")
 
 
@@ -43,6 +46,51 @@ class AgentClient(Protocol):
         stop: Sequence[str] = (),
     ) -> Reply:
         """Send the whole history, get the next assistant message."""
+        ...
+
+
+@runtime_checkable
+class SteeredClient(AgentClient, Protocol):
+    """A line whose answers can be given, and whose session can be asked aside.
+
+    Sessions beside it have lines of their own; all end with the trial at the latest.
+    """
+
+    @property
+    def forks(self) -> bool:
+        """Whether `fork` works."""
+        ...
+
+    def tokens(self) -> int:
+        """Return how many tokens the session has so far."""
+        ...
+
+    def force(
+        self,
+        messages: Sequence[Message],
+        said: Message,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Send the whole history and give the answer, as if the agent had written it.
+
+        Raises ContextLimitError where the model's context ends.
+        """
+        ...
+
+    def fork(self) -> SteeredClient:
+        """Return a line to a new session that goes on from where this one is."""
+        ...
+
+    def another(self) -> SteeredClient:
+        """Return a line to a new, empty session."""
+        ...
+
+    def places(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return, for each text, where in the session's tokens it stands."""
+        ...
+
+    def close(self) -> object:
+        """End the session."""
         ...
 
 
@@ -104,6 +152,9 @@ class Task(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    # Capabilities that the engine must have, by the values of `engines.base.Capability`. With
+    # `force` the trial's client is a `SteeredClient`.
+    needs: ClassVar[frozenset[str]] = frozenset()
     # Trials talk to an HTTP server, because the benchmark runs in a worker process.
     needs_endpoint: ClassVar[bool] = False
     # Score of the corrupt agent in every sample; None if it depends on the sample: then its mean
@@ -143,6 +194,13 @@ class Task(ABC):
     @abstractmethod
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         """Return the raw assistant texts of an agent whose score is known in advance."""
+
+    def last_uses(self, sample: Sample) -> LastUses | None:  # noqa: ARG002
+        """Return when the golden agent last needs each tool result, where any agent's are like its.
+
+        For policies that know the future, as controls of those that do not. None: nobody knows.
+        """
+        return None
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:  # noqa: ARG002
         """Return a failed trial's metrics: `x_right` 0 of all that `x_asked` counts.

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -332,6 +333,8 @@ class WorkerPool:
         self._limits = limits or Limits()
         self._timing = timing or WorkerTiming()
         self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-worker-"))
+        # At the end of the process too, if an interrupt came before somebody could close this.
+        self._delete = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._process: WorkerProcess | None = None
         self._failed_starts = 0  # in a row
         self._starting = threading.Lock()
@@ -359,7 +362,7 @@ class WorkerPool:
         if (running := self._process) is not None:
             running.close_input()
             running.join(self._timing.grace)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._delete()
 
     def __enter__(self) -> Self:
         return self

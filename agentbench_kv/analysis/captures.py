@@ -28,10 +28,15 @@ from agentbench_kv.results.files import writing
 
 REQUIRED = ("q", "k", "v")
 CALIBRATION = ("q_mean_real", "q_mean_imag", "q_abs_mean", "inv_freq")
-NAMES = (*REQUIRED, "phase", "positions", "tokens", "decoded", "prompt", "now", *CALIBRATION)
+COVARIANCE = "q_covariance"
+NAMES = (
+    *(*REQUIRED, "phase", "positions", "tokens", "decoded", "prompt", "system", "now"),
+    *(COVARIANCE, *CALIBRATION),
+)
 LAST_POSITION = 10**8
 """Far past any session; what comes later would only ask for absurd amounts of memory."""
 
+_SIZES = ("head_dim / 2", "head_dim")  # of a statistic's last axes: one of pairs, two of channels
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # An honest archive of vectors hardly shrinks; one that unpacks to more of both is refused.
 _UNPACKED, _GROWTH = 256 << 20, 20
@@ -52,6 +57,7 @@ class Capture:
     positions: Tensor  # logical [tokens], ascending
     now: int  # of the event: tokens at earlier positions are candidates, the others the future
     prompt: int = 0  # tokens of the first prefill
+    system: int | None = None  # tokens of the system message with its tools; None: not known
     phases: Tensor | None = None  # [tokens]: 0 think, 1 act, 2 tool, 3 others
     tokens: Tensor | None = None  # ids [tokens]
     decoded: Tensor | None = None  # bool [tokens], generated ones; if absent, all after the prompt
@@ -85,6 +91,7 @@ class Capture:
             *(q, k, v, positions),
             now=checks.scalar("now", int(positions[-1]) + 1, int(positions[0]) + 1),
             prompt=checks.scalar("prompt", 0, 0),
+            system=checks.scalar("system", 0, 0) if "system" in arrays else None,
             phases=checks.per_token("phase", 3),
             tokens=checks.per_token("tokens"),
             decoded=None if decoded is None else decoded.bool(),
@@ -111,12 +118,16 @@ class Capture:
             "now": torch.tensor(self.now),
             "prompt": torch.tensor(self.prompt),
         }
+        if self.system is not None:
+            arrays["system"] = torch.tensor(self.system)
         labels = {"phase": self.phases, "tokens": self.tokens, "decoded": self.decoded}
         arrays |= {name: tensor for name, tensor in labels.items() if tensor is not None}
         if self.calibration is not None:
             mean, abs_mean = self.calibration.mean[layers], self.calibration.abs_mean[layers]
             statistics = (mean.real, mean.imag, abs_mean, self.calibration.frequencies)
             arrays |= zip(CALIBRATION, statistics, strict=True)
+            if self.calibration.covariance is not None:
+                arrays[COVARIANCE] = self.calibration.covariance[layers]
         return arrays
 
     @property
@@ -161,8 +172,7 @@ class Capture:
         index = list(chosen)
         statistics = self.calibration
         if statistics is not None:
-            mean, abs_mean = statistics.mean[index], statistics.abs_mean[index]
-            statistics = replace(statistics, mean=mean, abs_mean=abs_mean)
+            statistics = statistics.part(index)
         q, k, v = self.q[index], self.k[index], self.v[index]
         return replace(self, q=q, k=k, v=v, calibration=statistics)
 
@@ -176,6 +186,11 @@ class Capture:
         return self.phases
 
 
+def _shown(name: str) -> str:
+    """Return a name of an array for an error; one that would not stay on its line, quoted."""
+    return name if name.isidentifier() else repr(name)
+
+
 class _Checks:
     """Checks the arrays of one capture; every problem is a UsageError that starts with `source`."""
 
@@ -185,7 +200,7 @@ class _Checks:
         self._arrays = arrays
         for name in REQUIRED:
             if name not in arrays:
-                found = ", ".join(sorted(present)) or "nothing"
+                found = ", ".join(map(_shown, sorted(present))) or "nothing"
                 raise self._error(f"missing array {name!r}; expected q, k and v, found {found}")
         for name in set(present) - set(NAMES):
             close = difflib.get_close_matches(name, set(NAMES) - set(present), 1, 0.8)
@@ -247,26 +262,32 @@ class _Checks:
 
     def calibration(self) -> Calibration | None:
         """Return TriAttention's statistics if the file has them."""
-        found = [name for name in CALIBRATION if name in self._arrays]
+        found = [name for name in (*CALIBRATION, COVARIANCE) if name in self._arrays]
         if not found:
             return None
-        for name in CALIBRATION:
+        for name in (*CALIBRATION, *found[len(CALIBRATION) :]):
             if name not in found:
                 raise self._error(f"missing array {name!r}: it goes with {', '.join(found)}")
             if not self._arrays[name].dtype.is_floating_point:
                 raise self._dtype(name, "floating-point numbers")
             self._check_finite(name)
-        real, imaginary, size = map(self._statistic, CALIBRATION[:3])
-        frequencies = self._shared(CALIBRATION[3], self._head_dim // 2).float()
-        return Calibration(torch.complex(real, imaginary), size, frequencies)
+        half, whole = self._head_dim // 2, self._head_dim
+        real, imaginary, size = (self._statistic(name, half) for name in CALIBRATION[:3])
+        frequencies, mean = (
+            self._shared(CALIBRATION[3], half).float(),
+            torch.complex(real, imaginary),
+        )
+        spread = self._statistic(COVARIANCE, whole, whole) if COVARIANCE in found else None
+        return Calibration(mean, size, frequencies, covariance=spread)
 
-    def _statistic(self, name: str) -> Tensor:
-        """Return a statistic [layers, q_heads, head_dim / 2]; one layer may lack its axis."""
-        array, shape = self._arrays[name], (self._layers, self._heads, self._head_dim // 2)
-        if array.ndim == 2 and self._layers == 1:
+    def _statistic(self, name: str, *size: int) -> Tensor:
+        """Return a statistic [layers, q_heads, *size]; one layer may lack its axis."""
+        array, shape = self._arrays[name], (self._layers, self._heads, *size)
+        if array.ndim == len(shape) - 1 and self._layers == 1:
             array = array[None]
         if array.shape != shape:
-            raise self._shape(name, f"{list(shape)}, layers by q_heads by head_dim / 2", array)
+            words = " by ".join(["layers", "q_heads", *[_SIZES[len(size) - 1]] * len(size)])
+            raise self._shape(name, f"{list(shape)}, {words}", array)
         return array.float()
 
     def _check_shapes(self) -> bool:

@@ -6,14 +6,15 @@ Every figure is a sum over tokens and their number, so that sessions can be weig
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-MEANS = ("kl", "dnll")  # in nats, without an upper bound
-_OF_TOKENS = (*MEANS, "top1", "flips", "right")
+MEANS = ("kl", "dnll", "flips")  # of which less is better; all but the last in nats
+_OF_TOKENS = (*MEANS, "top1", "right")
 SURE = 0.1  # how far the full cache's best is ahead of the second where a change is a flip
 DISTANCES = (1, 8, 32, 128)  # tokens since the last event, upper ends; beyond: `later`
 _BLOCK = 64  # tokens whose distributions exist at the same time
@@ -56,7 +57,7 @@ def _compare(full: Tensor, other: Tensor | None, tokens: Tensor) -> TokenFigures
     two = chances.topk(2, -1).values
     own = other.argmax(-1)
     same = own == best
-    kl = (chances * (p - q)).sum(-1)
+    kl = (chances * (p - q)).sum(-1).clamp(min=0)  # by rounding a sum may be below
     chosen = tokens[:, None]
     dnll = (p.gather(-1, chosen) - q.gather(-1, chosen))[:, 0]
     return TokenFigures(
@@ -106,6 +107,22 @@ class FidelityCounts:
             found[f"{name}_total" if mean else f"{name}_right"] = total
             found[f"{name}_count" if mean else f"{name}_asked"] = count
         return found
+
+
+@dataclass
+class TokenLog:
+    """Every answered token's figures in their order, for those who want more than sums."""
+
+    columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, figures: TokenFigures, labels: Mapping[str, Sequence[Any]]) -> None:
+        """Add neighbouring tokens; `labels` are further columns."""
+        for name in ("kl", "dnll", "top1", "right"):
+            values = getattr(figures, name).tolist()
+            exact = isinstance(values[0], float) if values else False
+            self.columns[name] += [float(f"{v:.6g}") for v in values] if exact else values
+        for name, column in labels.items():
+            self.columns[name] += column
 
 
 def _zeros() -> list[float]:

@@ -44,9 +44,13 @@ class MethodInput:
     now: int  # tokens ever seen
     prompt: int = 0  # tokens of the first prefill
     phases: Tensor | None = None  # by logical position, [now]
+    system: int = 0  # tokens of the system message
 
     def select(self, method: Method) -> Selection:
-        return method.select(self.layers, self.queries, self.now, self.prompt, self.phases)
+        given = (self.layers, self.queries, self.now, self.prompt, self.phases)
+        if method.protect == "system":
+            return method.select(*given, self.system)
+        return method.select(*given)
 
     @property
     def places(self) -> Tensor:
@@ -96,6 +100,11 @@ def ready(method: Method, capture: Capture, now: int) -> Method:
             f"{method.label} needs tokens after the event: the capture ends at its event, position "
             f"{now}; give an earlier one with --now"
         )
+    if method.protect == "system" and capture.system is None:
+        raise UsageError(
+            f"{method.label} needs to know where the system message ends: the capture has no array "
+            "'system' (its number of tokens); use --set protect=N"
+        )
     if not method.needs_calibration:
         return method
     if capture.calibration is None:
@@ -136,7 +145,7 @@ def input_at(
         keys, values = (gathered(source[layer], held) for source in (capture.k, capture.v))
         layers.append(LayerView(keys, values, capture.positions[held], known))
     queries, phases = kept_queries(capture, plan, count), phases_by_position(capture, now)
-    return MethodInput(layers, queries, now, capture.prompt, phases)
+    return MethodInput(layers, queries, now, capture.prompt, phases, capture.system or 0)
 
 
 def gathered(source: Tensor, rows: Tensor) -> Tensor:
@@ -207,7 +216,8 @@ def event_points(capture: Capture, method: Method) -> list[int]:
     # Whether the last token ends a turn cannot be known: say no.
     ends = decoded & ~torch.nn.functional.pad(decoded, (0, 1), value=True)[1:]
     marks = (capture.positions, decoded, starts, ends)
-    schedule, points, live = Schedule(method), [], 0
+    protected = method.protected(capture.prompt, capture.system or 0)
+    schedule, points, live = Schedule(method, protected), [], 0
     for position, is_decoded, first, last in zip(*(m.tolist() for m in marks), strict=True):
         # A token is sampled, and events run, when all before it are fed; it is fed afterwards.
         # Each trigger counts on, also behind one that fires.

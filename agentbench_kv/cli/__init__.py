@@ -22,6 +22,7 @@ VERBS = (
     "ablate", "analyze", "baseline", "bench", "browser", "calibrate", "capture", "compare",
     "completion", "convert", "data", "demo", "doctor", "env", "export", "fidelity", "judge",
     "leaderboard", "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
+    "train",
 )  # fmt: skip
 # Verbs that share a file with a closely related one.
 _FILES = {
@@ -56,10 +57,18 @@ def kvbench() -> None:
 
 def main() -> None:
     """Run the command line; user errors become one line and exit code 2."""
-    streams.mend_streams()
-    _show_notes()
-    process_env.apply()
+    interrupts.raise_interrupts()
     try:
+        _run()
+    finally:
+        interrupts.end_at_once()  # while the interpreter cleans up there is nothing left to save
+
+
+def _run() -> None:
+    try:
+        streams.mend_streams()
+        _show_notes()
+        process_env.apply()
         try:
             code = kvbench.main(standalone_mode=False) or 0
         except SystemExit as ended:
@@ -74,7 +83,6 @@ def main() -> None:
     except KVBenchError as error:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        interrupts.end_at_once()
         _fail("interrupted; the same command goes on where it stopped", interrupts.INTERRUPTED)
     except BrokenPipeError:  # whoever read the output has seen enough
         streams.silence(sys.stdout)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 _CAPTURE = "Capture file, .npz or .safetensors (docs/analysis.md)"
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_PLACE = re.compile(r"(\d+):(\d+)")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+_PLACE = re.compile(r"(\d{1,9}):(\d{1,9})")
 many_captures = opt.many(
     "--capture captures", f"{_CAPTURE}; repeatable, results are pooled.", opt.PATH, required=True
 )
@@ -240,14 +240,15 @@ def audit(trace: Path | None, positions: str, as_json: bool) -> None:
 
     if trace is None:
         raise UsageError("audit needs a trace: add --trace FILE")
-    chosen = read_positions(positions)
+    ranges = read_ranges(positions)
     loaded = Trace.load(trace)
     # Without an event that saw it, a position that never was would read "still held" everywhere.
     seen = [event.logical for event in loaded.events]
     length = max(seen, default=0) if loaded.phases is None else len(loaded.phases)
-    if max(chosen) >= length:
-        raise UsageError(f"position {max(chosen)}: the trace knows positions 0 to {length - 1}")
-    found = run_audit(loaded.events, chosen)
+    last = max(asked.stop for asked in ranges) - 1
+    if last >= length:
+        raise UsageError(f"position {last}: the trace knows positions 0 to {length - 1}")
+    found = run_audit(loaded.events, [position for asked in ranges for position in asked])
     tokens = [evidence.document() for evidence in found]
     _show({"analysis": "audit", "tokens": tokens}, audit_tables(found), as_json, [trace])
 
@@ -337,15 +338,16 @@ def read_place(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def read_positions(text: str) -> list[int]:
+def read_ranges(text: str) -> list[range]:
     """Read positions and inclusive ranges, `120-135,200`."""
-    positions: list[int] = []
+    found = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
             raise UsageError(
-                f"--positions {part.strip()!r}: expected positions and ranges, e.g. 120-135,200"
+                f"--positions {part.strip()[:40]!r}: expected positions and ranges, e.g. "
+                "120-135,200"
             )
-        positions += range(first, last + 1)
-    return positions
+        found.append(range(first, last + 1))
+    return found

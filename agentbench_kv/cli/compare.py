@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _MOST_REPLAYED = 8  # sessions that are played again for their logits
+_MOST_DIGITS = 18
 FORMATS = ("terminal", "markdown", "junit", "github", "json")
 
 
@@ -26,8 +27,11 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
     """Read the number of --flips, for which click takes the next word whatever it is."""
     if value is None:
         return 0
-    if not value.isdecimal() or not int(value):
-        raise UsageError(f"--flips {value}: no number; write --flips 20, or --flips at the end")
+    # Python reads no number of some thousand digits, and nobody has so many samples.
+    if not value.isdecimal() or len(value) > _MOST_DIGITS or not int(value):
+        raise UsageError(
+            f"--flips {value[:40]}: no number of samples; write --flips 20, or --flips at the end"
+        )
     return int(value)
 
 
@@ -35,7 +39,7 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 @click.argument("runs", metavar="BASE CAND [RUN]...", nargs=-1)
 @opt.shown(
     "--margin",
-    "How much worse is harmless: points of score, percent of speed or memory.",
+    "How much worse is harmless: points of score, percent of speed or memory, 0.01 nats.",
     default=1.0,
 )
 @opt.shown(
@@ -46,8 +50,8 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 )
 @opt.shown(
     "--metric",
-    "score, pass^K (of runs with trials), a sub-score such as recurring, peak_live, or "
-    "output_tok_s.",
+    "score, pass^K (of runs with trials), a sub-score such as recurring, kl or dnll and their "
+    "parts (fidelity), peak_live, or output_tok_s.",
     default="score",
 )
 @opt.shown(

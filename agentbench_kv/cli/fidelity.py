@@ -12,24 +12,33 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from agentbench_kv.results.fidelity import FidelityLine
-    from agentbench_kv.results.stats import Interval
     from agentbench_kv.run.recordings import Recording
 
 
 @click.command()
-@opt.many("--method methods METHOD", "Method, or method@preset; repeatable.", required=True)
+@opt.many(
+    "--method methods METHOD",
+    "Method or method@preset, with settings of its own if any (agentkv,pool=max); repeatable.",
+    required=True,
+)
 @opt.many("--budget budgets TOKENS", "As kvbench run takes it; repeatable.")
 @opt.option("--task", "Play this task's golden sessions.", default="", show_default=False)
-@opt.shown("--from source RUN", "Play the sessions of this run instead.", opt.FOLDER, envvar=None)
+@opt.shown(
+    "--from source RUN",
+    "Play the sessions of this run instead, or those of a file: a JSON object with messages and "
+    "tools a line.",
+    opt.PATH,
+    envvar=None,
+)
 @opt.option("--model", "The shipped micro model, or a Hugging Face model folder.", default="micro")
 @opt.shown("--limit", "Only the first N sessions.", opt.POSITIVE)
 @opt.option("--dtype", default="float32")
 @opt.option("--device", default="auto")
 @opt.option("--tool-syntax", "How the golden sessions' calls are read.", default="auto")
-@opt.set_option("Parameter of the methods or the task; repeatable.")
+@opt.set_option("Parameter of the methods, or setting of the task (route=chat); repeatable.")
+@opt.shown(
+    "--save-tokens", "Keep the figures of every token of the sessions played now.", is_flag=True
+)
 @opt.out_option()
 @opt.quiet_option
 @opt.json_option
@@ -51,13 +60,16 @@ def fidelity(
     from agentbench_kv.cli.interrupts import interruptible
     from agentbench_kv.errors import UsageError
     from agentbench_kv.registry import load_task
-    from agentbench_kv.results.fidelity import fidelity_lines
+    from agentbench_kv.results.fidelity import divergence
+    from agentbench_kv.results.runs import RunGroup, load_run
     from agentbench_kv.results.store import RunStore
-    from agentbench_kv.results.terminal import console
+    from agentbench_kv.results.tables.fidelity import fidelity_tables
+    from agentbench_kv.results.tables.formats import show
     from agentbench_kv.run.fidelity import fidelity_arms, play_fidelity
+    from agentbench_kv.run.selfcheck import self_check
 
     if bool(asked["task"]) == bool(asked["source"]):
-        raise UsageError("name the sessions: --task TASK, or --from RUN")
+        raise UsageError("name the sessions: --task TASK, --from RUN, or --from FILE.jsonl")
     settings = opt.parse_settings(pairs)
     of_task = set(load_task(asked["task"]).parameters()) if asked["task"] else set()
     own = {key: value for key, value in settings.items() if key not in of_task}
@@ -67,59 +79,35 @@ def fidelity(
         recordings, label, model = _recorded(asked, chosen)
         specs = [arm.spec(model, label, asked["dtype"], asked["device"]) for arm in arms]
         told = _say if not quiet else lambda *_: None
-        play_fidelity(specs, recordings, out, {"sessions": label}, told)
-    lines = fidelity_lines([RunStore(out).find(spec.id) for spec in specs])
+        of_run = asked["source"] and asked["source"].is_dir()
+        # In less than float32 a run's own tokens come back only if they are fed as it drew them.
+        by_token = bool(of_run) and asked["dtype"] != "float32"
+        about = {"sessions": label, "fed": "token by token" if by_token else "in stretches"}
+        play_fidelity(specs, recordings, out, about, told, asked["save_tokens"], by_token)
+    folders = [RunStore(out).find(spec.id) for spec in specs]
+    for line in self_check(asked["source"], folders) if of_run else ():
+        click.echo(line, err=True)
+    runs = [load_run(folder.path) for folder in folders]
     if as_json:
-        opt.print_json([asdict(line) for line in lines])
+        found = [divergence(RunGroup(run.label, (run,))) for run in runs]
+        opt.print_json([asdict(each) for each in found if each is not None])
     else:
-        console().print(_table(lines))
+        show(fidelity_tables(runs), "terminal")
 
 
 def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recording], str, str]:
     """Return the sessions, what they are called, and the model whose tokens they are."""
-    from agentbench_kv.run.recordings import record_gold, record_run
+    from agentbench_kv.run.recordings import record_file, record_gold, record_run
 
-    if asked["source"]:
-        found, model = record_run(asked["source"], asked["limit"])
-        return found, f"run/{asked['source'].resolve().name}", model
-    model, task = asked["model"], asked["task"]
-    found = record_gold(task, model, asked["limit"], chosen, asked["tool_syntax"])
-    return found, f"{task}/gold", model
+    source, model, limit, syntax = (asked[k] for k in ("source", "model", "limit", "tool_syntax"))
+    if source and not source.is_dir():
+        return record_file(source, model, limit, syntax), f"file/{source.stem}", model
+    if source:
+        found, model = record_run(source, limit)
+        return found, f"run/{source.resolve().name}", model
+    task = asked["task"]
+    return record_gold(task, model, limit, chosen, syntax), f"{task}/gold", model
 
 
 def _say(session: str, done: int, total: int) -> None:
     click.echo(f"{done}/{total} sessions; playing {session}", err=True)
-
-
-def _table(lines: list[FidelityLine]) -> Table:
-    from agentbench_kv.results.terminal import new_table
-
-    rows = []
-    for line in lines:
-        found, shares = line.against_first, line.shares
-        change = (
-            "" if found is None else f"{found.point:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
-        )
-        adjusted = "" if line.p_value is None else f"{line.p_value:.3g}"
-        rows.append((
-            line.method, line.budget, line.sessions, f"{line.events:.1f}",
-            _nats(line.means.get("kl")), _nats(line.means.get("kl_value")),
-            _percent(shares.get("top1")), _percent(shares.get("flips")),
-            _percent(shares.get("calls_exact")), change, adjusted,
-        ))  # fmt: skip
-    return new_table(
-        "method", "budget", "sessions", "events", "KL", "KL of values", "same best token",
-        "flips", "exact calls", "KL less the first's", "p (Holm)", rows=rows,
-    )  # fmt: skip
-
-
-def _nats(interval: Interval | None) -> str:
-    if interval is None:
-        return "-"
-    return f"{interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
-
-
-def _percent(interval: Interval | None) -> str:
-    if interval is None:
-        return "-"
-    return f"{interval.point:.1%} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -23,6 +24,7 @@ _ENDING = (
 )
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANGING_S = 5.0
+_SOON_S = 0.02
 
 
 class _Interruption(KeyboardInterrupt):
@@ -37,8 +39,11 @@ def interruptible() -> Iterator[None]:
     """
     before, told = set(threading.enumerate()), False
 
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal told
+        if not told and _in_finalizer(frame):
+            _send_again(number)
+            return
         if told:
             _tell("\x1b[?25h" if os.isatty(2) else "")  # a progress bar has hidden the cursor
             os._exit(INTERRUPTED)
@@ -60,6 +65,34 @@ def interruptible() -> Iterator[None]:
     finally:
         for each in mine if not told else ():
             signal.signal(each, theirs[each])
+
+
+def raise_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt as ever, but never where Python would swallow it."""
+    if _in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    if _in_finalizer(frame):
+        _send_again(number)
+    else:
+        signal.default_int_handler(number, frame)
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Whether an object is being deleted: what is raised there is printed and forgotten."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    timer = threading.Timer(_SOON_S, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
 
 
 def end_at_once() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -157,7 +158,9 @@ SPEC_OPTIONS = {
     "model": model_option,
     "limit": option("--limit", "Only the first N samples.", int),
     "trials": option("--trials", default=1),
-    "concurrency": option("--concurrency", "Sessions driven at once.", default=16),
+    "concurrency": option(
+        "--concurrency", "Sessions driven at once. [default: 16; llamacpp 1]", int
+    ),
     "temperature": option("--temperature", default=0.0, show_default=False),
     "max_tokens": option("--max-tokens", default=1024, show_default=False),
     "timeout": option("--timeout", "Seconds per trial.", default=3600.0, show_default=False),
@@ -192,19 +195,31 @@ def base_spec(
     seed: int = 0,
 ) -> RunSpec:
     """Return the spec all runs of a command share; what is not named is to be filled in."""
+    from agentbench_kv.registry import load_engine
     from agentbench_kv.run.spec import RunSpec
 
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
     plain |= {"timeout_s": plain.pop("timeout"), "task": task, "seed": seed}
     plain |= {name: plain[name] or 0 for name in ("context_limit", "max_live_tokens")}
     plain["tool_syntax"] = plain["tool_syntax"].replace("auto", "")
+    if plain["concurrency"] is None:
+        plain["concurrency"] = load_engine(plain["engine"]).at_once
     return RunSpec(method=method, budget=parse_budget(budget), **plain)
+
+
+def _finite(document: Any) -> Any:
+    """Replace numbers that JSON does not have, such as an interval without an end, by null."""
+    if isinstance(document, dict):
+        return {key: _finite(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_finite(each) for each in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout, text outside ASCII as it is where that can be written."""
     whole = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=not whole)
+    json.dump(_finite(document), sys.stdout, indent=2, ensure_ascii=not whole, allow_nan=False)
     sys.stdout.write("\n")
 
 

@@ -99,7 +99,15 @@ def show_listing(kind: str, engine: str | None, as_json: bool) -> None:
     cells = [map(_cell, row.values()) for row in rows]
     console().print(new_table(*columns, rows=cells))
     if kind == "methods":
+        console().print(RULED, markup=False, soft_wrap=True)
         console().print(HINT, markup=False, soft_wrap=True)
+
+
+RULED = (
+    "NAME@system and NAME@prompt are a method's default preset that never evicts the system "
+    "message with its tools, or anything before the first generated token "
+    "(--set protect=N: the first N tokens)"
+)
 
 
 def _described(kind: str, describe: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -120,6 +128,7 @@ def _method(name: str, engine: str | None, able: set[Capability]) -> dict[str, A
         "name": name,
         "summary": cls.summary,
         "presets": {key: dict(value) for key, value in cls.presets.items()},
+        "presets_by_rule": sorted(cls.known_presets().keys() - cls.presets.keys()),
         "default_preset": cls.default_preset or None,
         "needs_budget": cls.compresses,
         "parameters": [

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agentbench_kv.results.runs import Run
     from agentbench_kv.results.tables.model import Table
 
-KINDS = ("accuracy", "efficiency", "throughput", "curves")
+KINDS = ("accuracy", "efficiency", "throughput", "curves", "fidelity")
 FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 
 
@@ -58,7 +58,8 @@ def report(
 ) -> None:
     """Tables of RUNS, run directories or folders of them.
 
-    Accuracy against budget, efficiency, throughput, summaries of the curves. What could not be
+    Accuracy against budget, efficiency, throughput, summaries of the curves, distance from the full
+    cache. What could not be
     read goes to stderr, a line each.
     """
     from agentbench_kv.results.runs import load_runs, run_folders

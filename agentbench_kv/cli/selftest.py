@@ -117,7 +117,7 @@ def models(pairs: tuple[str, ...], markdown: bool, as_json: bool, **chosen: Any)
     Tokens and kept sets of each are compared with Hugging Face's own eager attention, blind to what
     was evicted. An engine whose environment is missing is skipped with the reason.
     """
-    from agentbench_kv.conformance.models import METHODS, FamilyRow, model_suite
+    from agentbench_kv.conformance.models import METHODS, FamilyRow, as_markdown, model_suite
     from agentbench_kv.results.terminal import console, new_table
 
     def say(row: FamilyRow) -> None:
@@ -130,14 +130,13 @@ def models(pairs: tuple[str, ...], markdown: bool, as_json: bool, **chosen: Any)
         engine_args=opt.parse_settings(pairs, "--engine-arg"),
         report=say,
     )
-    titles = ("family", "attention", "engine", "layers in reach", "outcome")
-    cells = [(row.family, row.attention, row.engine, row.reach, row.outcome) for row in rows]
     if as_json:
         opt.print_json([row.document() for row in rows])
     elif markdown:
-        for line in (titles, ["---"] * len(titles), *cells):
-            click.echo(f"| {' | '.join(line)} |")
+        click.echo("\n".join(as_markdown(rows)))
     else:
+        titles = ("family", "attention", "engine", "layers in reach", "outcome")
+        cells = [(row.family, row.attention, row.engine, row.reach, row.outcome) for row in rows]
         console().print(new_table(*titles, rows=cells))
     click.get_current_context().exit(1 if any(row.failed for row in rows) else 0)
 

@@ -80,6 +80,7 @@ def serve(
         ends_soon,
     )
     from agentbench_kv.registry import make_method
+    from agentbench_kv.run.foresight import refuse_foresight
     from agentbench_kv.run.runner import start_engine, warn_without_phases
     from agentbench_kv.run.spec import check_limits
 
@@ -99,13 +100,13 @@ def serve(
     check_limits(engine, context, live or 0)
     options |= {"context_limit": context, "max_live_tokens": live}
     made = make_method(method, budget, pairs)
+    refuse_foresight(made)
     started = start_engine(engine, EngineOptions(model, made, **options))
     try:
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}
         limits["idle_s"] = asked["session_idle"] or None
         limits["conversations"] = asked["concurrency"] if asked["sessions"] == "auto" else 0
-        reading = {"tool_syntax": asked["tool_syntax"], "closing": made.closing_markers}
-        gateway = open_gateway(started, **reading, **limits)
+        gateway = open_gateway(started, made, tool_syntax=asked["tool_syntax"], **limits)
         warn_without_phases(made, gateway)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)

@@ -27,11 +27,13 @@ from torch import Tensor
 from agentbench_kv.analysis.traces import CacheEvent, ScoredEvent
 from agentbench_kv.conformance.scenes import made_up_calibration
 from agentbench_kv.engines.base import (
+    Capability,
     Engine,
     EngineOptions,
     FinishReason,
     Generation,
     KVStats,
+    PhaseLabeller,
     Sampling,
 )
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
@@ -39,10 +41,12 @@ from agentbench_kv.engines.embedded.model import fix_rope
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Selection
+from agentbench_kv.methods.spans import Source, TurnNotes
 from agentbench_kv.phases import TokenCodec, TokenPhases
 from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher
 
 PATIENCE_S = 10.0
+SYSTEM_SHARE = 3  # of a session's first prompt, one part in so many passes for a system message
 _POOL_FIGURES = {"free_blocks", "total_blocks", "sessions", "allocated_bytes"}
 _numbers = itertools.count(1)
 
@@ -97,6 +101,7 @@ class SessionTrace:
     after: list[KVStats] = field(default_factory=list)  # accounting after the turn
     kept_missing: str = ""  # why `events` are not those of `stats`; empty if they are
     error: Exception | None = None  # what ended the session early
+    system: int = 0  # tokens that the engine was told are the system message
 
     @property
     def prompt(self) -> int:
@@ -180,8 +185,21 @@ class DrivenSession:
         self.engine, self.name, self.trace = engine, name, SessionTrace()
         engine.open(name, TokenPhases())
 
+    def fork(self, name: str, labeller: PhaseLabeller) -> DrivenSession:
+        """Return a session that goes on from here; its trace has this one's turns."""
+        twin = copy.copy(self)
+        self.engine.fork(self.name, name, labeller)
+        twin.name, twin.trace = name, copy.deepcopy(self.trace)
+        return twin
+
     def feed(self, prompt: Sequence[int]) -> None:
-        self.engine.extend(self.name, prompt, plain_phases(prompt))
+        engine = self.engine
+        if Capability.PROTECT_SYSTEM in engine.capabilities and engine.wants_notes:
+            if not self.trace.tokens:
+                self.trace.system = len(prompt) // SYSTEM_SHARE
+            notes = TurnNotes([(len(prompt), Source.DOCUMENT)], system=self.trace.system)
+            engine.note(self.name, prompt, notes)
+        engine.extend(self.name, prompt, plain_phases(prompt))
         self.trace.add(prompt, decoded=False)
 
     def start(self, turn: TurnPlan, sampling: Sampling) -> Generation | None:

@@ -215,7 +215,7 @@ FAMILIES: dict[str, TinyFamily] = {
             "intermediate_size_mlp": 128,
         },
     ),
-    "stablelm": TinyFamily("stablelm", "a family that no one has checked"),
+    "stablelm": TinyFamily("stablelm", "partial rotary; on no list of ours"),
 }
 
 

@@ -131,7 +131,7 @@ def _input_at(
             sums = got.reshape(len(places), -1, got.shape[-1]).mean(1).gather(1, places)
         layers.append(LayerView(keys, values, places, sums))
         queries.append(Queries(vectors, held, phases[held]))
-    return MethodInput(layers, queries, now, trace.prompt, phases)
+    return MethodInput(layers, queries, now, trace.prompt, phases, trace.system)
 
 
 def check_sessions(

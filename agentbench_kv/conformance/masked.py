@@ -102,7 +102,8 @@ def _due(method: Method, trace: SessionTrace) -> list[int]:
             "turn": seen + 1 not in generated,
         }
         fires["prefill+every"] = fires["every"] or seen - 1 not in generated
-        if fires[method.trigger] and live > budget:
+        room = method.has_room(budget, method.protected(trace.prompt, trace.system))
+        if fires[method.trigger] and live > budget and room:
             due.append(seen)
             evicted += live - budget
     return due

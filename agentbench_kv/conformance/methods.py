@@ -17,6 +17,7 @@ from torch import Tensor
 from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance import CheckResult, guarded
 from agentbench_kv.conformance.driver import drive, short_turns
+from agentbench_kv.conformance.drop_checks import check_drops
 from agentbench_kv.conformance.kept_sets import check_replay, check_sessions
 from agentbench_kv.conformance.masked import check_masked_cache
 from agentbench_kv.conformance.reference import tiny_model
@@ -29,11 +30,15 @@ from agentbench_kv.conformance.scenes import (
 from agentbench_kv.conformance.span_checks import check_spans
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase, Selection
+from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.registry import make_method
 
 ENGINE_BUDGET = 160
 """Tokens kept where an engine runs: above the prompts of short sessions, below their lengths."""
+
+LONGEST_OPENING = (120, 40)
+"""Tokens of the longest first prompt there, and of its system message."""
 
 SHAPE = CacheShape()
 
@@ -49,11 +54,15 @@ def method_suite(
     small = build_method(method, budget)
     if isinstance(small, SpanMethod):
         return {"spans": guarded(partial(check_spans, small))}
+    if isinstance(small, DropMethod):
+        return {"messages": guarded(partial(check_drops, small))}
     parts: dict[str, Callable[[], list[CheckResult]]] = {"selection": partial(check_method, small)}
     if not small.offline:
         large = small
         if budget is None and small.compresses and small.budget is not None:
             large = replace(small, budget=max(small.budget, ENGINE_BUDGET))
+            while not large.has_room(large.budget or 0, large.protected(*LONGEST_OPENING)):
+                large = replace(large, budget=(large.budget or 0) + 32)
         qwen3, llama = tiny_model("qwen3", layers=2), tiny_model("llama", kv_heads=1, layers=2)
         parts["masked cache, qwen3"] = partial(check_masked_cache, large, qwen3)
         parts["masked cache, llama"] = partial(check_masked_cache, large, llama)
@@ -114,7 +123,8 @@ def build_method(
     if not probe.compresses:
         return make(None, settings)
     budget = 16
-    while budget < probe.sinks + probe.recent_kept(budget) + 16:
+    # What `make_scene` protects is a third of the budget.
+    while not probe.has_room(budget - 15, probe.protected(budget // 3, budget // 6)):
         budget += 1
     return replace(probe, budget=budget)
 
@@ -129,8 +139,7 @@ def calibrated(method: Method, shape: CacheShape = SHAPE, heads: Tensor | None =
     frequencies = 1e4 ** -torch.linspace(0, 1, shape.head_dim // 2)
     made = made_up_calibration(shape.layers, shape.q_heads, frequencies)
     order = torch.arange(shape.q_heads) if heads is None else heads
-    moved = replace(made, mean=made.mean[:, order], abs_mean=made.abs_mean[:, order])
-    return method.with_calibration(moved)
+    return method.with_calibration(made.part(heads=order))
 
 
 def _budget(method: Method) -> int:
@@ -187,6 +196,22 @@ def _keeps_always(method: Method, seed: int) -> str:
     for head in scene.positions(scene.select(method)).flatten(0, 1).tolist():
         if not must <= set(head):
             return f"evicted {sorted(must - set(head))}, which the method always keeps"
+    return ""
+
+
+def _keeps_protected(method: Method, seed: int) -> str:
+    if type(method).select is not Method.select:
+        return ""  # it takes no `protect`
+    for protect, first in {"system": 4, "prompt": 9, "7": 7}.items():
+        variant = replace(method, protect=protect)
+        while not variant.has_room(_budget(variant), 9):
+            variant = replace(variant, budget=_budget(variant) + 8)
+        scene = _scene(variant, seed, prompt=9)
+        selection = scene.select(variant)
+        if problem := _count_problem(variant, selection, f" under protect={protect}"):
+            return problem
+        if bool((scene.positions(selection)[..., :first] != torch.arange(first)).any()):
+            return f"protect={protect} with {first} tokens evicts one of them"
     return ""
 
 
@@ -318,9 +343,16 @@ def _works_with_young_rings(method: Method, seed: int) -> str:
 
 
 def _survives_a_long_prompt(method: Method, seed: int) -> str:
-    """Take a first prefill as long as the budget or longer."""
+    """Take a first prefill as long as the budget or longer, or refuse it where it is protected."""
     for prompt in (_budget(method), _budget(method) + 8):
-        selection = _scene(method, seed, prompt=prompt).select(method)
+        scene = _scene(method, seed, prompt=prompt)
+        if not method.has_room(_budget(method), method.protected(prompt, scene.system)):
+            try:
+                scene.select(method)
+            except UsageError:
+                continue
+            return f"a protected prompt of {prompt} tokens is not refused"
+        selection = scene.select(method)
         if problem := _count_problem(method, selection, f" after a first prefill of {prompt}"):
             return problem
     return ""
@@ -372,6 +404,7 @@ SELECTION_CHECKS: dict[str, Callable[[Method, int], str]] = {
     "scores fit the cache": _scores_fit,
     "keeps exactly the budget": _keeps_budget,
     "keeps what is always kept": _keeps_always,
+    "keeps what is protected": _keeps_protected,
     "keeps all under budget": _keeps_all_under_budget,
     "evicts one token if one is too many": lambda method, seed: _count_problem(
         method, _scene(method, seed, more=1).select(method)

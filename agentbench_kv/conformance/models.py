@@ -22,7 +22,7 @@ from agentbench_kv.conformance.kept_sets import check_replay
 from agentbench_kv.engines.base import EngineInfo
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.base import Method
-from agentbench_kv.registry import load_engine
+from agentbench_kv.registry import load_engine, make_method
 
 METHODS = ("agentkv", "streamingllm", "streamingllm@paper", "full")
 EXACT, REFUSED, SKIPPED, FAILED = "exact", "refused", "skipped", "FAILED"
@@ -51,12 +51,15 @@ class FamilyRow:
     @property
     def outcome(self) -> str:
         """All verdicts in one text: `exact`, or what holds for which methods and why."""
+        return self._told(lambda why: f": {why}")
+
+    def _told(self, reason: Callable[[str], str]) -> str:
         by_verdict = sorted(self.verdicts.items(), key=lambda item: self._order(item[1]))
         parts = []
         for (outcome, why), members in groupby(by_verdict, key=lambda item: self._order(item[1])):
             names = [name for name, _ in members]
             which = "" if len(names) == len(self.verdicts) else f" ({', '.join(names)})"
-            parts.append(f"{outcome}{which}" + (f": {why}" if why else ""))
+            parts.append(f"{outcome}{which}" + (reason(why) if why else ""))
         return "; ".join(parts)
 
     def _order(self, verdict: ModelVerdict) -> tuple[str, str]:
@@ -69,6 +72,25 @@ class FamilyRow:
 
     def document(self) -> dict[str, Any]:
         return {**asdict(self), "outcome": self.outcome}
+
+
+def as_markdown(rows: Sequence[FamilyRow]) -> list[str]:
+    """Return a table, a row a family and a column an engine, with its numbered reasons below."""
+    reasons: dict[str, int] = {}
+
+    def numbered(why: str) -> str:
+        return f" [{reasons.setdefault(why, len(reasons) + 1)}]"
+
+    engines = list(dict.fromkeys(row.engine for row in rows))
+    lines = [["family", "attention", "layers in reach", *engines]]
+    lines += [["---"] * len(lines[0])]
+    for family in dict.fromkeys(row.family for row in rows):
+        of = {row.engine: row for row in rows if row.family == family}
+        reach = ", ".join(dict.fromkeys(row.reach for row in of.values() if row.reach))
+        cells = [of[name]._told(numbered) if name in of else "" for name in engines]
+        lines.append([family, FAMILIES[family].about, reach, *cells])
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    return [*table, "", *(f"{number}. {why}" for why, number in reasons.items())]
 
 
 def model_suite(
@@ -87,6 +109,8 @@ def model_suite(
     for name in families:
         if name not in FAMILIES:
             raise unknown_name("family", name, FAMILIES)
+    for method in methods:
+        make_method(method, 1 << 20)
     rows = []
     for engine in engines:
         cls = load_engine(engine)
@@ -141,7 +165,7 @@ def _verdict(fixture: Fixture, cls: Any, folder: Path, name: str) -> tuple[Model
         traces = driver.play(model_sessions())
         problem = next(_problems(fixture.network, method, traces), "")
     except UsageError as error:
-        text = str(error)
+        text = str(error).replace(str(folder), "MODEL")
         return ModelVerdict(FAILED if "\n" in text else REFUSED, text), reach
     except (KVBenchError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         return ModelVerdict(FAILED, f"{type(error).__name__}: {error}"), reach

@@ -12,6 +12,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -91,19 +92,18 @@ def reference_logits(
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    AttentionInterface.register(REFERENCE_ATTENTION, _masked_attention)
     masks = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     AttentionMaskInterface.register(REFERENCE_ATTENTION, masks)
     plain = copy.deepcopy(model)
-    plain.set_attn_implementation(REFERENCE_ATTENTION)
     ropes = remove_rotary(plain, len(tokens)) if positions == "cache" else None
     if ropes is not None and rows is None:
         rows = allowed.cumsum(-1) - 1
     reading = _Reading(allowed, ropes, rows, capture, decoder_config(model).max_position_embeddings)
+    # Not handed to the model: some families' code passes on only what it knows itself.
+    AttentionInterface.register(REFERENCE_ATTENTION, partial(_masked_attention, reading))
+    plain.set_attn_implementation(REFERENCE_ATTENTION)
     with torch.inference_mode():
-        output = plain(
-            input_ids=torch.tensor([list(tokens)]), use_cache=False, kvbench_reading=reading
-        )
+        output = plain(input_ids=torch.tensor([list(tokens)]), use_cache=False)
     if len(allowed) not in (len(reading.full), decoder_config(model).num_hidden_layers):
         raise ValueError(
             f"the cache has {len(allowed)} layers, the model {len(reading.full)} with full "
@@ -126,17 +126,17 @@ class _Reading:
 
 
 def _masked_attention(
+    reading: _Reading,
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
     scaling: float,
-    kvbench_reading: _Reading,
     **about: Any,
 ) -> tuple[Tensor, Tensor]:
     """Call the model's own eager attention under transformers' mask and ours."""
-    reading, n = kvbench_reading, query.shape[2]
+    n = query.shape[2]
     eager = sys.modules[type(module).__module__].eager_attention_forward
     window = about.get("sliding_window")
     windowed = window is not None and window < reading.context

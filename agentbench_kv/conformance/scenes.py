@@ -62,7 +62,7 @@ def make_scene(
     size = (shape.layers, shape.q_heads, len(held), shape.head_dim)
     vectors = torch.randn(size, generator=generator) * 2
     queries = [Queries(layer, held, labels[held]) for layer in vectors]
-    return MethodInput(layers, queries, now, prompt, labels)
+    return MethodInput(layers, queries, now, prompt, labels, prompt // 2)
 
 
 def _make_layer(
@@ -102,11 +102,15 @@ def _held_positions(
 
 
 def always_kept(method: Method, now: int, prompt: int) -> Tensor:
-    """Return which of the positions 0..now-1 the method never evicts, [now] of bool."""
+    """Return which of the positions 0..now-1 the method never evicts, [now] of bool.
+
+    Half of the prompt is the system message.
+    """
     positions = torch.arange(now)
     recent = method.recent_kept(method.budget_at(now))
+    protected = method.protected(prompt, prompt // 2)
     declared = (positions < method.sinks) | (positions >= now - recent)
-    own = method._always(positions[None, None], now, prompt)[0, 0]
+    own = method._always(positions[None, None], now, protected)[0, 0]
     return declared | own
 
 
@@ -121,4 +125,7 @@ def made_up_calibration(
     shape = (layers, q_heads, len(frequencies))
     pairs = torch.view_as_complex(torch.randn(*shape, 2, generator=generator))
     spread = torch.rand(shape, generator=generator)
-    return Calibration(pairs, pairs.abs() + spread, frequencies, scale)
+    size = 2 * len(frequencies)
+    factors = torch.randn(layers, q_heads, size, size, generator=generator) / size**0.5
+    covariance = factors @ factors.transpose(-1, -2)
+    return Calibration(pairs, pairs.abs() + spread, frequencies, scale, covariance=covariance)

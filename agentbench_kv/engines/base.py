@@ -21,7 +21,7 @@ from agentbench_kv.accounting import KVEvent as KVEvent
 from agentbench_kv.accounting import KVStats as KVStats
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.errors import ContextLimitError, UsageError
-from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.base import Method, Phase, QueryKind
 from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
 
@@ -31,6 +31,8 @@ class Capability(StrEnum):
     COMPRESS = "compress"
     EVICT_SPANS = "evict_spans"
     FORK = "fork"
+    REWIND = "rewind"
+    FORCE = "force"
     SAVE_BLOCK = "save_block"
     RESTORE_BLOCK = "restore_block"
     SPAN_ATTENTION = "span_attention"
@@ -40,6 +42,7 @@ class Capability(StrEnum):
     TEXT = "text"
     CONSTRAIN = "constrain"
     LOGPROBS = "logprobs"
+    PROTECT_SYSTEM = "protect_system"
 
 
 # What an engine that moves single rows can do to spans.
@@ -162,6 +165,7 @@ class Engine(ABC):
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     takes_arguments: ClassVar[bool] = False  # does it pass `EngineOptions.engine_args` on?
+    at_once: ClassVar[int] = 16  # sessions that a run drives at once if nobody says how many
     info: EngineInfo
     wants_notes: bool = False  # whether `note` is to be called before `extend`
 
@@ -203,6 +207,14 @@ class Engine(ABC):
     def generate(self, session: str, sampling: Sampling) -> Generation:
         """Prefill what is pending, then decode until a stop or a limit."""
 
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        """Prefill what is pending, then take these ids, at least one, as if they had been drawn.
+
+        Phases, kept queries, events and accounting are those of a decode of the same ids. The
+        generation yields them and ends by its length. Raises ContextLimitError if they do not fit.
+        """
+        raise self._cannot(Capability.FORCE, session, tokens)
+
     @abstractmethod
     def stats(self, session: str) -> KVStats:
         """Return a snapshot of the session's accounting."""
@@ -212,7 +224,11 @@ class Engine(ABC):
         """Free the session's cache and return its final accounting; KeyError if unknown."""
 
     def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
-        """Take what the gateway knows about tokens that the next `extend` adds."""
+        """Take what the gateway knows about tokens that the next `extend` adds.
+
+        An engine with `PROTECT_SYSTEM` wants notes under `protect=system`, and tells the session's
+        ledger how long its system message is.
+        """
         del session, tokens
         if notes.hints:
             raise UsageError(f"engine {self.info.name!r} runs no method that takes hints")
@@ -237,7 +253,8 @@ class Engine(ABC):
         """Remove logical spans from all layers and heads, between two generations.
 
         Positions that are not in the cache are passed over. One call is one event; returns the
-        tokens removed.
+        tokens removed. ConnectionError if the rows went with a backend, and only the next
+        generation will compute them again.
         """
         raise self._cannot(Capability.EVICT_SPANS, session, spans)
 
@@ -280,9 +297,47 @@ class Engine(ABC):
         """
         raise self._cannot(Capability.EMBED_TOKENS, tokens)
 
-    def fork(self, session: str, new: str) -> None:
-        """Open a session that has seen what another one has."""
-        raise self._cannot(Capability.FORK, session, new)
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        """Open a session that goes on from where another one, between two generations, is.
+
+        Neither learns what becomes of the other. `labeller` is as in `open`; the new session's
+        account has its lengths, and nothing of what was done before.
+        """
+        raise self._cannot(Capability.FORK, session, new, labeller)
+
+    def rewind(self, session: str, length: int) -> None:
+        """Forget a session's tokens from logical position `length` on, between two generations.
+
+        What is fed next takes their positions. Rows below stay as they are, and what was evicted of
+        them stays evicted. Work that was done stays counted, nothing counts as evicted. The
+        labeller is the caller's to bring back. Raises UsageError if the session has fewer tokens,
+        its method keeps more than plain rows (queries, sums, positions of the cache), or layers
+        with a window have lost what lies before.
+        """
+        raise self._cannot(Capability.REWIND, session, length)
+
+    def _check_rewind(
+        self, session: str, method: Method, length: int, *, tokens: int, fed: int, window: int = 0
+    ) -> None:
+        """Refuse to rewind a session of so many tokens, the model having seen `fed` of them.
+
+        `window` is what layers with a window keep in rings, which lose what they write over.
+        """
+        queries = method.query_plan().kind is not QueryKind.NONE
+        if method.compresses or queries or method.positions == "cache":
+            raise UsageError(
+                f"session {session} cannot be rewound under {method.label}, which keeps more than "
+                "its tokens' rows; use full or full-constrained"
+            )
+        if not 0 <= length <= tokens:
+            raise UsageError(
+                f"session {session} has {tokens} tokens and cannot be rewound to {length}"
+            )
+        if length < fed and 0 < window < fed:
+            raise UsageError(
+                f"session {session} has outgrown its model's windows of {window} tokens and cannot "
+                "be rewound: they have forgotten what came before; open another one"
+            )
 
     def _check_length(self, session: str, tokens: int) -> None:
         if tokens >= self.info.context_limit:

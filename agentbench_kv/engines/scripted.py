@@ -51,14 +51,17 @@ class ScriptedSession:
 class ScriptedEngine(Engine):
     """Replays texts as token ids; the k-th generation of a session id is its k-th text.
 
-    A text that breaks the constraint of its request is an error of the script.
+    A text that breaks the constraint of its request is an error of the script. A forced answer is
+    none of the texts, and a fork goes on with those of the session it is from.
 
     The count of a session id goes on when the session is closed and opened again, because that is
     what a reset does in the middle of a trial. `scripts` gives the assistant texts of a session id,
     in order, without turn ends; past the last one the engine says `Done.`
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.CONSTRAIN})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.CONSTRAIN, Capability.FORCE, Capability.FORK}
+    )
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class ScriptedEngine(Engine):
         self._scripts = scripts
         self._sessions: dict[str, ScriptedSession] = {}
         self._turns: defaultdict[str, int] = defaultdict(int)
+        self._origins: dict[str, str] = {}  # fork -> the session whose texts it goes on with
         self._lock = threading.Lock()
         sha = sha256((tokenizer_path / "tokenizer.json").read_bytes()).hexdigest()
         ends = (int(self._tokenizer.eos_token_id),)
@@ -122,22 +126,41 @@ class ScriptedEngine(Engine):
         state.pending += len(tokens)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
-        state = self._sessions[session]
+        state, origin = self._sessions[session], self._origins.get(session, session)
         with self._lock:
-            turn = self._turns[session]
-            self._turns[session] += 1
-        texts = self._scripts(session)
+            turn = self._turns[origin]
+            self._turns[origin] += 1
+        texts = self._scripts(origin)
         text = texts[turn] if turn < len(texts) else EXHAUSTED
         with self._lock:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         room = self.info.context_limit - len(state.tokens)
         return ScriptedGeneration(state, [*ids, *self.info.eos_token_ids[:1]], sampling, room)
 
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        state = self._sessions[session]
+        room = self.info.context_limit - len(state.tokens)
+        if len(tokens) > room:
+            raise ContextLimitError(f"{len(tokens)} tokens are given, there is room for {room}")
+        return ScriptedGeneration(state, tokens, Sampling(max_tokens=len(tokens)), room)
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        with self._lock:
+            state = self._sessions[session]
+            if new in self._sessions:
+                raise UsageError(f"session {new} is open already")
+            live = state.stats.live
+            stats = KVStats(live=live, peak_live=live, logical=state.stats.logical)
+            logs = (state.tokens.copy(), state.phases.copy())
+            self._sessions[new] = ScriptedSession(labeller, stats, state.pending, *logs)
+            self._origins[new] = self._origins.get(session, session)
+
     def stats(self, session: str) -> KVStats:
         return replace(self._sessions[session].stats, events=[])
 
     def close(self, session: str) -> KVStats:
         with self._lock:
+            self._origins.pop(session, None)
             return self._sessions.pop(session).stats
 
     def sessions(self) -> list[str]:

@@ -18,7 +18,8 @@ from agentbench_kv.gateway.session import (
     UnknownSessionError,
 )
 from agentbench_kv.gateway.text import TextGateway
-from agentbench_kv.methods.base import CLOSINGS
+from agentbench_kv.methods.base import CLOSINGS, Method
+from agentbench_kv.methods.dropping.policy import DropMethod
 
 __all__ = [
     "AnyGateway",
@@ -35,13 +36,15 @@ __all__ = [
 
 
 def open_gateway(
-    engine: Engine, *, tool_syntax: str = "auto", closing: str = CLOSINGS[0], **limits: Any
+    engine: Engine, method: Method | None = None, *, tool_syntax: str = "auto", **limits: Any
 ) -> AnyGateway:
     """Return the gateway that fits an engine: over tokens, or over text.
 
-    An engine at text level reads its calls itself and labels nothing: it needs neither
-    `tool_syntax` nor `closing`, a method's `closing_markers`.
+    `method` is the run's: it says how closing markers are read, and may drop messages. An engine at
+    text level reads its calls itself and labels nothing: it needs no `tool_syntax`.
     """
+    policy = method if isinstance(method, DropMethod) else None
     if isinstance(engine, TextEngine):
-        return TextGateway(engine, **limits)
-    return Gateway(engine, tool_syntax=tool_syntax, closing=closing, **limits)
+        return TextGateway(engine, policy=policy, **limits)
+    closing = CLOSINGS[0] if method is None else method.closing_markers
+    return Gateway(engine, tool_syntax=tool_syntax, closing=closing, policy=policy, **limits)

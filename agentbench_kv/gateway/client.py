@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Self
 
 from agentbench_kv.adapters.base import Message, Reply
-from agentbench_kv.engines.base import KVStats
+from agentbench_kv.engines.base import Capability, KVStats
+from agentbench_kv.errors import ContextLimitError
 from agentbench_kv.gateway.gateway import AnyGateway
 from agentbench_kv.gateway.session import Options, SessionReport, UnknownSessionError
 
@@ -23,6 +24,7 @@ class InProcessClient:
         self._gateway = gateway
         self._options = Options(**sampling)
         self._final: SessionReport | None = None
+        self._sides: list[InProcessClient] = []
 
     def __enter__(self) -> Self:
         return self
@@ -44,8 +46,52 @@ class InProcessClient:
         said = (found.content, found.reasoning, found.tool_calls, found.finish_reason)
         return Reply(*said, found.unparsable, found.raw, found.message)
 
+    @property
+    def forks(self) -> bool:
+        """Whether `fork` works."""
+        return Capability.FORK in self._gateway.engine.info.capabilities
+
+    def tokens(self) -> int:
+        """Return how many tokens the session has so far."""
+        return self._gateway.stats(self.session).logical
+
+    def force(
+        self,
+        messages: Sequence[Message],
+        said: Message,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Send the whole history and give the answer, as if the agent had written it."""
+        found = self._gateway.force(self.session, messages, said, tools)
+        if found.finish_reason == "context_limit":
+            raise ContextLimitError(f"session {self.session} reached the model's last position")
+
+    def fork(self) -> InProcessClient:
+        """Return a line to a new session that goes on from where this one is."""
+        side = self.another()
+        self._gateway.fork(self.session, side.session)
+        return side
+
+    def another(self) -> InProcessClient:
+        """Return a line to a new, empty session; it ends with this one at the latest."""
+        name = f"{len(self._sides) + 1}|{self.session}"
+        self._sides.append(InProcessClient(self._gateway, name, **vars(self._options)))
+        return self._sides[-1]
+
+    def places(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return, for each text, where in the session's tokens it stands."""
+        found: list[list[int]] = self._gateway.places(self.session, texts)
+        return found
+
+    def cancel(self) -> None:
+        """End what the session, and those beside it, answer now and later."""
+        for line in (self, *self._sides):
+            self._gateway.cancel(line.session)
+
     def close(self) -> SessionReport:
         """Close the session if it is open; return its final report, every time."""
+        for side in self._sides:
+            side.close()
         if self._final is None:
             try:
                 self._final = self._gateway.close_report(self.session)

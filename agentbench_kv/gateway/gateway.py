@@ -9,21 +9,28 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from agentbench_kv.adapters.base import LastUses
 from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
+from agentbench_kv.gateway.aside import Aside
+from agentbench_kv.gateway.dropping import SessionDrops
+from agentbench_kv.gateway.executing import Executor
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
-from agentbench_kv.gateway.messages import ChatTemplate, Message, count_calls, text_of
+from agentbench_kv.gateway.messages import Message, count_calls
 from agentbench_kv.gateway.parsing import Reader
+from agentbench_kv.gateway.planning import Planner, reminder
 from agentbench_kv.gateway.readers import reader_for, unread_syntax
 from agentbench_kv.gateway.session import (
     Answer,
@@ -41,12 +48,13 @@ from agentbench_kv.gateway.session import (
     UnknownSessionError,
     notes_for,
 )
+from agentbench_kv.gateway.sidequest import Tools
 from agentbench_kv.gateway.turn import Turn
 from agentbench_kv.methods.base import CLOSINGS
-from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.phases.machine import PhaseTable
 from agentbench_kv.phases.syntax import ToolSyntax, refuse_tools_without_syntax
-from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec, load_tokenizer
 
 # Of sessions that no client named: nothing that the HTTP surface lets through.
 _UNNAMED = "one shot "
@@ -63,6 +71,7 @@ class Request:
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
     prompt: str | Sequence[int] | None = None
+    said: Message | None = None  # the answer, where it is given
 
 
 S = TypeVar("S", bound=BaseSession)
@@ -105,6 +114,7 @@ class BaseGateway(ABC, Generic[S]):
         self._sessions: dict[str, S] = {}
         self._closed: dict[str, SessionReport] = {}
         self._cancelled: set[str] = set()
+        self._foreseen: dict[str, LastUses] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._conversations = Conversations(conversations)
@@ -193,6 +203,58 @@ class BaseGateway(ABC, Generic[S]):
         it, the stop that ended it, and what is new. Ids must extend the token log.
         """
         return _last(self.stream_complete(session, prompt, options, cancellation))
+
+    def force(
+        self,
+        session: str,
+        messages: Sequence[Message],
+        said: Message,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ChatResult:
+        """Have a session answer a chat request with a given message, as if the model wrote it.
+
+        UsageError if the engine cannot.
+        """
+        self._require(Capability.FORCE)
+        given = Request(Options(), Cancellation(), messages, tools, said=said)
+        return _last(self._stream(session, given))
+
+    def fork(self, session: str, new: str) -> None:
+        """Open a session that goes on from where another one is; the two are apart from then on.
+
+        UsageError if the engine cannot, UnknownSessionError if there is no such session.
+        """
+        self._require(Capability.FORK)
+        self._find(session)
+        with self._owned(session) as state:
+            twin = self._fork_of(state, new)
+        with self._lock:
+            twin.used_at = self.clock()
+            self._sessions[new] = twin
+
+    def places(self, session: str, texts: Sequence[str]) -> list[list[int]]:  # noqa: ARG002
+        """Return, for each text, the positions of the tokens it begins with, all over a session.
+
+        A part of a longer word or number is no such place. UsageError if the session has no
+        tokens.
+        """
+        raise UsageError(f"engine {self.engine.info.name!r} shows no tokens of session {session!r}")
+
+    def _require(self, capability: Capability) -> None:
+        info = self.engine.info
+        if capability not in info.capabilities:
+            raise UsageError(
+                f"engine {info.name!r} has no {capability.value}; kvbench ls engines shows who has"
+            )
+
+    def _fork_of(self, state: S, new: str) -> S:  # noqa: ARG002
+        """Return a new session, open, that goes on from one that its caller owns."""
+        raise UsageError(f"engine {self.engine.info.name!r} forks no session like {state.id!r}")
+
+    def foresee(self, session: str, last_uses: LastUses) -> None:
+        """Tell when a session, not open yet, last needs its tool results; forgotten as it opens."""
+        with self._lock:
+            self._foreseen[session] = last_uses
 
     def close_report(self, session: str) -> SessionReport:
         """Free a session and return its final report; a request it is answering is cancelled.
@@ -343,6 +405,9 @@ class BaseGateway(ABC, Generic[S]):
             if name not in self._sessions:
                 self._check_room(name)
                 state = self._sessions[name] = self._new_session(name)
+                foreseen = self._foreseen.pop(name, None)
+                if state.drops is not None:
+                    state.drops.last_uses = foreseen
                 state.used_at = self.clock()
                 old = self._closed.get(name)
                 if old is not None and old.expired:
@@ -438,93 +503,11 @@ def _last(items: Answer) -> ChatResult:
     return results[-1]
 
 
-def reminder(codec: TokenCodec, tokens: Sequence[int], spans: Sequence[SpanRange]) -> str:
-    """Return one line per span of a session's tokens, special tokens left out."""
-    lines = []
-    for start, end in spans:
-        ids = [token for token in tokens[start:end] if token not in codec.special]
-        text = " ".join(codec.decode(ids).split())
-        lines.append(f"[earlier: {text}]\n")
-    return "".join(lines)
-
-
-def remind(messages: Sequence[Message], text: str) -> list[dict[str, Any]]:
-    """Return messages of which the last one by the user begins with the reminder."""
-    reminded = [dict(message) for message in messages]
-    users = [message for message in reminded if message.get("role") == "user"]
-    if users:
-        users[-1]["content"] = text + text_of(users[-1].get("content"))
-    return reminded
-
-
-class Planner:
-    """Turns requests into plans."""
-
-    def __init__(self, codec: TokenCodec, table: PhaseTable) -> None:
-        self._codec = codec
-        family = table.family
-        self._template = ChatTemplate(
-            codec.tokenizer, table.syntax, (*family.opens, *family.closes)
-        )
-        self._message_ends = codec.ids_of(family.closes)  # two in a row are one too many
-        self._vocabulary = 1 + max(codec.tokenizer.get_vocab().values())
-
-    def chat(
-        self,
-        session: Session,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        reminder: str = "",
-    ) -> Plan:
-        """Plan a chat request: the client sends its whole history each time.
-
-        A reminder is put before the user's new message; the client never learns of it.
-        """
-        asked, old = Known.of_chat(messages, tools), session.known
-        if old is not None and not session.broken and asked.extends(old):
-            new = remind(messages[len(old.messages) :], reminder)
-            last = messages[len(old.messages) - 1]
-            text, reset = self._template.render_delta(new, tools, last), False
-            ids = self._without_second_end(session, self._codec.encode(text))
-        else:
-            text, reset = self._template.render_first(messages, tools), not session.fresh
-            ids = self._codec.encode(text)
-        return Plan(ids, reset, asked, thinking=text.rstrip().endswith("<think>"))
-
-    def raw(self, session: Session, prompt: str | Sequence[int]) -> Plan:
-        """Plan a completion: a prompt of text, or of ids that extend the token log."""
-        if not prompt:
-            raise UsageError("the prompt is empty")
-        if not isinstance(prompt, str):
-            return self._raw_ids(session, list(prompt))
-        rest = None if session.broken else _rest_of(prompt, session.known)
-        ids = self._codec.encode(prompt if rest is None else rest)
-        return Plan(ids, rest is None and not session.fresh, Known(text=prompt))
-
-    def _raw_ids(self, session: Session, ids: list[int]) -> Plan:
-        if not 0 <= min(ids) <= max(ids) < self._vocabulary:
-            raise UsageError(f"token ids of this model are from 0 to {self._vocabulary - 1}")
-        size = len(session.tokens)
-        extends = not session.fresh and not session.broken and ids[:size] == session.tokens
-        asked = Known(text=self._codec.decode(ids))
-        return Plan(ids[size:] if extends else ids, not (extends or session.fresh), asked)
-
-    def _without_second_end(self, session: Session, ids: list[int]) -> list[int]:
-        if not ids:
-            return ids
-        last = session.tokens[-1]
-        both_ends = last in self._message_ends and ids[0] in self._message_ends
-        return ids[1:] if ids[0] == last or both_ends else ids
-
-
-def _rest_of(prompt: str, known: Known | None) -> str | None:
-    """Return what `prompt` adds to the known text; None if it is another text."""
-    # The stop that ended the last generation is in the log but not in the text the client got. A
-    # client that goes on without it has another text.
-    if known is None or known.text is None:
-        return None
-    seen = known.text + known.tail
-    return prompt[len(seen) :] if prompt.startswith(seen) else None
+def _whole_word(text: str) -> re.Pattern[str]:
+    """Return what finds a text where it is not a part of a longer word or number."""
+    before = r"(?<!\w)" if text[:1].isalnum() else ""
+    behind = r"(?!\w)" if text[-1:].isalnum() else ""
+    return re.compile(before + re.escape(text) + behind)
 
 
 class Gateway(BaseGateway[Session]):
@@ -532,7 +515,7 @@ class Gateway(BaseGateway[Session]):
 
     `tokenizer` is by default the one in the engine's model folder; `tool_syntax` is a name in
     `SYNTAXES`, or `auto` from chat template and vocabulary; `closing` is how the method reads
-    closing markers; `limits` are those of `BaseGateway`.
+    closing markers, `policy` what drops messages; `limits` are those of `BaseGateway`.
     """
 
     def __init__(
@@ -542,6 +525,7 @@ class Gateway(BaseGateway[Session]):
         tokenizer: Any = None,
         tool_syntax: str = "auto",
         closing: str = CLOSINGS[0],
+        policy: DropMethod | None = None,
         **limits: Any,
     ) -> None:
         super().__init__(engine, **limits)
@@ -551,6 +535,9 @@ class Gateway(BaseGateway[Session]):
         self._asked_syntax = tool_syntax
         engine.decode_with(self.codec.decode)
         self._planner = Planner(self.codec, self.table)
+        self._executor: Executor | None = None
+        if policy is not None:
+            self._executor = Executor(policy, engine, self._planner, self.codec, self._aside)
         self._eos = frozenset(engine.info.eos_token_ids)
         self._grammars = GrammarCompiler(self.codec, self.syntax, engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.
@@ -569,8 +556,38 @@ class Gateway(BaseGateway[Session]):
         state = self._find(session)
         return list(state.tokens), [int(phase) for phase in state.phases]
 
+    def drops(self, session: str) -> SessionDrops | None:
+        """Return what a method has dropped of a session; None under a method that drops nothing."""
+        return self._find(session).drops
+
+    def places(self, session: str, texts: Sequence[str]) -> list[list[int]]:
+        decoder = IncrementalDecoder(self.codec)
+        pieces = [decoder.feed(token) for token in self._find(session).tokens]
+        starts = [0, *itertools.accumulate(map(len, pieces))]
+        whole = "".join(pieces) + decoder.finish()
+        return [
+            [bisect_right(starts, found.start()) - 1 for found in _whole_word(text).finditer(whole)]
+            for text in texts
+        ]
+
     def _new_session(self, name: str) -> Session:
-        return Session(name, self.engine, self.table)
+        drops = self._executor.new_drops(name) if self._executor else None
+        return Session(name, self.engine, self.table, drops=drops)
+
+    def _fork_of(self, state: Session, new: str) -> Session:
+        with self._lock:
+            if new in self._sessions:
+                raise UsageError(f"session {new!r} is open already")
+            self._check_room(new)
+        if not state.opened:
+            raise UnknownSessionError(f"session {state.id!r} has no cache yet")
+        return state.fork(new)
+
+    def written(self, said: Message) -> list[int]:
+        """Return the ids of an answer as the model writes it, its end included."""
+        ids = self.codec.encode(self._planner.said(said))
+        ends = self.codec.ids_of(self.table.family.closes) | self._eos
+        return ids if ids[-1:] and ids[-1] in ends else [*ids, *self.engine.info.eos_token_ids[:1]]
 
     def _answer(self, state: Session, request: Request) -> Answer:
         options = request.options
@@ -580,12 +597,12 @@ class Gateway(BaseGateway[Session]):
         held: tuple[GrammarConstraint | None, str | None] = (None, None)
         if request.tools:
             refuse_tools_without_syntax(self.syntax, self._asked_syntax)
+        before, known = state.stats() if self._executor else None, state.known
         if request.prompt is not None:
             plan = self._planner.raw(state, request.prompt)
+            self._refuse_drops_of_text()
         else:
-            plan = self._planner.chat(state, request.messages, request.tools)
-            if words := self._reminder(state, plan, options):
-                plan = self._planner.chat(state, request.messages, request.tools, words)
+            plan = self._chat_plan(state, request)
             # Without a session every request would name its calls anew, and a history holds many.
             state.calls = max(state.calls, count_calls(request.messages))
             held = (self._constraint(request, plan), self._last_text(options, syntax))
@@ -597,14 +614,78 @@ class Gateway(BaseGateway[Session]):
         silent = (self._hidden, self._eos)
         asked = (reader, options, limit, *silent, request.cancellation, *held)
         reads = partial(unread_syntax, syntax=syntax, thinking=plan.thinking, tools=tools)
-        turn = Turn(state, plan, self.codec, *asked, reads)
+        said = request.said
+        given = () if said is None else self.written(said)
+        before = None if plan.reset else before
+        if self._executor is not None:
+            # Last: what is refused has dropped nothing.
+            plan = self._executor.before(state, plan, request.messages, request.tools)
+        turn = Turn(state, plan, self.codec, *asked, before, said, given, reads)
         turns = len(state.turns)
         try:
             yield from turn.deltas()
         finally:
             if len(state.turns) > turns:
+                if self._executor is not None:
+                    self._executor.after(state, plan, known, request.messages, request.tools)
                 self._answered(state)
         yield turn.result()
+
+    def _chat_plan(self, state: Session, request: Request) -> Plan:
+        """Plan a chat request, with what a method reminds of."""
+        asked = (state, request.messages, request.tools)
+        shown = self._executor.shown(request.messages) if self._executor else None
+        plan = self._planner.chat(*asked, shown=shown)
+        if words := self._reminder(state, plan, request.options):
+            plan = self._planner.chat(*asked, words)
+        return plan
+
+    def _refuse_drops_of_text(self) -> None:
+        if self._executor is not None:
+            raise UsageError(
+                "a method that drops messages needs to be sent messages, and this task sends raw "
+                "completions; choose its chat route: --set route=chat"
+            )
+
+    def _aside(
+        self,
+        state: Session,
+        messages: Sequence[Message],
+        shown: Sequence[Message],
+        tools: Tools,
+        max_tokens: int,
+    ) -> Aside:
+        """Begin a request beside a session: in a fork of it if the engine can, else in a new one.
+
+        A fork reads only what the session has not read; where the messages are another story than
+        the session's, as far as the engine can forget that.
+        """
+        name = f"{state.id} aside {state.stats().auxiliary_calls + 1}"
+        able = Capability.FORK in self.engine.info.capabilities
+        if able and state.opened and not state.broken:
+            twin = state.fork(name)
+        else:
+            twin = Session(name, self.engine, self.table)
+        twin.drops = None
+        plan = self._planner.chat(twin, messages, tools, shown=shown)
+        if plan.reset and twin.rewinds:
+            plan = self._planner.rewrite(twin, plan, shown, tools)
+        syntax, cancellation = self.syntax.without_calls(), Cancellation()
+        reader = reader_for(syntax, twin.next_call_id, thinking=plan.thinking, tools=())
+        asked = (Options(), max_tokens, self._hidden, self._eos, cancellation)
+        turn = Turn(twin, plan, self.codec, reader, *asked)
+
+        def answer() -> tuple[str, KVStats]:
+            text = ""
+            try:
+                for _ in turn.deltas():
+                    pass
+                text = turn.result().content.strip()
+            finally:
+                stats = twin.close().stats
+            return text, stats
+
+        return Aside(answer, cancellation.cancel, len(plan.ids))
 
     def _check_able(self, options: Options) -> None:
         """Refuse what the engine cannot do while it samples."""

@@ -233,6 +233,8 @@ class StoppingServer(uvicorn.Server):
         drain = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         drain.cancel()
+        if self.force_exit:  # uvicorn leaves it waiting, and what ends the loop prints a traceback
+            await self.lifespan.shutdown()
 
     async def _drain(self) -> None:
         if self._answers is None:

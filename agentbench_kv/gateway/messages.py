@@ -37,7 +37,7 @@ def canonical(message: Message) -> Canonical:
     """
     role = _role(message)
     content = text_of(message.get("content"))
-    calls = [_name_and_arguments(call) for call in _calls_of(message)]
+    calls = [name_and_arguments(call) for call in _calls_of(message)]
     if role == "assistant":
         content = content.strip()
     return role, content, json.dumps(calls, sort_keys=True) if calls else ""
@@ -51,7 +51,7 @@ def for_template(message: Message) -> dict[str, Any]:
     plain.pop("tool_calls", None)
     calls = []
     for call in _calls_of(message):
-        name, arguments = _name_and_arguments(call)
+        name, arguments = name_and_arguments(call)
         calls.append(tool_call(call.get("id", ""), name, {} if arguments is None else arguments))
     return {**plain, "tool_calls": calls} if calls else plain
 
@@ -114,7 +114,7 @@ def _part_text(part: object) -> str:
     raise UsageError(f"message content part {kind!r} is not text; this server takes text only")
 
 
-def _name_and_arguments(call: object) -> tuple[str, object]:
+def name_and_arguments(call: object) -> tuple[str, object]:
     """Return a call's function name and its arguments, parsed where they are JSON text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -191,7 +191,7 @@ def _in_words(message: Message) -> Message:
     if message.get("role") == "tool":
         result = text_of(message.get("content"))
         return {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
-    calls = [_name_and_arguments(call) for call in message.get("tool_calls") or ()]
+    calls = [name_and_arguments(call) for call in message.get("tool_calls") or ()]
     if not calls:
         return message
     said = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
@@ -239,6 +239,27 @@ class ChatTemplate:
             raise UsageError("the model's chat template does not show the assistant's content")
         return delta
 
+    def render_said(self, message: Message) -> str:
+        """Return an assistant's message as the model writes it, from its prompt to the turn end.
+
+        Thoughts stand in `reasoning_content`; a template that leaves them out gets them in front.
+        """
+        begin, whole = self._render([_ASKED]), self._render([_ASKED, message], prompt=False)
+        thinking = begin.rstrip().endswith("<think>")
+        head = begin.rstrip().removesuffix("<think>") if thinking else begin
+        if not whole.startswith(head):
+            raise UsageError("the model's chat template does not show how an answer begins")
+        said = whole[len(head) :]
+        ends = [at + len(marker) for marker in self._markers if (at := said.rfind(marker)) >= 0]
+        said = said[: max(ends)] if ends else said.rstrip()
+        thoughts = str(message.get("reasoning_content") or "").strip()
+        if thoughts and thoughts not in said:
+            said = f"<think>\n{thoughts}\n</think>\n\n{said.lstrip()}"
+        if not thinking:
+            return said
+        opened = said.lstrip().removeprefix("<think>")
+        return opened if opened != said.lstrip() else f"\n</think>\n\n{said}"
+
     def _after_calls(self, messages: Sequence[Message], tools: Tools, last: Message) -> str:
         """Return the text behind a message with calls, from its end marker on; empty if unknown."""
         calls = [dict(call) for call in last.get("tool_calls") or ()]
@@ -253,13 +274,15 @@ class ChatTemplate:
         ends = [at for marker in self._markers if (at := rest.find(marker)) >= 0]
         return rest[min(ends) :] if found and ends else ""
 
-    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = True
+    ) -> str:
         if self._prompted:
             messages = all_in_words(messages)
         try:
             plain, listed = [*map(for_template, messages)], [*map(dict, tools)] if tools else None
             text = self._tokenizer.apply_chat_template(
-                plain, tools=listed, add_generation_prompt=True, tokenize=False
+                plain, tools=listed, add_generation_prompt=prompt, tokenize=False
             )
         except KVBenchError:
             raise

@@ -7,18 +7,20 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from typing import Any, Protocol, Self
 
-from agentbench_kv.engines.base import Engine, FinishReason, Generation, KVStats
-from agentbench_kv.engines.text import TextRequest
+from agentbench_kv.engines.base import Capability, Engine, FinishReason, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.gateway.aside import AsideAnswer
+from agentbench_kv.gateway.dropping import SessionDrops
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import Canonical, Message, canonical, tools_key
 from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Hints, Source, TurnNotes
 from agentbench_kv.phases.machine import PhaseMachine, PhaseState, PhaseTable
+from agentbench_kv.phases.opening import system_tokens
 
 _NOT_RECORDED = frozenset(
     {"cached_tokens", "finish_reason", "reset", "cost", "unparsable", "unread_syntax"}
@@ -144,12 +146,19 @@ def kvbench_usage(report: SessionReport, turn: TurnInfo) -> dict[str, Any]:
     }
 
 
+class Cancellable(Protocol):
+    """What can be ended from another thread: a generation, a request."""
+
+    def cancel(self) -> None:
+        """End it soon; harmless when it has ended."""
+
+
 class Cancellation:
     """Lets another thread end a request; safe before, during and after its generation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._generation: Generation | TextRequest | None = None
+        self._generation: Cancellable | None = None
         self._asked = False
 
     def cancel(self) -> None:
@@ -160,7 +169,7 @@ class Cancellation:
         if generation is not None:
             generation.cancel()
 
-    def attach(self, generation: Generation | TextRequest) -> None:
+    def attach(self, generation: Cancellable) -> None:
         """Name the generation that `cancel` ends."""
         with self._lock:
             self._generation = generation
@@ -238,6 +247,8 @@ class Plan:
     reset: bool
     known: Known
     thinking: bool = False
+    keep: int | None = None  # tokens of the log that stay, where the rest is written anew
+    text: str = ""  # that the ids are of, in a chat
 
 
 @dataclass
@@ -254,6 +265,7 @@ class BaseSession(ABC):
     turns: list[TurnInfo] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
     resets: int = 0
+    drops: SessionDrops | None = None  # under a method that drops messages
     prompt_sha: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     opened: bool = False
@@ -335,17 +347,41 @@ class Session(BaseSession):
     def fresh(self) -> bool:
         return not self.tokens
 
-    def prepare(self, *, reset: bool) -> None:
-        """Have an open engine session, an empty one after a reset."""
-        if reset:
-            self.close()
+    def prepare(self, plan: Plan) -> None:
+        """Have an open engine session: empty after a reset, shorter where it is written anew."""
+        if plan.reset:
+            self._begin_anew()
             self.resets += 1
-            self.broken = False
-            self.tokens, self.phases, self.known = [], [], None
-            self.labeller = SessionLabeller(self.table)
+        elif plan.keep is not None:
+            self._rewind(plan.keep)
         if not self.opened:
             self.engine.open(self.id, self.labeller)
             self.opened = True
+
+    def _begin_anew(self) -> None:
+        self.close()
+        self.broken = False
+        self.tokens, self.phases, self.known = [], [], None
+        self.labeller = SessionLabeller(self.table)
+
+    def _rewind(self, keep: int) -> None:
+        """Forget the log from a token on, in the engine too; it may have to begin anew for that."""
+        kept = self.tokens[:keep]
+        if keep == 0 or not self.rewinds:
+            self._begin_anew()
+            return
+        # Until the rest is read, nobody can go on from what the client knows.
+        self.known = None
+        self.engine.rewind(self.id, keep)
+        machine = PhaseMachine(self.table)
+        self.tokens, self.phases = kept, machine.label_many(kept)
+        self.labeller.move_to(machine.state)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether the engine can forget the end of a session alone; windows forget themselves."""
+        info = self.engine.info
+        return Capability.REWIND in info.capabilities and info.reach is None
 
     def extend(self, ids: Sequence[int], hints: Hints) -> None:
         """Append prompt ids to the engine session and to the log."""
@@ -354,7 +390,9 @@ class Session(BaseSession):
         if not ids:
             return
         if hints or self.engine.wants_notes:
-            self.engine.note(self.id, ids, notes_for(self.labeller, ids, hints))
+            system = system_tokens(self.table, ids) if self.fresh else 0
+            notes = replace(notes_for(self.labeller, ids, hints), system=system)
+            self.engine.note(self.id, ids, notes)
         # The log changes only when the engine has taken the ids.
         machine = self.labeller.copy()
         phases = machine.label_many(ids)
@@ -368,19 +406,55 @@ class Session(BaseSession):
         self.tokens.extend(ids)
         self.outputs.append(tuple(ids))
 
+    def fork(self, name: str) -> Session:
+        """Open an engine session that goes on from here; return it, with an account of its own."""
+        log = (self.tokens.copy(), self.phases.copy(), self.calls)
+        twin = Session(name, self.engine, self.table, *log, known=self.known)
+        twin.drops = None if self.drops is None else self.drops.copy()
+        twin.labeller.move_to(self.labeller.state)
+        self.engine.fork(self.id, name, twin.labeller)
+        twin.opened = True
+        return twin
+
     def next_call_id(self) -> str:
         self.calls += 1
         return self.table.syntax.call_ids.format(self.calls)
 
     def stats(self) -> KVStats:
         now = self.engine.stats(self.id) if self.opened else KVStats()
-        return self.carried.followed_by(now)
+        return self._with_drops(self.carried.followed_by(now))
+
+    def _with_drops(self, stats: KVStats) -> KVStats:
+        """Add what an engine cannot know under a method that drops messages."""
+        return stats if self.drops is None else self.drops.account(stats)
+
+    def charge(self, answer: AsideAnswer) -> None:
+        """Put a request that was made beside the session, and is over, to its account."""
+        tokens = answer.stats.prefill_tokens + answer.stats.decode_tokens
+        if self.drops is not None:
+            live = self.engine.stats(self.id).live if self.opened else 0
+            # A fork shares what the session holds, and holds what it has read and generated.
+            self.drops.beside(live, tokens)
+        paid = KVStats(auxiliary_calls=1, auxiliary_tokens=tokens, auxiliary_s=answer.seconds)
+        self.carried = paid.followed_by(self.carried)
+
+    def abandon_aside(self) -> None:
+        """End what is asked beside the session, if anything is; it is paid for all the same.
+
+        How far its answer came is chance, so that it counts for what it had to read.
+        """
+        aside = None if self.drops is None else self.drops.aside
+        if self.drops is not None and aside is not None:
+            self.drops.aside = None
+            aside.cancel()
+            self.charge(replace(aside.result(), stats=KVStats(prefill_tokens=aside.reads)))
 
     def close(self) -> SessionReport:
+        self.abandon_aside()
         if self.opened:
             self.opened = False
             self.carried = self.carried.followed_by(self.engine.close(self.id))
-        return self.report(self.carried)
+        return self.report(self._with_drops(self.carried))
 
 
 class SessionBusyError(KVBenchError):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from agentbench_kv.engines.base import FinishReason, KVStats
@@ -18,9 +21,11 @@ from agentbench_kv.errors import (
     UsageError,
 )
 from agentbench_kv.gateway.calls import Tools, read_calls
+from agentbench_kv.gateway.cursors import question, with_cursors
+from agentbench_kv.gateway.dropping import SessionDrops, as_text, drop_key
 from agentbench_kv.gateway.gateway import BaseGateway, Request
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
-from agentbench_kv.gateway.messages import canonical, tool_call
+from agentbench_kv.gateway.messages import Message, canonical, tool_call
 from agentbench_kv.gateway.parsing import Delta, OutputParser
 from agentbench_kv.gateway.readers import unread_syntax
 from agentbench_kv.gateway.session import (
@@ -28,9 +33,13 @@ from agentbench_kv.gateway.session import (
     BaseSession,
     ChatResult,
     Known,
+    Options,
     SessionReport,
     TurnInfo,
 )
+from agentbench_kv.gateway.sidequest import expired, question_due
+from agentbench_kv.methods.dropping.policy import DropMethod
+from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.phases.syntax import SYNTAXES
 
 
@@ -38,14 +47,25 @@ from agentbench_kv.phases.syntax import SYNTAXES
 class TextSession(BaseSession):
     """A conversation with an endpoint: what was said, and what that was billed.
 
-    `account` takes the endpoint's word for its tokens. Nothing is ever removed from the text, so
-    every token of the last request counts as live.
+    `account` takes the endpoint's word for its tokens: every token of the last request is live.
     """
 
     account: KVStats = field(default_factory=KVStats)
+    tokens_per_character: float = 0.25  # of the last request that the endpoint counted
+
+    def estimate(self, text: str) -> int:
+        """Return about how many tokens a text is: nobody but the endpoint can count them."""
+        return math.ceil(len(text) * self.tokens_per_character)
+
+    def read(self, messages: Sequence[Message], tools: Tools | None, reply: TextReply) -> None:
+        """Learn from the endpoint's count how many tokens a character is."""
+        size = sum(len(as_text(message)) for message in messages) + len(json.dumps(tools or ""))
+        if reply.prompt_tokens and size:
+            self.tokens_per_character = reply.prompt_tokens / size
 
     def stats(self) -> KVStats:
-        return replace(self.account, events=[])
+        stats = replace(self.account, events=self.account.events.copy())
+        return stats if self.drops is None else self.drops.account(stats)
 
     def close(self) -> SessionReport:
         self.opened = False
@@ -61,19 +81,28 @@ class TextSession(BaseSession):
             self.prompt_sha = hashlib.sha256(text.encode()).hexdigest()
         return reset
 
-    def add(self, reply: TextReply, reason: str, *, reset: bool, **read: Any) -> TurnInfo:
-        """Put one answered (or failed) request to the account, and how it was `read`."""
-        before, prompt, output = self.account.live, reply.prompt_tokens, reply.output_tokens
+    def add(
+        self, reply: TextReply, reason: str, before: KVStats, *, reset: bool, **read: Any
+    ) -> TurnInfo:
+        """Put one answered (or failed) request to the account, and how it was `read`.
+
+        `before` is the account before anything was done for it.
+        """
+        prompt, output = reply.prompt_tokens, reply.output_tokens
         fresh = max(prompt - reply.cached_tokens, 0)
         if prompt or output:
             _charge(self.account, prompt, output, fresh)
+        if self.drops is not None and (reset or not self.turns):
+            self.drops.longest = max(self.drops.longest, prompt)
         info = TurnInfo(
             turn=len(self.turns),
             prompt_tokens=prompt,
             output_tokens=output,
             cached_tokens=reply.cached_tokens,
-            live_before=before,
+            live_before=before.live,
             live_after=self.account.live,
+            events=len(self.account.events) - len(before.events),
+            evicted=self.account.evicted - before.evicted,
             prefill_tokens=fresh,
             finish_reason=reason,
             reset=reset,
@@ -89,8 +118,11 @@ class TextGateway(BaseGateway[TextSession]):
 
     engine: TextEngine
 
-    def __init__(self, engine: TextEngine, **limits: Any) -> None:
+    def __init__(
+        self, engine: TextEngine, *, policy: DropMethod | None = None, **limits: Any
+    ) -> None:
         super().__init__(engine, **limits)
+        self._policy = policy
 
     def provenance(self) -> dict[str, Any]:
         """Return what is known of the endpoint, and that it renders and parses itself."""
@@ -104,7 +136,11 @@ class TextGateway(BaseGateway[TextSession]):
         }
 
     def _new_session(self, name: str) -> TextSession:
-        return TextSession(name)
+        state = TextSession(name)
+        if self._policy is not None:
+            context = self.engine.info.context_limit
+            state.drops = SessionDrops(self._policy, context, state.estimate, drop_key(name))
+        return state
 
     def _answer(self, state: TextSession, request: Request) -> Answer:
         """Yield the answer, in one piece of each kind, then the `ChatResult`."""
@@ -119,17 +155,64 @@ class TextGateway(BaseGateway[TextSession]):
         if request.options.hints:
             raise UsageError(f"engine {name!r} runs no method that takes hints")
         asked = Known.of_chat(request.messages, request.tools)
-        reset = state.begin(asked)
+        before, reset = state.stats(), state.begin(asked)
+        shown = self._shown(state, request, reset=reset)
         try:
-            reply = self._ask(request)
+            reply = self._ask(replace(request, messages=shown))
         except EndpointError:
-            state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, reset=reset)
+            state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, before, reset=reset)
             raise
-        result = _result(state, reply, request.tools or (), reset=reset)
+        state.read(shown, request.tools, reply)
+        result = _result(state, reply, request.tools or (), before, reset=reset)
         state.known = replace(asked, messages=(*asked.messages, canonical(result.message)))
+        if state.drops is not None:
+            state.drops.seen = len(state.known.messages)
         self._answered(state)
         yield from _deltas(result)
         yield result
+
+    def _shown(self, state: TextSession, request: Request, *, reset: bool) -> Sequence[Message]:
+        """Return the messages that are sent: without what the policy has dropped, now or before."""
+        drops = state.drops
+        if drops is None:
+            return request.messages
+        if reset:
+            drops.restart()
+        new = request.messages[drops.seen :]
+        fresh = sum(state.estimate(as_text(message)) for message in new)
+        live = 0 if reset else state.account.live
+        wanted = drops.decide(request.messages, live, fresh)
+        ask = partial(self._beside, state, request)
+        messages, method = request.messages, drops.method
+        if isinstance(method, SideQuestPrompted):
+            messages = with_cursors(messages)
+            if question_due(method, drops, request.messages):
+                answer = ask(
+                    [*drops.edited(messages), question(method.trained)], method.fork_tokens
+                )
+                wanted |= expired(method, drops, request.messages, answer)
+        elif wanted and method.summary_tokens:
+            drops.summarise(messages, wanted, ask)
+        drops.dropped |= wanted
+        shown = drops.edited(messages)
+        if wanted:
+            left = sum(state.estimate(as_text(message)) for message in shown) - fresh
+            state.account = state.account.followed_by(drops.rewritten(state.account, max(0, left)))
+        return shown
+
+    def _beside(
+        self, state: TextSession, request: Request, asked: Sequence[Message], limit: int
+    ) -> str:
+        """Ask something beside the session, which pays for it."""
+        began = time.perf_counter()
+        options = Options(max_tokens=limit)
+        reply = self._ask(replace(request, messages=asked, options=options))
+        state.account.auxiliary_calls += 1
+        state.account.auxiliary_tokens += reply.prompt_tokens + reply.output_tokens
+        state.account.auxiliary_s += time.perf_counter() - began
+        if state.drops is not None:  # the beginning of the prompt is the session's
+            state.drops.beside(0, reply.prompt_tokens + reply.output_tokens)
+        return _thoughts(reply)[0]
 
     def _ask(self, request: Request) -> TextReply:
         options = request.options
@@ -181,7 +264,9 @@ def _charge(account: KVStats, prompt: int, output: int, fresh: int) -> None:
     account.decode_kv_sum += output * prompt + output * (output + 1) // 2
 
 
-def _result(state: TextSession, reply: TextReply, tools: Tools, *, reset: bool) -> ChatResult:
+def _result(
+    state: TextSession, reply: TextReply, tools: Tools, before: KVStats, *, reset: bool
+) -> ChatResult:
     """Put the reply to the session's account; return it as the gateway's own result."""
     content, reasoning = _thoughts(reply)
     calls, unparsable = _calls(reply.tool_calls)
@@ -189,7 +274,9 @@ def _result(state: TextSession, reply: TextReply, tools: Tools, *, reset: bool) 
         content = f"{content}\n{json.dumps(reply.tool_calls, ensure_ascii=False)}".strip()
     reason = "tool_calls" if calls and reply.finish_reason == "stop" else reply.finish_reason
     unread = "" if calls else unread_syntax(content, SYNTAXES["none"], thinking=False, tools=tools)
-    turn = state.add(reply, reason, reset=reset, unparsable=unparsable, unread_syntax=unread)
+    turn = state.add(
+        reply, reason, before, reset=reset, unparsable=unparsable, unread_syntax=unread
+    )
     return ChatResult(
         *(content, reasoning, calls, reason, unparsable, reply.content, [], turn, state.report()),
         *(reply.thinking_tokens, reply.logprobs),

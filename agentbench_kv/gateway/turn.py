@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentbench_kv.engines.base import FinishReason, Generation, Sampling, TokenLogprob
+from agentbench_kv.engines.base import (
+    FinishReason,
+    Generation,
+    KVStats,
+    Sampling,
+    TokenLogprob,
+)
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway.grammar import GrammarConstraint
-from agentbench_kv.gateway.messages import canonical
+from agentbench_kv.gateway.messages import Message, canonical
 from agentbench_kv.gateway.parsing import Delta, Logprob, Reader, beginning_of
 from agentbench_kv.gateway.session import (
     Cancellation,
@@ -71,6 +77,10 @@ class Turn:
     cancellation: Cancellation
     constraint: GrammarConstraint | None = None
     last_text: str | None = None  # ends the generation and stays: the end of its only call
+    # The session's account before anything was done for the request; None: as it is now.
+    before: KVStats | None = None
+    said: Message | None = None  # the answer, where it is given
+    given: Sequence[int] = ()  # its tokens
     # Returns the tool syntax that calls in a text are in which the reader took for none.
     unread: Callable[[str], str] = lambda _: ""
 
@@ -93,9 +103,9 @@ class Turn:
     def deltas(self) -> Iterator[Delta]:
         """Yield the message piece by piece."""
         session = self.session
-        session.prepare(reset=self.plan.reset)
+        session.prepare(self.plan)
         self._base = len(session.tokens)
-        self._before = session.stats()
+        self._before = session.stats() if self.before is None else self.before
         try:
             session.extend(self.plan.ids, self.options.hints)
             yield from self._decode()
@@ -127,7 +137,7 @@ class Turn:
         session = self.session
         # Whatever escapes from the engine leaves a log nobody can vouch for.
         session.broken = True
-        generation = self._generation = session.engine.generate(session.id, self._sampling())
+        generation = self._generation = self._start()
         self.cancellation.attach(generation)
         tokens = iter(generation)
         try:
@@ -144,6 +154,12 @@ class Turn:
             session.broken = False
             raise
         session.broken = False
+
+    def _start(self) -> Generation:
+        engine, session = self.session.engine, self.session.id
+        if self.given:
+            return engine.force(session, self.given)
+        return engine.generate(session, self._sampling())
 
     def _read(self, text: str, *, last: bool = False) -> Iterator[Delta]:
         text = self._cutter.feed(text) + (self._cutter.finish() if last else "")
@@ -175,9 +191,9 @@ class Turn:
             ended = self._output and self._output[-1] in self.eos | self._stop_ids
             tail = self._cutter.hit or (self.codec.piece(self._output[-1]) if ended else "")
             return replace(known, text=known.text + self._raw, tail=tail)
-        answer = canonical(
-            {"role": "assistant", "content": reader.content, "tool_calls": reader.tool_calls}
-        )
+        read = {"role": "assistant", "content": reader.content, "tool_calls": reader.tool_calls}
+        # The client goes on from what it gave, however the model's syntax writes and reads it.
+        answer = canonical(read if self.said is None else self.said)
         return replace(known, messages=(*known.messages, answer))
 
     def _sampling(self) -> Sampling:
@@ -194,14 +210,15 @@ class Turn:
         if self._over_limit or self._generation is None:
             return FinishReason.CONTEXT_LIMIT.value
         reason = self._generation.finish_reason or FinishReason.CANCELLED
-        if self._cutter.hit and reason is FinishReason.LENGTH:
+        if reason is FinishReason.LENGTH and (self._cutter.hit or self.given):
             reason = FinishReason.STOP
         called = reason is FinishReason.STOP and self.reader.tool_calls
         return "tool_calls" if called else reason.value
 
     def _info(self) -> TurnInfo:
         session, before, after = self.session, self._before, self.session.stats()
-        first, later = _times(self._generation, len(self._output))
+        # A given answer says nothing of how fast one is written.
+        first, later = _times(None if self.given else self._generation, len(self._output))
         return TurnInfo(
             turn=len(session.turns),
             prompt_tokens=self._base + len(self.plan.ids),

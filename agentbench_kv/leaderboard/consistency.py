@@ -152,9 +152,9 @@ def _check_growth(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
     for turn in turns:
         seen = turn.prompt_tokens + turn.output_tokens
         for name in ("live_before", "live_after"):
-            held, peak = getattr(turn, name), record.kv.peak_live
-            if held > min(seen, peak):
-                text = f"is {held}; the session has seen {seen}, kv.peak_live is {peak}"
+            held, most = getattr(turn, name), "peak_alone" if record.kv.peak_alone else "peak_live"
+            if held > min(seen, peak := getattr(record.kv, most)):
+                text = f"is {held}; the session has seen {seen}, kv.{most} is {peak}"
                 yield Fault(place(key, f"turn {turn.turn}: {name}"), text)
         if sum(turn.phases.values()) > seen:
             yield differs(place(key, f"turn {turn.turn}: phases"), sum(turn.phases.values()), seen)
@@ -280,11 +280,14 @@ def _check_limits(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
     kv, whole = record.kv, record.session_resets == 0 and record.kv.recomputed == 0
     seen = kv.prefill_tokens + kv.decode_tokens + kv.restored + kv.recomputed
     longest = max(turn.prompt_tokens + turn.output_tokens for turn in turns)
+    held = kv.logical if whole else max(kv.logical, longest)
     most = {
         "evicted": kv.logical + kv.restored if whole else seen,
         "restored": kv.evicted,
         "logical": longest,
-        "peak_live": kv.logical if whole else max(kv.logical, longest),
+        # What a method asks beside a session comes on top of it, by no more than it read and said.
+        "peak_alone": min(held, kv.peak_live),
+        "peak_live": min(held, kv.peak_alone or held) + kv.auxiliary_tokens,
         "longest_prefill": max(turn.prefill_tokens for turn in turns),
         "mean_decode_kv": kv.peak_live,
         "events": kv.prefill_tokens + kv.decode_tokens,

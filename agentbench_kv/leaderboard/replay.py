@@ -40,7 +40,7 @@ from agentbench_kv.leaderboard.evidence import (
 )
 from agentbench_kv.methods.base import CLOSINGS, Phase
 from agentbench_kv.methods.full import Full
-from agentbench_kv.methods.spans import SpanMethod
+from agentbench_kv.methods.spans import TurnNotes
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.run.trial import (
@@ -58,6 +58,7 @@ DERIVED = (
     "peak_live", "logical", "events", "evicted", "bytes_read", "prefill_tokens", "longest_prefill",
     "decode_tokens", "mean_decode_kv", "restored", "budget",
 )  # fmt: skip
+_PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
 _OF_THE_CLOCK = frozenset({"seconds"})
 _TOLERANCE = 1e-9
@@ -92,12 +93,17 @@ class RecordedEngine(base.Engine):
         self._recorded = recorded
         self._ledger = ledger
         self._sessions: dict[str, _RecordedSession] = {}
+        self.wants_notes = True
         self._turns: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def open(self, session: str, labeller: base.PhaseLabeller) -> None:
         """Start an empty session; after a reset its records go on where they were."""
         self._sessions[session] = _RecordedSession(labeller, self._ledger())
+
+    def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
+        super().note(session, tokens, notes)
+        self._sessions[session].ledger.opens_with(system=notes.system)
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         del phases
@@ -255,7 +261,11 @@ class Replay:
             names.append("error")
         # A server's own account may or may not have the token that was generated last.
         counted = self._evidence.spec.engine in OWN and not said.kv.recomputed
-        of_account = DERIVED if self._exact else _COUNTED if counted else ()
+        of_account: tuple[str, ...] = ()
+        if self._exact or counted:
+            of_account = DERIVED if self._exact else _COUNTED
+        if self._exact and "protect" in self._evidence.spec.params:
+            of_account += _PROTECTION
         metrics = sorted(said.metrics.keys() | derived.metrics.keys())
         pairs = [
             *((name, getattr(said, name), getattr(derived, name)) for name in names),
@@ -318,7 +328,7 @@ def account_is_known(evidence: RunEvidence) -> bool:
     if evidence.spec.engine != "embedded":
         return False
     try:
-        return not isinstance(evidence.spec.built_method, SpanMethod)
+        return not evidence.spec.built_method.spans
     except KVBenchError:
         return False
 

@@ -23,6 +23,7 @@ from agentbench_kv.methods.base import (
     QueryPlan,
     ScoreContext,
 )
+from agentbench_kv.methods.snapkv import POOLS, check_kernel, pooled
 from agentbench_kv.params import param
 
 SAMPLERS = ("last", "multiscale", "weighted", "diverse")
@@ -75,9 +76,10 @@ class AgentKV(Method):
         choices=CLOSINGS,
         rare=True,
     )
-    pool: int = param(
-        1, "ablation: take the best score of so many neighbours, odd", low=1, rare=True
+    pool: str = param(
+        "none", "ablation: pooling of the score along tokens", choices=POOLS, rare=True
     )
+    kernel: int = param(7, "pooling width, odd", low=1, rare=True)
 
     def validate(self) -> None:
         if self.representatives % len(Phase):
@@ -86,8 +88,7 @@ class AgentKV(Method):
             )
         if self.sampler in PHASELESS and self.drop_phase != "none":
             raise UsageError(f"sampler={self.sampler} knows no phase to drop: leave drop_phase out")
-        if self.pool % 2 == 0:
-            raise UsageError(f"pool={self.pool}: expected an odd number of tokens")
+        check_kernel(self.kernel)
         super().validate()
 
     def query_plan(self) -> QueryPlan:
@@ -109,12 +110,12 @@ class AgentKV(Method):
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         chosen = self._representatives(queries, keys, context)
         mass = attention_mass(chosen, keys, gqa=cast("GqaMode", self.gqa))
-        return mass if self.pool == 1 else self._pooled(mass, context.positions.argsort(-1))
+        return mass if self.pool == "none" else self._spread(mass, context.positions.argsort(-1))
 
-    def _pooled(self, mass: Tensor, order: Tensor) -> Tensor:
-        """Give every token the best score of its neighbours among those cached."""
-        pooled = torch.max_pool1d(mass.gather(-1, order), self.pool, 1, self.pool // 2)
-        return torch.empty_like(mass).scatter_(-1, order, pooled)
+    def _spread(self, mass: Tensor, order: Tensor) -> Tensor:
+        """Pool every token's score with its neighbours' among those cached."""
+        spread = pooled(mass.gather(-1, order), self.pool, self.kernel)
+        return torch.empty_like(mass).scatter_(-1, order, spread)
 
     def _representatives(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:
         """Return [q_heads, n, head_dim]; n is at most `representatives`."""

@@ -27,6 +27,8 @@ KEPT_SETS = ("per_head", "per_layer", "per_kv_head", "shared")
 POSITIONS = ("logical", "cache")
 CLOSINGS = ("own", "next")  # the phase of a token that closes a span: the span's, or what follows
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
+PROTECTS = ("none", "system", "prompt")
+BY_RULE = ("prompt", "system")  # presets of every method: its default one with this `protect`
 ENDLESS = 1 << 40  # a budget larger than any session
 
 
@@ -101,6 +103,7 @@ class ScoreContext:
     order: Tensor | None = None  # [kv_heads, tokens], int64: cache row of every key; None: as is
     sums: Tensor | None = None  # [kv_heads, tokens], float32, see `LayerView`
     prompt: int = 0  # tokens of the session's first prefill
+    protected: int = 0  # the session's first tokens that no event evicts
     # RoPE position of the next token: `now`, or the rows held where positions are the cache's.
     next_position: int = 0
     seen_phases: Tensor | None = None  # [now], int64: phase of every token ever seen
@@ -149,8 +152,13 @@ class Method:
     treats_heads_alike: ClassVar[bool] = True  # a KV head's rows decide, not its number
     by_position: ClassVar[bool] = False  # rows rank by position alone: heads, windows do nothing
     needs_calibration: ClassVar[bool] = False  # before it can score
+    needs_covariance: ClassVar[bool] = False  # one that holds the queries' covariance, too
     offline: ClassVar[bool] = False  # it needs what only a capture has: no engine can run it
-    spans: ClassVar[bool] = False  # it manages whole spans (`methods.spans`) and ranks no rows
+    messages: ClassVar[bool] = (
+        False  # it drops whole messages, so it needs a client that sends them
+    )
+    foresees: ClassVar[bool] = False  # it must be told which tool results are needed later
+    spans: ClassVar[bool] = False  # whole spans or messages come and go: it ranks no rows
 
     budget: int | None = None  # tokens kept per (layer, KV head); None for methods without one
     share: float | None = None  # of the tokens ever seen, instead of `budget`
@@ -160,6 +168,14 @@ class Method:
     kept_set: str = param("per_head", "who shares a kept set", choices=KEPT_SETS)
     sinks: int = param(0, "first tokens always kept, counted in the budget", low=0)
     keep_recent: int = param(0, "last tokens always kept, counted in the budget", low=0)
+    protect: str = param(
+        "none",
+        "first tokens always kept, counted in the budget: the system message with its tools, all "
+        "before the first generated token, or so many",
+        choices=PROTECTS,
+        counts=True,
+        rare=True,
+    )
     chunk: int = param(
         1, "neighbouring tokens that share a score, their mean (ChunkKV)", low=1, rare=True
     )
@@ -190,15 +206,22 @@ class Method:
         UsageError
             For an unknown preset or parameter, or values that cannot go together.
         """
-        chosen = preset or cls.default_preset
-        if chosen and chosen not in cls.presets:
-            raise unknown_name(f"{cls.name} preset", chosen, cls.presets)
-        values = {**cls.presets.get(chosen, {}), **dict(settings or {})}
+        chosen, known = preset or cls.default_preset, cls.known_presets()
+        if chosen and chosen not in known:
+            raise unknown_name(f"{cls.name} preset", chosen, known)
+        values = {**known.get(chosen, {}), **dict(settings or {})}
         parsed = parse_settings(cls.name, cls, values)
         size = Budget() if budget is None else Budget.parse(budget)
         method = cls(budget=size.tokens, share=size.share, preset=chosen, **parsed)
         method.validate()
         return method
+
+    @classmethod
+    def known_presets(cls) -> dict[str, Mapping[str, Any]]:
+        """Return `presets` and, for methods that rank rows, those made by rule (`BY_RULE`)."""
+        plain = cls.presets.get(cls.default_preset, {})
+        ruled = BY_RULE if cls.compresses and not cls.spans else ()
+        return {**{name: {**plain, "protect": name} for name in ruled}, **cls.presets}
 
     @classmethod
     def parameters(cls) -> dict[str, ParamSpec]:
@@ -212,38 +235,70 @@ class Method:
         return self.name if plain else f"{self.name}@{self.preset}"
 
     def settings(self) -> dict[str, Any]:
-        """Return the parameters with their values, for the run record, but no rare default."""
+        """Return the parameters with their values, for the run record.
+
+        A rare one at its default is left out, unless the preset has another value.
+        """
         values = {key: getattr(self, key) for key in self.parameters()}
-        rare = {key: spec.default for key, spec in self.parameters().items() if spec.rare}
+        preset = self.known_presets().get(self.preset, {})
+        rare = {k: p.default for k, p in self.parameters().items() if p.rare and k not in preset}
         return {k: value for k, value in values.items() if k not in rare or value != rare[k]}
+
+    def changed_settings(self) -> dict[str, Any]:
+        """Return the parameters that are not those of the preset."""
+        usual = type(self)(**self.known_presets().get(self.preset, {})).settings()
+        return {key: value for key, value in self.settings().items() if value != usual.get(key)}
 
     def validate(self) -> None:
         """Check that budget and parameters fit together; UsageError with what clashes."""
         if not self.compresses:
             return
+        if self.protect != "none" and type(self).select is not Method.select:
+            raise UsageError(f"{self.name} has a selection of its own, which takes no protect")
         if self.budget is None and self.share is None:
             raise UsageError(f"{self.name} needs a budget: add --budget TOKENS")
         if self.budget is None:
-            if self.sinks + self.recent_kept(ENDLESS) >= ENDLESS:
+            if self.first_kept(0) + self.recent_kept(ENDLESS) >= ENDLESS:
                 raise UsageError(
                     f"{self.label} would keep recent tokens only; choose a larger budget"
                 )
             return
         if self.budget < 1:
             raise UsageError(f"budget {self.budget}: expected a number of tokens >= 1")
-        recent = self.recent_kept(self.budget)
-        if self.sinks + recent >= self.budget:
+        protected, recent = self.protected(), self.recent_kept(self.budget)
+        if not self.has_room(self.budget, protected):
+            first = self.first_kept(protected)
+            kind = "protected" if first == protected else "sinks"
             raise UsageError(
-                f"budget {self.budget} is not above the {self.sinks + recent} tokens {self.label} "
-                f"always keeps (sinks {self.sinks} + recent {recent}); raise --budget"
+                f"budget {self.budget} is not above the {first + recent} tokens {self.label} "
+                f"always keeps ({kind} {first} + recent {recent}); raise --budget"
             )
+
+    def protected(self, prompt: int = 0, system: int = 0) -> int:
+        """Return how many of a session's first tokens no event may evict, sinks apart.
+
+        `prompt` are the tokens of its first prefill, `system` those of its system message.
+        """
+        known = {"none": 0, "prompt": prompt, "system": system}
+        return known[self.protect] if self.protect in known else int(self.protect)
+
+    def has_room(self, budget: int, protected: int) -> bool:
+        """Return whether a budget is above what is always kept, so that an event may fire."""
+        return self.first_kept(protected) + self.recent_kept(budget) < budget
+
+    def first_kept(self, protected: int) -> int:
+        """Return how many of a session's first tokens are always kept, of which so many protected.
+
+        What else is kept at the beginning `score` may rank first itself.
+        """
+        return max(protected, self.sinks)
 
     def budget_at(self, now: int) -> int:
         """Return the tokens to keep when `now` were seen: a share is never less than the floor."""
         if self.share is None:
             return self.budget or 0
         size = Budget(share=self.share).at(now)
-        while size <= self.sinks + self.recent_kept(size):
+        while size <= self.first_kept(0) + self.recent_kept(size):
             size += 1
         return size
 
@@ -264,6 +319,15 @@ class Method:
         return False
 
     @property
+    def takes_budget(self) -> bool:
+        """Whether a run of the method has a budget."""
+        return self.compresses
+
+    def below(self) -> Method:
+        """Return the method that the engine itself runs: this one, if it works on its rows."""
+        return self
+
+    @property
     def closing_markers(self) -> str:
         """Return which phase a closing marker has for the method, one of `CLOSINGS`."""
         return CLOSINGS[0]
@@ -271,7 +335,9 @@ class Method:
     @property
     def needs(self) -> frozenset[str]:
         """Return the capabilities an engine must have, by name."""
-        return frozenset({"compress"} if self.compresses else ())
+        if not self.compresses:
+            return frozenset()
+        return frozenset({"compress", *({"protect_system"} if self.protect == "system" else ())})
 
     def query_plan(self) -> QueryPlan:
         """Return which queries the engine must keep."""
@@ -301,6 +367,7 @@ class Method:
         now: int,
         prompt: int = 0,
         phases: Tensor | None = None,
+        system: int = 0,
     ) -> Selection:
         """Choose the rows to keep in every layer and KV head.
 
@@ -311,6 +378,13 @@ class Method:
             Logical length of the session, and tokens of its first prefill.
         phases : Tensor [now], int64, optional
             Of every token ever seen.
+        system : int
+            Tokens of the session's system message with its tools.
+
+        Raises
+        ------
+        UsageError
+            If the budget is not above what is always kept. An engine's ledger fires no such event.
         """
         budget = self.budget_at(now)
         rows = torch.stack([view.positions for view in layers])
@@ -318,6 +392,12 @@ class Method:
         if live <= budget:
             everything = torch.arange(live, device=rows.device).expand_as(rows).contiguous()
             return Selection(everything, torch.full_like(rows, torch.nan, dtype=torch.float32))
+        protected = self.protected(prompt, system)
+        if not self.has_room(budget, protected):
+            raise UsageError(
+                f"{self.label} has no room: protected {self.first_kept(protected)} + recent "
+                f"{self.recent_kept(budget)} >= budget {budget}"
+            )
         moment = ScoreContext(
             positions=rows,
             cached=layers[0],
@@ -325,6 +405,7 @@ class Method:
             budget=budget,
             layer=0,
             prompt=prompt,
+            protected=protected,
             next_position=now if self.positions == "logical" else live,
             seen_phases=phases,
         )
@@ -339,7 +420,7 @@ class Method:
             [self._score_layer(view, queries[i], None, moment, i) for i, view in enumerate(layers)]
         )
         scores = self._by_chunk(scores, moment.positions)
-        always = self._always(moment.positions, moment.now, moment.prompt)
+        always = self._always(moment.positions, moment.now, moment.protected)
         kept = select_top(scores, moment.budget, always, moment.positions)
         return Selection(kept, scores.masked_fill_(always, torch.nan), moment.positions)
 
@@ -354,7 +435,7 @@ class Method:
             found = self._score_layer(view, queries[i], order if sorts else None, moment, i)
             scores.append(found if self.ordered else found.gather(-1, order))
         merged = self._by_chunk(self._merge(torch.stack(scores)), positions)
-        always = self._always(positions, moment.now, moment.prompt)
+        always = self._always(positions, moment.now, moment.protected)
         ranked = select_top(merged, moment.budget, always)
         kept = ascending_rows(orders.gather(-1, ranked), positions.shape[-1])
         return Selection(kept, merged.masked_fill(always, torch.nan))
@@ -403,17 +484,30 @@ class Method:
             return scores.mean(1, keepdim=True).sum(0, keepdim=True).expand_as(scores)
         return scores
 
-    def _always(self, positions: Tensor, now: int, prompt: int) -> Tensor:  # noqa: ARG002
+    def _always(self, positions: Tensor, now: int, protected: int) -> Tensor:
         """Mark the positions [layers, kv_heads, tokens] that no event may evict."""
         recent = positions >= now - self.recent_kept(self.budget_at(now))
-        return recent | (positions < self.sinks) if self.sinks else recent
+        first = max(self.sinks, protected)
+        return recent | (positions < first) if first else recent
 
 
 class Schedule:
-    """Counts decoded tokens of one session and says when an event fires."""
+    """Counts decoded tokens of one session and says when an event fires.
 
-    def __init__(self, method: Method) -> None:
+    None fires while the budget is not above what is always kept; `refused` counts those that were
+    due then, at most one an interval.
+    """
+
+    def __init__(self, method: Method, protected: int = 0) -> None:
+        self.protected = protected  # the session's first tokens that no event may evict
+        self.refused = 0
+        self.refused_budget: int | None = None  # of the last one refused
         self._method = method
+        self._since_due = 0
+        self._refused_until = 0  # tokens ever seen up to which another refusal is the same
+
+    def restart(self) -> None:
+        """Go on with a session whose rows were lost; what was refused stays counted."""
         self._since_due = 0
 
     def after_decode(self, live: int, logical: int) -> bool:
@@ -441,4 +535,11 @@ class Schedule:
         if not self._method.compresses:
             return False
         budget = self._method.budget_at(logical)
-        return live >= budget + slack if slack else live > budget
+        over = live >= budget + slack if slack else live > budget
+        if not over or self._method.has_room(budget, self.protected):
+            return over
+        if logical >= self._refused_until:
+            self.refused += 1
+            self._refused_until = logical + self._method.interval
+        self.refused_budget = budget
+        return False

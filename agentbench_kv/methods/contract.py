@@ -13,7 +13,17 @@ from agentbench_kv.params import ParamSpec, param_specs, parse_settings
 
 HOOKS = "score select recent_kept budget_at query_plan validate with_calibration"
 TEXTS = ("name", "summary", "source", "default_preset")
-FLAGS = ("compresses", "ordered", "treats_heads_alike", "needs_calibration", "offline", "spans")
+FLAGS = (
+    "compresses",
+    "ordered",
+    "treats_heads_alike",
+    "needs_calibration",
+    "needs_covariance",
+    "offline",
+    "spans",
+    "messages",
+)
+_LATER = frozenset({"system"})  # arguments that plug-ins may not have: they came after 0.1
 CLASS_ATTRIBUTES = (*TEXTS, *FLAGS, "presets")
 PARAM_TYPES = (int, float, str)
 DECORATOR = "@dataclass(frozen=True, kw_only=True)"
@@ -48,7 +58,8 @@ def _hooks(cls: type[Method]) -> str:
         if not callable(getattr(cls, hook)):
             return f"has a {hook} that is no function; expected {_spelled(hook, Method)}"
         own, expected = (inspect.signature(getattr(c, hook)) for c in (cls, Method))
-        if list(own.parameters) != list(expected.parameters):
+        needed = [name for name in expected.parameters if name not in _LATER]
+        if list(own.parameters) not in (needed, list(expected.parameters)):
             return f"defines {_spelled(hook, cls)}; expected {_spelled(hook, Method)}"
     if callable(inspect.getattr_static(cls, "per_query_head")):
         return "defines per_query_head as a function; put @property above it"

@@ -49,8 +49,10 @@ FIT: Mapping[str, Traits] = {
 # Reason -> the presses that are refused for it, by name.
 UNFIT: Mapping[str, str] = {
     "it needs the hidden states of every token, which no engine keeps": (
-        "CapPress CompactorPress ExpectedAttentionPress LeverageScorePress NonCausalAttnPress"
+        "CapPress CompactorPress LeverageScorePress NonCausalAttnPress"
     ),
+    "it needs the hidden states of every token, which no engine keeps; --method expected-attention "
+    "takes their statistics from a calibration": "ExpectedAttentionPress",
     "it needs the attention of every query; --method h2o@kvpress is the same": (
         "ObservedAttentionPress"
     ),
@@ -137,24 +139,11 @@ class KVPressMethod(Method):
     source: ClassVar[str] = "https://github.com/NVIDIA/kvpress"
     press: ClassVar[Press]
 
-    def validate(self) -> None:
-        super().validate()
-        least = self._always_kept()
-        if self.budget is not None and self.budget <= least:
-            raise UsageError(
-                f"budget {self.budget} is not above the {least} tokens {self.label} always keeps; "
-                "raise --budget"
-            )
-
-    def budget_at(self, now: int) -> int:
-        size = super().budget_at(now)
-        return size if self.share is None else max(size, self._always_kept() + 1)
+    def first_kept(self, protected: int) -> int:
+        return max(self.press.first, super().first_kept(protected))
 
     def recent_kept(self, budget: int) -> int:  # noqa: ARG002
         return max(self.press.last, self.keep_recent)
-
-    def _always_kept(self) -> int:
-        return max(self.press.first, self.sinks) + max(self.press.last, self.keep_recent)
 
     def query_plan(self) -> QueryPlan:
         if not self.press.queries:

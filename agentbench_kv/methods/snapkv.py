@@ -22,6 +22,7 @@ from agentbench_kv.methods.base import (
 )
 from agentbench_kv.params import param
 
+POOLS = ("avg", "max", "none")
 _AVERAGED = {"kernel": 5, "pool": "avg", "gqa": "mean_prob", "columns": "all"}
 
 
@@ -49,7 +50,7 @@ class SnapKV(Method):
 
     window: int = param(32, "observation window, its tokens always kept", low=1)
     kernel: int = param(7, "pooling width, odd", low=1)
-    pool: str = param("max", "pooling of the score along tokens", choices=("avg", "max", "none"))
+    pool: str = param("max", "pooling of the score along tokens", choices=POOLS)
     gqa: str = param("max_logit", "how a group's query heads are merged", choices=GQA_MODES)
     columns: str = param(
         "past",
@@ -62,8 +63,7 @@ class SnapKV(Method):
     )
 
     def validate(self) -> None:
-        if self.kernel % 2 == 0:
-            raise UsageError(f"kernel={self.kernel}: expected an odd width")
+        check_kernel(self.kernel)
         super().validate()
 
     def recent_kept(self, budget: int) -> int:  # noqa: ARG002
@@ -83,8 +83,9 @@ class SnapKV(Method):
         """
         order = by_position(context.positions[None])[1][0, :, : keys.shape[1] - self.window]
         mass = self._mass(queries, keys, context)
-        pooled = self._pooled(mass.gather(-1, order[:, None].expand(-1, mass.shape[1], -1)))
-        merged = pooled.amax(1) if self.gqa == "max_prob" else pooled.mean(1)
+        past = mass.gather(-1, order[:, None].expand(-1, mass.shape[1], -1))
+        spread = pooled(past, self.pool, self.kernel)
+        merged = spread.amax(1) if self.gqa == "max_prob" else spread.mean(1)
         if self.aggregate == "sum":
             merged = merged * queries.vectors.shape[1]
         return keys.new_zeros(keys.shape[:2], dtype=merged.dtype).scatter_(-1, order, merged)
@@ -104,10 +105,15 @@ class SnapKV(Method):
         )
         return mass[:, None] if merged else mass
 
-    def _pooled(self, mass: Tensor) -> Tensor:
-        half = self.kernel // 2
-        if self.pool == "none":
-            return mass
-        if self.pool == "avg":
-            return avg_pool1d(mass, self.kernel, stride=1, padding=half)
-        return torch.max_pool1d(mass, self.kernel, stride=1, padding=half)
+
+def pooled(mass: Tensor, pool: str, kernel: int) -> Tensor:
+    """Pool scores [..., tokens] along tokens: `pool` is one of `POOLS`, `kernel` an odd width."""
+    if pool == "avg":
+        return avg_pool1d(mass, kernel, stride=1, padding=kernel // 2)
+    return mass if pool == "none" else torch.max_pool1d(mass, kernel, 1, kernel // 2)
+
+
+def check_kernel(kernel: int) -> None:
+    """Refuse an even pooling width, which has no middle."""
+    if kernel % 2 == 0:
+        raise UsageError(f"kernel={kernel}: expected an odd width")

@@ -70,6 +70,8 @@ class TurnNotes:
     # Tokens of each message and who wrote it, in order; together all new tokens.
     parts: Sequence[tuple[int, Source]]
     hints: Hints = Hints()
+    # Of a session's first tokens, those of the system message with its tools.
+    system: int = 0
 
 
 class SpanCache(Protocol):
@@ -213,6 +215,8 @@ class SpanMethod(Method):
     trigger: str = "turn"
     kept_set: str = "shared"
     keep_recent: int = 0
+    protect: str = "none"
+    chunk: int = 1
 
     @property
     def needs(self) -> frozenset[str]:
@@ -233,6 +237,7 @@ class SpanMethod(Method):
         now: int,
         prompt: int = 0,
         phases: Tensor | None = None,
+        system: int = 0,
     ) -> Selection:
-        del layers, queries, now, prompt, phases
+        del layers, queries, now, prompt, phases, system
         raise UsageError(f"method {self.label!r} works on spans of a session, not on cache rows")

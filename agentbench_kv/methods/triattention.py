@@ -11,14 +11,23 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.base import KEPT_SETS, TRIGGERS, Method, Queries, ScoreContext
+from agentbench_kv.budget import Budget
+from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.methods.base import (
+    KEPT_SETS,
+    PROTECTS,
+    TRIGGERS,
+    Method,
+    Queries,
+    ScoreContext,
+)
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.params import param
 
 logger = logging.getLogger(__name__)
 
 OFF_ON = ("off", "on")
+_KEEP_PROMPT = {"off": "none", "on": "prompt"}  # what `protect` was before there was one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +40,8 @@ class TriAttention(Method):
     Face, vLLM and SGLang code do; `per_layer` and `global` are variants of the first.
 
     `normalise=generated` takes mean and deviation over tokens after the prompt and leaves the
-    prompt out of the ranking where `keep_prompt` is on. If the prompt fills the budget, its first
-    `budget` tokens are all that is kept, as in the authors' code.
+    prompt out of the ranking under `protect=prompt`, the default. If the prompt then fills the
+    budget, its first `budget` tokens are all that is kept, as in the authors' code.
     """
 
     name: ClassVar[str] = "triattention"
@@ -41,8 +50,8 @@ class TriAttention(Method):
     needs_calibration: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "hf": {},
-        "vllm": {"keep_prompt": "off", "keep_recent": 128, "normalise": "query_head"},
-        "sglang": {"keep_prompt": "off", "normalise": "kv_head", "aggregate": "max"},
+        "vllm": {"protect": "none", "keep_recent": 128, "normalise": "query_head"},
+        "sglang": {"protect": "none", "normalise": "kv_head", "aggregate": "max"},
         "per_layer": {"kept_set": "per_head"},
         "global": {"kept_set": "shared", "aggregate": "max"},
     }
@@ -50,7 +59,13 @@ class TriAttention(Method):
 
     trigger: str = param("slack", "when an event fires", choices=TRIGGERS)
     kept_set: str = param("per_kv_head", "who shares a kept set", choices=KEPT_SETS)
-    keep_prompt: str = param("on", "keep the session's first prefill", choices=OFF_ON)
+    protect: str = param(
+        "prompt",
+        "first tokens always kept, counted in the budget: the system message with its tools, all "
+        "before the first generated token, or so many",
+        choices=PROTECTS,
+        counts=True,
+    )
     normalise: str = param(
         "generated",
         "z-scores per query head over tokens after the prompt or over all, or per KV head over all",
@@ -67,8 +82,38 @@ class TriAttention(Method):
     trig_term: str = param("on", "the term that depends on distance", choices=OFF_ON)
     calibration: Calibration | None = field(default=None, compare=False, repr=False)
 
+    @classmethod
+    def create(
+        cls,
+        preset: str,
+        budget: Budget | int | str | None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Build it as `Method.create` does; `keep_prompt` is what `protect` was in older runs."""
+        given = dict(settings or {})
+        if (old := given.pop("keep_prompt", None)) is not None:
+            if old not in OFF_ON:
+                raise UsageError(f"keep_prompt={old}: expected one of {', '.join(OFF_ON)}")
+            given.setdefault("protect", _KEEP_PROMPT[old])
+        return super().create(preset, budget, given)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the parameters; what older runs could set under their name, to keep their ids."""
+        found = super().settings()
+        for old, new in _KEEP_PROMPT.items():
+            if found["protect"] == new:
+                del found["protect"]
+                return {**found, "keep_prompt": old}
+        return found
+
+    def has_room(self, budget: int, protected: int) -> bool:
+        """Return True with a protected prompt whatever its length, as in the authors' code."""
+        if self.protect == "prompt" and protected:
+            return True
+        return super().has_room(budget, protected)
+
     def with_calibration(self, calibration: Calibration) -> Self:
-        return replace(self, calibration=calibration)
+        return replace(self, calibration=calibration.without_covariance())
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
         """Score every key under every query head, normalise, take the group's maximum."""
@@ -130,16 +175,15 @@ class TriAttention(Method):
         over = {"per_layer": (1,), "per_kv_head": (0,), "shared": (0, 1)}[self.kept_set]
         return scores.amax(over, keepdim=True).expand_as(scores)
 
-    def _always(self, positions: Tensor, now: int, prompt: int) -> Tensor:
-        if self.keep_prompt == "off":
-            return super()._always(positions, now, prompt)
+    def _always(self, positions: Tensor, now: int, protected: int) -> Tensor:
         budget = self.budget_at(now)
-        first = max(prompt, self.sinks)
+        first = max(protected, self.sinks)
+        if self.protect != "prompt" or first + self.recent_kept(budget) < budget:
+            return super()._always(positions, now, protected)
         if first >= budget:
             _warn_of_prompt(self.label)
             return positions < budget
-        recent = min(self.keep_recent, budget - first)
-        return (positions < first) | (positions >= now - recent)
+        return (positions < first) | (positions >= now - (budget - first))
 
 
 @cache
@@ -147,7 +191,7 @@ def _warn_of_prompt(label: str) -> None:
     """Say once what the authors' code does with a prompt that fills the budget."""
     logger.warning(
         "%s: a session's prompt is as long as the budget, so only its beginning is kept and every "
-        "later token is evicted, as in the authors' code; raise --budget or --set keep_prompt=off",
+        "later token is evicted, as in the authors' code; raise --budget or --set protect=none",
         label,
     )
 

@@ -472,12 +472,15 @@ def labeller_source(name: str, model_path: Path) -> Callable[[dict[str, Any]], L
 class PromptPhases:
     """Phases of a session's tokens up to a generation, and the labeller that goes on from there.
 
-    An engine labels only what it samples itself. Without arguments nothing is labelled yet.
+    An engine labels only what it samples itself. Without arguments nothing is labelled yet. How the
+    session began goes along, so that a backend which lost it protects the same tokens again.
     """
 
     labeller_name: str = MARKERS
     state: dict[str, Any] = field(default_factory=dict)  # the labeller's document
     runs: Sequence[Sequence[int]] = ()  # [phase, tokens] of every run, in order
+    prompt: int = 0  # tokens of the session's first prefill; 0: not known
+    system: int = 0  # and of its system message, where the method asks for it
 
     def expand(self) -> list[Phase]:
         return [phase for code, tokens in self.runs for phase in [Phase(code)] * tokens]
@@ -489,3 +492,13 @@ def add_run(runs: list[list[int]], phases: Iterable[Phase]) -> None:
             runs[-1][1] += 1
         else:
             runs.append([int(phase), 1])
+
+
+def cut_runs(runs: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """Return the runs of the first `length` tokens."""
+    cut: list[list[int]] = []
+    for phase, tokens in runs:
+        if length > 0:
+            cut.append([phase, min(tokens, length)])
+        length -= tokens
+    return cut

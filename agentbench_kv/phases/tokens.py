@@ -59,14 +59,22 @@ class TokenCodec:
         added = tokenizer.added_tokens_decoder.items()
         special = {index for index, token in added if getattr(token, "special", False)}
         self.special: frozenset[int] = frozenset(special | set(tokenizer.all_special_ids))
-        # A fast tokenizer changes its truncation state inside `encode`.
-        self._lock = threading.Lock()
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:  # whatever its file says
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self._lock = threading.Lock()  # of a slow tokenizer
         self._pieces: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; nothing is added in front or behind."""
         if not text:
             return []
+        if self._fast is not None:
+            # Its own `encode` sets truncation first, so that it would need a lock, under which one
+            # huge prompt keeps all sessions waiting. A batch is encoded outside of the GIL.
+            (found,) = self._fast.encode_batch([encodable(text)], add_special_tokens=False)
+            return list(found.ids)
         with self._lock:
             # Not verbose: a text beyond the model's context is refused, not warned of.
             ids = self.tokenizer.encode(encodable(text), add_special_tokens=False, verbose=False)

@@ -143,7 +143,7 @@ _MOST_COMMANDS = 4
 _OPTIONS = {
     "task": ("task", None), "method": ("method", None), "budget": ("budget", None),
     "engine": ("engine", "embedded"), "model": ("model", "micro"), "limit": ("limit", None),
-    "trials": ("trials", 1), "seed": ("seed", 0), "concurrency": ("concurrency", 16),
+    "trials": ("trials", 1), "seed": ("seed", 0), "concurrency": ("concurrency", None),
     "temperature": ("temperature", 0.0), "max_tokens": ("max-tokens", 1024),
     "timeout_s": ("timeout", 3600.0), "dtype": ("dtype", "float32"), "device": ("device", "auto"),
 }  # fmt: skip

@@ -27,7 +27,7 @@ Sides = dict[tuple[str, str], dict[str, RunGroup]]
 
 
 class Comparison(BaseModel, frozen=True):
-    """The outcome; limits are points for scores, percent for speed and size."""
+    """The outcome; limits are points for scores, percent for speed and size, 0.01 nats."""
 
     metric: str
     margin: float  # how much worse is harmless
@@ -74,6 +74,7 @@ def compare(
     pairs, notes = _match(base, cand)
     for pair in pairs:
         notes += [*_unfit("BASE", pair.base.runs), *_unfit("CAND", pair.cand.runs), *_copies(pair)]
+        notes += [note for group in (pair.base, pair.cand) if (note := _asked(group))]
     drift = _checked(pairs, metric == SPEED, allow_drift)
     groups = _grouped(pairs, apart=by_task or metric == SPEED)
     rule = Rule.of(margin, catch, len(groups))
@@ -193,10 +194,31 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
     cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
     if row.only_base:
         cut += [r for r in runs if r.spec.get("limit") != len(r.scores)]
-    if row.verdict is not Verdict.OK or not cut:
+    if row.verdict is not Verdict.OK:
+        return row
+    if row.mean and row.only_base:
+        why = f"{row.only_base} of BASE's sessions have no {row.metric} here; see their errors"
+        return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
+    if not cut:
         return row
     why = f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
     return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
+
+
+def _asked(group: RunGroup) -> str:
+    """Say what a method asked the model by itself, which no score or size of its answers shows."""
+    sessions = sum(run.summary.trials for run in group.runs)
+    accounts = [run.summary.kv for run in group.runs if run.summary.kv]
+    calls, tokens = (
+        sum(getattr(kv, f"auxiliary_{name}") for kv in accounts) / max(1, sessions)
+        for name in ("calls", "tokens")
+    )
+    if not calls:
+        return ""
+    return (
+        f"{_called(group)}: {calls:.1f} auxiliary requests and {tokens:,.0f} auxiliary tokens a "
+        "session, which the method asked of the model by itself"
+    )
 
 
 def _copies(pair: Pair) -> list[str]:

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.compare import Comparison
-from agentbench_kv.results.contrast import PEAK, SPEED, Contrast
+from agentbench_kv.results.contrast import PEAK, SPEED, Contrast, Unit
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.gate import Verdict
 from agentbench_kv.results.runs import Problem
@@ -175,16 +175,24 @@ def _cells(row: Contrast) -> tuple[str, ...]:
 
 
 def _level(row: Contrast, value: float) -> str:
+    if row.unit == "nats":
+        return f"{value:.4f}"
     return f"{100 * value:.1f}" if row.unit == "points" else f"{value:.1f}"
 
 
+def _difference(row: Contrast, value: float) -> str:
+    if row.unit == "nats":
+        return f"{value:+.4f}"
+    return f"{100 * value:+.1f}" if row.unit == "points" else f"{100 * value:+.1f}%"
+
+
 def _change(row: Contrast) -> str:
-    unit = "" if row.unit == "points" else "%"
-    text = f"{100 * row.point:+.1f}{unit}"
+    text = _difference(row, row.point)
     if row.low is not None and row.high is not None:
-        text += f" [{100 * row.low:+.1f}{unit}, {100 * row.high:+.1f}{unit}]"
-    if row.metric in _WORDS and row.point:
-        text += f" ({_WORDS[row.metric][row.point > 0]})"
+        text += f" [{_difference(row, row.low)}, {_difference(row, row.high)}]"
+    words = ("better", "worse") if row.mean else _WORDS.get(row.metric)
+    if words and row.point:
+        text += f" ({words[row.point > 0]})"
     return text
 
 
@@ -201,12 +209,15 @@ def _told(row: Contrast) -> str:
 
 
 def _amounts(comparison: Comparison) -> tuple[str, str]:
-    points = comparison.rows[0].unit == "points"
-    margin, catch = (
-        f"{limit:g}{' point' + 's' * (limit != 1) if points else '%'}"
-        for limit in (comparison.margin, comparison.catch)
-    )
+    unit = comparison.rows[0].unit
+    margin, catch = (_amount(unit, limit) for limit in (comparison.margin, comparison.catch))
     return margin, catch
+
+
+def _amount(unit: Unit, limit: float) -> str:
+    if unit == "nats":
+        return f"{limit / 100:g} nats"
+    return f"{limit:g}{' point' + 's' * (limit != 1) if unit == 'points' else '%'}"
 
 
 def _rule(comparison: Comparison) -> str:

@@ -12,12 +12,15 @@ from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import stats
+from agentbench_kv.results.fidelity import FLIPS
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import RunGroup, asked_once
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
 
 SPEED, PEAK = "output_tok_s", "peak_live"
+Unit = Literal["points", "percent", "nats"]
+Kind = Literal["score", "mean", "size"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class Contrast(BaseModel, frozen=True):
     base: str
     cand: str
     metric: str
-    unit: Literal["points", "percent"]  # points are shares of 1, percent is relative to the base
-    base_level: float  # mean score, mean peak live tokens, or median tokens per second
+    unit: Unit  # points are shares of 1, percent is relative to the base, nats have no upper bound
+    mean: bool = False  # of tokens, and without bounds (a divergence): less is better
+    base_level: float  # mean score or divergence, mean peak live tokens, median tokens per second
     cand_level: float
     point: float  # candidate minus base
     low: float | None  # ends of its 95% interval; None with too few repetitions for one
@@ -71,12 +75,13 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
     if metric == SPEED:
         return _of_speed(pairs[0], rule)
     base, cand = _sides(pairs, metric)
-    seen, sure = (_change(metric, cand, base, 1 - left) for left in (1 - stats.LEVEL, rule.alarm))
+    kind = _kind(pairs, metric)
+    seen, sure = (_change(kind, cand, base, 1 - left) for left in (1 - stats.LEVEL, rule.alarm))
     if seen is None or sure is None:
         raise UsageError(f"{_ids(pairs)} share no sample; run both with the same seed and samples")
     was, now = ({k: right / asked for k, (right, asked) in s.parts.items()} for s in (base, cand))
     moved = {name: now[name] - was[name] for name in was.keys() & now.keys()}
-    verdict, needed = _judged(metric, rule, seen, sure)
+    verdict, needed = _judged(kind, rule, seen, sure)
     return Contrast(
         **_shared(pairs, metric, seen),
         base_level=seen.base,
@@ -94,7 +99,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
         verdict=verdict,
         needed=needed,
         needed_of="samples" if seen.groups is None else "groups",
-        notes=_group_notes(rule, seen) if metric != PEAK else [],
+        notes=_group_notes(rule, seen) if kind == "score" else [],
         flips=flips(pairs, was, now, moved, listed) if listed else [],
     )
 
@@ -107,20 +112,38 @@ def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> 
         "base": first.base.name,
         "cand": first.cand.name,
         "metric": metric,
-        "unit": "percent" if metric in (PEAK, SPEED) else "points",
+        "unit": _unit(pairs, metric),
+        "mean": _kind(pairs, metric) == "mean",
         "point": found.point,
         "p_value": found.p_value,
         "p_adjusted": found.p_value,
     }
 
 
+def _kind(pairs: Sequence[Pair], metric: str) -> Kind:
+    if metric in (PEAK, SPEED):
+        return "size"
+    runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
+    return "mean" if any(metric in run.means for run in runs) else "score"
+
+
+def _unit(pairs: Sequence[Pair], metric: str) -> Unit:
+    kind = _kind(pairs, metric)
+    if kind == "mean" and metric.partition("_")[0] != FLIPS:
+        return "nats"
+    return "percent" if kind == "size" else "points"
+
+
 def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     """Return the figures of both sides by `number of the pair/sample`."""
     found: list[list[Scores | None]] = []
+    kind = _kind(pairs, metric)
     for pair in pairs:
         groups = pair.base, pair.cand
-        if metric == PEAK:
+        if kind == "size":
             found.append([Scores.of_trials(group.peaks, group.clusters) for group in groups])
+        elif kind == "mean":
+            found.append([group.means(metric) for group in groups])
         else:
             asked = asked_once(groups, metric)
             found.append([group.scores(metric, asked) for group in groups])
@@ -146,25 +169,30 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
         return f"no trial of one side reached the engine, so there is no {metric}"
     if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
-    runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    counted = sorted({name for run in runs for name in run.counts})
+    runs = [run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs]
+    if any(metric in run.means for run in runs):
+        return f"{_ids(pairs)}: one side has no {metric}"
+    counted = sorted({name for run in runs for name in (*run.counts, *run.means)})
     known = ", ".join(["score", "pass^k", PEAK, SPEED, *counted])
     return f"the records have no sub-score {metric!r}; known: {known}"
 
 
-def _change(metric: str, cand: Scores, base: Scores, confidence: float) -> Change | None:
-    if metric != PEAK:
+def _change(kind: Kind, cand: Scores, base: Scores, confidence: float) -> Change | None:
+    if kind == "score":
         return stats.change(cand, base, confidence)
+    groups = {**base.groups, **cand.groups}
+    if kind == "mean":
+        return stats.open_change(cand.parts, base.parts, groups, confidence)
     mine, theirs = ({name: size for name, (size, _) in side.parts.items()} for side in (cand, base))
-    return stats.size_change(mine, theirs, {**base.groups, **cand.groups}, confidence)
+    return stats.size_change(mine, theirs, groups, confidence)
 
 
-def _judged(metric: str, rule: Rule, seen: Change, sure: Change) -> tuple[Verdict, int | None]:
+def _judged(kind: Kind, rule: Rule, seen: Change, sure: Change) -> tuple[Verdict, int | None]:
     """Return the verdict, and how many units would decide if it is open."""
     point, low, high = seen.point, seen.low, sure.high
-    if metric == PEAK:  # less is better
+    if kind != "score":  # less is better
         point, low, high = -point, -seen.high, -sure.low
-        if seen.units < stats.REPETITIONS:  # sizes have no bound that would widen so few equal ones
+        if seen.units < stats.REPETITIONS:  # without a bound that would widen so few equal ones
             return Verdict.INCONCLUSIVE, stats.REPETITIONS
     verdict = rule.judge(low, high)
     if verdict is not Verdict.INCONCLUSIVE:

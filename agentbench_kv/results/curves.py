@@ -143,6 +143,30 @@ def curve_summary(
     return CurveSummary(float(whole.mean()), len(ids), resample.groups, curves, crossovers)
 
 
+def smallest_budget(
+    points: Mapping[int, Mapping[str, tuple[float, float]]],
+    limit: float,
+    groups: Mapping[str, str] | None = None,
+    resamples: int = RESAMPLES,
+) -> Keeps | None:
+    """Return from which budget on a mean without bounds is at most `limit`; less is better.
+
+    `points` are total and count of each sample at every budget; only samples that all have count.
+    None if there are none.
+    """
+    budgets = sorted(points)
+    ids = sorted(set.intersection(*(set(points[budget]) for budget in budgets)))
+    if not ids:
+        return None
+    resample = _Resample(Scores({}, groups=groups or {}), ids, resamples)
+    heights = []
+    for budget in budgets:
+        total, count = np.array([points[budget][name] for name in ids]).T
+        heights.append(resample(total) / np.maximum(resample(count), 1e-300))
+    below = limit - np.stack(heights, axis=-1)
+    return _kept(budgets, threshold(np.log2(np.array(budgets, np.float64)), rising(below) + 1e-12))
+
+
 class _Resample:
     """Sums of a column of samples: in the data, then in every resample of samples or groups."""
 
@@ -198,11 +222,15 @@ def _keeps(drawn: _Drawn, full: Floats, share: float) -> Keeps:
     x = np.log2(np.array(list(every), dtype=np.float64))
     heights = rising(np.stack(list(every.values()), axis=-1))
     # A hair of slack: a curve that touches the line must not fail it by rounding.
-    found = threshold(x, heights - (share - 1e-12) * full[:, None])
+    return _kept(drawn.budgets, threshold(x, heights - (share - 1e-12) * full[:, None]))
+
+
+def _kept(budgets: Sequence[int], found: Floats) -> Keeps:
+    """Return a threshold in log2 of tokens, in the data and in the resamples, as budgets."""
     point, low, high = (
         None if np.isinf(end) else float(2.0**end) for end in (found[0], *ends(found[1:]))
     )
-    return Keeps(point, low, high, smallest=drawn.budgets[0], largest=drawn.budgets[-1])
+    return Keeps(point, low, high, smallest=budgets[0], largest=budgets[-1])
 
 
 def _overtakings(below: _Drawn, above: _Drawn) -> list[Crossover]:

@@ -85,6 +85,8 @@ class Run:
         self.peaks: dict[str, list[int]] = {}
         # Sub-score to right and asked of each sample, summed over its trials.
         self.counts: dict[str, dict[str, tuple[float, float]]] = {}
+        # Mean without bounds to total and count of each sample, summed over its trials.
+        self.means: dict[str, dict[str, tuple[float, float]]] = {}
         self.uncounted: Counter[str] = Counter()  # failed trials that do not say what was asked
         self.triggered = triggered_samples(records)
         self.busy_s = sum(record.timing.e2e_s or 0.0 for record in records)  # of all trials
@@ -99,9 +101,9 @@ class Run:
         found = record.sub_scores
         if record.score is None and not found:
             self.uncounted[sample] += 1
-        for name, (right, asked) in found.items():
-            old = self.counts.setdefault(name, {}).get(sample, (0.0, 0.0))
-            self.counts[name][sample] = (old[0] + right, old[1] + asked)
+        for known, pairs in ((self.counts, found), (self.means, record.means)):
+            for name, pair in pairs.items():
+                _add(known.setdefault(name, {}), sample, pair)
 
     def records(self) -> list[TrialRecord]:
         """Read the record that counts for each (sample, trial) again, sorted by key."""
@@ -300,16 +302,25 @@ class RunGroup:
         counts = self._counts(metric, asked or {})
         return Scores.of_counts(counts, self.clusters) if counts else None
 
+    def means(self, metric: str) -> Scores | None:
+        """Return total and count of a mean without bounds by sample; None if no run has it.
+
+        Samples whose trials all failed have none.
+        """
+        totals: dict[str, tuple[float, float]] = {}
+        for run in self._apart():
+            for sample, pair in run.means.get(metric, {}).items():
+                _add(totals, sample, pair)
+        return Scores.of_counts(totals, self.clusters) if totals else None
+
     def _counts(self, metric: str, asked: Mapping[str, float]) -> dict[str, tuple[float, float]]:
         counts: dict[str, tuple[float, float]] = {}
         for run in self._apart():
-            for sample, (right, of) in run.counts.get(metric, {}).items():
-                old = counts.get(sample, (0.0, 0.0))
-                counts[sample] = (old[0] + right, old[1] + of)
+            for sample, pair in run.counts.get(metric, {}).items():
+                _add(counts, sample, pair)
             for sample, failed in run.uncounted.items():
                 if sample in asked:
-                    old = counts.get(sample, (0.0, 0.0))
-                    counts[sample] = (old[0], old[1] + failed * asked[sample])
+                    _add(counts, sample, (0.0, failed * asked[sample]))
         return counts
 
     def _apart(self) -> list[Run]:
@@ -322,6 +333,11 @@ class RunGroup:
                 kept.append(run)
                 seen |= own
         return kept
+
+
+def _add(sums: dict[str, tuple[float, float]], name: str, pair: tuple[float, float]) -> None:
+    old = sums.get(name, (0.0, 0.0))
+    sums[name] = (old[0] + pair[0], old[1] + pair[1])
 
 
 def grouped(runs: Iterable[Run]) -> list[RunGroup]:

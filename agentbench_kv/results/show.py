@@ -44,10 +44,13 @@ _SUMMARY: dict[str, Callable[[Summary], object]] = {
     "logical": lambda run: run.kv and number(run.kv.median_logical),
     "events": lambda run: run.kv and run.kv.events,
     "evicted": lambda run: run.kv and run.kv.evicted,
+    "aux calls": lambda run: run.kv and run.kv.auxiliary_calls,
+    "aux tokens": lambda run: run.kv and number(run.kv.auxiliary_tokens),
     "tok/s": lambda run: number(run.tokens_per_s),
     "failures": lambda run: failures(run.failures),
     "validity": lambda run: run.validity.state,
 }
+_AUXILIARY = ("aux calls", "aux tokens")  # shown where a method asks the model by itself
 
 _TURN: dict[str, Callable[[TurnRecord], object]] = {
     "sample": lambda turn: turn.sample_id,
@@ -87,7 +90,9 @@ def _table(columns: Mapping[str, Callable[[T], object]], items: Iterable[T]) -> 
 
 
 def summary_table(summaries: Sequence[Summary]) -> Table:
-    return _table(_SUMMARY, summaries)
+    left_out = () if any(summary.asks for summary in summaries) else _AUXILIARY
+    columns = {name: of for name, of in _SUMMARY.items() if name not in left_out}
+    return _table(columns, summaries)
 
 
 def finer_tables(summaries: Sequence[Summary]) -> list[Table]:
@@ -165,6 +170,12 @@ def facts_table(summary: Summary) -> Table:
             ("rows moved / restored / recomputed", " / ".join(map(str, moved))),
             ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
         ]
+        if summary.asks:
+            asked = kv.auxiliary_calls, kv.auxiliary_tokens, f"{kv.auxiliary_s:.1f}"
+            facts += [
+                ("auxiliary calls / tokens / s", " / ".join(map(str, asked))),
+                ("peak live without them, worst", kv.max_peak_alone),
+            ]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in [*facts, *(("note", note) for note in summary.notes)]:
         table.add_row(plain(name), plain(value))

@@ -21,6 +21,7 @@ from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.store import Lines, RunInfo, RunReader, RunStatus, latest_trials
 
+GIVEN_TOKENS = "given tokens"  # the determinism of runs that generate nothing (fidelity)
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
 DEFAULT_INTERVAL = 128
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
@@ -63,6 +64,7 @@ def assess(
         expected = spec.get("expected_trials")
     findings = [
         (RunState.DRIFT, _drifted(trials, reference or ())),
+        (RunState.BUDGET_NOT_APPLIED, _refused(trials)),
         (RunState.BUDGET_NOT_APPLIED, _exceeded(spec, trials)),
         (RunState.BUDGET_NOT_APPLIED, _raised(spec, trials)),
         (RunState.INCOMPLETE, _missing(trials, expected)),
@@ -78,11 +80,14 @@ def assess(
 
 
 def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:
-    """Return the most live tokens the budget allows each trial; none where there is no budget.
+    """Return the most live tokens each trial may hold; none where nothing bounds them.
 
     That is B + Δ + the longest single prefill, all in tokens per (layer, KV head); a budget that is
-    a share counts by the session's final length.
+    a share counts by the session's final length. A policy with a trigger in tokens and no budget
+    promises the trigger + the longest prefill.
     """
+    if (trigger := _own_trigger(spec)) is not None:
+        return [trigger + each.kv.longest_prefill for each in trials]
     if not _is_compressed(spec):
         return []
     size, interval = Budget.parse(spec["budget"]), _interval(spec)
@@ -96,6 +101,16 @@ def triggered_samples(trials: Sequence[TrialRecord]) -> set[str]:
 def _is_compressed(spec: Mapping[str, Any]) -> bool:
     method = str(spec.get("method", "full")).partition("@")[0]
     return method not in UNCOMPRESSED and spec.get("budget") is not None
+
+
+def _own_trigger(spec: Mapping[str, Any]) -> int | None:
+    """Return the tokens above which a policy drops messages, where that is not a budget."""
+    if _parameter(spec, "exec") is None or spec.get("budget") is not None:
+        return None
+    try:
+        return int(str(_parameter(spec, "trigger")))
+    except ValueError:  # a word: the context, the model's own wish
+        return None
 
 
 def _interval(spec: Mapping[str, Any]) -> int:
@@ -116,15 +131,37 @@ def _parameter(spec: Mapping[str, Any], name: str) -> Any:
 
 def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
     bounds = zip(trials, budget_bounds(spec, trials), strict=False)
-    excess = [(r.kv.peak_live - bound, r) for r, bound in bounds if r.kv.peak_live > bound]
+    excess = [(_held(r) - bound, r) for r, bound in bounds if _held(r) > bound]
     if not excess:
         return None
     over, worst = max(excess, key=lambda item: item[0])
+    limit, sizes, names = "budget", f"{spec['budget']} + {_interval(spec)}", "budget + interval"
+    if (trigger := _own_trigger(spec)) is not None:
+        limit, sizes, names = "trigger", f"{trigger}", "trigger"
     return (
-        f"{len(excess)} trials exceeded the budget; worst: sample {worst.sample_id} trial "
-        f"{worst.trial} held {worst.kv.peak_live} tokens, {over} over the bound "
-        f"{spec['budget']} + {_interval(spec)} + {worst.kv.longest_prefill} "
-        "(budget + interval + longest prefill)"
+        f"{len(excess)} trials exceeded the {limit}; worst: sample {worst.sample_id} trial "
+        f"{worst.trial} held {_held(worst)} tokens, {over} over the bound "
+        f"{sizes} + {worst.kv.longest_prefill} ({names} + longest prefill)"
+    )
+
+
+def _held(record: TrialRecord) -> int:
+    """Return the most tokens of a session, without what its method asked beside it."""
+    return record.kv.peak_alone or record.kv.peak_live
+
+
+def _refused(trials: Sequence[TrialRecord]) -> str | None:
+    """Say where what is always kept left no room under the budget, so that nothing was evicted."""
+    refused = [record for record in trials if record.kv.refused]
+    if not refused:
+        return None
+    worst = max(refused, key=lambda record: record.kv.protected)
+    kv = worst.kv
+    return (
+        f"{len(refused)} of {len(trials)} trials had no room for an event; sample "
+        f"{worst.sample_id} trial {worst.trial}: "
+        f"protected {kv.protected} + recent {kv.refused_recent} >= budget {kv.refused_budget}; "
+        "raise --budget or protect less"
     )
 
 
@@ -146,12 +183,27 @@ def _raised(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | Non
 
 
 def _never_triggered(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    if not trials or not _is_compressed(spec) or triggered_samples(trials):
+    if not trials or triggered_samples(trials):
+        return None
+    if not _is_compressed(spec):
+        return _never_dropped(spec, trials)
+    if any(record.kv.refused for record in trials):  # events fell due, and `_refused` says more
         return None
     longest = max(record.kv.logical for record in trials)
     fits = longest <= Budget.parse(spec["budget"]).at(longest)
     said = f"logical tokens at most {longest} {'<=' if fits else '>'} budget {spec['budget']}"
     return f"never triggered; {said}{'' if fits else _cure(spec)}"
+
+
+def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
+    """Say that a method which drops messages above a length of its own met no such session."""
+    if _parameter(spec, "exec") is None:
+        return None
+    longest = max(record.kv.logical for record in trials)
+    return (
+        f"never triggered; logical tokens at most {longest}, trigger {_parameter(spec, 'trigger')}:"
+        " nothing was dropped; --set trigger=TOKENS below that, or --set trigger=budget"
+    )
 
 
 def _cure(spec: Mapping[str, Any]) -> str:
@@ -205,7 +257,9 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     median_peak_live: float
     max_peak_live: int
     median_logical: float
-    live_over_logical: float  # the achieved KV, in (0, 1]: mean over trials of peak live / logical
+    # The achieved KV: mean over trials of peak live / logical. Above 1 only where requests beside a
+    # session came on top of it.
+    live_over_logical: float
     mean_decode_kv: float  # mean over trials of the mean live tokens over decode steps
     # From here on totals over trials.
     events: int
@@ -217,6 +271,13 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     decode_tokens: int
     bytes_read: int  # of K and V, in decode
     window_bytes_read: int  # of them, those of layers that see a window
+    refused: int = 0  # events that found no room beside what is always kept
+    median_protected: float = 0.0  # first tokens that no event may evict
+    rewrites: int = 0  # times a history was written anew without what was dropped
+    auxiliary_calls: int = 0  # requests that the method made of the model by itself
+    auxiliary_tokens: int = 0
+    auxiliary_s: float = 0.0
+    max_peak_alone: int = 0  # without those requests; 0 under methods that make none
 
 
 class Summary(BaseModel, frozen=True, extra="forbid"):
@@ -253,6 +314,11 @@ class Summary(BaseModel, frozen=True, extra="forbid"):
     pass_k: dict[str, Interval] = {}  # `pass^1` to `pass^K` if every sample was tried K times
 
     @property
+    def asks(self) -> bool:
+        """Whether the method asked the model something by itself, beside the sessions."""
+        return self.kv is not None and self.kv.auxiliary_calls > 0
+
+    @property
     def lost(self) -> int:
         """Trials that ended through no fault of the agent and are still to be played."""
         return sum(self.failures.get(status, 0) for status in LOST)
@@ -286,7 +352,7 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         pass_k=pass_levels(*_by_sample(trials)),
         kv=kv,
         wall_s=info.wall_s,
-        tokens_per_s=kv.decode_tokens / info.wall_s if kv and info.wall_s > 0 else None,
+        tokens_per_s=_tokens_per_s(info, kv),
         ttft_ms=median(record.timing.ttft_ms for record in trials),
         tpot_ms=median(record.timing.tpot_ms for record in trials),
         failures={s.value: failures[s] for s in TrialStatus if failures[s]},
@@ -296,7 +362,7 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         session_resets=sum(record.session_resets for record in trials),
         validity=assess(info.spec, trials, expected=info.expected_trials),
         alien_lines=len(lines.unreadable),
-        notes=[*_notes(info, lines), *_reach(info, kv)],
+        notes=[*_notes(info, lines), *_reach(info, kv), *_protected(info, kv)],
     )
 
 
@@ -331,6 +397,11 @@ def _by_sample(trials: Iterable[TrialRecord]) -> tuple[dict[str, list[float]], d
     return scores, clusters
 
 
+def _tokens_per_s(info: RunInfo, kv: KVSummary | None) -> float | None:
+    given = info.provenance.get("determinism") == GIVEN_TOKENS
+    return kv.decode_tokens / info.wall_s if kv and info.wall_s > 0 and not given else None
+
+
 def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
     counts: dict[str, dict[str, tuple[float, float]]] = {}
     for record in trials:
@@ -354,8 +425,10 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         median_peak_live=statistics.median(kv.peak_live for kv in accounts),
         max_peak_live=max(kv.peak_live for kv in accounts),
         median_logical=statistics.median(kv.logical for kv in accounts),
+        max_peak_alone=max(kv.peak_alone for kv in accounts),
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
+        median_protected=statistics.median(kv.protected for kv in accounts),
         **{name: sum(getattr(kv, name) for kv in accounts) for name in TOTALS},
     )
 
@@ -365,6 +438,18 @@ def _reach(info: RunInfo, kv: KVSummary | None) -> list[str]:
     details = info.provenance.get("engine_details")
     found = LayerReach.read(details) if isinstance(details, dict) else None
     return [found.sentence(round(kv.median_logical))] if found and kv else []
+
+
+def _protected(info: RunInfo, kv: KVSummary | None) -> list[str]:
+    """Say what of a budget is left to choose, where some of it is protected."""
+    if kv is None or not kv.median_protected or info.spec.get("budget") is None:
+        return []
+    size = Budget.parse(info.spec["budget"]).at(round(kv.median_logical))
+    free = max(0, size - round(kv.median_protected))
+    return [
+        f"of the budget, {size} tokens, a median of {kv.median_protected:g} are protected: "
+        f"{free} beyond them"
+    ]
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -413,9 +498,10 @@ def _unread_calls(info: RunInfo, records: list[TrialRecord]) -> list[str]:
         syntax, answers = (record.metrics.get(name) for name in _UNREAD)
         if isinstance(syntax, str) and isinstance(answers, int):
             written[syntax] += answers
+    read = info.provenance.get("tool_parser")
     if not written:
-        return []
-    (most, _), read = written.most_common(1)[0], info.provenance.get("tool_parser")
+        return _no_calls(info, records, str(read))
+    most = written.most_common(1)[0][0]
     cure = f"to read them: --tool-syntax {most}"
     if read == "endpoint":
         cure = "switch on the tool parser of the endpoint"
@@ -425,3 +511,16 @@ def _unread_calls(info: RunInfo, records: list[TrialRecord]) -> list[str]:
         f"warning: {written.total()} answers call tools as {most} writes calls, and calls were "
         f"read as {read}, so none of these was run; {cure}"
     ]
+
+
+def _no_calls(info: RunInfo, records: list[TrialRecord], read: str) -> list[str]:
+    """Say that a model makes no calls at all where a task counts them."""
+    counted = [r.metrics["calls"] for r in latest_trials(records) if "calls" in r.metrics]
+    if not counted or any(counted) or info.spec.get("engine") == "scripted":
+        return []
+    cure = {
+        "endpoint": "the endpoint's tool parser may be off",
+        "none": "--tool-syntax none reads none",
+        "json": "the model writes none",
+    }.get(read, "a model that was not trained to write them so needs --tool-syntax json")
+    return [f"warning: no call of a tool in {len(counted)} trials, read as {read}; {cure}"]

@@ -190,6 +190,8 @@ def engine_arms(
         plain = make_method(name, budget)
         method = make_method(name, budget, settings if plain.compresses else {})
         check_pair(engine, cls, method)
+        if method.messages:
+            raise UsageError(f"method {method.label!r} drops messages, and this sends token ids")
         known = budget.spelled if budget is not None and method.compresses else None
         label = method.label if known is None else f"{method.label} {known}"
         made[label] = ServingArm(
@@ -252,7 +254,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         vocabulary = read_vocabulary(info.model_path)
         # A session that just ended may still be closing when the next one begins.
         sessions = 2 * at_once + 1
-        gateway = open_gateway(engine, closing=method.closing_markers, max_sessions=sessions)
+        gateway = open_gateway(engine, method, max_sessions=sessions)
         settings = ServerSettings(queue=_QUEUE)
         server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
         stack.enter_context(server)

@@ -6,6 +6,7 @@ import pickle
 import struct
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,10 @@ from safetensors.numpy import save_file
 
 from agentbench_kv.analysis import captures
 from agentbench_kv.analysis.captures import NAMES, Capture, read_archive, write_archive
+from agentbench_kv.analysis.replay import event_points, select_capture
+from agentbench_kv.conformance.scenes import made_up_calibration
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.registry import make_method
 
 SUFFIXES = (".npz", ".safetensors")
 
@@ -167,6 +171,7 @@ def renamed(old, new):
 WRONG = {
     "missing q": (changed(q=None), "missing array 'q'; expected q, k and v, found k, phase"),
     "missing v": (changed(v=None), "missing array 'v'"),
+    "odd names": (renamed("q", "q\n"), r"expected q, k and v, found k, phase, prompt, 'q\\n', v"),
     "near name": (renamed("phase", "phases"), "unknown array 'phases'; did you mean 'phase'?"),
     "dtype": (changed(q=lambda a: a.astype("f8")), "'q' has dtype float64, expected float16 or"),
     "whole q": (changed(q=lambda a: a.astype("i4")), "'q' has dtype int32, expected float16 or"),
@@ -397,3 +402,43 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, suffix, monkeypatch):
         write_archive(path, {"a": torch.ones(2)}, {"n": 2})
     assert read_archive(path, ["a"]).meta == {"n": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_capture_keeps_covariances_and_the_system_message(tmp_path, suffix):
+    made = made_up_calibration(2, 4, torch.ones(4))
+    rows = torch.randn(2, 4, 9, 8)
+    places = torch.arange(9)
+    plain = Capture(rows, rows[:, :2], rows[:, :2], places, 9, 5, 3, calibration=made)
+    plain.save(tmp_path / f"one{suffix}")
+    found = Capture.load(tmp_path / f"one{suffix}")
+    assert (found.prompt, found.system) == (5, 3)
+    assert torch.equal(found.calibration.covariance, made.covariance)
+    part = found.only_layers([1]).calibration
+    assert torch.equal(part.covariance, made.covariance[1:])
+    with pytest.raises(UsageError, match=r"'q_covariance' has shape .* q_heads by head_dim by hea"):
+        Capture.from_arrays({**found.arrays(), "q_covariance": torch.ones(2, 4, 8, 4)})
+    arrays = {name: each for name, each in found.arrays().items() if name != "q_mean_real"}
+    with pytest.raises(UsageError, match="missing array 'q_mean_real'"):
+        Capture.from_arrays(arrays)
+
+
+def test_a_capture_that_does_not_know_its_system_message_protects_none():
+    rows = torch.randn(1, 2, 30, 8)
+    capture = Capture(rows, rows, rows, torch.arange(30), 30, prompt=12)
+    method = make_method("streamingllm@system", 10)
+    with pytest.raises(UsageError, match="has no array 'system'"):
+        select_capture(capture, method)
+    kept = select_capture(replace(capture, system=5), method).kept
+    assert kept[0, 0].tolist() == [0, 1, 2, 3, 4, 25, 26, 27, 28, 29]
+    full = make_method("streamingllm@prompt", 10)
+    with pytest.raises(UsageError, match=r"protected 12 \+ recent 0 >= budget 10"):
+        select_capture(capture, full)
+
+
+def test_an_event_without_room_is_no_point_of_a_replay():
+    rows = torch.randn(1, 1, 90, 8)
+    capture = Capture(rows, rows, rows, torch.arange(90), 90, prompt=20)
+    given = {"interval": 8, "sinks": 0}
+    assert event_points(capture, make_method("streamingllm@prompt", 24, given))[:2] == [27, 35]
+    assert event_points(capture, make_method("streamingllm@prompt", 20, given)) == []

@@ -63,7 +63,7 @@ def test_sums_by_group_and_calls():
     counts.end_call()
     found = counts.metrics()
     assert (found["top1_right"], found["top1_asked"]) == (3, 4)
-    assert (found["flips_value_right"], found["flips_value_asked"]) == (1, 2)
+    assert (found["flips_value_total"], found["flips_value_count"]) == (1, 2)
     assert (found["calls_exact_right"], found["calls_exact_asked"]) == (1, 2)
     assert (found["calls_exact_full_right"], found["calls_exact_full_asked"]) == (2, 2)
     assert found["kl_count"] == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -24,8 +25,12 @@ def kvbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     for name in [name for name in os.environ if name.startswith("KVBENCH_")]:
         monkeypatch.delenv(name)
 
+    log = logging.getLogger("agentbench_kv")
+
     def call(*args: str, **environment: str) -> Result:
         out, err = io.StringIO(), io.StringIO()
+        # A process has one command line and one handler for its log; here they would add up.
+        log.handlers.clear()
         with monkeypatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["kvbench", *args])
             for name, value in environment.items():

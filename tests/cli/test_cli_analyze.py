@@ -89,9 +89,10 @@ def test_what_the_documents_say():
 @pytest.mark.usefixtures("folder")
 def test_a_position_that_never_was_is_not_still_held():
     invoke(*CASES["timeline"], "--out", "trace.npz")
-    asked = ["analyze", "audit", "--trace", "trace.npz", "--positions", f"4,{TOKENS}"]
-    refused = str(CliRunner().invoke(kvbench, asked).exception)
-    assert f"position {TOKENS}: the trace knows positions 0 to {TOKENS - 1}" in refused
+    for asked, last in ((f"4,{TOKENS}", TOKENS), ("1-999999999999", 999_999_999_999)):
+        audit = ["analyze", "audit", "--trace", "trace.npz", "--positions", asked]
+        refused = str(CliRunner().invoke(kvbench, audit).exception)
+        assert f"position {last}: the trace knows positions 0 to {TOKENS - 1}" in refused
 
 
 @pytest.mark.usefixtures("folder")
@@ -130,6 +131,7 @@ WRONG = [
     (("timeline", "--capture", "in.npz", "--method", "h2", "--budget", "9"), "did you mean 'h2o'?"),
     ((*CASES["timeline"][:3], "--method", "h2o", "--budget", "200"), "would have had no event"),
     ((*AUDIT, "9-3"), "--positions '9-3': expected positions and ranges"),
+    ((*AUDIT, "1-99999999999999999999"), "expected positions and ranges"),
     ((*AUDIT, "1,x"), "--positions 'x': expected positions and ranges"),
     (("audit", "--positions", "3"), "audit needs a trace: add --trace FILE"),
 ]

@@ -13,13 +13,15 @@ def test_capture_then_select(kvbench):
     assert made.returncode == 0
     assert "MB per 1,000 tokens" in made.stderr
     found = json.loads(made.stdout)
-    arrays = np.load("c.npz")
+    with np.load("c.npz") as file:
+        arrays = dict(file)
     assert arrays["q"].shape[-2] == found["tokens"]
     picked = kvbench(
         "select", "--method", "rkv", "--budget", "64", "--capture", "c.npz", "--out", "o.npz"
     )
     assert picked.returncode == 0
-    assert np.load("o.npz")["kept"].shape[-1] == 64
+    with np.load("o.npz") as file:
+        assert file["kept"].shape[-1] == 64
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_what_a_plan_says_of_a_baseline(kvbench, runs):
         (("{full}",), "expected BASE and CAND, got 1 run"),
         (("--plan", "{full}", "{full}"), "--plan takes BASE alone"),
         (("--flips", "{full}", "{full}"), "write --flips 20, or --flips at the end"),
+        (("{full}", "{full}", "--flips", "9" * 5000), "no number of samples; write --flips 20"),
         (("{full}", "{full}", "--catch", "0.5"), "at least the margin"),
         (("empty", "empty"), "no run in empty"),
         (("{full}", "{full}", "--metric", "nonsense"), "no sub-score 'nonsense'"),

@@ -201,3 +201,75 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join(LONG)
     assert done == [True]
+
+
+FINALIZER = """
+import os, signal, sys, weakref
+from agentbench_kv.cli import interrupts
+
+class Deleted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+def called():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+
+def wait(kind):
+    if kind == "del":
+        thing = Deleted()
+    else:
+        thing = type("Thing", (), {})()
+        weakref.finalize(thing, called)
+    del thing
+    signal.pause()  # until the signal comes again
+
+try:
+    if sys.argv[2] == "early":
+        interrupts.raise_interrupts()
+        wait(sys.argv[1])
+    else:
+        with interrupts.interruptible():
+            wait(sys.argv[1])
+except KeyboardInterrupt:
+    print("raised")
+"""
+
+
+@pytest.mark.parametrize("kind", ["del", "weakref"])
+@pytest.mark.parametrize("when", ["early", "in order"])
+def test_an_interrupt_while_an_object_is_deleted_is_not_lost(kind: str, when: str) -> None:
+    words = [sys.executable, "-c", FINALIZER, kind, when]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=LONG, check=False)
+    assert "ignored" not in ended.stderr
+    if when == "early":
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "raised\n", "")
+    else:
+        assert ended.returncode == 130
+        assert ended.stderr.count("\n") == 1
+
+
+AT_EXIT = """
+import atexit, os, signal
+from agentbench_kv import cli
+
+@atexit.register
+def late():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+    print("not reached")
+
+cli.main()
+"""
+
+
+def test_an_interrupt_while_the_interpreter_cleans_up_prints_nothing() -> None:
+    words = [sys.executable, "-c", AT_EXIT, "--version"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=LONG, check=False)
+    assert ended.stderr == ""
+    assert "not reached" not in ended.stdout
+    assert "kvbench" in ended.stdout

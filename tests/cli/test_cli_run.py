@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from agentbench_kv.cli import options
 from agentbench_kv.run.spec import RunSpec
 
 Kvbench = Callable[..., Any]
@@ -62,6 +65,24 @@ def test_settings_reach_the_method(kvbench: Kvbench) -> None:
     (twin,) = json.loads(kvbench(*plan, KVBENCH_SET="interval=32 sinks=2").stdout)
     assert (given["spec"]["params"]["interval"], given["spec"]["params"]["sinks"]) == (32, 2)
     assert twin == given
+
+
+@pytest.mark.parametrize(
+    ("given", "driven"),
+    [
+        ("", 16),
+        ("--engine vllm", 16),
+        ("--engine llamacpp", 1),
+        ("--engine llamacpp --concurrency 3", 3),
+    ],
+)
+def test_an_engine_says_how_many_sessions_a_run_drives(given: str, driven: int) -> None:
+    @click.command()
+    @options.spec_options
+    def show(shared: dict[str, Any]) -> None:
+        click.echo(options.base_spec(shared).concurrency)
+
+    assert CliRunner().invoke(show, given.split()).output == f"{driven}\n"
 
 
 def test_defaults(kvbench: Kvbench) -> None:

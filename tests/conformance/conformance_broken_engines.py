@@ -218,3 +218,88 @@ class LosingUnseen(Losing):
     """Does not count what it computes again."""
 
     counts = False
+
+
+class WritesOverForks(EmbeddedEngine):
+    """Lets whoever goes on write behind its own rows, though others have rows there."""
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        super().fork(session, new, labeller)
+        for name in (session, new):
+            self._scheduler.get(name).cache._overwrites = lambda _: False  # type: ignore[method-assign]
+
+
+class RewindsOverForks(EmbeddedEngine):
+    """Writes in place behind the rows it went back to, though a fork reads what lies there."""
+
+    def rewind(self, session: str, length: int) -> None:
+        super().rewind(session, length)
+        self._scheduler.get(session).cache._overwrites = lambda _: False  # type: ignore[method-assign]
+
+
+class RewindsRowsOnly(EmbeddedEngine):
+    """Goes back to the right rows, and on at the position it had come to."""
+
+    def rewind(self, session: str, length: int) -> None:
+        state = self._scheduler.get(session)
+        before = state.next_position
+        super().rewind(session, length)
+        state._next = before
+
+
+class RewindKeepsPending(EmbeddedEngine):
+    """Feeds the token that was generated last all the same."""
+
+    def rewind(self, session: str, length: int) -> None:
+        state = self._scheduler.get(session)
+        drawn = list(state.pending)[:1]
+        super().rewind(session, length)
+        if drawn and not state.pending:
+            state.pending.extend(drawn)
+
+
+class RewindLeaks(EmbeddedEngine):
+    """Keeps the memory of what it forgot."""
+
+    def rewind(self, session: str, length: int) -> None:
+        super().rewind(session, length)
+        self._scheduler.get(session).free = lambda: None  # type: ignore[method-assign]
+
+
+class RewindsAnything(EmbeddedEngine):
+    """Refuses no method."""
+
+    def _check_rewind(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class ForgetsWhen(EmbeddedEngine):
+    """Counts a fork's tokens to its next event from the fork on."""
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        super().fork(session, new, labeller)
+        self._scheduler.get(new).ledger._schedule._since_due = 0
+
+
+class ReadsAnswers(EmbeddedEngine):
+    """Reads a forced answer as if it were a prompt, but for its last token."""
+
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        self.extend(session, tokens[:-1], [Phase.OTHERS for _ in tokens[:-1]])
+        given = super().force(session, tokens[-1:])
+        return Prefixed(given, tokens[:-1])
+
+
+class Prefixed(Generation):
+    """Yields ids before those of a generation."""
+
+    def __init__(self, inner: Generation, before: Sequence[int]) -> None:
+        self._inner, self._before = inner, before
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._before
+        yield from self._inner
+        self.finish_reason = self._inner.finish_reason
+
+    def cancel(self) -> None:
+        self._inner.cancel()

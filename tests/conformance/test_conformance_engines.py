@@ -15,13 +15,16 @@ from agentbench_kv.conformance.engines.fixture import (
     long_sessions,
     write_model,
 )
+from agentbench_kv.conformance.engines.rewinds import check_rewinds
 from agentbench_kv.conformance.engines.suite import (
     crowd_part,
     engine_suite,
+    fork_part,
     leak_part,
     method_part,
     stop_part,
 )
+from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import UsageError
 
@@ -30,6 +33,7 @@ REFERENCE = "tokens are the masked reference's"
 KEPT = "kept sets are the embedded engine's"
 ACCOUNTS = "accounting is the embedded engine's"
 ALONE = "sessions together are as alone"
+REWOUND = "a rewound session is a fresh one of what stayed"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_the_embedded_engine_passes(fixture_for: Callable[[type], Fixture]) -> N
     results += crowd_part(one, method) + leak_part(one, method, examples=2)
     assert not failed(results), results
     assert not any(result.skipped for result in results)
-    assert len(results) == 19
+    assert len(results) == 20
 
 
 @pytest.mark.parametrize("name", ["full", "streamingllm@paper"])
@@ -107,6 +111,68 @@ def test_a_wrong_ending_is_found(
 ) -> None:
     one = fixture_for(variant)
     assert expected in failed(stop_part(one, one.method("agentkv")))
+
+
+@pytest.mark.parametrize("name", ["agentkv", "full-constrained"])
+def test_forks_and_forced_answers_pass(name: str, fixture_for: Callable[[type], Fixture]) -> None:
+    one = fixture_for(EmbeddedEngine)
+    results = fork_part(one, one.method(name))
+    assert not failed(results), results
+    assert [result.skipped for result in results] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("variant", "method", "expected"),
+    [
+        # Without events, after which each has a slot of its own.
+        (broken.WritesOverForks, "full-constrained", "both sides of a fork are as if never forked"),
+        (broken.ForgetsWhen, "agentkv", "both sides of a fork are as if never forked"),
+        (broken.ReadsAnswers, "agentkv", "a forced answer is as a decode of its tokens"),
+    ],
+)
+def test_a_wrong_fork_is_found(
+    variant: type, method: str, expected: str, fixture_for: Callable[[type], Fixture]
+) -> None:
+    one = fixture_for(variant)
+    assert failed(fork_part(one, one.method(method))) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("variant", "method", "expected", "detail"),
+    [
+        (broken.RewindsOverForks, "full", REWOUND, "a fork: other tokens"),
+        (broken.RewindsRowsOnly, "full", REWOUND, "half of the answer: other tokens"),
+        (broken.RewindKeepsPending, "full", REWOUND, "what was never fed: logical"),
+        (broken.RewindLeaks, "full", REWOUND, "at the start"),
+        (broken.RewindsAnything, "full", REWOUND, "were rewound to -1"),
+        (broken.RewindsAnything, "agentkv", "a rewind is refused", "was rewound"),
+    ],
+)
+def test_a_wrong_rewind_is_found(
+    variant: type,
+    method: str,
+    expected: str,
+    detail: str,
+    fixture_for: Callable[[type], Fixture],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "PATIENCE_S", 0.5)
+    one = fixture_for(variant)
+    asked = one.method(method)
+    with one.reference(asked) as reference:
+        result = check_rewinds(one.driver(asked), reference)
+    assert (result.name, result.ok) == (expected, False)
+    assert detail in result.detail
+
+
+def test_an_engine_that_does_not_rewind_is_not_asked_to(
+    fixture_for: Callable[[type], Fixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = EmbeddedEngine.capabilities - {Capability.REWIND}
+    monkeypatch.setattr(EmbeddedEngine, "capabilities", able)
+    one = fixture_for(EmbeddedEngine)
+    with one.reference(one.method("full")) as reference:
+        assert check_rewinds(one.driver(one.method("full")), reference).skipped
 
 
 def test_a_leak_is_found(

@@ -42,7 +42,7 @@ def test_the_embedded_engine_passes_quickly() -> None:
     parts = {check["part"] for check in document["checks"]}
     assert parts == {
         "qwen3, streamingllm", "endings, streamingllm", "small pool, full-constrained",
-        "small pool, streamingllm", "leaks",
+        "small pool, streamingllm", "leaks", "forks, streamingllm", "forks, full-constrained",
     }  # fmt: skip
     assert "endings, streamingllm: ok" in result.stderr
 

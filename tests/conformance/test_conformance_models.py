@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
+from agentbench_kv import kernels
 from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance import models
 from agentbench_kv.conformance.driver import TurnPlan, drive, short_turns
@@ -18,7 +19,17 @@ from agentbench_kv.conformance.engines.fixture import VOCAB, prompt
 from agentbench_kv.conformance.families import FAMILIES, build_family, write_family
 from agentbench_kv.conformance.kept_sets import check_replay
 from agentbench_kv.conformance.masked import check_trace
-from agentbench_kv.conformance.models import EXACT, FAILED, REFUSED, SKIPPED, model_suite
+from agentbench_kv.conformance.models import (
+    EXACT,
+    FAILED,
+    REFUSED,
+    SKIPPED,
+    FamilyRow,
+    ModelVerdict,
+    as_markdown,
+    model_suite,
+)
+from agentbench_kv.conformance.reference import reference_error
 from agentbench_kv.engines.embedded import attention
 from agentbench_kv.engines.embedded.architecture import Attention
 from agentbench_kv.engines.embedded.cache import WindowCache
@@ -52,14 +63,19 @@ def test_logits_and_kept_sets_are_those_of_eager_attention(family: str, method: 
     assert problems(family, method) == []
 
 
+@pytest.mark.parametrize("family", [*PECULIAR, "stablelm"])
+def test_the_oracle_is_eager_attention_where_nothing_was_evicted(family: str) -> None:
+    """Of stablelm, too, whose code hands on no arguments that it does not know."""
+    assert reference_error(build_family(family), prompt(100, 0)) < 1e-5
+
+
 @pytest.mark.parametrize("method", ["h2o", "snapkv@original"])
 def test_sums_and_own_caches_beside_sinks(method: str) -> None:
     assert problems("gpt-oss", method) == []
 
 
-def no_sinks(logits: Tensor, sinks: Tensor) -> Tensor:
-    del sinks
-    return logits.softmax(-1)
+def no_sinks(*args: Any) -> Tensor:
+    return kernels.attention(*args[:-1])
 
 
 def not_turned(cache: WindowCache, by: int, frequencies: Tensor) -> None:
@@ -67,7 +83,7 @@ def not_turned(cache: WindowCache, by: int, frequencies: Tensor) -> None:
 
 
 MISTAKES: dict[str, tuple[str, str, Any, str, Any]] = {
-    "sinks forgotten": ("gpt-oss", "agentkv", attention, "softmax_beside", no_sinks),
+    "sinks forgotten": ("gpt-oss", "agentkv", attention, "attention", no_sinks),
     "a window too wide": (
         *("gemma3", "agentkv", WindowCache, "rows_with_next"),
         property(lambda cache: min(cache.fed + 1, cache._window + 1)),
@@ -162,6 +178,25 @@ def test_engines_that_are_not_there_or_say_too_much(
     assert row.failed == (outcome == FAILED)
 
 
+def test_the_table_has_a_row_a_family_and_a_column_an_engine() -> None:
+    no, yes, why = ModelVerdict(REFUSED, "why not"), ModelVerdict(EXACT, "9 tokens"), "other words"
+    rows = [
+        FamilyRow("llama", "", "a", "", {"full": no, "agentkv": no}),
+        FamilyRow("qwen2", "", "a", "all", {"full": yes, "agentkv": yes}),
+        FamilyRow("qwen2", "", "b", "all", {"full": yes, "agentkv": no}),
+        FamilyRow("llama", "", "b", "1 of 2", {"agentkv": ModelVerdict(FAILED, why)}),
+    ]
+    assert as_markdown(rows) == [
+        "| family | attention | layers in reach | a | b |",
+        "| --- | --- | --- | --- | --- |",
+        "| llama | plain | 1 of 2 | refused [1] | FAILED [2] |",
+        "| qwen2 | bias on queries and keys | all | exact | exact (full); refused (agentkv) [1] |",
+        "",
+        "1. why not",
+        "2. other words",
+    ]
+
+
 def invoke(*words: str) -> Any:
     return CliRunner().invoke(kvbench, ["selftest", "models", *words])
 
@@ -171,7 +206,13 @@ def test_the_command_prints_one_row_a_family() -> None:
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert done.exit_code == 0
     assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == ["deepseek-v3", "gemma2"]
-    assert all(f"| {REFUSED}: " in row for row in rows[2:])
+    assert [row.split(" | ")[-1] for row in rows] == [
+        "embedded |",
+        "--- |",
+        f"{REFUSED} [1] |",
+        f"{REFUSED} [2] |",
+    ]
+    assert "\n\n1. model family 'deepseek_v3' is not supported" in done.stdout
     assert isinstance(invoke("--family", "nobody").exception, UsageError)
     document = json.loads(invoke("--family", "gemma2", "--json").stdout)
     assert document[0]["verdicts"]["full"]["outcome"] == REFUSED

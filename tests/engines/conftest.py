@@ -99,7 +99,10 @@ def tiny(family: str, seed: int = 0, **overrides: Any) -> Any:
 
 @pytest.fixture
 def survives_a_kill() -> Callable[[Any, str], None]:
-    """Kill a part of a micro model's backend, by a word of its title, within an answer."""
+    """Kill a part of a micro model's backend, by a word of its title, within an answer.
+
+    The engine is shut down afterwards.
+    """
 
     def part(group: int, word: str) -> int:
         for entry in Path("/proc").iterdir():
@@ -110,21 +113,27 @@ def survives_a_kill() -> Callable[[Any, str], None]:
                     return pid
         raise AssertionError(f"no process of the backend is called {word}")
 
+    def answer(engine: Any, victim: str = "") -> tuple[list[int], Any]:
+        prompt = [10 + i * i % 500 for i in range(200)]
+        engine.open("k", TokenPhases())
+        engine.extend("k", prompt, [TokenPhases().label(token) for token in prompt])
+        said: list[int] = []
+        # Far more tokens than a server can have written ahead of its reader.
+        for token in engine.generate("k", Sampling(max_tokens=1500)):
+            said.append(token)
+            if victim and len(said) == 10:
+                os.kill(part(engine.backend_pid, victim), signal.SIGKILL)
+        return said, engine.close("k")
+
     def check(engine: Any, word: str) -> None:
-        method = make_method("full", None)
-        alone = EmbeddedEngine.create(EngineOptions("micro", method, device="cpu"))
-        prompt, found = [10 + i * i % 500 for i in range(200)], []
-        for each in (alone, engine):
-            each.open("k", TokenPhases())
-            each.extend("k", prompt, [TokenPhases().label(token) for token in prompt])
-            said: list[int] = []
-            for token in each.generate("k", Sampling(max_tokens=60)):
-                said.append(token)
-                if each is engine and len(said) == 10:
-                    os.kill(part(engine.backend_pid, word), signal.SIGKILL)
-            found.append((said, each.close("k")))
-        alone.shutdown()
-        (expected, _), (said, stats) = found
+        with contextlib.ExitStack() as started:
+            alone = EmbeddedEngine.create(
+                EngineOptions("micro", make_method("full", None), device="cpu")
+            )
+            for each in (alone, engine):
+                started.callback(each.shutdown)
+            expected, _ = answer(alone)
+            said, stats = answer(engine, word)
         assert said == expected
         assert engine.restarts == 1
         assert stats.recomputed == stats.restarts[0][1] - 1 >= 209

@@ -170,7 +170,7 @@ def test_neighbours_say_what_they_say_alone(
     # The thread lives, and what the sessions held is free again, once it has been round.
     for _ in range(2):
         engine._scheduler._commands.call(lambda: None, timeout=LONG)
-    assert all(not pool._used for pool in engine._scheduler.pools.full._pools.values())
+    assert all(not pool._users for pool in engine._scheduler.pools.full._pools.values())
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-308, 1e-30])

@@ -37,8 +37,10 @@ from agentbench_kv.phases.machine import (
     PhaseTable,
     PromptPhases,
     add_run,
+    cut_runs,
     labeller_source,
 )
+from agentbench_kv.phases.opening import system_tokens
 from agentbench_kv.phases.tokens import TokenCodec
 
 OPEN = {"<think>": Phase.THINK, "<tool_call>": Phase.ACT, "<tool_response>": Phase.TOOL}
@@ -393,6 +395,56 @@ def test_conversations_of_other_families_are_labelled_as_they_are_built(
     assert machine.label_many(tokens) == expected
 
 
+SYSTEMS = {
+    CHATML: "<|im_start|>system\nBe kind.\n<tools>f</tools><|im_end|>\n",
+    DEEPSEEK: "^Be kind.",  # no marker: what comes before the first message
+    MISTRAL: "^[SYSTEM_PROMPT]Be kind.[/SYSTEM_PROMPT][AVAILABLE_TOOLS]f[/AVAILABLE_TOOLS]",
+    GLM: "^<|system|>\nBe kind.",
+    KIMI: (
+        "<|im_system|>tool_declare<|im_middle|>f<|im_end|>"
+        "<|im_system|>system<|im_middle|>Be kind.<|im_end|>"
+    ),
+    LLAMA3: f"^{HEAD[0]}system{HEAD[1]}\n\nBe kind.<|eot_id|>",
+    HARMONY: "<|start|>system<|message|>hm<|end|><|start|>developer<|message|># Tools<|end|>",
+    SEED: "<seed:bos>system\nBe kind.<seed:eos>",
+    MINIMAX: "^]~b]system\nBe kind.[e~[\n",
+    COHERE: "^<|SYSTEM_TOKEN|>Be kind.<|END_OF_TURN_TOKEN|>",
+}
+ASKS = {CHATML: "<|im_start|>user\nhi<|im_end|>\n"}
+ANSWERS = {CHATML: "<|im_start|>assistant\n", HARMONY: "<|start|>assistant"}
+
+
+@pytest.mark.parametrize("family", SYSTEMS, ids=lambda family: family.name)
+def test_the_system_message_ends_where_the_first_other_one_begins(family: Family) -> None:
+    said = {"user": ASKS.get(family), "assistant": ANSWERS.get(family)}
+    for role, text in said.items():
+        pieces = PARTS[family][role][0] if text is None else [(text, N)]
+        said[role] = "".join(piece for piece, _ in pieces).removeprefix(TURN)
+    whole = SYSTEMS[family] + str(said["user"]) + str(said["assistant"])
+    marks = set(MARKS.findall(whole)) | set(family.detect)
+    vocabulary = Vocabulary(sorted(marks, key=len, reverse=True))
+    table = PhaseTable.for_tokenizer(vocabulary)
+    assert table.family is family
+    size = len(vocabulary.encode(SYSTEMS[family]))
+    # Mistral's answers have no marker, and follow a user's message always.
+    for text in (said["user"], *([] if family is MISTRAL else [said["assistant"]])):
+        assert system_tokens(table, vocabulary.encode(SYSTEMS[family] + str(text))) == size
+    # A later system message is not the leading one.
+    assert system_tokens(table, vocabulary.encode(whole + SYSTEMS[family])) == size
+    assert system_tokens(table, vocabulary.encode(str(said["user"]) + whole)) == 0
+
+
+def test_without_messages_no_token_is_a_system_message() -> None:
+    vocabulary = Vocabulary(["<|im_start|>", "<|im_end|>"])
+    table = PhaseTable.for_tokenizer(vocabulary)
+    assert system_tokens(table, vocabulary.encode("a plain text")) == 0
+    assert system_tokens(table, []) == 0
+    only = vocabulary.encode("<|im_start|>system\nBe kind.<|im_end|>\n")
+    assert system_tokens(table, only) == len(only)
+    plain = PhaseTable.for_tokenizer(Vocabulary([]))
+    assert system_tokens(plain, vocabulary.encode("system\nBe kind.")) == 0
+
+
 def test_families_are_told_apart_by_their_tokens() -> None:
     for family in FAMILIES:
         found = PhaseTable.for_tokenizer(
@@ -488,6 +540,18 @@ def test_a_machine_resumed_from_its_document_goes_on_as_the_original(
     assert prompt.expand() == before
     assert resumed.state == original.state
     assert resumed.label_many(tokens[at:]) == original.label_many(tokens[at:])
+
+
+@given(phases=st.lists(st.sampled_from(Phase), max_size=30), length=st.integers(0, 35))
+def test_runs_are_cut_where_their_tokens_are(phases: list[Phase], length: int) -> None:
+    runs: list[list[int]] = []
+    add_run(runs, phases)
+    cut = cut_runs(runs, length)
+    assert PromptPhases(runs=cut).expand() == phases[:length]
+    assert PromptPhases(runs=runs).expand() == phases
+    assert all(tokens > 0 for _, tokens in cut)
+    add_run(cut, [Phase.ACT])
+    assert PromptPhases(runs=cut).expand() == [*phases[:length], Phase.ACT]
 
 
 def labelled(tokenizer: Any, text: str) -> list[tuple[str, str]]:

@@ -160,3 +160,17 @@ def test_no_reminder_in_a_first_prompt_or_without_a_user(noting: Any) -> None:
     tool = {"role": "tool", "tool_call_id": "x", "content": "sun"}
     gateway.chat("s", [USER, first.message, tool], TOOLS)
     assert all("earlier" not in gateway.codec.decode(tokens) for tokens, _ in engine.notes)
+
+
+def test_the_first_note_says_how_long_the_system_message_is(noting: Any) -> None:
+    gateway, engine = noting("Hello", "Again")
+    tools = [SYSTEM, USER]
+    first = gateway.chat("s", tools, tools=TOOLS)
+    tokens, notes = engine.notes[-1]
+    engine.decode = gateway.codec.decode
+    head = engine_text(engine, tokens[: notes.system])
+    assert head.startswith("<|im_start|>system")
+    assert "get_weather" in head
+    assert engine_text(engine, tokens[notes.system :]).startswith("<|im_start|>user")
+    gateway.chat("s", [*tools, first.message, SYSTEM, USER], tools=TOOLS)
+    assert engine.notes[-1][1].system == 0

@@ -26,6 +26,7 @@ class Event:
     phases : array [now]
         Of every token seen.
     statistics : (mean [L, Hq, d/2], size [L, Hq, d/2], frequencies [d/2], factor), optional
+    covariance : array [L, Hq, d, d], optional
     next_position : int, optional
         RoPE position of the next token, if it is not `now`.
     """
@@ -36,6 +37,7 @@ class Event:
     prompt: int = 0
     phases: Any = None
     statistics: Any = None
+    covariance: Any = None
     next_position: int | None = None
 
 
@@ -92,6 +94,12 @@ def head_scores(method, event, index, head, cached):
         time = event.now if event.next_position is None else event.next_position
         own = statistics_of(event, index, head)
         return triattention.head_scores(settings, own, keys, positions, event.prompt, time)
+    if method.name == "expected-attention":
+        own = statistics_of(event, index, head)
+        first = head * len(own)
+        spread = event.covariance[index][first : first + len(own)]
+        time = event.now if event.next_position is None else event.next_position
+        return expected_attention(settings, own, spread, cached, time)
     if method.name == "keydiff":
         lengths = [max(np.sqrt((key**2).sum()), 1e-12) for key in keys]
         mean = sum(key / length for key, length in zip(keys, lengths, strict=True)) / len(keys)
@@ -114,6 +122,30 @@ def head_scores(method, event, index, head, cached):
     before = {"snapkv": window.snapkv, "rkv": window.rkv}[method.name]
     past = before(settings, (own, query_positions), keys, positions)
     return np.concatenate([past, np.zeros(settings["window"])])
+
+
+def expected_attention(settings, own, spread, cached, time):
+    """Mean of E[exp(q·k/√d)] over Gaussian query heads; keys turn back instead of queries ahead."""
+    rows, sinks = cached["keys"], cached["positions"] < settings["sinks"]
+    size = rows.shape[1]
+    total = np.zeros(len(rows))
+    for (mean, _, frequencies, factor), covariance in zip(own, spread, strict=True):
+        turn = np.mean(
+            [np.exp(1j * frequencies * (time + ahead)) for ahead in range(settings["ahead"])], 0
+        )
+        weights = np.zeros(len(rows))
+        for number, key in enumerate(rows):
+            pairs = (key[: size // 2] + 1j * key[size // 2 :]) * turn.conj() * factor
+            back = np.concatenate([pairs.real, pairs.imag])
+            logit = back @ np.concatenate([mean.real, mean.imag]) / np.sqrt(size)
+            if settings["spread"] == "on":
+                logit += back @ covariance @ back / (2 * size)
+            weights[number] = -np.inf if sinks[number] else logit
+        weights = np.exp(weights - weights.max())
+        total += weights / weights.sum() / len(own)
+    if settings["values"] == "off":
+        return total
+    return (total + settings["epsilon"]) * np.sqrt((cached["values"] ** 2).sum(1))
 
 
 def lagkv(settings, cached):
@@ -180,7 +212,10 @@ def budget(method, now):
 
 
 def always_kept(method, now, prompt=0):
-    """Positions the specification never evicts; a kept prompt goes before everything else."""
+    """Positions the specification never evicts; a kept prompt goes before everything else.
+
+    Half of the prompt is the system message, as in the suite's scenes.
+    """
     settings, size = method.settings(), budget(method, now)
     recent = max(settings["keep_recent"], settings.get("window", 0), method.name == "tova")
     recent = max(recent, int(settings.get("recent_share", 0) * size))
@@ -188,6 +223,9 @@ def always_kept(method, now, prompt=0):
     if settings.get("keep_prompt") == "on":
         first = min(max(first, prompt), size)
         recent = min(recent, size - first)
+    protect = settings.get("protect", "none")
+    known = {"none": 0, "prompt": prompt, "system": prompt // 2}
+    first = max(first, known[protect] if protect in known else int(protect))
     return {*range(first), *range(now - recent, now)}
 
 

@@ -33,7 +33,7 @@ def scores(settings, queries, keys, key_phases):
         chosen.append(own[:, picks])
     plain = attention(settings, np.concatenate(chosen, 1), keys)
     # Keys come by ascending position here.
-    return pool(plain, "max", settings["pool"]) if "pool" in settings else plain
+    return pool(plain, settings.get("pool", "none"), settings.get("kernel", 7))
 
 
 def attention(settings, vectors, keys):

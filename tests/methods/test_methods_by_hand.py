@@ -372,8 +372,8 @@ def test_random_rings_take_all_labels_alike():
 
 
 def test_agentkv_pools_over_exact_neighbours_only_if_odd():
-    with pytest.raises(UsageError, match="odd number"):
-        make_method("agentkv", 64, {"pool": 4})
+    with pytest.raises(UsageError, match="odd width"):
+        make_method("agentkv", 64, {"pool": "max", "kernel": 4})
 
 
 def test_no_phase_can_be_dropped_where_none_is_known():

@@ -103,11 +103,13 @@ class FearsLongPrompts(ByPosition):
 class GivesUpKeptTokens(ByPosition):
     """Forgets a token of its own that it says no event may evict."""
 
-    def _always(self, positions, now, prompt):
-        return (positions == 0) & (prompt == 5)
+    def _always(self, positions, now, protected):
+        return (positions == 0) & (len(positions) == 1)  # in words, not in a cache of two layers
 
-    def select(self, layers, queries, now, prompt=0, phases=None):
-        return super().select(layers, queries, now, 4, phases)
+
+class EvictsProtected(ByPosition):
+    def _always(self, positions, now, protected):
+        return super()._always(positions, now, protected - 1)
 
 
 class TakesNoShare(ByPosition):
@@ -192,6 +194,7 @@ def test_conformance_accepts_a_correct_class():
         (NeedsTwo, "evicts one token if one is too many"),
         (FearsLongPrompts, "works after a prompt over the budget"),
         (GivesUpKeptTokens, "keeps what is always kept"),
+        (EvictsProtected, "keeps what is protected"),
         (TakesNoShare, "takes a share of the length as a budget"),
         (LooksAtPhases, "works before all rings are full"),
     ],

@@ -15,6 +15,7 @@ import torch
 
 from agentbench_kv.kernels import attention_mass
 from agentbench_kv.methods.base import LayerView, Queries
+from agentbench_kv.methods.calibration import Calibration, as_complex
 from agentbench_kv.registry import make_method
 
 PYTHON = os.environ.get("KVBENCH_KVPRESS_PYTHON", "")
@@ -26,6 +27,7 @@ PRESSES = {
     "streamingllm": ({}, "StreamingLLMPress(RATIO)"),
     "keydiff": ({}, "KeyDiffPress(RATIO)"),
     "tova": ({}, "TOVAPress(RATIO)"),
+    "expected-attention": ({}, "ExpectedAttentionPress(RATIO)"),
     "lagkv": ({"lag": LAG}, f"LagKVPress(RATIO, lag_size={LAG})"),
     # Theirs sums over a layer's heads and takes whole chunks only.
     "chunk": (
@@ -65,6 +67,10 @@ for number, made in enumerate(sys.argv[3:]):
     inner = getattr(press, "press", press)
     score = inner.score
     inner.score = lambda *args: scores.append(score(*args)) or scores[-1]
+    statistics = []
+    if "Expected" in made:
+        turn = press.apply_avg_rope
+        press.apply_avg_rope = lambda *args: statistics.append(args[1:]) or turn(*args)
     taken.clear()
     plain_cache = qwen3.DynamicCache()
     with torch.no_grad():
@@ -76,6 +82,9 @@ for number, made in enumerate(sys.argv[3:]):
         torch.stack(part).numpy() for part in zip(*taken)
     )
     arrays[f"values {number}"] = torch.cat([layer.values for layer in plain_cache.layers]).numpy()
+    for part, name in enumerate(("mean", "covariance") if statistics else ()):
+        arrays[f"{name} {number}"] = torch.cat([each[part] for each in statistics]).numpy()
+        arrays["frequencies"] = model.model.rotary_emb.inv_freq.numpy()
     arrays[f"scores {number}"] = torch.cat(scores).numpy()
     arrays[f"left {number}"] = torch.cat([layer.keys for layer in cache.layers]).numpy()
 numpy.savez(sys.argv[1], **arrays)
@@ -120,6 +129,10 @@ def test_method_agrees_with_kvpress(theirs, name):
     scores, left = theirs[f"scores {number}"], theirs[f"left {number}"]
     layers = [layer_view(*each) for each in zip(*parts, strict=True)]
     method = make_method("keydiff" if name == "chunk" else name, left.shape[2], settings)
+    if method.needs_covariance:  # theirs are the prompt's own statistics
+        mean, covariance = theirs[f"mean {number}"], theirs[f"covariance {number}"]
+        known = (as_complex(mean), mean[..., ::2], theirs["frequencies"])
+        method = method.with_calibration(Calibration(*known, covariance=covariance))
     queries = [last_queries(layer, max(1, method.query_plan().size)) for layer in parts[0]]
     tokens = scores.shape[-1]
     selection = method.select(layers, queries, tokens, prompt=tokens)

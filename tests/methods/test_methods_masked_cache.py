@@ -52,7 +52,11 @@ VARIANTS = [
     ("h2o", {"trigger": "prefill+every"}),
     ("snapkv@original", {"trigger": "prefill+every"}),
     ("snapkv@original", {"kept_set": "shared"}),
-    ("triattention", {"trigger": "every", "keep_prompt": "off"}),
+    ("triattention", {"trigger": "every", "protect": "none"}),
+    *[(f"{name}@system", {}) for name in ("agentkv", "random", "lagkv")],
+    ("h2o", {"protect": "25"}),
+    ("snapkv@original", {"protect": "system", "window": 16}),
+    ("streamingllm", {"protect": "system", "trigger": "prefill+every"}),
 ]
 IN_CACHE = [
     ("agentkv", {}),
@@ -61,7 +65,8 @@ IN_CACHE = [
     ("snapkv@original", {}),
     ("streamingllm", {"trigger": "turn"}),
     ("rkv", {"kept_set": "shared"}),
-    ("triattention", {"keep_prompt": "off"}),
+    ("triattention", {"protect": "none"}),
+    ("agentkv", {"protect": "system"}),
 ]
 
 

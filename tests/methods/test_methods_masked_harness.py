@@ -89,14 +89,18 @@ def test_harness_finds_events_that_come_late(recorded, monkeypatch, trigger):
     if trigger == "prefill+every":
         monkeypatch.setattr(Schedule, "after_prefill", lambda *_: False)
     if trigger == "every":
-        monkeypatch.setattr(Schedule, "__init__", late)
+        monkeypatch.setattr(Schedule, "__init__", late(Schedule.__init__))
     if trigger == "turn":
         monkeypatch.setattr(Schedule, "after_turn", lambda *_: False)
     assert "events" in run()
 
 
-def late(self, method):
-    self._method, self._since_due = method, -1
+def late(plain):
+    def begin(self, *given):
+        plain(self, *given)
+        self._since_due = -1
+
+    return begin
 
 
 def test_harness_reports_heads_that_are_swapped(recorded):

@@ -25,8 +25,9 @@ SAMPLERS = [
     *[("agentkv", {"sampler": s}) for s in ("multiscale", "weighted", "diverse")],
     *[("agentkv", {"sampler": s, "representatives": 24}) for s in ("multiscale", "weighted")],
     *[("agentkv", {"sampler": s}) for s in ("recent", "own")],
-    ("agentkv", {"pool": 7}),
-    ("agentkv@paper", {"pool": 3, "kept_set": "shared", "drop_phase": "act"}),
+    ("agentkv", {"pool": "max"}),
+    ("agentkv", {"pool": "avg", "kernel": 5}),
+    ("agentkv@paper", {"pool": "max", "kernel": 3, "kept_set": "shared", "drop_phase": "act"}),
     ("agentkv@paper", {"sampler": "diverse", "representatives": 8, "gqa": "max_logit"}),
     ("agentkv@paper", {"sampler": "weighted", "drop_phase": "tool", "kept_set": "shared"}),
     ("agentkv", {"sampler": "multiscale", "drop_phase": "act", "gqa": "max_prob"}),
@@ -90,6 +91,10 @@ OTHERS = [
     ("keydiff", {"kept_set": "per_layer", "sinks": 2}),
     ("tova", {}),
     ("tova", {"kept_set": "per_head", "keep_recent": 4}),
+    ("expected-attention", {}),
+    ("expected-attention", {"kept_set": "shared", "epsilon": 0.02, "ahead": 16}),
+    ("expected-attention", {"spread": "off", "values": "off", "sinks": 0}),
+    ("expected-attention", {"positions": "cache", "keep_recent": 9}),
     ("lagkv", {"lag": 16}),
     ("lagkv", {"lag": 30, "sinks": 0, "keep_recent": 8}),
     ("agentkv", {"kept_set": "per_layer"}),
@@ -100,7 +105,16 @@ OTHERS = [
     ("streamingllm", {"chunk": 4}),
     ("h2o", {"chunk": 20, "kept_set": "shared"}),
 ]
-CASES = [*AGENTKV, *SAMPLERS, *WINDOW, *RKV, *TRIATTENTION, *OTHERS]
+PROTECTED = [
+    *[(f"{name}@system", {}) for name in ("agentkv", "snapkv", "rkv", "h2o", "triattention")],
+    *[(f"{name}@prompt", {}) for name in ("agentkv", "tova", "keydiff", "streamingllm")],
+    ("lagkv", {"protect": 20, "lag": 16}),
+    ("snapkv@kvpress", {"protect": "5", "window": 16}),
+    ("h2o", {"protect": "30", "chunk": 8}),
+    ("agentkv@paper", {"protect": "system", "sinks": 20, "kept_set": "shared"}),
+    ("triattention@sglang", {"protect": "system"}),
+]
+CASES = [*AGENTKV, *SAMPLERS, *WINDOW, *RKV, *TRIATTENTION, *OTHERS, *PROTECTED]
 BUDGET = 72
 SHAPES = [
     CacheShape(layers=1, kv_heads=1, group=1, head_dim=4),
@@ -118,9 +132,10 @@ PRESETS = [
 
 def event_of(scene, method):
     """The scene as the formulations see it."""
-    statistics = None
+    statistics = covariance = None
     if method.needs_calibration:
         made = method.calibration
+        covariance = None if made.covariance is None else made.covariance.double().numpy()
         arrays = (made.mean, made.abs_mean, made.frequencies)
         statistics = (*(a.numpy().astype(np.complex128) for a in arrays), made.scale)
         statistics = (statistics[0], statistics[1].real, statistics[2].real, statistics[3])
@@ -138,6 +153,7 @@ def event_of(scene, method):
         prompt=scene.prompt,
         phases=scene.phases.numpy(),
         statistics=statistics,
+        covariance=covariance,
         next_position=held if method.positions == "cache" else scene.now,
     )
 
@@ -231,7 +247,7 @@ def test_triattention_matches_its_specification_for_every_prompt(spec, prompt):
     method = calibrated(make_method(spec, 140))
     scene = make_scene(method, 170, seed=prompt, prompt=prompt)
     compare(method, scene, 1e-4)
-    if method.keep_prompt == "on" and prompt >= 140:
+    if method.protect == "prompt" and prompt >= 140:
         for head in scene.positions(scene.select(method)).flatten(0, 1).tolist():
             assert head == list(range(140))
 

@@ -90,9 +90,10 @@ def test_engine_keeps_what_the_specification_keeps(model, spec, settings):
 
 
 def event_of(method, given, trace):
-    statistics = None
+    statistics = covariance = None
     if method.needs_calibration:
         made = method.calibration
+        covariance = None if made.covariance is None else made.covariance.double().numpy()
         parts = (made.mean.numpy(), made.abs_mean.numpy(), made.frequencies.numpy())
         statistics = (*(part.astype(np.complex128) for part in parts), made.scale)
         statistics = (statistics[0], statistics[1].real, statistics[2].real, made.scale)
@@ -109,6 +110,7 @@ def event_of(method, given, trace):
         prompt=len(short_turns()[0].prompt),
         phases=np.array(trace.phases[: given.now]),
         statistics=statistics,
+        covariance=covariance,
         next_position=given.places.shape[-1] if method.positions == "cache" else given.now,
     )
 

@@ -12,7 +12,10 @@ from click.testing import CliRunner
 from agentbench_kv.cli import kvbench
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
-from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.runs import load_runs
+from agentbench_kv.results.site import build_site
+from agentbench_kv.results.site.tokenline import token_line
+from agentbench_kv.results.store import RunReader, RunStore
 from agentbench_kv.run import fidelity
 from agentbench_kv.run.recordings import kinds_of, record_gold, record_run
 
@@ -86,13 +89,18 @@ def test_tokens_are_counted_from_the_last_event(tmp_path: Path) -> None:
 
 
 def test_less_budget_costs_more_and_every_figure_is_there(tmp_path: Path) -> None:
-    budgets = ("--budget", "128", "--budget", "512")
+    budgets = ("--budget", "512", "--budget", "640")
     small, large = played(tmp_path, "--method", "streamingllm", *budgets)
     assert small["means"]["kl"]["point"] > large["means"]["kl"]["point"] > 0
     assert small["shares"]["top1"]["point"] < 1
     assert {"kl_act", "kl_value", "kl_template", "kl_to32", "kl_turn3"} <= small["means"].keys()
-    assert large["against_first"]["n"] == 2
-    assert small["p_value"] is None
+    shown = call("fidelity", "--task", TASK, "--limit", "2", "--out", str(tmp_path),
+                 "--method", "streamingllm", *budgets).output  # fmt: skip
+    assert "distance from the full cache" in shown
+    assert "smallest budget whose KL of values is at most 0.01 nats" in shown
+    assert "nobody leads on fewer than 20" in shown
+    assert all(run.summary.tokens_per_s is None for run in load_runs([tmp_path])[0])
+    assert shown == call("report", str(tmp_path), "--table", "fidelity").output
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +108,11 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     whole = played(tmp_path / "whole", *arms)
     play, calls = fidelity._play, []
 
-    def stops(model: Any, recording: Any, missing: Any) -> None:
+    def stops(model: Any, recording: Any, missing: Any, *how: bool) -> None:
         calls.append([recording.sample, len(missing)])
         if len(calls) == 2:
             raise KeyboardInterrupt
-        play(model, recording, missing)
+        play(model, recording, missing, *how)
 
     monkeypatch.setattr(fidelity, "_play", stops)
     command = ["fidelity", "--task", TASK, "--limit", "2", "--out", str(tmp_path / "cut"), *arms]
@@ -114,6 +122,69 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # What is there is not played again: another arm is played alone.
     played(tmp_path / "cut", *arms, "--method", "streamingllm")
     assert [count for _, count in calls[3:]] == [1, 1]
+
+
+def test_a_method_may_bring_its_own_settings(tmp_path: Path) -> None:
+    arms = ("--method", "agentkv", "--method", "agentkv,pool=max,chunk=4", "--budget", "400")
+    plain, changed = played(tmp_path, *arms, "--set", "interval=64")
+    assert (plain["method"], changed["method"]) == (
+        "agentkv (interval=64)", "agentkv (chunk=4, interval=64, pool=max)",
+    )  # fmt: skip
+    assert plain["means"]["kl"] != changed["means"]["kl"]
+
+
+def test_a_run_that_is_not_what_it_says_fails_the_self_check(tmp_path: Path) -> None:
+    arm = ("--method", "streamingllm", "--budget", "256", "--set", "interval=64")
+    common = ("--out", str(tmp_path), *arm)
+    command = ("run", "--task", TASK, "--limit", "1", "--concurrency", "1", "--quiet")
+    assert call(*command, *common).exit_code == 0
+    run = RunStore(tmp_path).find(RunStore(tmp_path).names()[0])
+    lines = (run.path / "samples.jsonl").read_text()
+    (run.path / "samples.jsonl").write_text(lines.replace('"events":', '"events":1'))
+    result = call("fidelity", "--from", str(run.path), *common)
+    assert "FAILED" in result.stderr
+    assert "other events in recall-1k-0" in result.stderr
+    # Another method on the same sessions is no self-check.
+    other = ("--method", "random", "--budget", "256", "--out", str(tmp_path))
+    assert "self-check" not in call("fidelity", "--from", str(run.path), *other).stderr
+
+
+def test_every_token_can_be_kept_and_is_drawn(tmp_path: Path) -> None:
+    arm = ("--method", "streamingllm", "--budget", "400", "--set", "interval=64")
+    (line,) = played(tmp_path / "runs", *arm, "--save-tokens")
+    assert line["means"]["kl"]["high"] is None  # of two sessions there is no interval
+    (run,) = load_runs([tmp_path / "runs"])[0]
+    recordings = record_gold(TASK, "micro", 2, {})
+    for record, recording in zip(run.records(), recordings, strict=True):
+        kept = RunReader(run.path).transcript(record)["fidelity"]
+        answers = [(turn, *one) for turn, each in enumerate(recording.turns) for one in each.answer]
+        assert list(zip(kept["turn"], kept["token"], strict=True)) == [a[:2] for a in answers]
+        assert sum(kept["kl"]) == pytest.approx(record.means["kl"][0], rel=1e-4)
+        assert sum(kept["right"]) == record.sub_scores["right"][0]
+        assert len(kept["events"]) == record.kv.events
+        first = kept["events"][0][0]
+        assert max(kept["kl"][:first]) == 0 < max(kept["kl"][first:])
+    drawn, name = token_line(run.path, run.records()) or (None, "")
+    assert drawn is not None
+    assert name in {recording.sample for recording in recordings}
+    lengths = {sum(len(turn.answer) for turn in recording.turns) for recording in recordings}
+    assert len(drawn.line.split()) in lengths
+    assert len(drawn.marks) == 6
+    site = build_site([run], [], tmp_path / "site").parent
+    (page,) = (site / "runs").glob("*.html")
+    assert drawn.line in page.read_text()
+
+
+def test_damaged_tokens_draw_nothing(tmp_path: Path) -> None:
+    arm = ("--method", "streamingllm", "--budget", "400", "--save-tokens")
+    played(tmp_path, *arm)
+    (run,) = load_runs([tmp_path])[0]
+    files = sorted(run.path.glob("transcripts/*"))
+    for text in ("", "[]", '{"fidelity": {"kl": [NaN], "turn": [0], "events": []}}',
+                 '{"fidelity": {"kl": "x", "turn": [0], "events": []}}'):  # fmt: skip
+        for file in files:
+            file.write_text(text)
+        assert token_line(run.path, run.records()) is None
 
 
 def test_sessions_of_other_tokens_are_not_mixed(tmp_path: Path) -> None:
@@ -141,6 +212,7 @@ def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -
     assert result.exit_code == 0, result.output
     (line,) = json.loads(result.stdout)
     assert line["shares"]["right"]["point"] == 1
+    assert f"self-check of {method} at 256 on its own run: passed" in result.stderr
     assert line["events"] * 2 == sum(record.kv.events for record in run.trials()) > 0
     recordings, model = record_run(run.path)
     assert model == "micro"
@@ -150,8 +222,10 @@ def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--method", "agentkv", "--budget", "256"), "--task TASK, or --from RUN"),
+        (("--method", "agentkv", "--budget", "256"), "--from RUN, or --from FILE.jsonl"),
         (("--method", "agentkv", "--task", TASK), "needs a budget"),
+        (("--method", "agentkv,pool", "--budget", "256", "--task", TASK), "METHOD,KEY=VALUE"),
+        (("--method", "agentkv,moon=1", "--budget", "256", "--task", TASK), "moon"),
         (("--method", "evoke", "--budget", "4096", "--task", TASK), "ranks no rows"),
         (("--method", "oracle", "--budget", "256", "--task", TASK), "ranks no rows"),
         (("--method", "full", "--task", TASK, "--set", "moon=1"), "moon"),

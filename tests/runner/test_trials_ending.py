@@ -348,6 +348,35 @@ def test_slowness_is_no_hanging(
     assert runner.run_one(one, tmp_path, quiet).validity.state == "valid"
 
 
+def test_a_prompt_is_said_to_be_read_as_far_as_it_is(
+    told: Told,
+    spec: SpecOf,
+    use_engine: UseEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reading(StandingEngine):
+        def stats(self, session: str) -> KVStats:  # noqa: ARG002
+            past = {"live": 700, "evicted": 400, "restored": 100, "decode_tokens": 30}
+            return KVStats(logical=9000, **past)
+
+    monkeypatch.setattr(runner, "_LOOK_S", 0.01)
+    monkeypatch.setattr(runner, "_STOP_S", 0.01)
+    use_engine(Reading)
+
+    def behave(_: str, __: int, context: TrialContext) -> Outcome:
+        context.client.chat(HELLO)
+        return scored()
+
+    def end(_: RunSpec, __: int, ___: int, said: TrialRecord | str | None) -> None:
+        if isinstance(said, str) and not said.startswith("0"):
+            raise UsageError(said)
+
+    told(behave, ids=("x-0",))
+    with pytest.raises(UsageError, match=r"^1 under way, 970 tokens read, 30 written$"):
+        runner.run_one(spec(limit=None), tmp_path, end)
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
 def test_a_wrong_patience_is_refused(
     told: Told, spec: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str

@@ -117,7 +117,13 @@ def load_encoder(folder: Path) -> TextEncoder:
         )
     from sentence_transformers import SentenceTransformer
 
-    encoder: TextEncoder = SentenceTransformer(str(folder), local_files_only=True)
+    try:
+        encoder: TextEncoder = SentenceTransformer(str(folder), local_files_only=True)
+    except Exception as error:  # whatever a folder that is none makes it stumble over
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrerequisiteError(
+            f"{folder} holds no sentence-transformers encoder: {why}"
+        ) from error
     return encoder
 
 

@@ -9,7 +9,7 @@ counts as wrong. A call of another tool than expected gets an error and ends the
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,6 +189,33 @@ class Environment:
 def _spoken(message: ExpectedCall | ExpectedReply) -> list[Slot]:
     """Return the slots outside of the think block, whose text no environment sees."""
     return [slot for slot in message.slots if slot.where != "think"]
+
+
+def last_uses(episode: Episode) -> list[list[tuple[int, int]]]:
+    """Return for each user turn, and each result in it, the last message that needs the result.
+
+    Messages are (user turn, number in it); one that needs a result says a handle from it, or makes
+    one of the reading in the last result so far.
+    """
+    results: list[set[str]] = []  # the handles in each, in order
+    last: list[tuple[int, int]] = []
+    for turn, asked in enumerate(episode.turns):
+        messages: list[ExpectedCall | ExpectedReply] = [*asked.calls, asked.reply]
+        for number, message in enumerate(messages):
+            for slot in message.slots:
+                for result in _needed(slot, results):
+                    last[result] = (turn, number)
+            if isinstance(message, ExpectedCall):
+                results.append({h for value in message.result.values() for h in value.split(",")})
+                last.append((turn, number))
+    ordered = iter(last)
+    return [[next(ordered) for _ in asked.calls] for asked in episode.turns]
+
+
+def _needed(slot: Slot, results: Sequence[Collection[str]]) -> list[int]:
+    if slot.kind == "derived":
+        return [len(results) - 1] if results else []
+    return [number for number, handles in enumerate(results) if slot.handle in handles]
 
 
 @dataclass(frozen=True)

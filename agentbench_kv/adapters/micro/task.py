@@ -16,6 +16,7 @@ from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     AgentClient,
     Fact,
+    LastUses,
     Message,
     Outcome,
     Reply,
@@ -24,7 +25,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
-from agentbench_kv.adapters.micro.episode import Environment, Episode, Slot
+from agentbench_kv.adapters.micro.episode import Environment, Episode, Slot, last_uses
 from agentbench_kv.adapters.micro.generate import PROFILES, TEST_SEEDS, generate, held_out_seed
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import Metric, TrialStatus
@@ -105,6 +106,9 @@ class RecallTask(Task):
         result = score(environment)
         success, facts = float(result.success), result.facts
         return Outcome(TrialStatus.SCORED, success, result.metrics, messages, facts=facts)
+
+    def last_uses(self, sample: Sample) -> LastUses:
+        return last_uses(self._episode(sample))
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         environment = Environment(self._episode(sample))

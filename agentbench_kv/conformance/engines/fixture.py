@@ -18,6 +18,7 @@ from agentbench_kv.conformance.driver import Driver, TurnPlan, calibrated_for
 from agentbench_kv.conformance.reference import random_model
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenCodec, load_tokenizer
 from agentbench_kv.registry import make_method
@@ -157,6 +158,12 @@ class Fixture:
             return make_method(name, None)
         method = make_method(name, BUDGET, {"interval": INTERVAL})
         return calibrated_for(self.network, method)
+
+    def check_needs(self, method: Method) -> None:
+        """Refuse a method the engine under test lacks something for, as a run does."""
+        missing = method.needs - {capability.value for capability in self._cls.capabilities}
+        if missing:
+            raise UsageError(f"{self._cls.__name__} has no {min(missing)}")
 
     def driver(self, method: Method, pool: int = LARGE_POOL) -> Driver:
         """Return the engine under test with a method: the running one where it can change."""

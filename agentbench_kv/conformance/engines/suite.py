@@ -36,6 +36,8 @@ from agentbench_kv.conformance.engines.fixture import (
     long_sessions,
     open_fixture,
 )
+from agentbench_kv.conformance.engines.forks import check_forced, check_forks
+from agentbench_kv.conformance.engines.rewinds import check_rewinds
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
@@ -43,7 +45,7 @@ from agentbench_kv.registry import load_engine
 
 METHODS = ("full", "full-constrained", "streamingllm", "snapkv", "rkv", "agentkv")
 """Every engine that compresses runs these."""
-OPTIONAL = ("h2o", "triattention", "streamingllm@paper")
+OPTIONAL = ("h2o", "triattention", "streamingllm@paper", "agentkv@system", "random@prompt")
 """An engine may refuse these."""
 QUICK = ("full-constrained", "streamingllm", "agentkv")
 SMALL_CHUNKS: Mapping[str, Mapping[str, str]] = {
@@ -116,6 +118,8 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
     plain = fixture.method("full-constrained")
     parts: list[Part] = [
         (f"endings, {main.label}", partial(stop_part, fixture, main)),
+        (f"forks, {main.label}", partial(fork_part, fixture, main)),
+        (f"forks, {plain.label}", partial(fork_part, fixture, plain)),
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
@@ -132,6 +136,7 @@ def method_part(
     An engine may refuse an `optional` method with a UsageError.
     """
     try:
+        fixture.check_needs(method)
         driver = fixture.driver(method)
     except UsageError as error:
         if not optional:
@@ -140,6 +145,7 @@ def method_part(
     sessions = sessions or long_sessions()
     with fixture.reference(method) as reference:
         expected = reference.play(sessions)
+        rewound = check_rewinds(driver, reference)
     found, alone = driver.play(sessions), driver.play(sessions, together=False)
     return [
         compare("tokens are the embedded engine's", expected, found, _output_problem),
@@ -149,6 +155,7 @@ def method_part(
         _check_recomputed(method, found),
         _check_events(method, found),
         compare("sessions together are as alone", alone, found, _any_problem),
+        rewound,
     ]
 
 
@@ -197,6 +204,13 @@ def stop_part(fixture: Fixture, method: Method) -> list[CheckResult]:
             *check_cancel(driver, reference, fixture.network),
             *check_context_limit(driver, reference),
         ]
+
+
+def fork_part(fixture: Fixture, method: Method) -> list[CheckResult]:
+    """Check forks and forced answers, where the engine has them."""
+    driver = fixture.driver(method)
+    with fixture.reference(method) as reference:
+        return [*check_forks(driver, reference), *check_forced(driver, reference)]
 
 
 def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:

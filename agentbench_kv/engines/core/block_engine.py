@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 
 from agentbench_kv.engines.base import (
+    Capability,
     Engine,
     FinishReason,
     Generation,
@@ -36,7 +37,9 @@ class BlockEngine(Engine):
     wants_notes = True
 
     def __init__(self, engine: Engine, method: SpanMethod) -> None:
-        self.info = engine.info
+        # What the method knows of a session neither forks nor goes back with its rows.
+        able = engine.info.capabilities - {Capability.FORK, Capability.REWIND}
+        self.info = replace(engine.info, capabilities=able)
         self.below = engine
         self._method = method
         self._sessions = method.sessions()
@@ -65,6 +68,10 @@ class BlockEngine(Engine):
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
+
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        asked = Sampling(max_tokens=len(tokens))
+        return _PiecewiseGeneration(self.below, session, self._managed[session], asked, tokens)
 
     def stats(self, session: str) -> KVStats:
         return self._with_figures(self.below.stats(session), self._managed[session].figures())
@@ -136,6 +143,7 @@ class _PiecewiseGeneration(Generation):
     _session: str
     _managed: SpanSession
     _sampling: Sampling
+    _given: Sequence[int] = ()  # tokens to be forced; none to decode
 
     def __post_init__(self) -> None:
         self._piece: Generation | None = None
@@ -172,7 +180,7 @@ class _PiecewiseGeneration(Generation):
             seed=(self._sampling.seed + number * SEED_STEP) % (1 << 63),
         )
         started = time.perf_counter() - self._started
-        piece = self._piece = self._engine.generate(self._session, sampling)
+        piece = self._piece = self._start(sampling, len(generated))
         if self._cancelled:
             piece.cancel()
         for place, token in enumerate(piece):
@@ -184,3 +192,8 @@ class _PiecewiseGeneration(Generation):
             if self.first_token_s is None:
                 self.first_token_s = started + piece.first_token_s
             self.last_token_s = started + piece.last_token_s
+
+    def _start(self, sampling: Sampling, done: int) -> Generation:
+        if not self._given:
+            return self._engine.generate(self._session, sampling)
+        return self._engine.force(self._session, self._given[done : done + sampling.max_tokens])

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+PARENT = "KVBENCH_PARENT"  # pid of the harness, for the servers it starts
 ALLOW_UNTESTED = "KVBENCH_ALLOW_UNTESTED_ENGINE"
 _LOOK_S = 1.0
 _GRACE_S = 10.0
@@ -60,9 +61,22 @@ def refuse_unsupported(engine: str, problems: Mapping[str, bool]) -> None:
 
 
 def follow_parent() -> None:
-    """End this process's group, which the harness made for it, once its parent is gone."""
-    parent = os.getppid()
+    """End this process's group, which the harness made for it, once its parent is gone.
 
+    The parent may be gone already: it says in the environment who it is. Processes that this one
+    forks do the same: one that is killed leaves none that would hold memory for ever.
+    """
+    _end_without(int(os.environ.get(PARENT) or os.getppid()))
+    os.register_at_fork(after_in_child=follow_server)
+
+
+def follow_server() -> None:
+    """Do so in a process that the server has started, which is never process 1 itself."""
+    parent = os.getppid()
+    _end_without(parent if parent != 1 else 0)  # left alone before it could look
+
+
+def _end_without(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_S)

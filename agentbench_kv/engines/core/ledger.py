@@ -22,6 +22,12 @@ class Eviction:
     keep: int  # and after
     logical: int  # tokens the model has seen
     prompt: int  # tokens of the session's first prefill
+    system: int = 0  # and of its system message, where the method asks for it
+
+    @property
+    def more(self) -> dict[str, int]:
+        """Arguments of `Method.select` that a plug-in of 0.1 may not take."""
+        return {"system": self.system} if self.system else {}
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,23 @@ class SessionLedger:
         self._windows = windows
         self._schedule = Schedule(method)
         self._prefilling = False
-        self._evicted_last = False  # an event fell due with the last sampled token
+        self._unfed = 0  # tokens that were sampled and not fed: the last one, or none
+        self._evicted_last = False  # an event fell due with it
         self._lost = 0  # tokens whose rows were lost since the last turn began
         self._prompt = 0  # tokens of the first prefill
+        self._system = 0  # and of the system message
 
     @property
     def deficit(self) -> int:
         """Logical minus physical length."""
         return self.fed - self.live
+
+    def opens_with(self, prompt: int = 0, system: int = 0) -> None:
+        """Take how the session began: tokens of its first prefill, and of its system message.
+
+        0 is not known. Without it the first turn's tokens are the first prefill, also after a loss.
+        """
+        self._prompt, self._system = prompt or self._prompt, system or self._system
 
     def begin_turn(self, tokens: int) -> None:
         if self._lost:
@@ -70,6 +85,7 @@ class SessionLedger:
         self.stats.longest_prefill = max(self.stats.longest_prefill, tokens)
         self._prefilling = tokens > 0
         self._prompt = self._prompt or tokens
+        self._schedule.protected = self._method.protected(self._prompt, self._system)
 
     def rows_needed(self, pending: int, left: int) -> int:
         """Return the rows the session may hold before it ends or an event frees some.
@@ -79,12 +95,16 @@ class SessionLedger:
         start, method = self.live + pending, self._method
         if not method.compresses or method.trigger == "turn":
             return start + left
+        protected = method.protected(self._prompt or pending, self._system)
+        if not method.has_room(method.budget_at(self.fed + pending), protected):
+            return start + left
         budget = method.budget_at(self.fed + pending + left)
         return min(start + left, max(start, budget) + method.interval)
 
     def forward(self, rows: int) -> None:
         self.fed += rows
         self.live += rows
+        self._unfed = 0
         self.stats.peak_live = max(self.stats.peak_live, self.live)
         if not self._prefilling:
             self.stats.bytes_read += self.live * self._bytes
@@ -109,7 +129,7 @@ class SessionLedger:
     def sampled(self) -> Eviction | None:
         """Count a sampled token; return the event that falls due with it."""
         eviction = None
-        self._evicted_last = False
+        self._unfed, self._evicted_last = 1, False
         if self._prefilling:
             self._prefilling = False
             if self._schedule.after_prefill(self.live, self.fed):
@@ -123,8 +143,11 @@ class SessionLedger:
     def take_back(self) -> bool:
         """Uncount the last sampled token, which its client did not want and nothing has fed.
 
-        False if an event fell due with it: rows are gone that should be there.
+        False if an event fell due with it: rows are gone that should be there. After a rewind there
+        is none, and nothing to uncount.
         """
+        if not self._unfed:
+            return True
         if self._evicted_last:
             return False
         self.stats.decode_tokens -= 1
@@ -138,7 +161,7 @@ class SessionLedger:
     def evict(self, keep: int | None = None) -> Eviction:
         """Count an event that leaves `keep` rows; if not given, the method's budget."""
         keep = self._method.budget_at(self.fed) if keep is None else keep
-        eviction = Eviction(self.live, keep, self.fed, self._prompt)
+        eviction = Eviction(self.live, keep, self.fed, self._prompt, self._system)
         self.stats.evicted += eviction.live - keep
         event = KVEvent(self.stats.decode_tokens, self.fed, eviction.live, keep, rows_moved=0)
         self.stats.events.append(event)
@@ -153,19 +176,28 @@ class SessionLedger:
         self.stats.rows_moved += moved
         self.stats.peak_live = max(self.stats.peak_live, self.live)
 
+    def rewind(self, length: int, live: int) -> None:
+        """Forget tokens from position `length` on; `live` rows stay, and what was done counts."""
+        self._unfed = max(0, min(self._unfed, length - self.fed))
+        self.fed, self.live = min(self.fed, length), live
+        self._lost = min(self._lost, length)
+        self._prompt, self._system = min(self._prompt, length), min(self._system, length)
+
     def fork(self) -> SessionLedger:
-        """Return the ledger of a session that starts from this one's rows; it has done nothing."""
+        """Return the ledger of a session that goes on from here; it has done nothing yet."""
         twin = SessionLedger(self._method, self._bytes, self._windows)
-        twin.fed, twin.live = self.fed, self.live
-        twin._prompt = self._prompt
+        twin.fed, twin.live, twin.stats.peak_live = self.fed, self.live, self.live
+        twin._prompt, twin._system, twin._unfed = self._prompt, self._system, self._unfed
+        twin._schedule = copy(self._schedule)
+        twin._schedule.refused = 0
         return twin
 
     def lose(self) -> None:
         """Count the loss of all rows; they count as recomputed once a turn begins again."""
         self._lost += self.fed
-        self.fed = self.live = 0
-        self._prompt = 0
-        self._schedule = Schedule(self._method)
+        self.fed = self.live = self._unfed = 0
+        self._prompt = self._system = 0
+        self._schedule.restart()
 
     def moved(self, number: int, rows: int) -> None:
         """Add the rows that event `number` moved, which only the worker knows; -1 is the last."""
@@ -180,6 +212,11 @@ class SessionLedger:
         snapshot.logical, snapshot.live = self.fed, self.live
         if self._method.compresses:
             snapshot.budget = self._method.budget_at(self.fed)
+            schedule = self._schedule
+            snapshot.protected, snapshot.refused = schedule.protected, schedule.refused
+            snapshot.refused_budget = schedule.refused_budget
+            if schedule.refused_budget is not None:
+                snapshot.refused_recent = self._method.recent_kept(schedule.refused_budget)
         return snapshot
 
 
@@ -199,6 +236,7 @@ class StepPlan:
 
     method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
     dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
+    rewound: dict[str, int] = field(default_factory=dict)  # session -> its length
     # Events of sessions at rest; the step's forward may reuse their blocks.
     before: list[EvictionOrder] = field(default_factory=list)
     sessions: dict[str, str] = field(default_factory=dict)  # request -> session, for all of a step

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass, ring_write
-from agentbench_kv.kernels.torch_backend import rotated
+from agentbench_kv.kernels.torch_backend import rotated, softmax_beside
 from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.spans import SpanRange, within
 
@@ -85,6 +85,12 @@ class QueryBuffer:
         """Store queries [layers, n, heads, head_dim] of all layers at once."""
         self._vectors.index_copy_(1, slots, queries)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a session's vectors to another one's place."""
+        old, new = (place * self.per_session for place in (source, target))
+        rows = self._vectors[:, old : old + self.per_session]
+        self._vectors[:, new : new + self.per_session] = rows
+
     def read(self, place: int, slots: Tensor) -> Tensor:
         """Return vectors [layers, heads, n, head_dim] of a session's slots."""
         first = place * self.per_session
@@ -128,6 +134,15 @@ class QueryStore:
             self._held[slot] = (first_position + offset, phase)
         base = self._place * self._buffer.per_session
         return [first_row + offset for offset in chosen.values()], [base + slot for slot in chosen]
+
+    def fork(self) -> QueryStore:
+        """Return the rings of a session that goes on from here, as a copy."""
+        twin = QueryStore(self._buffer)
+        if self._place >= 0:
+            twin._place = self._buffer.take()
+            self._buffer.copy(self._place, twin._place)
+        twin._seen, twin._held = self._seen.copy(), self._held.copy()
+        return twin
 
     def layer_queries(self, layers: int) -> list[Queries]:
         """Return what is kept, oldest first, for every layer."""
@@ -259,12 +274,3 @@ def _mass_beside(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -
     logits = logits.reshape(heads, n, -1).masked_fill(hidden, float("-inf"))
     probabilities = softmax_beside(logits, sinks[:, None, None])
     return probabilities.sum(1).reshape(keys.shape[0], -1, keys.shape[1]).mean(1)
-
-
-def softmax_beside(logits: Tensor, sinks: Tensor) -> Tensor:
-    """Return the softmax of logits [..., tokens] with one more logit in each row, the sink's.
-
-    What the sink gets is left out: a row may sum to less than 1. `sinks` broadcast to [..., 1].
-    """
-    sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]

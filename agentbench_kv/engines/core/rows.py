@@ -197,6 +197,7 @@ class WorkerRows:
             eviction.logical,
             eviction.prompt,
             torch.tensor(session.phases, device=self.shape.device),
+            **eviction.more,
         )
         moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
         self._settle(order, store, selection.kept, positions)
@@ -226,6 +227,16 @@ class WorkerRows:
             self._sessions[new] = replace(
                 rows, queries=QueryStore(self.rings), phases=rows.phases.copy()
             )
+
+    def rewind(self, session: str, length: int) -> None:
+        """Forget what is known of a session's tokens from position `length` on: whole tokens."""
+        rows = self._sessions.get(session)
+        if rows is None:
+            return
+        del rows.phases[length:]
+        if rows.kept is not None and length < rows.since:
+            rows.kept = rows.kept[:, :, : int((rows.kept[0, 0] < length).sum())]
+        rows.since = min(rows.since, length)
 
     def _settle(
         self, order: EvictionOrder, store: RowStore, kept: Tensor, positions: Tensor

@@ -25,6 +25,7 @@ from agentbench_kv.engines.serving.engine import (
     scratch_folder,
 )
 from agentbench_kv.engines.serving.process import ControlError, Launch
+from agentbench_kv.engines.serving.session import ServingSession
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
@@ -132,8 +133,10 @@ def _cells(options: EngineOptions) -> int | None:
 class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
-    capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | {Capability.COMPRESS}
+    capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | ServingEngine.capabilities
     takes_arguments: ClassVar[bool] = True  # `cells`
+    # Every session's attention goes over the cells of all.
+    at_once: ClassVar[int] = 1
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -215,12 +218,20 @@ class LlamaCppEngine(ServingEngine):
         try:
             return self._control.call(command, session=state.backend_name, **arguments)
         except ControlError as error:
-            # The backend names its refusals: `Kind: text`.
-            kind, _, text = str(error).partition(": ")
-            kinds = {"UsageError": UsageError, "CapacityError": CapacityError}
-            if kind in kinds:
-                raise kinds[kind](text) from None
-            raise KVBenchError(str(error)) from None
+            raise _refusal(error) from None
         except OSError as error:
             self._note_loss(state)
             raise ConnectionError(f"session {session}: {error}") from error
+
+    def _tell(self, state: ServingSession, command: str, **arguments: Any) -> Any:
+        try:
+            return super()._tell(state, command, **arguments)
+        except ControlError as error:
+            raise _refusal(error) from None
+
+
+def _refusal(error: ControlError) -> KVBenchError:
+    """Return what the backend refused a command with: it says `Kind: text`."""
+    kind, _, text = str(error).partition(": ")
+    kinds = {"UsageError": UsageError, "CapacityError": CapacityError}
+    return kinds[kind](text) if kind in kinds else KVBenchError(str(error))

@@ -1,15 +1,14 @@
-"""The base of engines that run in a process of their own: sessions, restarts, accounting."""
+"""The base of engines that run in a process of their own: their sessions, and restarts."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -23,34 +22,36 @@ from agentbench_kv.engines.base import (
     EngineOptions,
     FinishReason,
     Generation,
-    KVEvent,
     KVStats,
     PhaseLabeller,
     Sampling,
 )
 from agentbench_kv.engines.core.context import stretched_folder
-from agentbench_kv.engines.core.ledger import SessionLedger, WindowBytes
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
-from agentbench_kv.engines.sampling import StreamedGeneration
 from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
+from agentbench_kv.engines.serving.session import (
+    ObservedLedger,
+    ServingGeneration,
+    ServingSession,
+    stats_from,
+)
 from agentbench_kv.engines.serving.wire import (
     TURNABLE,
     EngineWire,
     GenerationRequest,
     ModelFacts,
     RequestError,
+    asked_context,
     read_model,
     stop_document,
 )
 from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method, Phase
-from agentbench_kv.methods.full import Full
-from agentbench_kv.phases.machine import Labeller, PromptPhases, add_run, resumable
+from agentbench_kv.methods.spans import TurnNotes
+from agentbench_kv.phases.machine import add_run, resumable
 
-# Tokens the stream may be ahead of its reader, so that a cancel takes effect where it was meant.
-_AHEAD = 4
 # Restarts one request waits for, and starts in a row that may fail after the first, before the
 # engine is given up for good.
 RESTARTS = 3
@@ -58,143 +59,10 @@ _PATIENCE_S = 5.0  # that a server may take to die once something about it broke
 _LOOK_S = 0.1
 _BROKEN = (OSError, httpx.TransportError, RequestError)
 _T = TypeVar("_T")
+# What a server as shipped does to no session.
+_OF_PLUGINS = frozenset({Capability.EVICT_SPANS, Capability.FORK})
 # Options of vLLM and of SGLang that change what a model's config says.
 _OVERRIDES = ("hf-overrides", "json-model-override-args")
-
-
-class ServingGeneration(StreamedGeneration):
-    """Tokens on their way from a backend; `play` runs to the end and calls `push` per token."""
-
-    def __init__(
-        self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]
-    ) -> None:
-        super().__init__(sampling, ahead=_AHEAD)
-        self.running = True  # the backend may still change the session
-        self._play = play
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            reason = self._play(self)
-        except BaseException as error:  # noqa: BLE001  the reader is told, on its own thread
-            self.running = False
-            self.fail(error)
-        else:
-            self.running = False
-            self.finish(reason)
-
-
-class ObservedLedger(SessionLedger):
-    """One session of a server that evicts nothing within a request.
-
-    A prefix cache may have dropped what the session had before; the server says how many tokens it
-    found, and the others count as recomputed.
-    """
-
-    def __init__(self, bytes_per_token: int, windows: WindowBytes | None) -> None:
-        super().__init__(Full(), bytes_per_token, windows)
-        self._expected = 0  # rows the next forward writes
-        self._before = 0  # rows the session had when the generation began
-
-    def begin(self, tokens: int) -> None:
-        # The last token it generated was never fed; it is part of no prompt.
-        self.begin_turn(tokens - (self.fed + (self.fed > 0)))
-        self._before = self.fed
-        self._expected = tokens - self.fed
-
-    def token(self) -> None:
-        """Count a generated token and the forward it came from."""
-        self.forward(self._expected)
-        self.sampled()
-        self._expected = 1
-
-    def end(self, cached_tokens: int | None) -> None:
-        """Take in how many of the prompt's tokens the server had cached, where it says so."""
-        if cached_tokens is not None:
-            self.stats.recomputed += max(0, self._before - cached_tokens)
-
-
-_numbers = itertools.count(1)
-
-
-@dataclass
-class ServingSession:
-    """One session as the harness keeps it, so that a backend may die without its being lost."""
-
-    name: str
-    labeller: Labeller
-    # What the backend calls it; new after every loss, so that nothing old is taken for it.
-    backend_name: str = field(init=False)
-    tokens: list[int] = field(default_factory=list)  # everything it was given or generated
-    phases: list[list[int]] = field(default_factory=list)  # of the tokens, as runs
-    known: int = 0  # how many of them this backend was given, or gave
-    held: int = 0  # how many of them it is known to have computed
-    epoch: int = 0  # which start of the backend it lives in; 0: none yet
-    carried: KVStats = field(default_factory=KVStats)  # accounting of backends that died
-    last: KVStats = field(default_factory=KVStats)  # the living backend's, when it was last asked
-    observed: ObservedLedger | None = None  # the accounting, where the backend keeps none
-    generation: ServingGeneration | None = None  # the last one
-    _lost: int | None = None  # tokens whose rows went with a backend, until they are computed again
-
-    def __post_init__(self) -> None:
-        self._rename()
-
-    def prompt(self) -> PromptPhases:
-        """Return the phases of all tokens, from which the backend goes on labelling."""
-        runs = [run.copy() for run in self.phases]
-        return PromptPhases(self.labeller.labeller_name, self.labeller.document(), runs)
-
-    def accept(self, token: int) -> None:
-        add_run(self.phases, [self.labeller.label(token)])
-        self.held = len(self.tokens)
-        self.tokens.append(token)
-        self.known += 1
-        if self.observed is not None:
-            self.observed.token()
-
-    @property
-    def generating(self) -> bool:
-        """Whether a generation of it has not ended."""
-        return self.generation is not None and self.generation.running
-
-    @property
-    def lost(self) -> bool:
-        """Whether the backend that had its rows is gone, and no other one has them yet."""
-        return self._lost is not None
-
-    def lose(self) -> None:
-        """Note that its backend is gone; the next generation computes everything again."""
-        self.carried = self.carried.followed_by(self.last)
-        self.carried.restarts.append((len(self.carried.events), len(self.tokens)))
-        self._lost = self.held
-        self._rename()
-        self.last = KVStats()
-        self.observed = None
-        self.known = self.held = self.epoch = 0
-
-    def enter(self, epoch: int) -> None:
-        """Move to another start of the backend; what an old one held is computed again."""
-        if self.epoch:
-            self.lose()
-        if self._lost is not None:
-            self.carried.restarts[-1] = (len(self.carried.events), len(self.tokens))
-            self.carried.recomputed += self._lost
-            self._lost = None
-        self.epoch = epoch
-
-    def total(self) -> KVStats:
-        merged = self.carried.followed_by(self.last)
-        merged.logical = len(self.tokens)
-        return merged
-
-    def _rename(self) -> None:
-        self.backend_name = f"{self.name}~{next(_numbers)}"
-
-
-def stats_from(document: dict[str, Any]) -> KVStats:
-    events = [KVEvent(**event) for event in document["events"]]
-    restarts = [(before, tokens) for before, tokens in document["restarts"]]
-    return KVStats(**{**document, "events": events, "restarts": restarts})
 
 
 class ServingEngine(Engine):
@@ -205,13 +73,16 @@ class ServingEngine(Engine):
     counted (`recomputed`). After `RESTARTS` of them in vain the engine is gone: EngineGoneError.
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPRESS})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.COMPRESS, Capability.PROTECT_SYSTEM, Capability.REWIND}
+    )
 
     def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
         self.info = info
         # Keys and values, over all layers that look back on everything and their heads.
         self.bytes_per_token = bytes_per_token
         self._wire = wire
+        self.wants_notes = wire.options.method.protect == "system"
         self._log = log
         self._control = ControlClient(wire.control)
         self._sessions: dict[str, ServingSession] = {}
@@ -245,6 +116,11 @@ class ServingEngine(Engine):
             raise KVBenchError(f"session {session} is open already")
         self._sessions[session] = ServingSession(session, resumable(labeller))
 
+    def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
+        super().note(session, tokens, notes)
+        state = self._sessions[session]
+        state.system = state.system or notes.system
+
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._sessions[session]
         self._check_length(session, len(state.tokens) + len(tokens))
@@ -255,8 +131,26 @@ class ServingEngine(Engine):
         state = self._sessions[session]
         if not state.tokens:
             raise KVBenchError(f"session {session} has no tokens to start from")
+        state.opening = state.opening or len(state.tokens)
         state.generation = ServingGeneration(sampling, partial(self._play, state))
         return state.generation
+
+    def rewind(self, session: str, length: int) -> None:
+        """Forget a session's tokens from logical position `length` on.
+
+        A server as shipped is told nothing: what its prefix cache finds of the next prompt is not
+        computed again, the rest is and counts (`recomputed`).
+        """
+        state, wire = self._at_rest(session), self._wire
+        lengths = {"tokens": len(state.tokens), "fed": state.held}
+        window = 0 if wire.stock else wire.facts.window
+        self._check_rewind(session, wire.options.method, length, **lengths, window=window)
+        if length < state.known and not wire.stock:
+            self._note_loss(state, look=False)
+            if not state.lost:
+                self._tell(state, "rewind", length=length)
+        state.rewind(length)
+        self._ask(state, "stats")
 
     def stats(self, session: str) -> KVStats:
         state = self._sessions[session]
@@ -274,6 +168,7 @@ class ServingEngine(Engine):
         refuse_method(method, self._wire.facts)
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
+        self.wants_notes = method.protect == "system"
 
     def pool(self) -> dict[str, int]:
         """Return what the backend says of its memory; nothing where it is as shipped, or gone."""
@@ -391,7 +286,7 @@ class ServingEngine(Engine):
             return self._read(state, generation, request)
         finally:
             ledger.end(request.usage.get("cached_tokens"))
-            state.last = ledger.snapshot()
+            state.account(ledger.snapshot())
 
     def _read(
         self, state: ServingSession, generation: ServingGeneration, request: GenerationRequest
@@ -451,6 +346,16 @@ class ServingEngine(Engine):
                 self._epoch += 1
                 return
 
+    def _tell(self, state: ServingSession, command: str, **arguments: Any) -> Any:
+        """Send a command about a session; None if its rows went with the backend meanwhile."""
+        try:
+            return self._control.call(command, session=state.backend_name, **arguments)
+        except OSError as error:
+            self._note_loss(state)
+            if not state.lost:
+                raise ConnectionError(f"session {state.name}: {error}") from error
+            return None
+
     def _ask(self, state: ServingSession, command: str) -> bool:
         """Bring a session's accounting up to date; False if its backend is not there."""
         if self._wire.stock or not state.epoch:
@@ -464,7 +369,7 @@ class ServingEngine(Engine):
         except ControlError as error:
             raise KVBenchError(f"session {state.name}: {error}") from error
         if document is not None:
-            state.last = stats_from(document)
+            state.account(stats_from(document))
         return True
 
 
@@ -480,6 +385,17 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
             f"{method.label} turns keys to their places in the cache, which is known for "
             f"{', '.join(TURNABLE)} with RoPE over whole heads: {reason}; "
             "use --set positions=logical or another preset"
+        )
+
+
+def check_context(options: EngineOptions, argument: str, margin: int = 0) -> None:
+    """Refuse an engine's own argument that asks for more positions than the model has."""
+    asked, (_, facts) = asked_context(options, argument), read_asked(options)
+    if asked is not None and not 0 < asked - margin <= facts.context_limit:
+        raise UsageError(
+            f"--engine-arg {argument}={asked}: expected {margin + 1} to "
+            f"{facts.context_limit + margin} for this model; --context-limit goes further where "
+            "a longer context is known to work"
         )
 
 
@@ -547,9 +463,10 @@ def start_server(
 def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:
     """Return an engine over the server that `wire` starts."""
     options, facts = wire.options, wire.facts
+    able = engine.capabilities - (_OF_PLUGINS if wire.stock else frozenset())
     info = EngineInfo(
         *(name, options.model, wire.model, model_sha, "cuda" if wire.gpu else "cpu"),
-        *(options.dtype, wire.context_limit, facts.eos_token_ids, engine.capabilities),
+        *(options.dtype, wire.context_limit, facts.eos_token_ids, able),
     )
     # The log stays when the scratch folder is removed.
     logs = home() / "logs"

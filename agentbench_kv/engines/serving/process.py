@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import agentbench_kv
+from agentbench_kv.engines.core.host import PARENT
 from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 
@@ -127,7 +128,7 @@ class BackendProcess:
             self._start = out.tell()
             self._process = subprocess.Popen(
                 list(launch.command),
-                env={**_environment(), **launch.environment},
+                env={**_environment(), **launch.environment, PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

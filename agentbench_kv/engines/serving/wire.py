@@ -28,7 +28,7 @@ from agentbench_kv.engines.serving.process import (
     link_packages,
     listens,
 )
-from agentbench_kv.errors import KVBenchError, PrerequisiteError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher, quiet_library
@@ -362,6 +362,16 @@ class EngineWire(ABC):
         if options.allow_untested:
             environment[ALLOW_UNTESTED] = "1"
         return environment
+
+
+def asked_context(options: EngineOptions, argument: str) -> int | None:
+    """Read the context that an engine's own argument asks for; UsageError if it is no number."""
+    text = options.engine_args.get(argument)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise UsageError(f"--engine-arg {argument}={text}: expected a number of tokens above 0")
+    return int(text)
 
 
 def as_flags(arguments: Mapping[str, str | None]) -> list[str]:

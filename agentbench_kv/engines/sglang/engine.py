@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import random
 import socket
@@ -15,15 +14,16 @@ from typing import Any, ClassVar, Self
 
 import httpx
 
-from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
+from agentbench_kv.engines.base import Capability, EngineOptions, KVStats, PhaseLabeller
 from agentbench_kv.engines.embedded.model import check_dtype, pick_device
 from agentbench_kv.engines.serving.engine import (
     ServingEngine,
-    ServingSession,
+    check_context,
     check_folder,
     start_server,
 )
 from agentbench_kv.engines.serving.process import ControlClient, Launch
+from agentbench_kv.engines.serving.session import ServingSession
 from agentbench_kv.engines.serving.wire import (
     CpuRoom,
     EngineWire,
@@ -31,6 +31,7 @@ from agentbench_kv.engines.serving.wire import (
     ModelFacts,
     RequestError,
     as_flags,
+    asked_context,
     post_events,
     room_on_cpu,
     stop_document,
@@ -40,9 +41,11 @@ from agentbench_kv.environments import python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.phases.machine import resumable
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
+_CONTEXT = "context-length"
 _MEMORY = (
     "lower --concurrency or --engine-arg max-total-tokens, or change --engine-arg "
     "mem-fraction-static"
@@ -56,8 +59,8 @@ _requests = itertools.count(1)
 
 def _context(facts: ModelFacts, options: EngineOptions) -> int:
     """Last position + 1: what the model reads, or less if that was asked for."""
-    asked = options.engine_args.get("context-length")
-    return min(facts.context_limit, int(asked) - MARGIN if asked else facts.context_limit)
+    asked = asked_context(options, _CONTEXT)
+    return facts.context_limit if asked is None else min(facts.context_limit, asked - MARGIN)
 
 
 def flags(
@@ -178,6 +181,9 @@ class SglangEngineWire(EngineWire):
     def forked(self, session: str, new: str) -> None:
         self._complete[new] = self._complete[session]
 
+    def rewound(self, session: str, length: int) -> None:
+        self._complete[session] = min(self._complete.get(session, 0), length)
+
     def forget(self, session: str) -> None:
         self._complete.pop(session, None)
 
@@ -295,8 +301,8 @@ class SglangEngine(ServingEngine):
     other method, `full-constrained` among them, runs with the plug-in in streaming sessions.
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.COMPRESS, Capability.EVICT_SPANS, Capability.FORK}
+    capabilities: ClassVar[frozenset[Capability]] = (
+        frozenset({Capability.EVICT_SPANS, Capability.FORK}) | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True
 
@@ -325,14 +331,15 @@ class SglangEngine(ServingEngine):
     def check_options(cls, options: EngineOptions) -> None:
         named = options.device.startswith("cuda")
         gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
+        check_context(options, _CONTEXT, MARGIN)
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:
         self._wire.forget(self._sessions[session].backend_name)
         return super().close(session)
 
-    def fork(self, session: str, new: str) -> None:
-        """Open a session that has seen what another one, between two generations, has.
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        """Open a session that goes on from where another one is.
 
         Whole pages of rows are shared, a partial last one is copied. While both are open no rows of
         either can be evicted.
@@ -340,12 +347,21 @@ class SglangEngine(ServingEngine):
         source = self._at_rest(session)
         if new in self._sessions:
             raise KVBenchError(f"session {new} is open already")
-        fork = ServingSession(new, copy.copy(source.labeller), source.tokens.copy())
+        fork = ServingSession(new, resumable(labeller), source.tokens.copy())
         fork.phases = [run.copy() for run in source.phases]
+        fork.opening, fork.system = source.opening, source.system
         if self._lives(source) and self._tell(source, "fork", new=fork.backend_name) is not None:
             self._wire.forked(source.backend_name, fork.backend_name)
             fork.epoch, fork.known, fork.held = source.epoch, source.known, source.held
         self._sessions[new] = fork
+
+    def rewind(self, session: str, length: int) -> None:
+        """Forget a session's tokens from logical position `length` on.
+
+        Not while it shares rows with a fork, unless this is SGLang as shipped.
+        """
+        super().rewind(session, length)
+        self._wire.rewound(self._sessions[session].backend_name, length)
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
         state = self._at_rest(session)
@@ -361,13 +377,3 @@ class SglangEngine(ServingEngine):
             )
         self._note_loss(state, look=False)
         return state.known > 0 and state.epoch == self._epoch
-
-    def _tell(self, state: ServingSession, command: str, **arguments: Any) -> Any:
-        """Send a command about a session; None if its rows went with the backend meanwhile."""
-        try:
-            return self._control.call(command, session=state.backend_name, **arguments)
-        except OSError as error:
-            self._note_loss(state)
-            if not state.lost:
-                raise ConnectionError(f"session {state.name}: {error}") from error
-            return None

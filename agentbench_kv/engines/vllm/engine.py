@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import tempfile
 from collections.abc import Generator
 from dataclasses import asdict
 from functools import cached_property
@@ -13,7 +16,12 @@ import httpx
 
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
-from agentbench_kv.engines.serving.engine import ServingEngine, check_folder, start_server
+from agentbench_kv.engines.serving.engine import (
+    ServingEngine,
+    check_context,
+    check_folder,
+    start_server,
+)
 from agentbench_kv.engines.serving.process import Launch, listens
 from agentbench_kv.engines.serving.wire import (
     LIMITS,
@@ -22,6 +30,7 @@ from agentbench_kv.engines.serving.wire import (
     GenerationRequest,
     ModelFacts,
     as_flags,
+    asked_context,
     post_events,
     room_on_cpu,
     stop_document,
@@ -34,6 +43,13 @@ _PLUGIN = "agentbench_kv.engines.vllm.plugin"
 _SERVED = "kvbench"
 _URL = "http://vllm"  # a name only: the socket decides
 _CPU_BLOCK = 32
+_CONTEXT = "max-model-len"
+
+
+def _compiled_by_torch() -> str:
+    """Return where PyTorch keeps what it has compiled, which outlives a run."""
+    usual = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual)
 
 
 class VllmEngineWire(EngineWire):
@@ -52,8 +68,8 @@ class VllmEngineWire(EngineWire):
 
         vLLM wants room for one whole context, as if nothing were ever evicted.
         """
-        asked = self.options.engine_args.get("max-model-len")
-        limits = [self.facts.context_limit, self.options.max_live_tokens, asked and int(asked)]
+        asked = asked_context(self.options, _CONTEXT)
+        limits = [self.facts.context_limit, self.options.max_live_tokens, asked]
         return min(limit for limit in limits if limit)
 
     def launch(self) -> Launch:
@@ -64,8 +80,11 @@ class VllmEngineWire(EngineWire):
         environment |= {
             "VLLM_API_KEY": self._key,
             "VLLM_NO_USAGE_STATS": "1",
-            # Its processes' sockets, which it would leave behind in the temporary folder.
+            # Its processes' sockets, and the file by which they meet: what is stopped or killed
+            # would leave them behind in the temporary folder. PyTorch keeps what it compiled there.
             "VLLM_RPC_BASE_PATH": str(self.folder),
+            "TMPDIR": str(self.folder),
+            "TORCHINDUCTOR_CACHE_DIR": _compiled_by_torch(),
         }
         if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
@@ -244,6 +263,7 @@ class VllmEngine(ServingEngine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         gpu = on_gpu(options.device)
+        check_context(options, _CONTEXT)
         check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
 

@@ -13,6 +13,7 @@ from agentbench_kv.results.runs import SCORE, Run, RunGroup, budget_order, group
 from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
 from agentbench_kv.results.tables import model
 from agentbench_kv.results.tables.costs import conditions
+from agentbench_kv.results.tables.floors import OFF, floor_note, floor_of, floors_of
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
 
 OURS = "agentkv"  # the method whose firsts its authors count
@@ -160,13 +161,12 @@ Values = Mapping[tuple[str, int | str | None], Cell]  # what stands at a row's n
 class _Page:  # a board with what stands around it
     board: Board
     smaller: bool  # whether a larger set of samples of the same conditions has a board
-    null: tuple[RunGroup, ...]  # valid runs of the agent that does nothing, on the same task
+    # Valid runs of the agent that does nothing, on the same task, and of its floors: name and runs.
+    null: tuple[tuple[str, RunGroup], ...]
 
     @property
     def runs(self) -> list[Run]:
-        """All runs of the board, and those that are on none."""
-        placed = [run for entry in self.board.entries for run in entry.group.runs]
-        return [*placed, *(run for run, _ in self.board.out)]
+        return _placed(self.board)
 
     @property
     def groups(self) -> int | None:
@@ -196,16 +196,28 @@ def _pages(runs: Sequence[Run], metric: str) -> Iterator[_Page]:
     known = boards(runs, metric)
     played = {board.setting.task for board in known if not board.setting.null}
     floor = [run for run in runs if run.setting.null and run.valid]
+    whole = {
+        board.setting for board in known if any(floor_of(run) == OFF for run in _placed(board))
+    }
     seen = set()
     for board in known:
         task = board.setting.task
         if board.setting.null and task in played:
             continue
         if board.entries or any(metric == SCORE or _own(run, metric) for run, _ in board.out):
-            null = grouped(run for run in floor if run.setting.task == task)
+            if board.setting in whole and all(floor_of(run) != OFF for run in _placed(board)):
+                continue
+            null = [(NULL, each) for each in grouped(r for r in floor if r.setting.task == task)]
+            beside = [] if board.setting.null else [*null, *floors_of(_placed(board), runs)]
             smaller = (board.setting, board.conditions) in seen
-            yield _Page(board, smaller, () if board.setting.null else tuple(null))
+            yield _Page(board, smaller, tuple(beside))
         seen.add((board.setting, board.conditions))
+
+
+def _placed(board: Board) -> list[Run]:
+    """Return all runs of a board, and those that are on none."""
+    inside = [run for entry in board.entries for run in entry.group.runs]
+    return [*inside, *(run for run, _ in board.out)]
 
 
 def _tables(page: _Page) -> list[Table]:
@@ -222,8 +234,8 @@ def _tables(page: _Page) -> list[Table]:
 
 def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool) -> Table:
     board = page.board
-    null = [(group, scores) for group in page.null if (scores := _floor(group, board))]
-    groups = [*(entry.group for entry in board.entries), *(group for group, _ in null)]
+    null = [(name, each, own) for name, each in page.null if (own := _floor(each, board))]
+    groups = [*(entry.group for entry in board.entries), *(group for _, group, _ in null)]
     budgets = _budgets([*groups, *(run for run, _ in board.out)])
     marks = _marks(compressed, board)
     values = {
@@ -232,9 +244,9 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
     }
     rows = [_row(label, budgets, values) for label in _labels(board.entries)]
     rows = published_rows(rows, board, budgets)
-    for group, scores in null:
+    for name, group, scores in null:
         partial = scores.parts.keys() != board.samples and bool(board.samples)
-        name = f"{NULL} on {len(scores.parts)} samples" if partial else NULL
+        name = f"{name} on {len(scores.parts)} samples" if partial else name
         rows.append(_row(name, budgets, {(name, group.budget): _cell(level(scores))}))
     for run, reason in board.out:
         own = _own(run, board.metric)
@@ -242,6 +254,8 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
         rows.append(Row(_row(run.label, budgets, found).cells, reason))
     again = repeats(page.runs, board.metric)
     notes = [*_notes(page), *[describe(again)] * bool(again), *conditions(page.runs)]
+    full = None if board.full is None else board.full.group
+    notes += filter(None, [floor_note(full, [group for _, group, _ in null], board.metric)])
     if compressed and board.full is None:
         notes.append("no run of full on these samples: nothing to compare with")
     if all_triggered:
@@ -374,7 +388,7 @@ def _pass_table(page: _Page) -> Table | None:
     board = page.board
     asked: list[tuple[str, RunGroup, Iterable[str], str | None]]
     asked = [(e.group.label, e.group, board.samples, None) for e in board.entries]
-    asked += [(NULL, group, board.samples or group.trials, None) for group in page.null]
+    asked += [(name, group, board.samples or group.trials, None) for name, group in page.null]
     for run, reason in board.out:
         group = RunGroup(run.label, (run,))
         asked.append((run.label, group, group.trials, reason))

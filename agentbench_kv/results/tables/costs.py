@@ -6,15 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median as middle
 
+from agentbench_kv.budget import Budget
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.runs import Run, RunGroup, Setting, by_setting, variants
 from agentbench_kv.results.stats import REPETITIONS, median, speed_change
 from agentbench_kv.results.summary import KVSummary
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
 
+BEYOND = "beyond protected"
 COSTS = (
     "tokens per layer and KV head; KV read, prefilled and restored: mean of a session",
+    f"{BEYOND}: the budget less the first tokens that the method must keep, median session",
     "failures: share of the trials that ended without a score, then trials by kind",
+)
+AUXILIARY = (
+    "auxiliary: requests that the method makes of the model by itself, and tokens that those read "
+    "and generated, mean of a session; peak live counts what they hold, the other figures do not"
 )
 
 SPEEDS = (
@@ -49,7 +56,8 @@ def _efficiency(setting: Setting, runs: Sequence[Run]) -> Table:
         rows.append(Row((*map(Cell, texts), *map(Cell, values)), run.reason))
     columns = (*map(Column, ("method", "budget", *["seed"] * several)), *figures)
     what = "KV memory and traffic"
-    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=COSTS)
+    legend = (*COSTS, *[AUXILIARY] * any(run.summary.asks for run in runs))
+    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=legend)
 
 
 def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
@@ -66,8 +74,20 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
     def failed(kind: str) -> Value:
         return lambda run: run.summary.failures.get(kind, 0)
 
+    def beyond(run: Run) -> float | None:
+        account, budget = run.summary.kv, run.budget
+        if account is None or budget is None or not account.median_protected:
+            return None
+        return Budget.parse(budget).at(round(account.median_logical)) - account.median_protected
+
+    protects = any(run.summary.kv and run.summary.kv.median_protected for run in runs)
+    auxiliary: dict[Column, Value] = {
+        Column("auxiliary calls", Unit.RATIO): kv(lambda a: a.auxiliary_calls, shared=True),
+        Column("auxiliary tokens", Unit.TOKENS): kv(lambda a: a.auxiliary_tokens, shared=True),
+    }
     kinds = [s.value for s in TrialStatus if any(s.value in r.summary.failures for r in runs)]
     return {
+        **({Column(BEYOND, Unit.TOKENS): beyond} if protects else {}),
         Column("trials", Unit.NUMBER): lambda run: run.summary.trials,
         Column("peak live", Unit.TOKENS): kv(lambda a: a.median_peak_live),
         Column("worst peak", Unit.TOKENS): kv(lambda a: a.max_peak_live),
@@ -77,6 +97,7 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
         Column("KV read MB", Unit.MEGABYTES): kv(lambda a: a.bytes_read / 1e6, shared=True),
         Column("prefilled", Unit.TOKENS): kv(lambda a: a.prefill_tokens, shared=True),
         Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),
+        **(auxiliary if any(run.summary.asks for run in runs) else {}),
         Column("events", Unit.RATIO): kv(lambda a: a.events, shared=True),
         Column("failed %", Unit.SHARE): lambda run: run.summary.non_completion_rate,
         **{Column(kind.replace("_", " "), Unit.NUMBER): failed(kind) for kind in kinds},

@@ -25,6 +25,7 @@ class Unit(StrEnum):
     MILLISECONDS = "ms"
     RATE = "tokens/s"
     RATIO = "ratio"
+    NATS = "nats"
     NUMBER = "number"
 
 
@@ -35,6 +36,7 @@ class Kind(StrEnum):
     EFFICIENCY = "efficiency"
     THROUGHPUT = "throughput"
     CURVES = "curves"
+    FIDELITY = "fidelity"
 
 
 class Mark(StrEnum):
@@ -156,6 +158,7 @@ _NUMBERS: dict[Unit, Callable[[float], str]] = {
     Unit.MILLISECONDS: lambda value: f"{value:.2f}",
     Unit.RATE: _decimals,
     Unit.RATIO: lambda value: f"{value:.2f}",
+    Unit.NATS: lambda value: f"{value:.4f}",
     Unit.NUMBER: lambda value: f"{value:,.10g}",
 }
 

@@ -12,6 +12,7 @@ from agentbench_kv.results.ranking import Board, Entry, boards
 from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
+from agentbench_kv.results.tables.fidelity import fidelity_tables
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
 
 LEGEND = (
@@ -113,6 +114,7 @@ def report_tables(
         Kind.EFFICIENCY: efficiency_tables,
         Kind.THROUGHPUT: throughput_tables,
         Kind.CURVES: curve_tables,
+        Kind.FIDELITY: fidelity_tables,
     }
     chosen = [kind for kind in Kind if kind in (kinds or Kind)]
     tables = [table for kind in chosen for table in builders[kind](runs)]

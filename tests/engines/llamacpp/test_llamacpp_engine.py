@@ -26,6 +26,7 @@ from agentbench_kv.registry import make_method
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RESIDENT = Resident(recent_queries=16)
+RESIDENT_PLAIN = Resident()
 PACKED = Resident(recent_queries=16, positions="cache")
 
 
@@ -240,6 +241,45 @@ def test_a_span_method_goes_on_after_its_backend_was_killed_between_turns(
     assert below.restarts == before + 1
     assert (stats.logical, len(stats.restarts), stats.recomputed) == (380, 1, 319)
     assert stats.live <= 128
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewound_sessions_are_the_embedded_engines_wherever_their_rows_are(
+    seed: int, engines: Callable[..., Engine]
+) -> None:
+    """Four sessions in a cache for three: parked, evicted from and rewound in any order."""
+    both = [engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)]
+    both.append(engines(EmbeddedEngine, RESIDENT_PLAIN))
+    draw, names = random.Random(seed), [f"rewound{seed}{number}" for number in range(4)]
+    parkings = both[0].pool()["parkings"]
+    for engine in both:
+        for name in names:
+            engine.open(name, TokenPhases())
+            turn(engine, name, words(380, seed), 20)
+    for step in range(12):
+        name = draw.choice(names)
+        logical = both[1].stats(name).logical
+        what, size = draw.choice("gerrr"), draw.randrange(1, 60)
+        at = draw.randrange(max(1, logical - 120), logical) if what == "r" else logical - size
+        found = []
+        for engine in both:
+            answer: list[int] = []
+            if what == "g":
+                answer = turn(engine, name, words(size, 10 * seed + step), 15)
+            elif what == "e":
+                engine.evict_spans(name, [(max(1, at), logical), (40 + step, 41 + step)])
+            else:
+                engine.rewind(name, at)
+                answer = turn(engine, name, words(size, step), 10)
+            stats = engine.stats(name)
+            counted = (stats.live, stats.logical, stats.evicted, stats.decode_kv_sum)
+            found.append((answer, counted, stats.prefill_tokens, stats.recomputed))
+        assert found[0] == found[1], (step, what, size, at)
+    assert both[0].pool()["parkings"] > parkings
+    for engine in both:
+        for name in names:
+            engine.close(name)
+    assert both[0].pool()["free_blocks"] == both[0].pool()["total_blocks"]
 
 
 def test_methods_whose_heads_differ_have_no_spans(engines: Callable[..., Engine]) -> None:

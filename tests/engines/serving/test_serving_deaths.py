@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 
 from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.serving import engine as serving
 from agentbench_kv.engines.serving.engine import RESTARTS, ServingEngine, run_server
 from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.serving.session import ServingSession
 from agentbench_kv.engines.serving.wire import ModelFacts, RequestError
 from agentbench_kv.engines.vllm.engine import VllmEngineWire
-from agentbench_kv.errors import EngineGoneError, PrerequisiteError
+from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.methods.full import Full
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
@@ -108,6 +111,25 @@ def turn(engine: ServingEngine, name: str, tokens: list[int], count: int) -> lis
     return list(engine.generate(name, Sampling(count)))
 
 
+def test_tokens_of_a_dead_backend_are_counted_as_it_would_have() -> None:
+    """Its last account may be of any moment, but for the rows that an event evicted since."""
+    undisturbed = SessionLedger(Full(), 1)
+    session = ServingSession("s", TokenPhases())
+    session.epoch, fed = 1, 0
+    for prompt, answer in ((40, 12), (3, 30), (25, 9)):
+        session.account(undisturbed.snapshot())
+        session.tokens += [1] * prompt
+        undisturbed.begin_turn(prompt)
+        for _ in range(answer):
+            undisturbed.forward(len(session.tokens) - fed)
+            fed = len(session.tokens)
+            undisturbed.sampled()
+            session.accept(1)
+    session.lose()
+    found = session.total()
+    assert (found.decode_tokens, found.decode_kv_sum) == (51, undisturbed.stats.decode_kv_sum)
+
+
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("moment", ["within a generation", "between turns"])
 @pytest.mark.parametrize("who", ["core", "front", "group"])
@@ -138,6 +160,9 @@ def test_whoever_is_killed_the_session_goes_on_and_is_computed_again(
     assert stats.recomputed == given - (4 if moment == "between turns" else 1)
     assert stats.restarts == [(0, given)]
     assert stats.logical == len(PROMPT) + 12 + 3 + 30
+    # Who lives counts for itself; the fake does not.
+    alive = 30 - (0 if moment == "between turns" else fake_backend.HELD)
+    assert stats.decode_tokens == (42 if stock else 42 - alive)
 
 
 def test_many_sessions_share_one_restart(build: Build) -> None:
@@ -283,6 +308,68 @@ def test_a_loss_between_turns_shows_at_once_and_is_counted_when_it_is_mended(bui
     turn(engine, "s", [5], 10)
     stats = engine.stats("s")
     assert (stats.restarts, stats.recomputed) == ([(0, 51)], 49)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("died", [False, True])
+@pytest.mark.parametrize("length", [52, 51, 45, 13, 0])
+def test_a_rewound_session_goes_on_whoever_died(
+    length: int, died: bool, stock: bool, build: Build
+) -> None:
+    engine = build(stock=stock)
+    engine.open("s", TokenPhases())
+    whole = [*PROMPT, *turn(engine, "s", PROMPT, 12)]
+    if died:
+        kill(engine, "core")
+    with pytest.raises(UsageError, match="52 tokens and cannot be rewound to 53"):
+        engine.rewind("s", 53)
+    engine.rewind("s", length)
+    assert engine.stats("s").logical == length
+    extend(engine, "s", [4, 5])
+    engine.rewind("s", length + 1)
+    assert turn(engine, "s", [6], 8) == expected([*whole[:length], 4, 6], 8)
+    stats = engine.close("s")
+    assert stats.logical == length + 10
+    if stock or died:  # the fake's prefix cache finds nothing; the fake keeps no accounts
+        assert stats.recomputed == min(length, 51)
+    if stock and not died:
+        assert (stats.prefill_tokens, stats.decode_tokens) == (len(PROMPT) + 2, 20)
+        assert stats.live == length + 9
+
+
+def test_under_a_plug_in_windows_that_were_outgrown_do_not_go_back(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FACTS", replace(FACTS, windows=(48, 0)))
+    for stock in (False, True):
+        engine = build(stock=stock)
+        engine.open("s", TokenPhases())
+        turn(engine, "s", PROMPT, 8)
+        engine.rewind("s", 41)  # the model has seen 47 tokens
+        extend(engine, "s", [1] * 9)
+        assert len(list(engine.generate("s", Sampling(3)))) == 3
+        if stock:
+            engine.rewind("s", 41)
+        else:
+            with pytest.raises(UsageError, match="outgrown its model's windows of 48 tokens"):
+                engine.rewind("s", 41)
+            extend(engine, "s", [1, 2])
+            engine.rewind("s", 54)  # nothing of that was fed
+        assert engine.stats("s").logical == (41 if stock else 54)
+
+
+def test_a_session_that_generates_is_not_rewound(build: Build) -> None:
+    engine = build()
+    hold = folder_of(engine) / "hold"
+    hold.touch()
+    engine.open("s", TokenPhases())
+    extend(engine, "s", PROMPT)
+    tokens = iter(engine.generate("s", Sampling(30)))
+    next(tokens)
+    with pytest.raises(KVBenchError, match="is generating"):
+        engine.rewind("s", 3)
+    hold.unlink()
+    assert len(list(tokens)) == 29
 
 
 @pytest.mark.parametrize("stock", [False, True])

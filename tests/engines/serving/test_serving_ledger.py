@@ -13,6 +13,7 @@ from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, KVEvent, KVStats, Sampling
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.serving.session import ObservedLedger
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
@@ -213,3 +214,81 @@ def test_a_token_with_an_event_cannot_be_taken_back() -> None:
     ledger.forward(20)
     assert ledger.sampled() is not None
     assert not ledger.take_back()
+
+
+def test_a_prefill_that_brought_no_token_is_counted_when_it_comes_again() -> None:
+    ledger = ObservedLedger(8, None)
+    ledger.begin(10)  # the server died meanwhile
+    ledger.end(None)
+    assert (ledger.stats.prefill_tokens, ledger.stats.recomputed) == (0, 0)
+    ledger.begin(10)
+    for _ in range(3):
+        ledger.token()
+    ledger.end(0)
+    assert (ledger.stats.prefill_tokens, ledger.stats.longest_prefill) == (10, 10)
+    ledger.begin(20)  # 12 fed, one generated and never fed, 7 new
+    ledger.end(12)
+    assert ledger.stats.prefill_tokens == 10
+    ledger.begin(20)
+    ledger.token()
+    ledger.end(12)
+    assert (ledger.stats.prefill_tokens, ledger.stats.recomputed) == (17, 0)
+
+
+def test_what_was_done_before_a_rewind_stays_counted() -> None:
+    ledger = SessionLedger(make_method("full", None), 10)
+    ledger.begin_turn(40)
+    ledger.forward(40)
+    ledger.sampled()
+    ledger.forward(1)
+    ledger.sampled()
+    ledger.evict(30)
+    before = ledger.snapshot()
+    ledger.rewind(25, 14)
+    assert ledger.snapshot() == replace(before, logical=25, live=14)
+    assert ledger.deficit == 11
+    assert ledger.take_back()  # the last sampled token went; there is nothing to uncount
+    assert ledger.stats.decode_tokens == 2
+    ledger.lose()
+    ledger.rewind(10, 0)
+    ledger.begin_turn(12)
+    assert ledger.stats.recomputed == 10
+    ledger.forward(12)
+    eviction = ledger.evict(6)
+    assert eviction.prompt == 12
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans(), st.floats(0, 1)),
+        max_size=8,
+    )
+)
+def test_a_stock_server_is_counted_as_its_tokens_go(
+    steps: list[tuple[int, int, bool, float]],
+) -> None:
+    """Turns and rewinds of a session whose prefix cache holds whole blocks of eight."""
+    ledger, tokens, fed, drawn, live = ObservedLedger(1, None), 0, 0, 0, 0
+    prefilled = decoded = again = 0
+    for prompt, answer, goes_back, share in steps:
+        if goes_back:
+            length = round(share * tokens)
+            drawn *= length > fed
+            tokens, fed = length, min(fed, length)
+            ledger.rewind(length, fed)
+            live = fed
+        tokens += prompt + (tokens == fed and not prompt)
+        prefilled += tokens - fed - drawn
+        again += fed % 8
+        ledger.begin(tokens)
+        for _ in range(answer):
+            ledger.token()
+        ledger.end(fed - fed % 8)
+        tokens += answer
+        decoded += answer
+        fed, drawn, live = tokens - 1, 1, tokens - 1
+        stats = ledger.snapshot()
+        assert (stats.live, stats.logical, ledger.fed) == (live, fed, fed)
+        found = (stats.prefill_tokens, stats.decode_tokens, stats.recomputed)
+        assert found == (prefilled, decoded, again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -229,13 +230,19 @@ def test_a_backend_finds_the_kernels_built_before(tmp_path: Path) -> None:
     assert key == toolchain("cpu").key
 
 
-def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
+@pytest.mark.parametrize("early", [False, True])
+def test_a_backend_ends_with_its_harness(tmp_path: Path, early: bool) -> None:
+    """Also with one that was killed before the backend had begun to look."""
+    ready, go = tmp_path / "ready", tmp_path / "go"
     backend = (
-        "import os, pathlib, time;"
-        "from agentbench_kv.engines.core.host import follow_parent;"
-        f"follow_parent(); pathlib.Path({str(ready)!r}).write_text(str(os.getpid()));"
-        "time.sleep(600)"
+        "import os, pathlib, time\n"
+        "from agentbench_kv.engines.core.host import follow_parent\n"
+        f"ready, go = pathlib.Path({str(ready)!r}), pathlib.Path({str(go)!r})\n"
+        f"if not {early}: follow_parent()\n"
+        "ready.write_text(str(os.getpid()))\n"
+        f"while {early} and not go.exists(): time.sleep(0.01)\n"
+        f"if {early}: follow_parent()\n"
+        "time.sleep(600)\n"
     )
     harness = (
         "import os, pathlib, sys, time\n"
@@ -243,18 +250,61 @@ def test_a_backend_ends_with_its_harness(tmp_path: Path) -> None:
         f"ready = pathlib.Path({str(ready)!r})\n"
         f"path = {{'PYTHONPATH': {str(Path(process.__file__).parents[3])!r}}}\n"
         f"launch = Launch([sys.executable, '-c', {backend!r}], ready.exists, path)\n"
-        f"BackendProcess('toy', launch, pathlib.Path({str(tmp_path / 'log')!r})).wait_ready()\n"
+        f"toy = BackendProcess('toy', launch, pathlib.Path({str(tmp_path / 'log')!r}))\n"
+        f"{early} or toy.wait_ready()\n"
         "os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", harness], check=False, timeout=120)
-    while not ready.exists() or not ready.read_text():
+    for _ in range(3000):
+        if ready.exists() and ready.read_text():
+            break
         time.sleep(0.01)
+    go.touch()
     backend_pid = int(ready.read_text())
     for _ in range(3000):
         if not runs(backend_pid):
             break
         time.sleep(0.01)
     assert not runs(backend_pid)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_a_killed_server_started_ends_too(tmp_path: Path, method: str) -> None:
+    """Also where no harness is left that would end it, and it has nothing else to do."""
+    ready = tmp_path / "ready"
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import multiprocessing, os, pathlib, time\n"
+        "from agentbench_kv.engines.core.host import follow_parent, follow_server\n"
+        "def work():\n"
+        f"    pathlib.Path({str(ready)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    follow_parent()\n"
+        f"    core = multiprocessing.get_context({method!r}).Process(target=work)\n"
+        "    core.start()\n"
+        "    core.join()\n"
+        "elif __name__ == '__mp_main__':\n"
+        "    follow_server()\n"
+    )
+    server = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(process.__file__).parents[3])},
+        start_new_session=True,
+    )
+    for _ in range(6000):
+        if ready.exists() and ready.read_text():
+            break
+        time.sleep(0.01)
+    core = int(ready.read_text())
+    assert runs(core)
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait()
+    for _ in range(3000):
+        if not runs(core):
+            break
+        time.sleep(0.01)
+    assert not runs(core)
 
 
 @pytest.fixture

@@ -217,6 +217,21 @@ def test_a_window_in_every_layer_is_no_hindrance_where_nothing_is_evicted(tmp_pa
     VLLM(EngineOptions(str(tmp_path), make_method("full", None), device="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("check", "name", "most"), [(VLLM, "max-model-len", 4096), (SGLANG, "context-length", 4104)]
+)
+def test_an_engines_own_argument_asks_for_no_more_than_the_model_has(
+    check: Callable[[EngineOptions], None], name: str, most: int, tmp_path: Path
+) -> None:
+    config = CONFIG | {"max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(str(tmp_path), make_method("agentkv", 96), device="cpu")
+    check(replace(options, engine_args={name: str(most)}))
+    for wrong in (str(most + 1), "0", "4k", "-1", "\u00b2", ""):
+        with pytest.raises(UsageError, match=f"--engine-arg {name}={wrong}: expected"):
+            check(replace(options, engine_args={name: wrong}))
+
+
 def test_a_longrope_model_runs_in_sglang_up_to_its_original_context(tmp_path: Path) -> None:
     """SGLang chooses the factors of a whole batch by its longest session."""
     rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -268,5 +283,7 @@ def test_layers_of_one_kind_are_counted_in_groups_as_vllm_makes_them(
 
 def test_vllms_processes_keep_their_sockets_in_the_engines_folder(tmp_path: Path) -> None:
     wire = VllmEngineWire(OPTIONS, FACTS, Path("python"), tmp_path, tmp_path, False, False)
-    assert wire.launch().environment["VLLM_RPC_BASE_PATH"] == str(tmp_path)
+    environment = wire.launch().environment
+    assert environment["VLLM_RPC_BASE_PATH"] == environment["TMPDIR"] == str(tmp_path)
+    assert str(tmp_path) not in environment["TORCHINDUCTOR_CACHE_DIR"]
     wire.close()

@@ -24,6 +24,7 @@ from agentbench_kv.conformance.engines.fixture import load_network, prompt, writ
 from agentbench_kv.conformance.reference import largest_difference
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.sglang.engine import SglangEngine
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
@@ -217,7 +218,7 @@ def played(subject: Subject, name: str, fork: str | None) -> list[Row]:
     for number, (length, out) in enumerate(TURNS):
         subject.turn(name, prompt(length, number), out)
         if fork is not None and number == 0:
-            engine.fork(name, fork)
+            engine.fork(name, fork, TokenPhases())
         if fork is not None:
             subject.turn(fork, prompt(25, 60 + number), 40)
     return subject.rows(name)
@@ -257,7 +258,7 @@ def beside(subject: Subject, *, fork: bool) -> list[Row]:
     engine.open("main", TokenPhases())
     answer = subject.turn("main", first, out)
     if fork:
-        engine.fork("main", "aside")
+        engine.fork("main", "aside", TokenPhases())
     else:
         engine.open("aside", TokenPhases())
         assert subject.turn("aside", first, out) == answer
@@ -287,10 +288,41 @@ def test_a_fork_copies_at_most_part_of_a_page(subject: Subject, rows_at_rest: in
     engine.open("main", TokenPhases())
     subject.turn("main", prompt(rows_at_rest - 11, 1), 12)
     before = engine.pool()
-    engine.fork("main", "fork")
+    engine.fork("main", "fork", TokenPhases())
     after = engine.pool()
     copied = rows_at_rest % subject.page
     assert after["fork_copied"] - before["fork_copied"] == copied
     assert after["fork_shared"] - before["fork_shared"] == rows_at_rest - copied
     assert before["free_blocks"] - after["free_blocks"] == (1 if copied else 0)
     subject.close("main", "fork")
+
+
+@pytest.mark.parametrize("length", [300, 96, 90, 3])
+def test_a_rewind_frees_whole_pages(length: int, subject: Subject) -> None:
+    engine = subject.engine
+    engine.open("main", TokenPhases())
+    subject.turn("main", prompt(300, 1), 12)
+    before = engine.pool()["free_blocks"]
+    engine.rewind("main", length)
+    freed = -(-311 // subject.page) - -(-length // subject.page)
+    assert engine.pool()["free_blocks"] - before == freed
+    answer = subject.turn("main", prompt(20, 2), 30)
+    engine.open("twin", TokenPhases())
+    assert subject.turn("twin", (*prompt(300, 1)[:length], *prompt(20, 2)), 30) == answer
+    subject.close("main", "twin")
+
+
+def test_a_session_that_shares_rows_is_not_rewound(subject: Subject) -> None:
+    engine = subject.engine
+    engine.open("main", TokenPhases())
+    subject.turn("main", prompt(100, 1), 12)
+    engine.fork("main", "fork", TokenPhases())
+    for name in ("main", "fork"):
+        with pytest.raises(KVBenchError, match="shares rows with"):
+            engine.rewind(name, 50)
+    assert engine.stats("main").logical == 112
+    engine.rewind("main", 112)  # nothing goes
+    engine.close("fork")
+    engine.rewind("main", 50)
+    assert engine.stats("main").live == 50
+    subject.close("main")

@@ -129,7 +129,6 @@ def test_a_part_that_is_killed_is_started_again(
     method = make_method("full-constrained", None)
     engine = SglangEngine.create(EngineOptions("micro", method, device="cpu", concurrency=2))
     survives_a_kill(engine, part)
-    engine.shutdown()
 
 
 @pytest.mark.parametrize("main_first", [False, True])
@@ -148,7 +147,7 @@ def test_a_fork_shares_rows_and_disturbs_nobody(
     plain.open("main", TokenPhases())
     assert turn(plain, "main", first, 20) == begun
     free = plain.pool()["free_blocks"]
-    plain.fork("main", "aside")
+    plain.fork("main", "aside", TokenPhases())
     assert free - plain.pool()["free_blocks"] <= 1
     with pytest.raises(KVBenchError, match="shares rows"):
         plain.evict_spans("main", [(0, 10)])
@@ -170,7 +169,7 @@ def test_a_fork_outlives_its_source(plain: SglangEngine, folder: Path) -> None:
     alone.shutdown()
     plain.open("main", TokenPhases())
     assert turn(plain, "main", first, 20) == begun
-    plain.fork("main", "aside")
+    plain.fork("main", "aside", TokenPhases())
     plain.close("main")
     plain.open("noise", TokenPhases())
     turn(plain, "noise", prompt(1500, 8), 10)
@@ -260,7 +259,7 @@ def test_what_cannot_be_is_refused(sglang: SglangEngine) -> None:
     sglang.open("main", TokenPhases())
     turn(sglang, "main", prompt(40, 9), 10)
     with pytest.raises(KVBenchError, match="evicts by itself"):
-        sglang.fork("main", "aside")
+        sglang.fork("main", "aside", TokenPhases())
     with pytest.raises(KVBenchError, match="other tokens in every head"):
         sglang.evict_spans("main", [(0, 10)])
     with pytest.raises(KVBenchError, match="sessions are open"):

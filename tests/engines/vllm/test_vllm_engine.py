@@ -104,7 +104,6 @@ def test_an_engine_core_that_is_killed_is_started_again(
     method = make_method("full-constrained", None)
     engine = VllmEngine.create(EngineOptions("micro", method, device="cpu", concurrency=2))
     survives_a_kill(engine, "EngineCore")
-    engine.shutdown()
 
 
 @pytest.mark.engine

@@ -156,6 +156,20 @@ class TableMachine(RuleBasedStateMachine):
         if session is not None and session.running:
             self.table.rest(session, list(self.logs[name]))
 
+    @rule(name=st.sampled_from("abcdef"), back=st.integers(1, 40))
+    def rewind(self, name: str, back: int) -> None:
+        """As the engine asks for it: nothing has been evicted, and no window outgrown."""
+        session = self.table.sessions.get(name)
+        if session is None or session.running or session.ledger.deficit:
+            return
+        if session.ledger.fed <= WINDOW:
+            length = max(0, len(self.logs[name]) - back)
+            fed, decoded = session.ledger.fed, session.ledger.stats.decode_tokens
+            self.table.rewind(session, length)
+            del self.logs[name][length:]
+            assert session.ledger.fed == min(fed, length)
+            assert session.ledger.stats.decode_tokens == decoded
+
     @rule(name=st.sampled_from("abcdef"))
     def close(self, name: str) -> None:
         session = self.table.sessions.get(name)
@@ -274,3 +288,26 @@ def test_a_client_that_stops_a_token_early_goes_on_all_the_same(forgotten: bool)
     assert (table.adoptions, table.mismatches) == (1, 0)
     assert session.ledger.stats.decode_tokens == 1
     assert session.ledger.stats.recomputed == 0
+
+
+@pytest.mark.parametrize("length", [31, 30, 20, 17, 16, 0])
+def test_a_rewound_session_goes_on_with_what_stays(length: int) -> None:
+    table, manager = new_table(budget=64)
+    manager.window.req_to_blocks = {"r1": []}  # no layer has one
+    table.begin(request(1, "s", list(range(30))))
+    session = table.by_request["r1"]
+    manager.allocate_new_blocks("r1", 30, 0)
+    session.ledger.forward(30)
+    session.ledger.sampled()
+    table.rest(session, [*range(30), 99])
+    table.rewind(session, length)
+    assert session.tokens == [*range(30), 99][:length]
+    assert len(manager.req_to_blocks.get("r1", [])) == -(-min(length, 30) // BLOCK)
+    assert table.rewound == ({"s": length} if length < 30 else {})
+    second = request(2, "s", [*session.tokens, 7, 8, 9])
+    table.begin(second)
+    stats = session.ledger.stats
+    assert second.num_computed_tokens == min(length, 30)
+    assert (stats.prefill_tokens, stats.decode_tokens, stats.recomputed) == (33, 1, 0)
+    assert (table.mismatches, table.dropped) == (0, [])
+    assert manager.req_to_blocks.keys() <= {"r2"}

@@ -466,6 +466,12 @@ class SequenceRows:
         self._select(~gone)
         self._anchor()
 
+    def rewind(self, length: int) -> None:
+        """Drop rows from logical position `length` on, and go on behind all that stay."""
+        gone = self.logical >= length
+        self.next = max([length, *(self.rope[~gone] + 1).tolist()])
+        self.drop(gone)
+
     def save(self, chosen: Tensor) -> Blob:
         """Copy some rows [live], bool, out of the cache, by ascending label."""
         return self._sorted(self._cells.save(self.sequence, runs(self.labels[chosen].tolist())))

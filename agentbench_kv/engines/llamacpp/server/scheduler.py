@@ -178,6 +178,13 @@ class BatchScheduler:
             )
         return session
 
+    def rewind(self, name: str, length: int) -> None:
+        """Forget a session's tokens from logical position `length` on; own thread."""
+        session = self.idle_session(name)
+        session.rewind(length)
+        self.worker.rewind(name, length)
+        self.admission.settle(session)
+
     def stats(self, name: str) -> KVStats | None:
         """Return a session's accounting; on the own thread."""
         session = self.sessions.get(name)

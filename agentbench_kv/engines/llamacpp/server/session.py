@@ -41,12 +41,20 @@ class BackendSession:
         return len(self.tokens) - self.ledger.fed
 
     def begin_turn(self, prompt: int) -> None:
+        self.ledger.opens_with(self.prompt.prompt, self.prompt.system)
         self.ledger.begin_turn(prompt)
         self.used = next(_clock)
 
     def fed(self, cells: Tensor) -> None:
         self.rows.append(cells, self.ledger.fed)
         self.ledger.forward(len(cells))
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens from logical position `length` on; its rows are in the cache."""
+        del self.tokens[length:]
+        if length < self.ledger.fed:
+            self.rows.rewind(length)
+        self.ledger.rewind(length, self.rows.live)
 
     def lose(self) -> None:
         """Start over: everything must be computed again."""

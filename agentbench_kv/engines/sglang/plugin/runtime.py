@@ -19,7 +19,14 @@ from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
-from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker, Pool, Steps, shorten
+from agentbench_kv.engines.sglang.plugin.worker import (
+    Compactor,
+    DeviceWorker,
+    Pool,
+    Steps,
+    cut_history,
+    shorten,
+)
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import QueryKind
 
@@ -140,6 +147,7 @@ class Commands(SessionCommands[SglangSession]):
             "completed": self._completed,
             "reset": self._reset,
             "fork": self._fork,
+            "rewind": self._rewind,
             "evict_spans": self._evict_spans,
         }
 
@@ -211,6 +219,19 @@ class Commands(SessionCommands[SglangSession]):
             return 0
         shorten(slot, eviction.live - eviction.keep)
         return eviction.live - eviction.keep
+
+    def _rewind(self, request: Mapping[str, Any]) -> None:
+        """Forget the tokens of a session at rest from logical position `length` on."""
+        runtime, session, length = self._runtime, self._at_rest(request), request["length"]
+        runtime.forks.check_alone(session)
+        slot = runtime.scheduler.tree_cache.slots.get(session.name)
+        if not length:
+            self._reset(request)
+        elif slot is not None and length < session.ledger.fed:
+            shorten(slot, runtime.compactor.cut(session, slot.req_pool_idx, length))
+        session.ledger.rewind(length, session.ledger.live)
+        session.tokens = min(session.tokens, length)
+        cut_history(runtime.scheduler.session_controller.sessions[session.name], length)
 
     def _find(self, request: Mapping[str, Any]) -> SglangSession | None:
         return self._runtime.table.sessions.get(request["session"])

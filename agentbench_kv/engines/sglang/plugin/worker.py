@@ -8,6 +8,7 @@ ends. Until then it may still turn out to be one forward too many, whose row is 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,6 +165,28 @@ class Compactor:
         self._move(session, row, eviction, partial(rows.keep_tokens, kept=kept))
         return eviction
 
+    def cut(self, session: SglangSession, row: int, length: int) -> int:
+        """Let go of the rows of logical positions from `length` on; return how many they were."""
+        self.wait_for_forward()
+        ledger, rows = session.ledger, self._worker.rows
+        live = ledger.live
+        kept = len(rows.outside(session.name, live, ledger.fed, [(length, ledger.fed)]))
+        if not kept:
+            raise ValueError(f"no row of session {session.name} lies before {length}; rewind to 0")
+        rows.rewind(session.name, length)
+        ledger.rewind(length, kept)
+        self._worker.deficits[row] = ledger.deficit
+        self._free_pages(row, kept, live)
+        return live - kept
+
+    def _free_pages(self, row: int, keep: int, live: int) -> None:
+        """Free the whole pages behind the first rows."""
+        pool = self._worker.pool
+        first = -(-keep // pool.page) * pool.page
+        if first < live:
+            # A copy: SGLang may keep the indices until the end of its step.
+            self._allocator.free(pool.table[row, first:live].to(torch.int64))
+
     def wait_for_forward(self) -> None:
         """Let what follows on the device wait for the forward that may still run."""
         if torch.cuda.is_available() and self._forwards is not None:
@@ -182,16 +205,26 @@ class Compactor:
         order = EvictionOrder(session.name, number, eviction, [])
         ledger.moved(number, move(order, pool.store(row, eviction.live)))
         self._worker.deficits[row] = ledger.deficit
-        first = -(-eviction.keep // pool.page) * pool.page
-        if first < eviction.live:
-            # A copy: SGLang may keep the indices until the end of its step.
-            self._allocator.free(pool.table[row, first : eviction.live].to(torch.int64))
+        self._free_pages(row, eviction.keep, eviction.live)
 
 
 def shorten(holder: Any, removed: int) -> None:
     """Take removed rows off the lengths that a request or a session's slot keeps."""
     holder.kv_committed_len -= removed
     holder.kv_allocated_len -= removed
+
+
+def cut_history(session: Any, length: int) -> None:
+    """Let an SGLang session's next request follow its first `length` tokens."""
+    from sglang.srt.session.session_controller import SessionReqNode
+
+    for node in [*session.req_nodes.values()]:
+        request = copy.copy(node.req)
+        prompt, asked = len(request.origin_input_ids), request.sampling_params.max_new_tokens
+        request.output_ids = request.output_ids[: min(asked, max(0, length - prompt))]
+        request.origin_input_ids = request.origin_input_ids[:length]
+        request.origin_input_ids_unpadded = request.origin_input_ids_unpadded[:length]
+        session.req_nodes = {request.rid: SessionReqNode(request)}
 
 
 class Steps:
@@ -212,6 +245,7 @@ class Steps:
                 if session.starting is not None:
                     # All of its tokens are prefilled if the session has no rows.
                     total = len(request.origin_input_ids) + len(request.output_ids)
+                    session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
                     session.ledger.begin_turn(session.starting if session.ledger.fed else total)
                     session.starting = None
                 tokens = request.fill_ids[len(request.prefix_indices) :]

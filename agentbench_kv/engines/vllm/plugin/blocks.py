@@ -65,6 +65,15 @@ class SessionBlocks:
         self.freed += len(blocks) - count
         return before
 
+    def cut(self, request: str, tokens: int) -> None:
+        """Free what lies behind the first tokens; none of theirs has been evicted or given back."""
+        for manager in self._managers:
+            count = -(-tokens // manager.block_size)
+            blocks = manager.req_to_blocks[request]
+            manager.req_to_blocks[request] = blocks[:count]
+            manager.num_cached_block[request] = min(manager.num_cached_block.get(request, 0), count)
+            self._pool.free_blocks(reversed(blocks[count:]))
+
     def rename(self, old: str, new: str) -> None:
         for manager in self._managers:
             for table in (manager.req_to_blocks, manager.num_cached_block):

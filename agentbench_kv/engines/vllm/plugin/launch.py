@@ -13,6 +13,7 @@ from typing import Any
 
 from agentbench_kv.engines.core.host import (
     follow_parent,
+    follow_server,
     refuse_unsupported,
     refuse_untested,
     symbol_problems,
@@ -193,3 +194,5 @@ def window_bytes(cache: Any, workers: int) -> WindowBytes | None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # where the server's processes are spawned instead of forked
+    follow_server()

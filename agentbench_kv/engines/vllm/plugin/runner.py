@@ -70,6 +70,8 @@ class EvictingRunner(BaseRunner):
             self._kvbench_connect(self._kvbench_rows.policy.with_method(plan.method))
         for session in plan.dropped:
             self._kvbench_rows.drop(session)
+        for session, length in plan.rewound.items():
+            self._kvbench_rows.rewind(session, length)
         self._kvbench_remove(plan.before)
         output = super().execute_model(scheduler_output, *args, **kwargs)
         LOGICAL.end()

@@ -94,9 +94,11 @@ class EvictingScheduler(Scheduler):
     def _step_plan(self, output: Any) -> StepPlan:
         """Count the step's tokens and say what the workers are to do."""
         table = self.sessions
-        plan = StepPlan(self._new_method, table.dropped.copy(), table.before.copy())
+        plan = StepPlan(self._new_method, table.dropped.copy(), before=table.before.copy())
+        plan.rewound = table.rewound.copy()
         self._new_method = None
         table.dropped.clear()
+        table.rewound.clear()
         table.before.clear()
         for request_id, rows in output.num_scheduled_tokens.items():
             session = table.by_request[request_id]
@@ -144,6 +146,7 @@ class EvictingScheduler(Scheduler):
             self.sessions.end(session)
         else:
             self.preempted += 1
+            session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
             session.ledger.begin_turn(request.num_tokens)
 
     def _allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +165,8 @@ class _Commands(SessionCommands[VllmSession]):
         self._scheduler = scheduler
 
     def handlers(self) -> dict[str, Handler]:
-        return {name: self._locked(handler) for name, handler in super().handlers().items()}
+        handlers = super().handlers() | {"rewind": self._rewind}
+        return {name: self._locked(handler) for name, handler in handlers.items()}
 
     def _locked(self, handler: Handler) -> Handler:
         def answer(request: Mapping[str, Any]) -> Any:
@@ -194,3 +198,13 @@ class _Commands(SessionCommands[VllmSession]):
 
     def use(self, method: dict[str, Any]) -> None:
         self._scheduler.use(method)
+
+    def _rewind(self, request: Mapping[str, Any]) -> None:
+        table = self._scheduler.sessions
+        session = table.sessions.get(request["session"])
+        if session is None:  # nothing of it is here yet
+            return
+        if session.running:
+            # Its client hung up, and the abort has not come through yet.
+            self.abort(session)
+        table.rewind(session, request["length"])

@@ -43,6 +43,7 @@ class VllmSessions:
         self.by_request: dict[str, VllmSession] = {}
         self.dropped: list[str] = []  # sessions whose rows are gone since the last step
         self.before: list[EvictionOrder] = []  # events of sessions at rest, for the next step
+        self.rewound: dict[str, int] = {}  # session -> its length, for the next step
         self.drops = 0
         self.adoptions = 0
         self.mismatches = 0
@@ -77,6 +78,7 @@ class VllmSessions:
         session.request = request.request_id
         self.by_request[session.request] = session
         same = prompt[: len(session.tokens)] == session.tokens and ledger.fed > 0
+        ledger.opens_with(session.prompt.prompt, session.prompt.system)
         ledger.begin_turn(len(prompt) - (len(session.tokens) if same else ledger.fed))
         return session
 
@@ -94,6 +96,17 @@ class VllmSessions:
         before = self.blocks.shorten(session.request, eviction)
         self.blocks.deficits[session.request] = session.ledger.deficit
         return EvictionOrder(session.name, len(session.ledger.stats.events) - 1, eviction, before)
+
+    def rewind(self, session: VllmSession, length: int) -> None:
+        """Forget the tokens of a session at rest from position `length` on."""
+        del session.tokens[length:]
+        if length < session.ledger.fed:
+            if length:
+                self.blocks.cut(session.request, length)
+            else:  # whoever comes next begins anew
+                self.blocks.drop(session.request)
+            self.rewound[session.name] = length
+        session.ledger.rewind(length, min(session.ledger.live, length))
 
     def lose(self, session: VllmSession) -> None:
         """Forget a session's rows; it will be computed again."""

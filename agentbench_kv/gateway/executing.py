@@ -1,0 +1,183 @@
+"""Carrying out what a drop policy decides, in the token log and in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import groupby
+
+from agentbench_kv.engines.base import Engine
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.gateway.cursors import with_cursors
+from agentbench_kv.gateway.dropping import SessionDrops, Spot, drop_key
+from agentbench_kv.gateway.messages import Message
+from agentbench_kv.gateway.planning import Planner
+from agentbench_kv.gateway.session import Known, Plan, Session
+from agentbench_kv.gateway.sidequest import Ask, SideQuests, Tools
+from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.dropping.policy import Drop, DropMethod, What
+from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
+from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.phases.tokens import TokenCodec
+
+_PHASES = {What.THOUGHTS: Phase.THINK, What.INPUTS: Phase.ACT}
+
+
+class Executor:
+    """Drops messages from the sessions of a gateway, as its method's `exec` says."""
+
+    def __init__(
+        self, method: DropMethod, engine: Engine, planner: Planner, codec: TokenCodec, ask: Ask
+    ) -> None:
+        self._method = method
+        self._engine = engine
+        self._planner = planner
+        self._ask = ask
+        quests = isinstance(method, SideQuestPrompted)
+        self._quests = SideQuests(method, ask) if quests else None  # type: ignore[arg-type]
+        self._count = lru_cache(maxsize=4096)(lambda text: len(codec.encode(text)))
+
+    def new_drops(self, session: str) -> SessionDrops:
+        """Return the drops of a new session; its name without its run's decides what is a lot."""
+        limit = self._engine.info.context_limit
+        return SessionDrops(self._method, limit, self._count, drop_key(session))
+
+    def shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the client's messages as the model is shown them, but for what is dropped."""
+        return messages if self._quests is None else with_cursors(messages)
+
+    def before(
+        self, session: Session, plan: Plan, messages: Sequence[Message], tools: Tools
+    ) -> Plan:
+        """Drop what the policy names before a chat request is answered; return the new plan."""
+        drops = session.drops
+        if drops is None:
+            return plan
+        if plan.reset or session.known is None:
+            session.abandon_aside()
+            drops.restart()
+        live = self._engine.stats(session.id).live if session.opened and not plan.reset else 0
+        wanted = drops.decide(messages, live, len(plan.ids))
+        if self._quests is not None:
+            wanted |= self._quests.collect(session, drops, messages)
+        plan = self._carry_out(session, drops, plan, messages, tools, wanted)
+        if self._quests is not None and not plan.reset and plan.keep is None:
+            self._quests.begin(session, drops, messages, tools)
+        return plan
+
+    def _carry_out(
+        self,
+        session: Session,
+        drops: SessionDrops,
+        plan: Plan,
+        messages: Sequence[Message],
+        tools: Tools,
+        wanted: frozenset[Drop],
+    ) -> Plan:
+        if self._method.exec != "text":
+            self._evict(session, drops, wanted)
+            return plan
+        if self._method.summary_tokens and wanted:
+            drops.summarise(messages, wanted, partial(self._summary, session, tools))
+        drops.dropped |= wanted
+        return self._rewrite(session, drops, plan, messages, tools) if wanted else plan
+
+    def _summary(self, session: Session, tools: Tools, asked: Sequence[Message], limit: int) -> str:
+        aside = self._ask(session, asked, asked, tools, limit)
+        if session.running is not None:
+            session.running.attach(aside)
+        answer = aside.result()
+        session.charge(answer)
+        if answer.error:
+            raise KVBenchError(answer.error)
+        return answer.text
+
+    def after(
+        self,
+        session: Session,
+        plan: Plan,
+        old: Known | None,
+        messages: Sequence[Message],
+        tools: Tools,
+    ) -> None:
+        """Take in where the messages of an answered request stand in the log.
+
+        `old` is what was known of the session before it.
+        """
+        drops, known = session.drops, session.known
+        if drops is None or known is None or len(known.messages) <= drops.seen:
+            return
+        if self._method.exec != "text":
+            before = None if plan.reset else old
+            drops.spots += self._spots(session, plan, before, messages, tools)
+        drops.seen = len(known.messages)
+
+    def _evict(self, session: Session, drops: SessionDrops, wanted: frozenset[Drop]) -> None:
+        """Have rows leave; after a loss, whose recomputation brought them back, all of them."""
+        if not session.opened:
+            return
+        losses = len(self._engine.stats(session.id).restarts)
+        lost, drops.losses = losses != drops.losses, losses
+        drops.dropped |= wanted
+        leaving = drops.dropped if lost else wanted
+
+        def runs(answer: SpanRange, what: What) -> list[SpanRange]:
+            return phase_runs(session.phases, answer, _PHASES[what])
+
+        if spans := drops.spans(leaving, runs):
+            # A backend that died has no rows. They come back with this turn, all of them, and leave
+            # at the next one.
+            with suppress(ConnectionError):
+                self._engine.evict_spans(session.id, spans)
+
+    def _rewrite(
+        self,
+        session: Session,
+        drops: SessionDrops,
+        plan: Plan,
+        messages: Sequence[Message],
+        tools: Tools,
+    ) -> Plan:
+        """Write the history anew without what leaves, and put that to the session's account."""
+        before = session.stats()
+        new = self._planner.rewrite(session, plan, drops.edited(self.shown(messages)), tools)
+        added = len(plan.ids)
+        left = max(0, (new.keep or 0) + len(new.ids) - added)
+        again = max(0, len(new.ids) - added)
+        session.carried = session.carried.followed_by(drops.rewritten(before, left, again))
+        return new
+
+    def _spots(
+        self,
+        session: Session,
+        plan: Plan,
+        old: Known | None,
+        messages: Sequence[Message],
+        tools: Tools,
+    ) -> list[Spot]:
+        """Return where the messages that a request added stand, its answer last."""
+        answer = session.outputs[-1] if session.outputs else ()
+        behind = len(session.tokens)
+        prompt_end = behind - len(answer)
+        base = prompt_end - len(plan.ids)
+        spots = []
+        contents = self._planner.contents(plan, old, self.shown(messages), tools)
+        new = messages[len(messages) - len(contents) :]
+        for message, content in zip(new, contents, strict=True):
+            span = None if content is None else (base + content[0], base + content[1])
+            # What stands behind the content of a message with calls is its own.
+            end = None if span is None or message.get("tool_calls") else span[1]
+            spots.append(Spot(span, end))
+        return [*spots, Spot(None, behind, (prompt_end, behind))]
+
+
+def phase_runs(phases: Sequence[Phase], span: SpanRange, wanted: Phase) -> list[SpanRange]:
+    """Return the runs of tokens of a phase within a span of a session's log."""
+    found, at = [], span[0]
+    for phase, run in groupby(phases[span[0] : span[1]]):
+        end = at + sum(1 for _ in run)
+        if phase is wanted:
+            found.append((at, end))
+        at = end
+    return found

@@ -1,0 +1,1 @@
+"""Dropping whole messages: a policy decides what leaves, an execution how it leaves."""
