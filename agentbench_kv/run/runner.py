@@ -199,7 +199,8 @@ def trial_setup(
         if task.needs_endpoint:
             server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))
             endpoint = server.url
-        yield TrialSetup(spec, task, engine, gateway, endpoint)
+        foretold = spec.built_method.foresees
+        yield TrialSetup(spec, task, engine, gateway, endpoint, foretold)
 
 
 def engine_options(spec: RunSpec) -> EngineOptions:

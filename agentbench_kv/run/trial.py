@@ -64,6 +64,7 @@ class TrialSetup:
     engine: Engine
     gateway: AnyGateway
     endpoint: str | None
+    foretold: bool = False  # whether the method is told what each session still needs
     deadlines: dict[str, Deadline] = field(default_factory=dict)  # of the sessions under way
 
 
@@ -104,7 +105,7 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
         "max_tokens": spec.max_tokens,
     }
     client = InProcessClient(setup.gateway, session, **shared)
-    if spec.built_method.foresees and (uses := last_uses(spec, setup.task, sample)) is not None:
+    if setup.foretold and (uses := last_uses(spec, setup.task, sample)) is not None:
         setup.gateway.foresee(session, uses)
     about = setup.gateway.provenance()
     started = time.perf_counter()
