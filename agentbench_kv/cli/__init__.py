@@ -90,12 +90,18 @@ def _run() -> None:
     except OSError as error:
         streams.silence(sys.stdout)
         _fail(streams.explained(error), KVBenchError.exit_code)
+    except ValueError as error:
+        if not _TOO_LONG.search(str(error)):
+            raise
+        _fail("a number has thousands of digits: expected one that means something", 2)
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         _fail(f"not enough memory: {error or 'an allocation failed'}"[:300], KVBenchError.exit_code)
 
 
+# Python has no type of error for a number that is too long to be read.
+_TOO_LONG = re.compile("limit .* for integer string conversion")
 # PyTorch has no type of error for memory of the host.
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed")
 

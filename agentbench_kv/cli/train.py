@@ -42,8 +42,11 @@ def train() -> None:
     default=2e-4,
 )
 @opt.option("--distill", "Weight of the main traces' loss.", click.FloatRange(min=0), default=500.0)
+@opt.option("--main-repeats", "Times that a main row comes in an epoch.", opt.POSITIVE, default=3)
 @opt.option("--batch", "Rows in a step.", opt.POSITIVE, default=8)
-@opt.option("--seed", "Of the weights, the order and the cursors that are closed.", int, default=0)
+@opt.option(
+    "--seed", "Of golden samples, weights, order, and the cursors that are closed.", int, default=0
+)
 @opt.shown("--steps", "Stop after step N; the same command without it goes on.", opt.POSITIVE)
 @opt.option("--dtype", "Of the frozen weights.", default="float32")
 @opt.option("--device", default="cpu")
@@ -62,7 +65,10 @@ def sidequest(out: Path, quiet: bool, pairs: tuple[str, ...], **asked: Any) -> N
     from agentbench_kv.run.sidequest_training import TrainingRequest, train_sidequest
     from agentbench_kv.training.sidequest.tune import TuneOptions
 
-    tuning = ("rank", "alpha", "epochs", "lr", "distill", "batch", "seed", "dtype", "device")
+    tuning = (
+        "rank", "alpha", "epochs", "lr", "distill", "main_repeats", "batch", "seed", "dtype",
+        "device",
+    )  # fmt: skip
     request = TrainingRequest(
         model=asked["model"],
         runs=tuple(map(Path, asked["runs"])),

@@ -135,12 +135,16 @@ class AnswerSource:
 
 @contextmanager
 def gold_source(
-    task: str, model: str, limit: int | None, settings: Mapping[str, str], tool_syntax: str = "auto"
+    task: str,
+    model: str,
+    limit: int | None,
+    settings: Mapping[str, str],
+    tool_syntax: str = "auto",
+    seed: int = 0,
 ) -> Iterator[AnswerSource]:
-    """Give a task's golden answers, in a model's own tokens and tool syntax."""
-    spec = resolve(
-        RunSpec("scripted", "gold", "full", None, task, limit=limit, tool_syntax=""), settings
-    )
+    """Give golden answers of a task, in a model's own tokens and tool syntax."""
+    asked = RunSpec("scripted", "gold", "full", None, task, limit=limit, seed=seed, tool_syntax="")
+    spec = resolve(asked, settings)
     played = load_task(spec.task).create(spec.task_params)
     nobody = RecordingEngine(lambda _: [], model_path(model), 1 << 24)
     writer = Gateway(nobody, tool_syntax=tool_syntax)

@@ -132,7 +132,8 @@ def _sources(request: TrainingRequest, stack: ExitStack) -> Iterator[AnswerSourc
         raise UsageError("name the traces: --runs RUN, or --gold TASK")
     if request.gold:
         asked = (request.gold, request.model, request.limit, request.settings)
-        yield stack.enter_context(gold_source(*asked, request.tool_syntax))
+        drawn = (request.tool_syntax, request.options.seed)
+        yield stack.enter_context(gold_source(*asked, *drawn))
     for folder in run_folders(request.runs):
         _check_run(folder, request.model)
         yield stack.enter_context(run_source(folder, request.limit))

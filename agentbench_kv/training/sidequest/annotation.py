@@ -7,7 +7,9 @@ that is told what the right answer is (Algorithm 2, line 19). The verdict is the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
@@ -16,6 +18,7 @@ from agentbench_kv.adapters.probe.session import ChatSession, text_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.training.sidequest.hindsight import CursorUse
 
+_WORD = re.compile(r"\w+")
 _LONGEST_NAME = 40  # characters
 _LONGEST_RESULT = 600  # characters of a message that the annotating model is shown
 _TIMEOUT_S = 120.0
@@ -48,11 +51,16 @@ def verdict(question: ExpiryQuestion) -> str:
 
 
 def by_rule(question: ExpiryQuestion) -> str:
-    """Return a line for every open result: cursor, tool, what it was asked, done or keep."""
+    """Return a line for every cursor up to the last open one: its first word, done or keep; gone.
+
+    Those that left are listed too, because a small model counts on where it should skip.
+    """
+    found = {use.cursor: use for use in question.open}
     lines = []
-    for use in question.open:
-        state = "done" if use.cursor in question.expired else "keep"
-        lines.append(f"{use.cursor} {_asked(use)} {state}")
+    for cursor in range(max(found, default=-1) + 1):
+        state = "done" if cursor in question.expired else "keep"
+        use = found.get(cursor)
+        lines.append(f"{cursor},{_first_word(question, use)},{state}" if use else f"{cursor},gone")
     return "\n".join(lines)
 
 
@@ -82,13 +90,16 @@ def by_model(url: str, model: str, key: str = "") -> Annotator:
     return annotate
 
 
-def _asked(use: CursorUse) -> str:
-    """Name a result by its tool and the first thing that the call said."""
-    if use.call is None:
-        return "result"
-    values = [value for value in use.call.arguments.values() if isinstance(value, str | int)]
-    first = " ".join(str(values[0]).split())[:_LONGEST_NAME] if values else ""
-    return f"{use.call.name} {first}".strip()
+def _first_word(question: ExpiryQuestion, use: CursorUse) -> str:
+    """Name a result by the first word of what it says: short, and right behind its cursor."""
+    text = text_of(question.session.messages[use.message])
+    with suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            values = [value for key, value in found.items() if key != "cursor"]
+            text = json.dumps(values, ensure_ascii=False)
+    word = _WORD.search(text)
+    return word.group()[:_LONGEST_NAME] if word else "result"
 
 
 def _story(question: ExpiryQuestion) -> str:
