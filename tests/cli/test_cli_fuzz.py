@@ -119,10 +119,8 @@ def test_damaged_runs_baselines_and_submissions(
 ) -> None:
     files = run_files(runs, tmp_path)
     whole = {path: path.read_bytes() for path in files}
-    codes, first = Counter[int](), int(os.environ.get("KVBENCH_FUZZ_FROM", "0"))
-    for number in range(first, calls):
-        # A line follows from its number, so that a long run can go on where it stopped.
-        random = Random(number)
+    random, codes = Random(calls), Counter[int]()
+    for number in range(calls):
         path = list(files)[number % len(files)]
         path.write_bytes(damaged(random, whole[path]))
         command = random.choice(files[path])
@@ -324,8 +322,10 @@ def test_any_command_line(
     # Every distribution's metadata is read for each; here they stay what they are.
     monkeypatch.setattr(registry, "_entry_points", cache(registry._entry_points))
     verbs = list(leaves(kvbench_group))
-    random, codes = Random(calls), Counter[int]()
-    for number in range(calls):
+    codes, first = Counter[int](), int(os.environ.get("KVBENCH_FUZZ_FROM", "0"))
+    for number in range(first, calls):
+        # A line follows from its number, so that a long run can go on where it stopped.
+        random = Random(number)
         words, command = verbs[number % len(verbs)]
         line = command_line(random, words, command)
         line = [random.choice([*map(str, runs), word]) if word == "runs" else word for word in line]
