@@ -297,6 +297,25 @@ class Engine(ABC):
         """
         raise self._cannot(Capability.EMBED_TOKENS, tokens)
 
+    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
+        """Add the rows of a session's first tokens to a memory bank, between two generations.
+
+        The bank is made if it is new. If `tokens` is not given, of all that the model has seen.
+        UsageError under a method without a memory, or if the session has fewer.
+        """
+        raise self._cannot(Capability.MEMORY_BLOCKS, session, bank, tokens)
+
+    def attach(self, session: str, bank: str) -> None:
+        """Have every prompt of a new session bring back rows of a bank, before it is read.
+
+        They come as the method chooses, before the session's own. KeyError for an unknown bank.
+        """
+        raise self._cannot(Capability.MEMORY_BLOCKS, session, bank)
+
+    def forget(self, bank: str) -> None:
+        """Free a bank; sessions that it is attached to keep it until they are closed."""
+        raise self._cannot(Capability.MEMORY_BLOCKS, bank)
+
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
         """Open a session that goes on from where another one, between two generations, is.
 

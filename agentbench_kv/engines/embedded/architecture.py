@@ -63,6 +63,11 @@ class Attention:
                 "has anything to evict; use --method full, or set sliding_window to null in "
                 "config.json if the model allows it"
             )
+        if self.window and "memory_blocks" in method.needs:
+            raise UsageError(
+                f"layers of the model keep a window of {self.window} tokens and would see nothing "
+                f"of what {method.label} brings back; choose another model"
+            )
         if method.needs_calibration:
             self.check_calibration(method.label)
 

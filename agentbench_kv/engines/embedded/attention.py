@@ -7,8 +7,8 @@ one call per pool of equal slots. Layers that see a window have caches, and so a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -42,6 +42,8 @@ class PrefillRows:
     start: int
     end: int
     seen: SeenRows
+    # Splices a memory's rows into a layer, for these queries: see `SessionMemory.splice`.
+    splice: Callable[[int, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Cach
     plan = CachePlan([], [])
     start = 0
     for (single, _), members in groupby(
-        zip(sessions, rows, strict=True), key=lambda item: (item[1] == 1, id(item[0].cache.pool))
+        zip(sessions, rows, strict=True),
+        key=lambda item: (item[1] == 1 and not _recalls(item[0]), id(item[0].cache.pool)),
     ):
         group = list(members)
         caches = [session.cache for session, _ in group]
@@ -141,9 +144,21 @@ def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Cach
             start = end
             continue
         for session, n in group:
-            plan.prefills.append(_prefill_rows(session.cache, start, n))
+            found = _prefill_rows(session.cache, start, n)
+            plan.prefills.append(replace(found, splice=_splice(session)))
             start += n
     return plan
+
+
+def _recalls(session: EmbeddedSession) -> bool:
+    return session.memory is not None and session.memory.due
+
+
+def _splice(session: EmbeddedSession) -> Callable[[int, Tensor], None] | None:
+    memory, cache, first = session.memory, session.cache, session.next_position
+    if memory is None or not memory.due:
+        return None
+    return lambda layer, queries: memory.splice(cache, layer, queries, first)
 
 
 def _window_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> CachePlan | None:
@@ -238,6 +253,8 @@ def session_attention(
         output[rows] = _decode(place, group, q[:, rows], k[:, rows], v[:, rows], scaling, s_aux)
     for segment in plan.prefills:
         own = slice(segment.start, segment.end)
+        if segment.splice is not None:
+            segment.splice(place, q[:, own])
         keys, values = segment.cache.write(place, k[:, own], v[:, own])
         (output[own],) = attention(
             q[None, :, own], keys[None], values[None], segment.seen, scaling, s_aux

@@ -26,6 +26,12 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
+from agentbench_kv.engines.embedded.memory import (
+    Harvest,
+    SessionMemory,
+    check_memory,
+    harvest,
+)
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
     cache_shape,
@@ -51,6 +57,8 @@ from agentbench_kv.engines.embedded.span_rows import (
 )
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.memart import MemArt
 from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
 
@@ -66,6 +74,7 @@ class EmbeddedEngine(Engine):
         Capability.CONSTRAIN,
         Capability.LOGPROBS,
         Capability.PROTECT_SYSTEM,
+        Capability.MEMORY_BLOCKS,
     }
 
     def __init__(
@@ -81,6 +90,8 @@ class EmbeddedEngine(Engine):
         self.wants_notes = method.protect == "system"
         self._shape = cache_shape(model, method)
         self._mean_embedding: Tensor | None = None
+        self._method = method
+        self._banks: dict[str, MemoryBank] = {}
         self._vocabulary = int(model.network.get_input_embeddings().num_embeddings)
         device, size = model.shape.device, self._shape.bytes_per_token
         # As if windows grew with the session: what memory is counted for is there.
@@ -154,7 +165,7 @@ class EmbeddedEngine(Engine):
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._scheduler.get(session)
-        self._check_length(session, state.logical + len(tokens))
+        self._check_length(session, state.positions_taken + state.logical + len(tokens))
         self._check_ids(session, tokens)
         state.extend(tokens, phases)
 
@@ -172,7 +183,8 @@ class EmbeddedEngine(Engine):
         if not tokens:
             raise UsageError(f"session {session}: no tokens to force")
         self._check_ids(session, tokens)
-        self._check_length(session, self._scheduler.get(session).logical + len(tokens) - 1)
+        state = self._scheduler.get(session)
+        self._check_length(session, state.positions_taken + state.logical + len(tokens) - 1)
         return self._start(session, Sampling(max_tokens=len(tokens)), tokens)
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
@@ -183,6 +195,38 @@ class EmbeddedEngine(Engine):
         (h2o), are copied by the first that goes on; kept queries are copied at once.
         """
         self._scheduler.fork(session, new, labeller)
+
+    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
+        method = check_memory(self._method)
+        found = self._scheduler.between_turns(session, self._harvest, tokens)
+        self._banks.setdefault(bank, MemoryBank(method.block)).append(found.keys, found.values)
+
+    def _harvest(self, state: EmbeddedSession, tokens: int | None) -> Harvest:
+        """Copy the rows of a session's own tokens; those it brought back stay where they are."""
+        self._check_whole(state)
+        count = state.fed if tokens is None else tokens
+        if not 0 <= count <= state.fed:
+            raise UsageError(f"session {state.name} has seen {state.fed} tokens, not {count}")
+        first = 0 if state.memory is None else state.memory.rows
+        return harvest(state.cache, slice(first, first + count), first, state.frequencies)
+
+    def attach(self, session: str, bank: str) -> None:
+        """Have every prompt of a new session bring back rows of a bank, before it is read.
+
+        Their number is fixed here; a bank that grows later has more to choose from.
+        """
+        method, held = check_memory(self._method), self._banks[bank]
+        rows = method.rows_of(held)
+        self._check_length(session, rows)
+        self._scheduler.between_turns(session, self._attach, method, held, more=rows)
+
+    def _attach(self, state: EmbeddedSession, method: MemArt, bank: MemoryBank) -> None:
+        if state.logical or state.memory is not None:
+            raise UsageError(f"session {state.name} has begun: a memory is attached before that")
+        state.attach(SessionMemory(method, bank, state.frequencies))
+
+    def forget(self, bank: str) -> None:
+        self._banks.pop(bank, None)
 
     def rewind(self, session: str, length: int) -> None:
         """Forget a session's tokens from logical position `length` on.

@@ -394,7 +394,8 @@ class EmbeddedScheduler:
         reason = generation.sampling.ends(token, generation.produced)
         if reason is not FinishReason.STOP and generation.cancelled:
             return FinishReason.CANCELLED
-        if reason is None and generation.session.logical >= self._model.context_limit:
+        taken = generation.session.positions_taken + generation.session.logical
+        if reason is None and taken >= self._model.context_limit:
             return FinishReason.CONTEXT_LIMIT
         return reason
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,6 +15,7 @@ from agentbench_kv.engines.base import KVStats, PhaseLabeller
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger, WindowBytes
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
 from agentbench_kv.engines.embedded.cache import CachePools, SessionCache, WindowCache
+from agentbench_kv.engines.embedded.memory import SessionMemory
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
@@ -82,6 +84,7 @@ class EmbeddedSession:
         self.rope: list[int] = []  # RoPE position of every token seen, where they are logical
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
+        self.memory: SessionMemory | None = None
         self._next = 0
         self._phases: list[int] = []
         self._recorder = recorder
@@ -114,13 +117,30 @@ class EmbeddedSession:
         self.pending.extend(zip(tokens, phases, strict=True))
         self.prompt_pending += len(tokens)
 
+    def attach(self, memory: SessionMemory) -> None:
+        """Make room before the session's own rows for what its prompts bring back."""
+        self.memory = memory
+        self.cache.reserve(memory.rows)
+        self.cache.advance(-memory.rows, memory.rows)  # they are none of its own tokens
+        self._next = memory.rows
+        self.ledger.restore(memory.rows)
+
     def begin_turn(self) -> None:
+        if self.memory is not None and self.prompt_pending:
+            self.memory.due = True
         self.ledger.begin_turn(self.prompt_pending)
         self.prompt_pending = 0
+
+    @property
+    def positions_taken(self) -> int:
+        """RoPE positions before the session's own, which a memory's rows have."""
+        return 0 if self.memory is None else self.memory.rows
 
     def take(self, limit: int) -> None:
         """Make the next pending tokens the chunk, with room for their rows and queries."""
         rows = min(limit, len(self.pending))
+        if self.memory is not None and self.memory.due:
+            self.cache.own()  # its first rows are written anew
         self.cache.reserve(rows)
         if self.window is not None:
             self.window.reserve(rows)
@@ -140,6 +160,8 @@ class EmbeddedSession:
             )
         self.rope += range(self._next, self._next + rows)
         self._next += rows
+        if self.memory is not None:
+            self.memory.due = False
 
     def count_fed(self, rows: int) -> None:
         """Count the rows of a forward; tokens of an answer as decodes, one by one."""
@@ -261,6 +283,7 @@ class EmbeddedSession:
         new.generated, new.rope = self.generated.copy(), self.rope.copy()
         new._next, new._phases = self._next, self._phases.copy()
         new.reserved = new.cache.length
+        new.memory = copy(self.memory)
         return new
 
     def free(self) -> None:

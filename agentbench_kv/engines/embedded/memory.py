@@ -1,0 +1,66 @@
+"""A memory bank's rows in a session: harvested from past ones, spliced in before a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.errors import UsageError
+from agentbench_kv.kernels import rope_rotate
+from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.memart import MemArt
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """Rows [layers, kv_heads, n, head_dim] of a session, its keys float32 and before RoPE."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def harvest(cache: SessionCache, rows: slice, first: int, frequencies: Tensor) -> Harvest:
+    """Copy rows of a cache, the first of which has RoPE position `first`."""
+    keys = cache.keys[:, :, rows].float().clone()
+    back = -torch.arange(first, first + keys.shape[2], device=keys.device)
+    rope_rotate(keys, back, frequencies, interleaved=cache.shape.interleaved)
+    return Harvest(keys, cache.values[:, :, rows].clone())
+
+
+class SessionMemory:
+    """What a session brings back from a bank: as many rows in every layer, chosen in each."""
+
+    def __init__(self, method: MemArt, bank: MemoryBank, frequencies: Tensor) -> None:
+        self.rows = method.rows_of(bank)
+        self.due = False  # whether the next forward begins a prompt
+        self._method = method
+        self._bank = bank
+        self._frequencies = frequencies
+
+    def splice(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> None:
+        """Put what a prompt brings back into the first rows of a layer, at positions from 0 on.
+
+        Queries [q_heads, n, head_dim] are post-RoPE, the first of them at position `first`.
+        """
+        method, bank, turned = self._method, self._bank, cache.shape.interleaved
+        asked = queries.float().clone()
+        if method.retrieval_rope == "raw":
+            back = -torch.arange(first, first + asked.shape[1], device=asked.device)
+            rope_rotate(asked[None], back, self._frequencies, interleaved=turned)
+        relevance = method.relevance(asked, bank.lows[layer], bank.highs[layer])
+        chosen = method.choose(relevance, bank, self.rows).to(bank.keys.device)
+        keys = bank.keys[layer][:, chosen].to(asked.device)
+        places = torch.arange(self.rows, device=asked.device)
+        rope_rotate(keys[None], places, self._frequencies, interleaved=turned)
+        cache.keys[layer, :, : self.rows] = keys.to(cache.shape.dtype)
+        cache.values[layer, :, : self.rows] = bank.values[layer][:, chosen].to(asked.device)
+
+
+def check_memory(method: object) -> MemArt:
+    """Return a method that has a memory; UsageError for any other."""
+    if not isinstance(method, MemArt):
+        raise UsageError(f"method {method!r} has no memory")
+    return method

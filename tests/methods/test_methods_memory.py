@@ -1,0 +1,142 @@
+"""MemArt's index and choice against their definitions, and banks as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.kernels import aabb, aabb_score, rope_rotate
+from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.memart import MemArt
+from agentbench_kv.registry import make_method
+
+LAYERS, HEADS, WIDTH = 3, 2, 8
+
+
+def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    shape = (LAYERS, HEADS, count, WIDTH)
+    return torch.randn(shape, generator=source), torch.randn(shape, generator=source).half()
+
+
+def filled(sizes: list[int], block: int) -> MemoryBank:
+    bank = MemoryBank(block)
+    for number, size in enumerate(sizes):
+        bank.append(*rows(size, number))
+    return bank
+
+
+def test_no_key_beats_its_box() -> None:
+    """A million pairs of query and block: the score is the definition's, and bounds every key."""
+    source = np.random.default_rng(0)
+    keys = source.normal(size=(1, 1000 * 16, 16)).astype(np.float32)
+    queries = source.normal(size=(1, 1000, 16)).astype(np.float32)
+    lows, highs = aabb(torch.from_numpy(keys), 16)
+    scores = aabb_score(torch.from_numpy(queries), lows, highs)[0].numpy()
+    assert scores.size == 1_000_000
+    blocks = keys[0].reshape(1000, 16, 16).astype(np.float64)
+    low, high = blocks.min(1), blocks.max(1)
+    for query, found in zip(queries[0].astype(np.float64), scores, strict=True):
+        defined = np.maximum(query * high, query * low).sum(-1)
+        np.testing.assert_allclose(found, defined, rtol=1e-5, atol=1e-5)
+        assert (found >= (blocks @ query).max(1) - 1e-4).all()
+
+
+def test_keys_turn_back_and_forth() -> None:
+    keys, _ = rows(64, 0)
+    there, frequencies = torch.arange(64) * 997, 10000.0 ** -torch.linspace(0, 1, WIDTH // 2)
+    turned = keys.clone()
+    rope_rotate(turned, -there, frequencies)
+    rope_rotate(turned, there, frequencies)
+    torch.testing.assert_close(turned, keys, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    st.lists(st.integers(0, 21), min_size=1, max_size=6).filter(any),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.integers(0, 99),
+)
+@settings(max_examples=200)
+def test_choice_by_brute_force(sizes: list[int], block: int, topk: int, seed: int) -> None:
+    bank = filled(sizes, block)
+    method = MemArt(topk=topk, block=block)
+    # Few values, so that blocks tie.
+    scores = torch.randint(0, 4, (bank.blocks,), generator=torch.Generator().manual_seed(seed))
+    count = method.rows_of(bank)
+    assert count == min(topk * block, sum(sizes))
+    blocks: list[list[int]] = []
+    first = 0
+    for size in sizes:
+        blocks += [
+            list(range(first, first + size))[at : at + block] for at in range(0, size, block)
+        ]
+        first += size
+    wanted: list[int] = []
+    for number in sorted(range(len(blocks)), key=lambda n: (-int(scores[n]), n)):
+        wanted += blocks[number][: count - len(wanted)]
+    assert method.choose(scores.float(), bank, count).tolist() == sorted(wanted)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any), st.integers(1, 9))
+@settings(max_examples=100)
+def test_a_bank_is_its_sessions_in_order(sizes: list[int], block: int) -> None:
+    bank = filled(sizes, block)
+    parts = [rows(size, number) for number, size in enumerate(sizes)]
+    torch.testing.assert_close(bank.keys, torch.cat([keys for keys, _ in parts], 2))
+    torch.testing.assert_close(bank.values, torch.cat([values for _, values in parts], 2))
+    for number, (start, size) in enumerate(zip(bank.starts, bank.sizes, strict=True)):
+        own = bank.keys[:, :, start : start + size]
+        torch.testing.assert_close(bank.lows[:, :, number], own.amin(2))
+        torch.testing.assert_close(bank.highs[:, :, number], own.amax(2))
+    assert bank.index_nbytes == 2 * LAYERS * HEADS * WIDTH * 4 * bank.blocks
+
+
+def test_a_bank_comes_back_from_its_file(tmp_path: Path) -> None:
+    bank, path = filled([40, 7], 8), tmp_path / "bank.safetensors"
+    bank.save(path)
+    back = MemoryBank.open(path)
+    grown = filled([40, 7, 12], 8)
+    back.append(*rows(12, 2))
+    for name in ("keys", "values", "lows", "highs", "starts", "sizes"):
+        assert torch.equal(getattr(back, name), getattr(grown, name)), name
+    assert MemoryBank.open(path).rows == 47  # what came later is not in the file
+
+
+def test_other_files_are_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "bank.safetensors"
+    filled([40, 7], 8).save(path)
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"\x08" + bytes(15), whole[:200]):
+        path.write_bytes(damaged)
+        with pytest.raises(UsageError, match="damaged memory bank"):
+            MemoryBank.open(path)
+    path.write_bytes(whole.replace(b"kvbench memory bank 1", b"kvbench memory bank 9"))
+    with pytest.raises(UsageError, match="is no memory bank"):
+        MemoryBank.open(path)
+    with pytest.raises(UsageError, match="damaged memory bank"):
+        MemoryBank.open(tmp_path / "nowhere")
+    short = filled([40, 7], 8)
+    short._parts["starts"].length -= 1
+    short._parts["sizes"].length -= 1
+    short.save(path)
+    with pytest.raises(UsageError, match="its blocks are not its rows"):
+        MemoryBank.open(path)
+
+
+def test_settings_of_the_paper() -> None:
+    names = ("topk", "normalise", "aggregate", "block")
+    for label, wanted in {
+        "memart": (128, "softmax", "max", 16),
+        "memart@qwen": (256, "rr", "max", 16),
+    }.items():
+        found = make_method(label, None, {}).settings()
+        assert tuple(found[name] for name in names) == wanted
+    with pytest.raises(UsageError, match="takes no budget"):
+        make_method("memart", 512, {})
