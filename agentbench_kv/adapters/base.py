@@ -94,6 +94,28 @@ class SteeredClient(AgentClient, Protocol):
         ...
 
 
+@runtime_checkable
+class RememberingClient(AgentClient, Protocol):
+    """A line whose session, and others beside it, may bring back past sessions."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` works: whether the run's method has a memory."""
+        ...
+
+    def remember(self, messages: Sequence[Message]) -> int:
+        """Have a past session read, before this line's first request; return its tokens."""
+        ...
+
+    def another(self) -> RememberingClient:
+        """Return a line to a new, empty session that brings back the same past."""
+        ...
+
+    def close(self) -> object:
+        """End the session."""
+        ...
+
+
 @dataclass(frozen=True)
 class Sample:
     """One item of a task. `cluster` groups dependent samples (questions of one conversation)."""
@@ -155,6 +177,8 @@ class Task(ABC):
     # Capabilities that the engine must have, by the values of `engines.base.Capability`. With
     # `force` the trial's client is a `SteeredClient`.
     needs: ClassVar[frozenset[str]] = frozenset()
+    # It tells a method with a memory of past sessions, through a `RememberingClient`.
+    remembers: ClassVar[bool] = False
     # Trials talk to an HTTP server, because the benchmark runs in a worker process.
     needs_endpoint: ClassVar[bool] = False
     # Score of the corrupt agent in every sample; None if it depends on the sample: then its mean

@@ -81,6 +81,7 @@ def serve(
     )
     from agentbench_kv.registry import make_method
     from agentbench_kv.run.foresight import refuse_foresight
+    from agentbench_kv.run.memories import refuse_memory
     from agentbench_kv.run.runner import start_engine, warn_without_phases
     from agentbench_kv.run.spec import check_limits
 
@@ -101,6 +102,7 @@ def serve(
     options |= {"context_limit": context, "max_live_tokens": live}
     made = make_method(method, budget, pairs)
     refuse_foresight(made)
+    refuse_memory(made)
     started = start_engine(engine, EngineOptions(model, made, **options))
     try:
         limits = {"max_sessions": asked["max_sessions"], "default_max_tokens": asked["max_tokens"]}

@@ -47,4 +47,6 @@ def open_gateway(
     if isinstance(engine, TextEngine):
         return TextGateway(engine, policy=policy, **limits)
     closing = CLOSINGS[0] if method is None else method.closing_markers
-    return Gateway(engine, tool_syntax=tool_syntax, closing=closing, policy=policy, **limits)
+    text_side = {"tool_syntax": tool_syntax, "closing": closing}
+    remembers = method is not None and method.remembers
+    return Gateway(engine, policy=policy, remembers=remembers, **text_side, **limits)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from agentbench_kv.adapters.base import Message, Reply
 from agentbench_kv.engines.base import Capability, KVStats
-from agentbench_kv.errors import ContextLimitError
+from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.gateway.gateway import AnyGateway
 from agentbench_kv.gateway.session import Options, SessionReport, UnknownSessionError
 
@@ -66,6 +66,17 @@ class InProcessClient:
         if found.finish_reason == "context_limit":
             raise ContextLimitError(f"session {self.session} reached the model's last position")
 
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` works: whether the run's method has a memory."""
+        return self._gateway.memories is not None
+
+    def remember(self, messages: Sequence[Message]) -> int:
+        """Have a past session read, for this line's session and others; return its tokens."""
+        if self._gateway.memories is None:
+            raise UsageError("this run's method has no memory; kvbench ls methods shows who has")
+        return self._gateway.memories.remember(self.session, messages).tokens
+
     def fork(self) -> InProcessClient:
         """Return a line to a new session that goes on from where this one is."""
         side = self.another()
@@ -76,6 +87,8 @@ class InProcessClient:
         """Return a line to a new, empty session; it ends with this one at the latest."""
         name = f"{len(self._sides) + 1}|{self.session}"
         self._sides.append(InProcessClient(self._gateway, name, **vars(self._options)))
+        if self._gateway.memories is not None:
+            self._gateway.memories.share(self.session, name)
         return self._sides[-1]
 
     def places(self, texts: Sequence[str]) -> list[list[int]]:
@@ -98,6 +111,8 @@ class InProcessClient:
             except UnknownSessionError:
                 # Closed over HTTP, or never opened.
                 self._final = self.report
+            if self._gateway.memories is not None:
+                self._gateway.memories.forget(self.session)
         return self._final
 
     @property

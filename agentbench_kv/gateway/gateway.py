@@ -28,6 +28,7 @@ from agentbench_kv.gateway.dropping import SessionDrops
 from agentbench_kv.gateway.executing import Executor
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
+from agentbench_kv.gateway.memory import Memories
 from agentbench_kv.gateway.messages import Message, count_calls
 from agentbench_kv.gateway.parsing import Reader
 from agentbench_kv.gateway.planning import Planner, reminder
@@ -123,6 +124,8 @@ class BaseGateway(ABC, Generic[S]):
         self._unread_due = True
         self._fatal: KVBenchError | None = None
         self._stopped = False
+
+    memories: Memories | None = None  # under a method that has a memory
 
     @abstractmethod
     def provenance(self) -> dict[str, Any]:
@@ -515,7 +518,8 @@ class Gateway(BaseGateway[Session]):
 
     `tokenizer` is by default the one in the engine's model folder; `tool_syntax` is a name in
     `SYNTAXES`, or `auto` from chat template and vocabulary; `closing` is how the method reads
-    closing markers, `policy` what drops messages; `limits` are those of `BaseGateway`.
+    closing markers, `policy` what drops messages; `remembers` is for methods with a memory;
+    `limits` are those of `BaseGateway`.
     """
 
     def __init__(
@@ -526,6 +530,7 @@ class Gateway(BaseGateway[Session]):
         tool_syntax: str = "auto",
         closing: str = CLOSINGS[0],
         policy: DropMethod | None = None,
+        remembers: bool = False,
         **limits: Any,
     ) -> None:
         super().__init__(engine, **limits)
@@ -538,6 +543,8 @@ class Gateway(BaseGateway[Session]):
         self._executor: Executor | None = None
         if policy is not None:
             self._executor = Executor(policy, engine, self._planner, self.codec, self._aside)
+        if remembers:
+            self.memories = Memories(engine, self._planner, self.table)
         self._eos = frozenset(engine.info.eos_token_ids)
         self._grammars = GrammarCompiler(self.codec, self.syntax, engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.
@@ -572,7 +579,8 @@ class Gateway(BaseGateway[Session]):
 
     def _new_session(self, name: str) -> Session:
         drops = self._executor.new_drops(name) if self._executor else None
-        return Session(name, self.engine, self.table, drops=drops)
+        bank = self.memories.bank_of(name) if self.memories else ""
+        return Session(name, self.engine, self.table, drops=drops, bank=bank)
 
     def _fork_of(self, state: Session, new: str) -> Session:
         with self._lock:

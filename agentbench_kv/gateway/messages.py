@@ -220,6 +220,10 @@ class ChatTemplate:
         except UsageError:  # Gemma's knows no system prompt
             return self._render([{"role": "user", "content": text}, *messages], None)
 
+    def render_whole(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages that nobody is to answer."""
+        return self._render(messages, prompt=False)
+
     def render_delta(
         self, messages: Sequence[Message], tools: Tools = None, last: Message | None = None
     ) -> str:

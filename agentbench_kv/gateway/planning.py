@@ -72,6 +72,11 @@ class Planner:
             ids, reset = self._codec.encode(text), not session.fresh
         return Plan(ids, reset, asked, thinking=_thinks(text), text=text)
 
+    def past(self, session: Session, messages: Sequence[Message]) -> Plan:
+        """Plan a session that is over: these messages, and nothing that asks for an answer."""
+        text, known = self._template.render_whole(messages), Known.of_chat(messages, None)
+        return Plan(self._codec.encode(text), not session.fresh, known, text=text)
+
     def rewrite(
         self,
         session: Session,

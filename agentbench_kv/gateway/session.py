@@ -339,6 +339,7 @@ class Session(BaseSession):
     calls: int = 0
     broken: bool = False
     carried: KVStats = field(default_factory=KVStats)
+    bank: str = ""  # of past sessions that its prompts bring back
 
     def __post_init__(self) -> None:
         self.labeller = SessionLabeller(self.table)
@@ -357,6 +358,8 @@ class Session(BaseSession):
         if not self.opened:
             self.engine.open(self.id, self.labeller)
             self.opened = True
+            if self.bank:
+                self.engine.attach(self.id, self.bank)
 
     def _begin_anew(self) -> None:
         self.close()

@@ -158,6 +158,7 @@ class Method:
         False  # it drops whole messages, so it needs a client that sends them
     )
     foresees: ClassVar[bool] = False  # it must be told which tool results are needed later
+    remembers: ClassVar[bool] = False  # it brings earlier sessions back to later ones
     spans: ClassVar[bool] = False  # whole spans or messages come and go: it ranks no rows
 
     budget: int | None = None  # tokens kept per (layer, KV head); None for methods without one

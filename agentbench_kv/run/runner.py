@@ -30,6 +30,7 @@ from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.run.calibration import calibrated, calibration_used, identified
 from agentbench_kv.run.foresight import check_foresight
+from agentbench_kv.run.memories import check_memory
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec, check_arguments
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
@@ -122,6 +123,7 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         check_trained(spec.model, spec.built_method)
         check_task(spec.engine, cls, load_task(spec.task))
         check_foresight(spec)
+        check_memory(spec)
         cls.check_model(spec.model)
         cls.check_options(engine_options(spec))
 

@@ -34,6 +34,7 @@ class MemArt(Method):
     source: ClassVar[str] = "MemArt, section 3.2"
     compresses: ClassVar[bool] = False
     spans: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llama": {"topk": 128, "normalise": "softmax"},
         "qwen": {"topk": 256, "normalise": "rr"},
@@ -64,7 +65,7 @@ class MemArt(Method):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"memory_blocks"})
+        return frozenset({"memory_blocks", "force"})
 
     def validate(self) -> None:
         if self.budget is not None or self.share is not None:
