@@ -203,8 +203,13 @@ class Task(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting with its value, for the run record."""
-        return {key: getattr(self, key) for key in self.parameters()}
+        """Return every setting with its value, for the run record; rare ones only where set."""
+        known = {key: (spec, getattr(self, key)) for key, spec in self.parameters().items()}
+        return {
+            key: value
+            for key, (spec, value) in known.items()
+            if not spec.rare or value != spec.default
+        }
 
     @abstractmethod
     def samples(self, limit: int | None, seed: int) -> list[Sample]:

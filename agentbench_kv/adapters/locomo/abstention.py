@@ -29,7 +29,7 @@ _PHRASES = re.compile(
             r"(?:not|n't) (?:\w+ ){0,2}information\b",
             r"\bno (?:\w+ )?(?:information|mention|record|indication|evidence|answer|such)\b",
             r"\bcan(?: ?not|n't) (?:be )?(?:tell|say|answer|determined?|answered|known)\b",
-            r"\b(?:unknown|unanswerable|unspecified|unmentioned)\b",
+            r"(?:^|\b(?:is|are|was|were|remains?) )(?:unknown|unanswerable|unspecified|unclear)\b",
             r"^(?:n/?a|none|nothing)$",
         )
     )

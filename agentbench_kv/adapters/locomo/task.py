@@ -27,6 +27,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
+from agentbench_kv.adapters.locomo.abstention import abstains
 from agentbench_kv.adapters.locomo.data import (
     ABSENT,
     ADVERSARIAL,
@@ -64,7 +65,7 @@ _PLAIN = re.compile(r"[\x20-\x7e]+")
 
 
 @dataclass(frozen=True)
-class History:
+class DialogueHistory:
     """What is read before the questions."""
 
     messages: list[Message]  # a system message and one user message per turn
@@ -75,7 +76,7 @@ def history(
     conversation: Dialogue,
     read: Collection[str] | None = None,
     way_out: bool = False,
-) -> History:
+) -> DialogueHistory:
     """Return a conversation, or those of its turns that are to be read; sessions have dates."""
     system = SYSTEM.format(*conversation.speakers) + WAY_OUT * way_out
     messages: list[Message] = [{"role": "system", "content": system}]
@@ -88,7 +89,7 @@ def history(
             spots[utterance.id] = len(messages)
             messages.append({"role": "user", "content": date + _line(utterance)})
             date = ""
-    return History(messages, spots)
+    return DialogueHistory(messages, spots)
 
 
 def ask(question: Question) -> Message:
@@ -286,7 +287,7 @@ class LocomoQA(Task):
         held = conversation.sessions[-self.last :]
         return frozenset(each.id for session in held for each in session.utterances)
 
-    def _history(self, conversation: Dialogue) -> History:
+    def _history(self, conversation: Dialogue) -> DialogueHistory:
         read = self._read(conversation)
         return history(conversation, read, way_out=self.adversarial != "off")
 
@@ -347,6 +348,6 @@ def _scripted(question: Question, agent: ScriptedAgent) -> str:
     if agent == "null":
         return ABSENT
     adversarial = question.category == ADVERSARIAL
-    if agent == "corrupt":
-        return question.trap or CORRUPT if adversarial else CORRUPT
-    return ABSENT if adversarial else question.answer
+    if agent == "gold":
+        return ABSENT if adversarial else question.answer
+    return question.trap if question.trap and not abstains(question.trap) else CORRUPT
