@@ -61,7 +61,7 @@ def browser() -> None:
     "Folder of an imported corpus, or its name. See kvbench data import-corpus.",
     required=True,
 )
-@option("--encoder", "Folder of the encoder the corpus was imported with: dense search.", PATH)
+@option("--encoder", "Encoder (name or folder) the corpus was imported with: dense search.", PATH)
 @address_options(port=8010)
 @option("--api-key", "What clients must send; needed to bind another host than this machine's own.")
 @option("--view-tokens", "Most estimated tokens of a view.", click.IntRange(64), default=1024)

@@ -25,6 +25,9 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+
+from agentbench_kv.encoders.loading import load_encoder
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 MULTI_HOP = 1
@@ -133,21 +136,21 @@ class _Metric:
         raise NotImplementedError
 
 
-class Similarity(_Metric):
-    """Cosine of two sentence-transformers embeddings, in [-1, 1]; Mem0 uses all-MiniLM-L6-v2."""
+class Similarity:
+    """Cosine of two embeddings, in [-1, 1]; Mem0 uses all-MiniLM-L6-v2.
 
-    setting, package = "similarity_model", "sentence-transformers"
+    Another encoder gives figures that look alike and mean something else: the run says which.
+    """
 
-    @cached_property
-    def _model(self) -> Any:
-        from sentence_transformers import SentenceTransformer
+    def __init__(self, name: str) -> None:
+        self._encoder = load_encoder(name)
 
-        return SentenceTransformer(str(self._folder), device="cpu", local_files_only=True)
-
-    def _compare(self, answer: str, gold: str) -> float:
-        how = {"normalize_embeddings": True, "show_progress_bar": False}
-        said, wanted = self._model.encode([answer, gold], **how)
-        return min(1.0, float(said @ wanted))
+    def __call__(self, answer: str, gold: str) -> float:
+        if not answer.strip():
+            return 0.0  # an empty answer
+        said, wanted = np.asarray(self._encoder.encode([answer, gold]), np.float64)
+        lengths = float(np.linalg.norm(said) * np.linalg.norm(wanted))
+        return max(-1.0, min(1.0, float(said @ wanted) / lengths)) if lengths else 0.0
 
 
 class BertScore(_Metric):

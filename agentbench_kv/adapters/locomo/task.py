@@ -47,6 +47,7 @@ from agentbench_kv.adapters.locomo.figures import (
     trial_metrics,
 )
 from agentbench_kv.adapters.locomo.scoring import BertScore, Compare, Similarity, require_nltk
+from agentbench_kv.encoders.loading import encoder_sha
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
@@ -136,7 +137,9 @@ class LocomoQA(Task):
     check: str = param(
         "on", "off takes another file of the same form for locomo10.json", choices=("on", "off")
     )
-    similarity_model: str = param("", "local sentence-transformers folder for the similarity")
+    similarity_model: str = param(
+        "", "encoder for the similarity: wordllama, or a local encoder's folder"
+    )
     bertscore_model: str = param("", "local model folder (roberta-large) for BERTScore")
     adversarial: str = param(
         "off",
@@ -206,6 +209,7 @@ class LocomoQA(Task):
             "questions": sum(len(self._questions(each)) for each in talks),
             "nltk": version("nltk"),
             "similarity_model": Path(self.similarity_model).name or NOT_AVAILABLE,
+            **({"similarity_sha256": encoder_sha(name)} if (name := self.similarity_model) else {}),
             "bertscore_model": Path(self.bertscore_model).name or NOT_AVAILABLE,
         }
 
@@ -217,7 +221,7 @@ class LocomoQA(Task):
     def _encoders(self) -> dict[str, Compare]:
         found: dict[str, Compare] = {}
         if self.similarity_model:
-            found["similarity"] = Similarity(Path(self.similarity_model))
+            found["similarity"] = Similarity(self.similarity_model)
         if self.bertscore_model:
             found["bertscore"] = BertScore(Path(self.bertscore_model))
         return found
