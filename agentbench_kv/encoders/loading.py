@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 from agentbench_kv.encoders.folder import load_folder
 from agentbench_kv.encoders.words import HASH_SIZE, HashedWords, WordLlamaEncoder, wordllama_files
@@ -21,6 +21,21 @@ class TextEncoder(Protocol):
 
     def encode(self, sentences: Sequence[str], /) -> Any:
         """Return an array of float, shape [texts, dimension]."""
+        ...
+
+
+@runtime_checkable
+class FittedEncoder(TextEncoder, Protocol):
+    """One that searches better once it knows what is searched among."""
+
+    weights: Any  # an array that says so, to be kept with the embeddings; None before
+
+    def fitted(self, texts: Sequence[str]) -> Self:
+        """Return it for a search among some texts."""
+        ...
+
+    def weighted(self, weights: Any) -> Self:
+        """Return it as it was when it had these weights."""
         ...
 
 

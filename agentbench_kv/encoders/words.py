@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +44,15 @@ class WordLlamaEncoder:
     log of the whole process. The files are read instead, and the result is the same.
     """
 
-    def __init__(self, table: Vectors, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, table: Vectors, tokenizer: Tokenizer, weights: Vectors | None = None
+    ) -> None:
         self._table = table
         self._tokenizer = tokenizer
+        self.weights = weights  # of every token in a mean [tokens]; None: all alike
 
     @classmethod
-    def load(cls) -> WordLlamaEncoder:
+    def load(cls) -> Self:
         """Read the package's files; PrerequisiteError if they are not there."""
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
@@ -63,10 +66,33 @@ class WordLlamaEncoder:
 
     def encode(self, sentences: Sequence[str], /) -> Vectors:
         """Return the mean of the tokens' vectors [texts, 256]; zeros for an empty text."""
+        weights = self.weights
+        size = self._table.shape[1]
+        if weights is None:
+            return _means(self._ids(sentences), size, lambda found: self._table[found])
+        return _means(
+            self._ids(sentences), size, lambda found: self._table[found] * weights[found, None]
+        )
+
+    def weighted(self, weights: Vectors) -> Self:
+        """Return this encoder with weights that `fitted` made."""
+        return type(self)(self._table, self._tokenizer, np.asarray(weights, np.float32))
+
+    def fitted(self, texts: Sequence[str]) -> Self:
+        """Return this encoder for a search among some texts: tokens of few of them weigh more.
+
+        A token's weight is log((n + 1) / (h + 1/2)), `h` of the `n` texts having it, at least 0.
+        Without it little words drown the others: see docs/locomo.md for what that is worth.
+        """
+        holding = np.zeros(len(self._table), np.float32)
+        for ids in self._ids(texts):
+            holding[np.unique(ids)] += 1
+        return self.weighted(np.log((len(texts) + 1) / (holding + 0.5)).clip(min=0))
+
+    def _ids(self, sentences: Sequence[str]) -> list[NDArray[np.int64]]:
         batch = self._tokenizer.encode_batch(list(sentences), add_special_tokens=False)
         last = len(self._table) - 1
-        ids = [np.minimum(each.ids, last) for each in batch]
-        return _means(ids, self._table.shape[1], lambda found: self._table[found])
+        return [np.minimum(np.array(each.ids, np.int64), last) for each in batch]
 
 
 def wordllama_files() -> tuple[Path, Path]:

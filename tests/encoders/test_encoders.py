@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentbench_kv.adapters.browser.search import DenseIndex
 from agentbench_kv.encoders import folder as folders
 from agentbench_kv.encoders import words
-from agentbench_kv.encoders.loading import encoder_sha, load_encoder
+from agentbench_kv.encoders.loading import FittedEncoder, encoder_sha, load_encoder
 from agentbench_kv.errors import PrerequisiteError
 
 needs_wordllama = pytest.mark.skipif(
@@ -67,6 +68,26 @@ def test_wordllama_knows_words_that_mean_the_same() -> None:
     assert not nothing.any()
     assert "wordllama" not in sys.modules  # its loader sets up logging and would download
     assert len(encoder_sha("wordllama")) == 64
+
+
+@needs_wordllama
+def test_fitted_to_texts_rare_words_weigh_more(tmp_path: Path) -> None:
+    texts = [f"I was in the town of {name} and it was good" for name in ("Oslo", "Lima", "Quito")]
+    plain = load_encoder("wordllama")
+    assert isinstance(plain, FittedEncoder)
+    fitted = plain.fitted(texts)
+    assert plain.weights is None
+    assert cosine(*fitted.encode(texts[:2])) < cosine(*plain.encode(texts[:2]))
+    assert fitted.weights is not None
+    assert (fitted.weights >= 0).all()
+    again = plain.weighted(fitted.weights)
+    assert (again.encode(texts) == fitted.encode(texts)).all()
+    index = DenseIndex.build(texts, plain, "sha")
+    index.save(tmp_path)
+    found = DenseIndex.load(tmp_path, load_encoder("wordllama"), "sha")
+    for query in ("Lima", "what of the Norwegian capital Oslo", ""):
+        assert found.search(query, 3) == index.search(query, 3)
+    assert found.search("it was good in Lima", 1) == [1]
 
 
 @needs_wordllama

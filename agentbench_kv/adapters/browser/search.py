@@ -16,11 +16,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentbench_kv.encoders.loading import TextEncoder
+from agentbench_kv.encoders.loading import FittedEncoder, TextEncoder
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 _WORD = re.compile(r"\w+")
-_EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
+_EMBEDDINGS, _ABOUT, _WEIGHTS = "embeddings.npy", "encoder.json", "weights.npy"
 
 
 def words(text: str) -> list[str]:
@@ -113,7 +113,9 @@ class DenseIndex:
 
     @classmethod
     def build(cls, texts: Sequence[str], encoder: TextEncoder, sha: str) -> Self:
-        """Embed texts; the n-th text is document n."""
+        """Embed texts; the n-th text is document n. An encoder that can is fitted to them."""
+        if isinstance(encoder, FittedEncoder):
+            encoder = encoder.fitted(texts)
         return cls(_unit(_call(encoder, "encode_document", list(texts))), encoder, sha)
 
     @classmethod
@@ -127,6 +129,8 @@ class DenseIndex:
         try:
             made_by = str(json.loads(about.read_text())["sha256"])
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r")
+            if isinstance(encoder, FittedEncoder):
+                encoder = encoder.weighted(np.load(folder / _WEIGHTS))
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
             raise PrerequisiteError(
                 f"the embeddings in {folder} are damaged ({error}); import the corpus again "
@@ -142,6 +146,8 @@ class DenseIndex:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / _EMBEDDINGS, self._embeddings)
+        if isinstance(self._encoder, FittedEncoder):
+            np.save(folder / _WEIGHTS, self._encoder.weights)
         (folder / _ABOUT).write_text(json.dumps({"sha256": self._sha}))
 
     def search(self, query: str, count: int) -> list[int]:

@@ -88,7 +88,7 @@ def history(
             if read is not None and utterance.id not in read:
                 continue
             spots[utterance.id] = len(messages)
-            messages.append({"role": "user", "content": date + _line(utterance)})
+            messages.append({"role": "user", "content": date + spoken(utterance)})
             date = ""
     return DialogueHistory(messages, spots)
 
@@ -97,7 +97,7 @@ def ask(question: Question) -> Message:
     return {"role": "user", "content": QUESTION.format(question.text)}
 
 
-def _line(utterance: Utterance) -> str:
+def spoken(utterance: Utterance) -> str:
     shown = f" [image: {utterance.caption}]" if utterance.caption else ""
     return f"{utterance.speaker}: {utterance.text}{shown}"
 
@@ -112,7 +112,7 @@ def facts(
     """
     utterances = conversation.utterances
     known = [utterances[id] for id in question.evidence if id in read]
-    texts = (max(_PLAIN.findall(_line(each)), key=len) for each in known)
+    texts = (max(_PLAIN.findall(spoken(each)), key=len) for each in known)
     return [Fact(text, "others", "one_shot", f1 >= RIGHT_FROM) for text in texts]
 
 
