@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from agentbench_kv.adapters.base import Reading
 from agentbench_kv.gateway.session import TurnInfo
-from agentbench_kv.results.records import Metric
+from agentbench_kv.results.records import Metric, TurnRecord
 
 
 def ledger(
-    reading: Reading | None, turns: Sequence[TurnInfo], *, timed: bool = True
+    reading: Reading | None, turns: Sequence[TurnInfo | TurnRecord], *, timed: bool = True
 ) -> dict[str, Metric]:
     """Return tokens, calls and seconds of reading and of answering; empty without reading.
 
@@ -37,7 +37,7 @@ def ledger(
     }
 
 
-def _decoding_ms(turn: TurnInfo) -> float | None:
+def _decoding_ms(turn: TurnInfo | TurnRecord) -> float | None:
     """Return the milliseconds from a turn's first token to its last."""
     if turn.output_tokens < 2:
         return 0.0

@@ -155,10 +155,13 @@ class LocomoQA(Task):
     )
     last: int = param(0, "how many last sessions or turns are read", low=0, rare=True)
 
+    def __post_init__(self) -> None:
+        """Refuse settings that do not go together."""
+        self._check_settings()
+
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
         """Return conversations (`conv-26`) or questions (`conv-26/q-0`) in the file's order."""
         require_nltk()
-        self._check_settings()
         _ = self._encoders  # refuses models that are not there
         return [
             Sample(id=name, cluster=conversation.id)
