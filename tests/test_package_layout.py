@@ -21,13 +21,14 @@ CORE_MUST_NOT_IMPORT = {"litellm", "bfcl_eval", "vllm", "sglang", "llama_cpp"}
 EVERYBODY = {"", "errors"}  # the package itself, for its version
 ALLOWED = {
     "accounting": set(),
-    "adapters": {"environments", "params", "results"},
+    "adapters": {"encoders", "environments", "params", "results"},
     "analysis": {"budget", "kernels", "methods", "params", "results"},
     "budget": set(),
     "conformance": {
         "adapters", "analysis", "budget", "engines", "gateway", "methods", "phases", "registry",
         "results", "run",
     },
+    "encoders": set(),
     "engines": {"accounting", "environments", "kernels", "methods", "phases"},
     "environments": set(),
     "errors": set(),
@@ -36,7 +37,7 @@ ALLOWED = {
     "leaderboard": {
         "adapters", "budget", "engines", "gateway", "methods", "registry", "results", "run",
     },
-    "methods": {"budget", "kernels", "params"},
+    "methods": {"budget", "encoders", "kernels", "params"},
     "models": set(),
     "params": set(),
     "phases": {"methods"},

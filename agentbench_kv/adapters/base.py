@@ -22,6 +22,16 @@ SCRIPTED_AGENTS: tuple[ScriptedAgent, ...] = ("gold", "corrupt", "null")
 
 
 @dataclass(frozen=True)
+class Recalled:
+    """What a memory put before the model for one answer, in the order the model read it."""
+
+    texts: tuple[str, ...]
+    # The messages they come from, by their numbers in the history that was sent; None if the memory
+    # does not know. One that writes what it keeps anew should, as its texts are no evidence.
+    messages: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Reply:
     """One assistant message."""
 
@@ -33,6 +43,7 @@ class Reply:
     unparsable: bool  # the text held a tool-call marker whose payload is not a JSON call
     raw: str  # as generated, markers included
     message: Message  # to append to the history for the next request
+    recalled: Recalled | None = None  # None: no memory is in the way, or it does not say
 
 
 class AgentClient(Protocol):
@@ -134,6 +145,17 @@ class Fact:
     right: bool  # whether the agent knew it
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What taking in what is asked about cost, before the first question."""
+
+    turns: int = 0  # first turns of the session whose prompts are that, and hardly anything else
+    # What a memory spent beside the session: requests, tokens that they read and wrote, seconds.
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 @dataclass
 class Outcome:
     """The result of one trial; `score` is set only when `status` is `scored`."""
@@ -144,6 +166,7 @@ class Outcome:
     transcript: Any = None
     error: str | None = None
     facts: tuple[Fact, ...] = ()
+    reading: Reading | None = None  # from tasks that read first and ask then
 
 
 @dataclass(frozen=True)
@@ -204,8 +227,13 @@ class Task(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting with its value, for the run record."""
-        return {key: getattr(self, key) for key in self.parameters()}
+        """Return every setting with its value, for the run record; rare ones only where set."""
+        known = {key: (spec, getattr(self, key)) for key, spec in self.parameters().items()}
+        return {
+            key: value
+            for key, (spec, value) in known.items()
+            if not spec.rare or value != spec.default
+        }
 
     @abstractmethod
     def samples(self, limit: int | None, seed: int) -> list[Sample]:

@@ -113,7 +113,7 @@ def data() -> None:
 @local_flag("--synthetic", "Made for tests: no benchmark result.")
 @local(
     "--encoder",
-    "Local sentence-transformers folder: also embed every document, for dense search.",
+    "wordllama or a local encoder's folder: also embed every document, for dense search.",
     PATH,
 )
 @json_option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,9 @@ from agentbench_kv.cli.options import (
     print_json,
 )
 
+if TYPE_CHECKING:
+    from agentbench_kv.adapters.locomo.judging import JudgedAnswers
+
 
 @click.command()
 @click.argument("run", type=PATH)
@@ -26,19 +30,40 @@ from agentbench_kv.cli.options import (
 )
 @option("--model", "Name of the model there.", required=True, envvar="KVBENCH_JUDGE_MODEL")
 @option("--concurrency", "Requests at once.", POSITIVE, default=8)
+@option(
+    "--controls",
+    "LoCoMo: questions of a conversation with wrong answers.",
+    click.IntRange(0),
+    default=20,
+)
 @json_option
 @click.pass_context
 def judge(
-    ctx: click.Context, run: Path, endpoint: str, model: str, concurrency: int, as_json: bool
+    ctx: click.Context,
+    run: Path,
+    endpoint: str,
+    model: str,
+    concurrency: int,
+    controls: int,
+    as_json: bool,
 ) -> None:
-    """Judge the answers of RUN, a run directory of frames/… or browsecomp-plus/….
+    """Judge the answers of RUN, a run directory of frames/…, browsecomp-plus/… or LoCoMo.
 
     Nothing is run again and no score changes: the verdicts go to a file in the run directory, one
     per judge. The same command asks only for what is missing. Exit code 1 if verdicts are missing.
+
+    Of LoCoMo's answers it judges by two criteria, a generous and a strict one, and shows beside
+    them which share of answers that are known to be wrong each of them accepts.
     """
     from agentbench_kv.adapters.browser.judge import Judge, judge_run
+    from agentbench_kv.adapters.locomo.judging import TASKS, judge_answers
+    from agentbench_kv.results.store import RunReader
 
-    found = judge_run(run, Judge.parse(f"{endpoint}|{model}"), concurrency=concurrency)
+    chosen = Judge.parse(f"{endpoint}|{model}")
+    if RunReader(run).info.spec.get("task") in TASKS:
+        answers = judge_answers(run, chosen, controls=controls, concurrency=concurrency)
+        ctx.exit(_shown(answers, model, as_json))
+    found = judge_run(run, chosen, concurrency=concurrency)
     if as_json:
         print_json({**vars(found), "path": str(found.path)})
     else:
@@ -48,6 +73,26 @@ def judge(
     for error in found.errors:
         click.echo(f"kvbench: no verdict: {error}", err=True)
     ctx.exit(1 if found.judged < found.trials else 0)
+
+
+def _shown(found: JudgedAnswers, model: str, as_json: bool) -> int:
+    """Print what a judge accepts of LoCoMo's answers; return the exit code."""
+    if as_json:
+        rows = [each.document() for each in found.accepted]
+        about = {"asked": found.asked, "missing": found.missing, "path": str(found.path)}
+        print_json({"accepted": rows, **about})
+    else:
+        click.echo(f"judge {model}: accepted, % [95% interval over conversations]")
+        for each in found.accepted:
+            known = each.interval
+            point, low, high = (100 * part for part in (known.point, known.low, known.high))
+            shown = f"{point:.1f} [{low:.1f}, {high:.1f}] of {each.answers}"
+            click.echo(f"  {each.criterion}, {each.what}: {shown}")
+        click.echo("wrong answers, made by rule: vague and wrong, topic alone, another answer")
+        click.echo(str(found.path))
+    for error in found.errors:
+        click.echo(f"kvbench: no verdict: {error}", err=True)
+    return 1 if found.missing else 0
 
 
 @click.group()
@@ -61,7 +106,7 @@ def browser() -> None:
     "Folder of an imported corpus, or its name. See kvbench data import-corpus.",
     required=True,
 )
-@option("--encoder", "Folder of the encoder the corpus was imported with: dense search.", PATH)
+@option("--encoder", "Encoder (name or folder) the corpus was imported with: dense search.", PATH)
 @address_options(port=8010)
 @option("--api-key", "What clients must send; needed to bind another host than this machine's own.")
 @option("--view-tokens", "Most estimated tokens of a view.", click.IntRange(64), default=1024)

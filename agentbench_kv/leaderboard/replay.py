@@ -41,8 +41,9 @@ from agentbench_kv.leaderboard.evidence import (
 from agentbench_kv.methods.base import CLOSINGS, Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.spans import TurnNotes
-from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
+from agentbench_kv.results.records import Metric, TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey
+from agentbench_kv.run.ledger import ledger
 from agentbench_kv.run.trial import (
     Attempt,
     TrialSetup,
@@ -240,7 +241,11 @@ class Replay:
         if record.status in CUT_OFF:
             return
         again = trial_record(sample, attempt, record.transcript or "", 1)
-        wrong = list(self._compare_records(key, record, again))
+        # What reading cost follows from the turns that are said, which have a machine's times.
+        scored = record.status is TrialStatus.SCORED
+        turns = self._evidence.turns.get(key, [])
+        spent = ledger(attempt.outcome.reading, turns, timed=scored)
+        wrong = list(self._compare_records(key, record, again, {**again.metrics, **spent}))
         if not any(isinstance(each, Stop) for each in wrong):
             wrong += self._compare_turns(key, turn_records(sample, key[1], report))
             if left := self._engine.unsaid(report.session):
@@ -248,7 +253,13 @@ class Replay:
                 wrong.append(Fault(place(key, "transcript: generated"), text))
         yield from wrong or self._compare_transcripts(key, attempt)
 
-    def _compare_records(self, key: TrialKey, said: TrialRecord, derived: TrialRecord) -> Checks:
+    def _compare_records(
+        self,
+        key: TrialKey,
+        said: TrialRecord,
+        derived: TrialRecord,
+        parts: Mapping[str, Metric],
+    ) -> Checks:
         if said.status is not derived.status:
             if derived.status is TrialStatus.INFRA_ERROR and self._task.needs_endpoint:
                 yield Stop(f"the replay broke in {place(key, 'status')}: {shown(derived.error)}")
@@ -266,10 +277,10 @@ class Replay:
             of_account = DERIVED if self._exact else _COUNTED
         if self._exact and "protect" in self._evidence.spec.params:
             of_account += _PROTECTION
-        metrics = sorted(said.metrics.keys() | derived.metrics.keys())
+        metrics = sorted(said.metrics.keys() | parts.keys())
         pairs = [
             *((name, getattr(said, name), getattr(derived, name)) for name in names),
-            *((f"metrics.{n}", said.metrics.get(n), derived.metrics.get(n)) for n in metrics),
+            *((f"metrics.{n}", said.metrics.get(n), parts.get(n)) for n in metrics),
             *(
                 (f"usage.{name}", getattr(said.usage, name), getattr(derived.usage, name))
                 for name in ("prompt_tokens", "completion_tokens", "requests")

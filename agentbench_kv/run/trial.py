@@ -46,6 +46,7 @@ from agentbench_kv.results.records import (
 )
 from agentbench_kv.results.store import RunDir
 from agentbench_kv.run.foresight import last_uses
+from agentbench_kv.run.ledger import ledger
 from agentbench_kv.run.spec import RunSpec
 
 MAX_ATTEMPTS = 3
@@ -300,6 +301,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     scored = outcome.status is TrialStatus.SCORED
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
+    spent = ledger(outcome.reading, report.turns, timed=scored)
     unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
     missed: dict[str, Metric] = {}
     if unread:
@@ -311,7 +313,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
         cluster=sample.cluster,
         status=outcome.status,
         score=outcome.score if scored else None,
-        metrics={**outcome.metrics, **billed, **missed},
+        metrics={**outcome.metrics, **spent, **billed, **missed},
         kv=KVAccount(**report.stats.recorded()),
         timing=_timing(report.turns, attempt.seconds) if scored else Timing(),
         usage=Usage(**report.usage),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,19 @@ def test_edited_data_of_the_users(data: Path, tmp_path: Path) -> None:
     pack([RunReader(run)], tmp_path / "out", who="Ann", method="full")
     findings = [str(each) for each in validate(tmp_path / "out").findings]
     assert any("provenance.task.data_sha256: is" in line for line in findings)
+
+
+def test_a_ledger_that_its_turns_do_not_bear_out(data: Path, tmp_path: Path) -> None:
+    """What reading cost is no mark of the checker's: it has to follow from the turns."""
+    run = play(tmp_path, {"check": "off"}, task=locomo(data))
+    path = run / "samples.jsonl"
+    told = re.sub(r'"(ingest_tokens|answer_s)":[^,}]+', r'"\1":1', path.read_text())
+    assert told != path.read_text()
+    path.write_text(told)
+    pack([RunReader(run)], tmp_path / "out", who="Ann", method="full")
+    findings = [str(each) for each in validate(tmp_path / "out", rescore=True).findings]
+    for name in ("ingest_tokens", "answer_s"):
+        assert any(f"metrics.{name}: is 1" in line for line in findings), findings
 
 
 @pytest.mark.engine

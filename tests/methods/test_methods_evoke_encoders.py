@@ -47,8 +47,8 @@ def sentence_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
     class SentenceTransformer:
-        def __init__(self, path: str, local_files_only: bool) -> None:
-            calls.append((path, local_files_only))
+        def __init__(self, path: str, device: str, local_files_only: bool) -> None:
+            calls.append((path, device, local_files_only))
 
         def encode(self, texts: list[str], show_progress_bar: bool) -> np.ndarray:
             assert not show_progress_bar
@@ -64,13 +64,12 @@ def sentence_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_sentence_model_reads_the_spans_text(sentence_model: list[Any], tmp_path: Path) -> None:
     method = make_method("evoke", 1024, {"encoder": str(tmp_path)})
     assert make_encoder(method.encoder)([7, 8], Cache()).tolist() == [1.0, 1.0, 1.0]
-    assert sentence_model == [(str(tmp_path), True), ["t7 t8"]]
+    assert sentence_model == [(str(tmp_path), "cpu", True), ["t7 t8"]]
     assert "embed_tokens" not in method.needs
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(PrerequisiteError, match="is no folder; give tokens, hash or the folder"):
-        sentence_encoder(tmp_path / "nothing")
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(PrerequisiteError, match="pip install sentence-transformers"):
-        sentence_encoder(tmp_path)
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PrerequisiteError, match=r"no encoder in .*nothing: name wordllama"):
+        sentence_encoder(str(tmp_path / "nothing"))
+    with pytest.raises(PrerequisiteError, match="holds no sentence-transformers encoder"):
+        sentence_encoder(str(tmp_path))

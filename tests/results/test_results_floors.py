@@ -60,3 +60,26 @@ def test_what_is_said_of_floors(full: float, none: float, removed: float | None,
     assert ("not played" in note) == (removed is None)
     assert floor_note(None, known, "score") == ""
     assert floor_note(group(full, "off"), [group(0.9, "none", "agentkv")], "score") == ""
+
+
+def test_less_of_what_is_read_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(floors, "grouped", lambda runs: asked.extend(runs) or [])
+    full = run(None, task="locomo/qa", ingest="question")
+    about = {"task": "locomo/qa", "ingest": "question"}
+    last, none = run(None, **about, context="turns", last=50), run(None, **about, context="none")
+    other = run(None, task="locomo/qa", ingest="conversation", context="none")
+    floors_of([full], [full, last, none, other])
+    assert asked == [last, none]
+    assert [floors.floor_of(each) for each in asked] == ["last 50 turns", "none"]
+    assert floors.floor_of(full) == floors.OFF
+
+
+def test_the_last_n_are_a_baseline_and_no_floor() -> None:
+    """A run that reads less may well be as good; one that reads nothing must not be."""
+    full = group(0.6, "off")
+    last, none = group(0.6, "off"), group(0.1, "off")
+    last.first = run(None, context="sessions", last=5)
+    none.first = run(None, context="none")
+    assert floor_note(full, [last], "score") == ""
+    assert floor_note(full, [last, none], "score") == "full is at least 3 times its floors"

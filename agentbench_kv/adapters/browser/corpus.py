@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
-from agentbench_kv.adapters.browser.search import Bm25Index, DenseIndex, encoder_sha, load_encoder
+from agentbench_kv.adapters.browser.search import Bm25Index, DenseIndex
 from agentbench_kv.adapters.data import VARIABLE, data_folder, file_sha256
+from agentbench_kv.encoders.loading import encoder_sha, load_encoder
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 LINE_WIDTH = 80
@@ -89,10 +90,10 @@ class Corpus:
         return cls(CorpusInfo(name, sha, len(held), synthetic), keys, held.__getitem__, index)
 
     @classmethod
-    def load(cls, folder: Path, encoder: Path | None = None) -> Self:
+    def load(cls, folder: Path, encoder: str | Path | None = None) -> Self:
         """Open an imported corpus; documents are read from disk as they are opened.
 
-        With the folder of a local `encoder` search is dense instead of BM25. PrerequisiteError if
+        With an `encoder` (its name or folder) search is dense instead of BM25. PrerequisiteError if
         it is not a corpus, was damaged or changed, or a library is missing.
         """
         info = _info(folder)

@@ -33,11 +33,10 @@ from agentbench_kv.adapters.browser.corpus import (
 from agentbench_kv.adapters.browser.search import (
     Bm25Index,
     DenseIndex,
-    encoder_sha,
-    load_encoder,
     need_bm25s,
 )
 from agentbench_kv.adapters.data import json_rows
+from agentbench_kv.encoders.loading import encoder_sha, load_encoder
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.files import writing
 
@@ -204,12 +203,17 @@ class Imported:
 
 
 def import_corpus(
-    source: Path, folder: Path, name: str, *, synthetic: bool = False, encoder: Path | None = None
+    source: Path,
+    folder: Path,
+    name: str,
+    *,
+    synthetic: bool = False,
+    encoder: str | Path | None = None,
 ) -> Imported:
     """Write the documents of `source` as a corpus; the folder appears only when it is complete.
 
     Documents without text are left out, and so are all but the first with the same URL. With an
-    `encoder`, the folder of a local one, every document is also embedded.
+    `encoder` (its name or folder) every document is also embedded.
     """
     need_bm25s()
     model = load_encoder(encoder) if encoder else None

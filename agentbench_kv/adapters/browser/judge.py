@@ -34,7 +34,7 @@ _ATTEMPTS = 3
 _TIMEOUT_S = 120.0
 # Judges that think first need room.
 _MAX_TOKENS = 4096
-_PROMPT = """\
+JUDGE_PROMPT = """\
 You check answers to questions. Below are a question, the known correct answer and a response.
 Decide whether the response gives the correct answer. Other wording, spelling, units that mean the
 same and correct extra detail are fine. A response that contradicts the correct answer, hedges
@@ -48,7 +48,6 @@ Response: {response}
 
 Think briefly, then end with one line: "Verdict: correct" or "Verdict: wrong".
 """
-PROMPT_SHA = hashlib.sha256(_PROMPT.encode()).hexdigest()
 _VERDICT = re.compile(r"verdict\W*\b(correct|wrong)\b", re.IGNORECASE)
 
 
@@ -68,6 +67,8 @@ class Judge:
     endpoint: str  # base URL, `http://host:port/v1`
     model: str
     pause_s: float = 1.0  # before the second attempt; twice that before the third
+    # With places for `question`, `gold` and `response`; asks for a line `Verdict: …`.
+    prompt: str = JUDGE_PROMPT
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -83,11 +84,12 @@ class Judge:
         return cls(endpoint.rstrip("/"), model)
 
     def provenance(self) -> dict[str, str]:
-        return {"endpoint": self.endpoint, "model": self.model, "prompt_sha256": PROMPT_SHA}
+        sha = hashlib.sha256(self.prompt.encode()).hexdigest()
+        return {"endpoint": self.endpoint, "model": self.model, "prompt_sha256": sha}
 
     def verdict(self, question: str, gold: str, response: str) -> JudgeVerdict:
         """Ask whether a response gives the correct answer, again after failures that may pass."""
-        prompt = _PROMPT.format(question=question, gold=gold, response=response)
+        prompt = self.prompt.format(question=question, gold=gold, response=response)
         error = ""
         for attempt in range(_ATTEMPTS):
             time.sleep(attempt * self.pause_s)
@@ -235,6 +237,11 @@ def _known(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
 
 
 def _file_name(judge: Judge) -> str:
-    spelled = json.dumps(judge.provenance(), sort_keys=True)
-    slug = re.sub(r"[^A-Za-z0-9.-]+", "_", judge.model).strip("._")[:40] or "model"
-    return f"judge-{slug}-{hashlib.sha256(spelled.encode()).hexdigest()[:8]}.json"
+    return verdicts_file("judge", judge.model, judge.provenance())
+
+
+def verdicts_file(first: str, model: str, about: Any) -> str:
+    """Return the name of a file of verdicts: by model, and all that they depend on."""
+    spelled = json.dumps(about, sort_keys=True)
+    slug = re.sub(r"[^A-Za-z0-9.-]+", "_", model).strip("._")[:40] or "model"
+    return f"{first}-{slug}-{hashlib.sha256(spelled.encode()).hexdigest()[:8]}.json"

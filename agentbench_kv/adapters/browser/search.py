@@ -1,27 +1,26 @@
 """Search of a corpus, ties broken by document number, so that results never move.
 
-BM25 (bm25s), or dense with an encoder from a local folder: then a corpus is embedded at import.
+BM25 (bm25s), or dense with one of `agentbench_kv.encoders`: then a corpus is embedded at import.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentbench_kv.encoders.loading import FittedEncoder, TextEncoder
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 _WORD = re.compile(r"\w+")
-_WHOLE = 1 << 20
-_EMBEDDINGS, _ABOUT = "embeddings.npy", "encoder.json"
+_EMBEDDINGS, _ABOUT, _WEIGHTS = "embeddings.npy", "encoder.json", "weights.npy"
 
 
 def words(text: str) -> list[str]:
@@ -99,45 +98,6 @@ class Bm25Index:
         return [int(i) for i in best_first(scores, count) if scores[i] > 0]
 
 
-class TextEncoder(Protocol):
-    """What turns texts into vectors; a `sentence_transformers.SentenceTransformer` is one."""
-
-    def encode(self, sentences: Sequence[str], /) -> Any:
-        """Return an array of float, shape [texts, dimension]."""
-        ...
-
-
-def load_encoder(folder: Path) -> TextEncoder:
-    """Load a sentence-transformers model from a folder; nothing is downloaded."""
-    if not folder.is_dir():
-        raise PrerequisiteError(f"no encoder in {folder}: name a sentence-transformers folder")
-    if find_spec("sentence_transformers") is None:
-        raise PrerequisiteError(
-            "dense search needs sentence-transformers: pip install sentence-transformers"
-        )
-    from sentence_transformers import SentenceTransformer
-
-    try:
-        encoder: TextEncoder = SentenceTransformer(str(folder), local_files_only=True)
-    except Exception as error:  # whatever a folder that is none makes it stumble over
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise PrerequisiteError(
-            f"{folder} holds no sentence-transformers encoder: {why}"
-        ) from error
-    return encoder
-
-
-def encoder_sha(folder: Path) -> str:
-    """Return a hash of an encoder: names and sizes of its files, contents of the small ones."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-        if size <= _WHOLE:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 class DenseIndex:
     """Exact cosine search over embeddings of unit length, [documents, dimension].
 
@@ -153,7 +113,9 @@ class DenseIndex:
 
     @classmethod
     def build(cls, texts: Sequence[str], encoder: TextEncoder, sha: str) -> Self:
-        """Embed texts; the n-th text is document n."""
+        """Embed texts; the n-th text is document n. An encoder that can is fitted to them."""
+        if isinstance(encoder, FittedEncoder):
+            encoder = encoder.fitted(texts)
         return cls(_unit(_call(encoder, "encode_document", list(texts))), encoder, sha)
 
     @classmethod
@@ -167,6 +129,8 @@ class DenseIndex:
         try:
             made_by = str(json.loads(about.read_text())["sha256"])
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r")
+            if isinstance(encoder, FittedEncoder):
+                encoder = encoder.weighted(np.load(folder / _WEIGHTS))
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
             raise PrerequisiteError(
                 f"the embeddings in {folder} are damaged ({error}); import the corpus again "
@@ -182,6 +146,8 @@ class DenseIndex:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / _EMBEDDINGS, self._embeddings)
+        if isinstance(self._encoder, FittedEncoder):
+            np.save(folder / _WEIGHTS, self._encoder.weights)
         (folder / _ABOUT).write_text(json.dumps({"sha256": self._sha}))
 
     def search(self, query: str, count: int) -> list[int]:

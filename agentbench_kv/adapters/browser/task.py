@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -75,7 +74,7 @@ class BrowsingTask(Task):
     )
     view_tokens: int = param(VIEW_TOKENS, "most estimated tokens of a browser view", low=64)
     results: int = param(RESULTS, "search results a query", low=1, high=100)
-    encoder: str = param("", "folder of a local encoder: dense search instead of BM25")
+    encoder: str = param("", "wordllama, or a local encoder's folder: dense search, not BM25")
     judge: str = param("", "URL|MODEL of an LLM judge, for a column beside the score")
 
     def __post_init__(self) -> None:
@@ -171,8 +170,7 @@ class BrowsingTask(Task):
     @cached_property
     def _corpus(self) -> Corpus:
         if self.corpus:
-            encoder = Path(self.encoder).expanduser() if self.encoder else None
-            corpus = Corpus.load(corpus_folder(self.corpus), encoder)
+            corpus = Corpus.load(corpus_folder(self.corpus), self.encoder or None)
             family, name = self.name.partition("/")[0], corpus.info.name
             if self.synthetic and not corpus.info.synthetic:
                 raise UsageError(f"corpus {name!r} is not synthetic; use --task {family}/test")

@@ -18,8 +18,16 @@ HINT = (
     "get data/locomo10.json from https://github.com/snap-research/locomo (CC BY-NC 4.0) "
     "and put it there"
 )
-# The categories that are asked. The fifth, adversarial, has no answers.
-CATEGORIES = {1: "multi_hop", 2: "temporal", 3: "open_domain", 4: "single_hop"}
+# By the numbers in the file, which are not the paper's order (decision 50).
+CATEGORIES = {
+    1: "cat1_multi_hop",
+    2: "cat2_temporal",
+    3: "cat3_open_domain",
+    4: "cat4_single_hop",
+}
+# Questions whose premise is false: asked apart, never part of a score of answers.
+ADVERSARIAL = 5
+ABSENT = "Not mentioned in the conversation."  # the right answer to those
 _SESSION = re.compile(r"session_(\d+)")
 # A few references of the published file are written `D:11:26`, `D30:05`, or several in one string.
 _REFERENCE = re.compile(r"D:?(\d+):0*(\d+)")
@@ -45,13 +53,14 @@ class DialogueSession:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of categories 1 to 4."""
+    """A question about a conversation."""
 
     index: int  # in the file's list of the conversation, adversarial ones counted
     text: str
     answer: str  # some of the file's are numbers; here all are text
-    category: int  # key of `CATEGORIES`
+    category: int  # key of `CATEGORIES`, or `ADVERSARIAL`
     evidence: tuple[str, ...]  # ids of the utterances it comes from; those that exist
+    trap: str = ""  # what an adversarial question wants to hear
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,8 @@ class Dialogue:
     id: str
     speakers: tuple[str, str]
     sessions: tuple[DialogueSession, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[Question, ...]  # of categories 1 to 4
+    adversarial: tuple[Question, ...] = ()
 
     @property
     def utterances(self) -> dict[str, Utterance]:
@@ -114,18 +124,19 @@ def _conversation(entry: Mapping[str, Any]) -> Dialogue:
         for number in numbers
     )
     known = {each.id for session in sessions for each in session.utterances}
-    questions = tuple(
-        _question(index, each, known)
-        for index, each in enumerate(entry["qa"])
-        if each["category"] in CATEGORIES
-    )
+    asked = [_question(index, each, known) for index, each in enumerate(entry["qa"])]
+    questions = tuple(each for each in asked if each.category in CATEGORIES)
+    adversarial = tuple(each for each in asked if each.category == ADVERSARIAL)
     speakers = (str(talk["speaker_a"]), str(talk["speaker_b"]))
-    return Dialogue(str(entry["sample_id"]), speakers, sessions, questions)
+    return Dialogue(str(entry["sample_id"]), speakers, sessions, questions, adversarial)
 
 
 def _question(index: int, entry: Mapping[str, Any], known: set[str]) -> Question:
     found = _REFERENCE.findall(" ".join(entry.get("evidence", ())))
     ids = dict.fromkeys(f"D{session}:{turn}" for session, turn in found)
     evidence = tuple(each for each in ids if each in known)
-    text, answer = str(entry["question"]), str(entry["answer"])
-    return Question(index, text, answer, entry["category"], evidence)
+    text, category = str(entry["question"]), entry["category"]
+    if category != ADVERSARIAL:
+        return Question(index, text, str(entry["answer"]), category, evidence)
+    trap = str(entry.get("adversarial_answer", ""))
+    return Question(index, text, str(entry.get("answer", ABSENT)), category, evidence, trap)

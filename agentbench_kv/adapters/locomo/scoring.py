@@ -1,4 +1,4 @@
-"""LoCoMo's metrics, and the figures of a trial.
+"""LoCoMo's metrics of an answer.
 
 By words: F1 and BLEU-1 as Mem0's evaluation has them, F1 as LoCoMo's authors do. The two F1s are
 different figures: Mem0 compares sets of words; the authors compare multisets of stems, take the
@@ -17,8 +17,7 @@ import re
 import string
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,17 +25,16 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.locomo.data import CATEGORIES, Question
+import numpy as np
+
+from agentbench_kv.encoders.loading import load_encoder
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.records import Metric
 
 MULTI_HOP = 1
 OPEN_DOMAIN = 3
 _MEM0_SPACES = str.maketrans(dict.fromkeys(".,!?", " "))
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _LITTLE_WORDS = re.compile(r"\b(?:a|an|the|and)\b")
-COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
-NOT_AVAILABLE = "n/a"
 Compare = Callable[[str, str], float]  # from answer and gold answer to a figure
 
 
@@ -138,21 +136,21 @@ class _Metric:
         raise NotImplementedError
 
 
-class Similarity(_Metric):
-    """Cosine of two sentence-transformers embeddings, in [-1, 1]; Mem0 uses all-MiniLM-L6-v2."""
+class Similarity:
+    """Cosine of two embeddings, in [-1, 1]; Mem0 uses all-MiniLM-L6-v2.
 
-    setting, package = "similarity_model", "sentence-transformers"
+    Another encoder gives figures that look alike and mean something else: the run says which.
+    """
 
-    @cached_property
-    def _model(self) -> Any:
-        from sentence_transformers import SentenceTransformer
+    def __init__(self, name: str) -> None:
+        self._encoder = load_encoder(name)
 
-        return SentenceTransformer(str(self._folder), device="cpu", local_files_only=True)
-
-    def _compare(self, answer: str, gold: str) -> float:
-        how = {"normalize_embeddings": True, "show_progress_bar": False}
-        said, wanted = self._model.encode([answer, gold], **how)
-        return min(1.0, float(said @ wanted))
+    def __call__(self, answer: str, gold: str) -> float:
+        if not answer.strip():
+            return 0.0  # an empty answer
+        said, wanted = np.asarray(self._encoder.encode([answer, gold]), np.float64)
+        lengths = float(np.linalg.norm(said) * np.linalg.norm(wanted))
+        return max(-1.0, min(1.0, float(said @ wanted) / lengths)) if lengths else 0.0
 
 
 class BertScore(_Metric):
@@ -193,71 +191,3 @@ class BertScore(_Metric):
             return 0.0
         *_, found = self._model.score([said], [wanted])
         return min(1.0, max(0.0, float(found[0])))
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A question and what came back."""
-
-    question: Question
-    answer: str  # visible text of the reply
-    finish_reason: str
-    seconds: float  # from the question to the whole answer
-    marks: dict[str, float | None]  # see `marks`
-
-    def document(self) -> dict[str, Metric]:
-        return {
-            "question": self.question.text,
-            "index": self.question.index,
-            "category": CATEGORIES[self.question.category],
-            "gold": self.question.answer,
-            "answer": self.answer,
-            "finish_reason": self.finish_reason,
-            "seconds": self.seconds,
-            **{k: NOT_AVAILABLE if mark is None else mark for k, mark in self.marks.items()},
-        }
-
-
-def marks(
-    question: Question, answer: str, encoders: Mapping[str, Compare]
-) -> dict[str, float | None]:
-    """Mark an answer in every column, in [0, 1] (similarity in [-1, 1]); None without its model."""
-    gold = question.answer
-    names = ("similarity", "bertscore")
-    by_model = [encoders[name](answer, gold) if name in encoders else None for name in names]
-    by_words = (f1(answer, gold), bleu1(answer, gold), f1_authors(answer, gold, question.category))
-    return dict(zip(COLUMNS, (*by_words, *by_model), strict=True))
-
-
-def trial_metrics(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:
-    """Return a trial's metrics; what was not answered has no point in any column.
-
-    Every column is there as a mean and, for the tables, as a sub-score (sum `_right` over
-    questions `_asked`), so that questions weigh alike however they are spread over trials. The
-    categories' sub-scores are of F1.
-    """
-    found: dict[str, Metric] = {
-        "questions": len(asked),
-        "answered": len(answered),
-        "truncated_answers": sum(each.finish_reason == "length" for each in answered),
-    }
-    for name in COLUMNS:
-        if not answered or any(each.marks[name] is None for each in answered):
-            found[name] = NOT_AVAILABLE
-        else:
-            total = _total(name, answered)
-            found |= {name: total / len(asked), **_sub_score(name, total, len(asked))}
-    for category, name in CATEGORIES.items():
-        count = sum(each.category == category for each in asked)
-        if count:
-            of_it = [each for each in answered if each.question.category == category]
-            found |= _sub_score(name, _total("f1", of_it), count)
-    return found
-
-
-def _sub_score(name: str, right: float, asked: int) -> dict[str, Metric]:
-    return {f"{name}_right": right, f"{name}_asked": asked}
-
-
-def _total(name: str, answered: Sequence[Answered]) -> float:
-    return sum(each.marks[name] or 0.0 for each in answered)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agentbench_kv.adapters.base import TrialContext
+from agentbench_kv.adapters.base import Reading, TrialContext
 from agentbench_kv.adapters.locomo.data import Dialogue, Question
-from agentbench_kv.adapters.locomo.scoring import Answered, marks
-from agentbench_kv.adapters.locomo.task import LocomoQA, ask, history
+from agentbench_kv.adapters.locomo.figures import Answered
+from agentbench_kv.adapters.locomo.task import LocomoQA, ask
 from agentbench_kv.adapters.probe.asking import question as put
 from agentbench_kv.adapters.probe.asking import read
 from agentbench_kv.adapters.probe.session import ChatSession
@@ -28,12 +28,16 @@ class ProbeLocomo(LocomoQA):
     summary = "LoCoMo's questions, each asked behind the conversation alone (data from the user)"
     needs: ClassVar[frozenset[str]] = frozenset({"force"})
 
+    def _reading(self) -> Reading | None:
+        return None  # questions are asked in sessions beside this one
+
     def _play(
         self, conversation: Dialogue, questions: Sequence[Question], context: TrialContext
     ) -> Iterator[Answered]:
         client = steered(self.name, context)
         # An answer ends the reading: what is forked is a session between two turns.
-        messages = (*history(conversation), {"role": "assistant", "content": READ})
+        before = self._history(conversation)
+        messages = (*before.messages, {"role": "assistant", "content": READ})
         session = ChatSession(conversation.id, messages)
         try:
             if client.forks:
@@ -47,8 +51,7 @@ class ProbeLocomo(LocomoQA):
                 reply = put(line, session, str(ask(each)["content"]), context.max_tokens)
                 if line is not client:
                     line.close()
-                answer, seconds = reply.content.strip(), time.perf_counter() - started
-                found = marks(each, answer, self._encoders)
-                yield Answered(each, answer, reply.finish_reason, seconds, found)
+                seconds = time.perf_counter() - started
+                yield self._answered(conversation, each, reply, seconds, before.spots)
         except ContextLimitError:
             return

@@ -88,7 +88,7 @@ class Evoke(SpanMethod):
         0.1, "by how much a block's cosine must be above that of those that leave for it", low=0.0
     )
     stub: int = param(16, "tokens of a block that a breadcrumb tells", low=1)
-    encoder: str = param(TOKENS, f"{TOKENS}, {HASH}, or a sentence-transformers model's folder")
+    encoder: str = param(TOKENS, f"{TOKENS}, {HASH}, wordllama, or an encoder's folder")
     store_mb: int = param(1024, "MiB of host memory for evicted blocks of all sessions", low=0)
     spill_mb: int = param(0, "MiB of files for blocks that leave host memory", low=0)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.encoders.loading import load_encoder
 from agentbench_kv.methods.spans import Source, SpanCache
 
 TOKENS, HASH = "tokens", "hash"
@@ -37,34 +35,19 @@ def hash_encoder(tokens: Sequence[int], cache: SpanCache) -> Vector:  # noqa: AR
     return mean
 
 
-def sentence_encoder(path: Path) -> Encoder:
-    """Load a sentence-transformers model of a local folder. It reads the text, nobody else does."""
-    if not path.is_dir():
-        raise PrerequisiteError(
-            f"encoder {str(path)!r} is no folder; give {TOKENS}, {HASH} or the folder of a "
-            "sentence-transformers model"
-        )
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise PrerequisiteError(
-            "a sentence encoder needs sentence-transformers; pip install sentence-transformers, "
-            f"or --set encoder={TOKENS}"
-        ) from None
-    model, lock = SentenceTransformer(str(path), local_files_only=True), threading.Lock()
+def sentence_encoder(name: str) -> Encoder:
+    """Load an encoder of texts. It reads the text, nobody else does."""
+    model = load_encoder(name)
 
     def encode(tokens: Sequence[int], cache: SpanCache) -> Vector:
-        text = cache.text(tokens)
-        with lock:
-            vector: Vector = model.encode([text], show_progress_bar=False)[0]
-        return vector
+        return np.asarray(model.encode([cache.text(tokens)])[0], np.float32)
 
     return encode
 
 
 def make_encoder(name: str) -> Encoder:
     known: dict[str, Encoder] = {TOKENS: token_encoder, HASH: hash_encoder}
-    return known.get(name) or sentence_encoder(Path(name))
+    return known.get(name) or sentence_encoder(name)
 
 
 @lru_cache(maxsize=65536)

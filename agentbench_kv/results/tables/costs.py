@@ -172,7 +172,17 @@ def _budget(run: Run) -> str | None:
 
 
 # Keys of a task's provenance or settings that a reader must see beside its scores.
-SHOWN = ("route", "web", "encoder", "corpus", "user", "user_model", "judge", "ingest")
+SHOWN = (
+    "route",
+    "web",
+    "encoder",
+    "corpus",
+    "user",
+    "user_model",
+    "judge",
+    "ingest",
+    "adversarial",
+)
 
 
 def conditions(runs: Iterable[Run]) -> list[str]:

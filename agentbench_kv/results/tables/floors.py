@@ -1,6 +1,7 @@
 """What a task gives without the evidence: floors that stand under the table of its runs.
 
-A task with the setting `floor` is played again with what its answers need taken away.
+A task with the setting `floor` is played again with what its answers need taken away; one with the
+setting `context`, with less of what is read before the questions: the simplest memory there is.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from agentbench_kv.results.stats import level
 
 OFF = "off"
 _NAMES = {"none": "without the session", "removed": "without the evidence"}
+_TAKEN = ("floor", "context", "last")  # settings that take something away
 LEAST = 3.0  # times the floor, below which a task says nothing
 
 
 def floor_of(run: Run) -> str:
     """Return what was taken away from a run's task; `off` for what is no floor."""
-    return str(_settings(run).get("floor", OFF))
+    settings = _settings(run)
+    context = str(settings.get("context", "full"))
+    if context in ("sessions", "turns"):
+        return f"last {settings.get('last')} {context}"
+    return context if context != "full" else str(settings.get("floor", OFF))
 
 
 def floors_of(runs: Sequence[Run], others: Iterable[Run]) -> list[tuple[str, RunGroup]]:
@@ -38,13 +44,15 @@ def floors_of(runs: Sequence[Run], others: Iterable[Run]) -> list[tuple[str, Run
 def floor_note(full: RunGroup | None, floors: Sequence[RunGroup], metric: str) -> str:
     """Say whether the full cache is so far above its floors that the task says something."""
     of_full = None if full is None or not floors else full.scores(metric)
-    known = [found for each in floors if each.method == "full" and (found := each.scores(metric))]
+    bare = [each for each in floors if each.method == "full" and floor_of(each.first) in _NAMES]
+    known = [found for each in bare if (found := each.scores(metric))]
     if of_full is None or not known:
         return ""
     point, highest = level(of_full).point, max(level(found).point for found in known)
     if point < LEAST * highest or point == 0:
         return f"full is below {LEAST:g} times its floor: the task says nothing about this model"
-    missing = sorted({*_NAMES} - {floor_of(each.first) for each in floors})
+    played = {floor_of(each.first) for each in bare}
+    missing = sorted({*_NAMES} - played if "floor" in _settings(bare[0].first) else ())
     unknown = "".join(f"; not played: floor={name}" for name in missing)
     return f"full is at least {LEAST:g} times its floors{unknown}"
 
@@ -55,4 +63,4 @@ def _settings(run: Run) -> Mapping[str, Any]:
 
 
 def _but_floor(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in _settings(run).items() if name != "floor"}
+    return {name: value for name, value in _settings(run).items() if name not in _TAKEN}

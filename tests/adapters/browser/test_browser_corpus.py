@@ -15,7 +15,6 @@ import pytest
 
 from agentbench_kv.adapters.browser import corpus as corpus_module
 from agentbench_kv.adapters.browser import importing
-from agentbench_kv.adapters.browser import search as dense
 from agentbench_kv.adapters.browser import search as search_module
 from agentbench_kv.adapters.browser.corpus import Corpus, Document, corpus_folder, pinned
 from agentbench_kv.adapters.browser.importing import Imported, article, import_corpus
@@ -276,22 +275,24 @@ def test_a_corpus_with_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Corpus.load(folder, encoder)
 
 
-def test_a_folder_that_holds_no_encoder(tmp_path: Path) -> None:
-    pytest.importorskip("sentence_transformers")
-    (tmp_path / "modules.json").write_text("[]")
-    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "moon"}')
-    with pytest.raises(PrerequisiteError, match="holds no sentence-transformers encoder") as caught:
-        dense.load_encoder(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_encoder(tmp_path: Path) -> None:
     made = imported(tmp_path, json_lines(tmp_path / "d.jsonl"))
     with pytest.raises(PrerequisiteError, match="no encoder in"):
         Corpus.load(made.folder, tmp_path / "nowhere")
-    monkeypatch.setattr(dense, "find_spec", lambda _: None)
-    with pytest.raises(PrerequisiteError, match="pip install sentence-transformers"):
-        Corpus.load(made.folder, tmp_path)
+    with pytest.raises(PrerequisiteError, match="no embeddings in"):
+        Corpus.load(made.folder, "hash")
+
+
+def test_a_named_encoder_searches_what_it_embedded(tmp_path: Path) -> None:
+    rows = [
+        {"url": "a", "title": "-", "text": "a grey harbour"},
+        {"url": "b", "title": "-", "text": "bread and butter"},
+    ]
+    source = json_lines(tmp_path / "d.jsonl", rows)
+    folder = import_corpus(source, tmp_path / "corpus", "made", encoder="hash").folder
+    corpus = Corpus.load(folder, "hash")
+    assert corpus.index.search("what butter", 1) == [1]
+    assert corpus.index.search("Harbour?", 1) == [0]
 
 
 def test_best_first_against_sorting() -> None:

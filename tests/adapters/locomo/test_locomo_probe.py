@@ -66,7 +66,8 @@ def test_no_question_sees_another(forks: bool) -> None:
     asked = [messages for what, messages in log if what == "asked"]
     assert len(asked) == 5
     assert len(read) == (1 if forks else 5)
-    talk = [*history(task._data.conversations["talk-1"]), {"role": "assistant", "content": READ}]
+    before = history(task._data.conversations["talk-1"]).messages
+    talk = [*before, {"role": "assistant", "content": READ}]
     assert all(messages == talk for messages in read)
     assert all(messages[:-1] == talk for messages in asked)
     assert len({messages[-1]["content"] for messages in asked}) == 5

@@ -1,0 +1,172 @@
+"""The figures of a trial: every answer's marks, and their sums.
+
+Every column is there as a mean and, for the tables, as a sub-score (sum `_right` over questions
+`_asked`), so that questions weigh alike however they are spread over trials. What was not answered
+has no point in any column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentbench_kv.adapters.locomo.abstention import abstains, resists
+from agentbench_kv.adapters.locomo.data import ABSENT, ADVERSARIAL, CATEGORIES, Question
+from agentbench_kv.adapters.locomo.disputed import Disputed
+from agentbench_kv.adapters.locomo.scoring import Compare, bleu1, f1, f1_authors
+from agentbench_kv.results.records import Metric
+
+COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
+NOT_AVAILABLE = "n/a"
+Marks = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question and what came back."""
+
+    question: Question
+    answer: str  # visible text of the reply
+    finish_reason: str
+    seconds: float  # from the question to the whole answer
+    marks: Marks
+    sent: float | None = None  # share of its evidence in what the task sent so far
+    recalled: float | None = None  # and in what a memory put before the model for this answer
+    recalled_messages: int | None = None  # how many utterances that were, evidence or not
+
+    def document(self, disputed: Disputed | None = None) -> dict[str, Metric]:
+        """Return it for the transcript."""
+        category = self.question.category
+        shown = {"evidence_sent": self.sent, "evidence_recalled": self.recalled}
+        known = {name: value for name, value in shown.items() if value is not None}
+        trap = {"trap": self.question.trap} if category == ADVERSARIAL else {}
+        return {
+            "question": self.question.text,
+            "index": self.question.index,
+            "category": CATEGORIES.get(category, "cat5_adversarial"),
+            "gold": self.question.answer,
+            **trap,
+            "answer": self.answer,
+            "finish_reason": self.finish_reason,
+            "seconds": self.seconds,
+            **{k: NOT_AVAILABLE if mark is None else mark for k, mark in self.marks.items()},
+            **known,
+            **({} if disputed is None else {"disputed": disputed.kind}),
+        }
+
+
+def marks(question: Question, answer: str, encoders: Mapping[str, Compare]) -> Marks:
+    """Mark an answer in every column, in [0, 1] (similarity in [-1, 1]); None without its model.
+
+    A question of the fifth category has a column of its own and none of the others.
+    """
+    if question.category == ADVERSARIAL:
+        return {"adversarial": float(_resisted(question, answer))}
+    gold = question.answer
+    names = ("similarity", "bertscore")
+    by_model = [encoders[name](answer, gold) if name in encoders else None for name in names]
+    by_words = (f1(answer, gold), bleu1(answer, gold), f1_authors(answer, gold, question.category))
+    columns: Marks = dict(zip(COLUMNS, (*by_words, *by_model), strict=True))
+    return {**columns, "attempted": float(bool(answer.strip()) and not abstains(answer))}
+
+
+def _resisted(question: Question, answer: str) -> bool:
+    right = "" if question.answer == ABSENT else question.answer
+    return resists(answer, question.text, question.trap, right)
+
+
+def trial_metrics(
+    asked: Sequence[Question],
+    answered: Sequence[Answered],
+    disputed: Mapping[int, Disputed] | None = None,
+) -> dict[str, Metric]:
+    """Return a trial's metrics; `disputed` are questions by their indices, None if unknown."""
+    found: dict[str, Metric] = {
+        "questions": len(asked),
+        "answered": len(answered),
+        "truncated_answers": sum(each.finish_reason == "length" for each in answered),
+    }
+    plain = [each for each in asked if each.category != ADVERSARIAL]
+    replies = [each for each in answered if each.question.category != ADVERSARIAL]
+    if plain:
+        found |= _columns(plain, replies)
+        found |= _evidence(plain, replies, disputed)
+        if disputed is not None:
+            sound = [each for each in plain if not _is_wrong(disputed.get(each.index))]
+            found |= _sub_score("f1_undisputed", _total("f1", replies, sound), len(sound))
+    return found | _adversarial([q for q in asked if q.category == ADVERSARIAL], answered)
+
+
+def _columns(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:
+    """Return every column, F1 by category, and how many questions were not evaded."""
+    found: dict[str, Metric] = {}
+    for name in COLUMNS:
+        if not answered or any(each.marks[name] is None for each in answered):
+            found[name] = NOT_AVAILABLE
+        else:
+            total = _total(name, answered, asked)
+            found |= {name: total / len(asked), **_sub_score(name, total, len(asked))}
+    for category, name in CATEGORIES.items():
+        of_it = [each for each in asked if each.category == category]
+        if of_it:
+            found |= _sub_score(name, _total("f1", answered, of_it), len(of_it))
+    return found | _sub_score("attempted", _total("attempted", answered, asked), len(asked))
+
+
+def _evidence(
+    asked: Sequence[Question],
+    answered: Sequence[Answered],
+    disputed: Mapping[int, Disputed] | None,
+) -> dict[str, Metric]:
+    """Return the shares of evidence that were sent, and recalled if a memory says so.
+
+    Questions without evidence in the file are not asked for it.
+    """
+    has = [question for question in asked if question.evidence]
+    sound = [question for question in has if disputed is None or question.index not in disputed]
+    sets = {"": has} if disputed is None else {"": has, "_undisputed": sound}
+    found: dict[str, Metric] = {}
+    for name, questions in sets.items():
+        sent = _sum(answered, questions, lambda each: each.sent)
+        found |= _sub_score(f"evidence_sent{name}", sent, len(questions))
+        wanted = [each for each in answered if each.question in questions]
+        if wanted and all(each.recalled is not None for each in wanted):
+            recalled = _sum(answered, questions, lambda each: each.recalled)
+            found |= _sub_score(f"evidence_recall{name}", recalled, len(questions))
+    counts = [each.recalled_messages for each in answered]
+    known = [count for count in counts if count is not None]
+    if known and len(known) == len(counts):
+        found |= {"recalled_total": sum(known), "recalled_count": len(known)}
+    return found
+
+
+def _adversarial(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:
+    """Return who saw through false premises, and beside it what saying so to everything gives."""
+    if not asked:
+        return {}
+    null = sum(_resisted(question, ABSENT) for question in asked)
+    return {
+        **_sub_score("adversarial", _total("adversarial", answered, asked), len(asked)),
+        **_sub_score("adversarial_null", null, len(asked)),
+    }
+
+
+def _is_wrong(found: Disputed | None) -> bool:
+    return found is not None and found.answer
+
+
+def _sub_score(name: str, right: float, asked: int) -> dict[str, Metric]:
+    return {f"{name}_right": right, f"{name}_asked": asked} if asked else {}
+
+
+def _total(name: str, answered: Iterable[Answered], asked: Sequence[Question]) -> float:
+    return _sum(answered, asked, lambda each: each.marks.get(name))
+
+
+def _sum(
+    answered: Iterable[Answered],
+    asked: Sequence[Question],
+    of: Callable[[Answered], float | None],
+) -> float:
+    wanted = {each.index for each in asked}
+    return sum(of(each) or 0.0 for each in answered if each.question.index in wanted)

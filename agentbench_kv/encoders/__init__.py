@@ -1,0 +1,1 @@
+"""Sentence encoders: texts to vectors, from what is on this machine; nothing is ever downloaded."""

@@ -1,0 +1,49 @@
+"""What reading cost and what answering cost, for tasks that read first and ask then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentbench_kv.adapters.base import Reading
+from agentbench_kv.gateway.session import TurnInfo
+from agentbench_kv.results.records import Metric, TurnRecord
+
+
+def ledger(
+    reading: Reading | None, turns: Sequence[TurnInfo | TurnRecord], *, timed: bool = True
+) -> dict[str, Metric]:
+    """Return tokens, calls and seconds of reading and of answering; empty without reading.
+
+    A reading turn's prompt, and the time to its first token, are the reading's; what it generates
+    is an answer's, as are all later turns. So the first question's few tokens count as read. Calls
+    of reading are those made for nothing else: none where the session itself is the memory.
+    Seconds are None where the engine measures none, or `timed` forbids performance figures. Tokens
+    are those prefilled and generated.
+    """
+    if reading is None:
+        return {}
+    read, later = turns[: reading.turns], turns[reading.turns :]
+    generated = sum(turn.output_tokens for turn in turns)
+    waited = _seconds([turn.ttft_ms for turn in read]) if timed else None
+    asked = _seconds([turn.ttft_ms for turn in later]) if timed else None
+    spoken = _seconds([_decoding_ms(turn) for turn in turns])
+    return {
+        "ingest_calls": reading.calls,
+        "ingest_tokens": reading.tokens + sum(turn.prefill_tokens for turn in read),
+        "ingest_s": None if waited is None else reading.seconds + waited,
+        "answer_calls": len(turns),
+        "answer_tokens": generated + sum(turn.prefill_tokens for turn in later),
+        "answer_s": None if asked is None or spoken is None else asked + spoken,
+    }
+
+
+def _decoding_ms(turn: TurnInfo | TurnRecord) -> float | None:
+    """Return the milliseconds from a turn's first token to its last."""
+    if turn.output_tokens < 2:
+        return 0.0
+    return None if turn.tpot_ms is None else turn.tpot_ms * (turn.output_tokens - 1)
+
+
+def _seconds(parts: Sequence[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) / 1000 if len(known) == len(parts) else None
