@@ -106,7 +106,7 @@ class SteeredClient(AgentClient, Protocol):
 
 
 @runtime_checkable
-class RememberingClient(AgentClient, Protocol):
+class RememberingClient(SteeredClient, Protocol):
     """A line whose session, and others beside it, may bring back past sessions."""
 
     @property
@@ -114,16 +114,16 @@ class RememberingClient(AgentClient, Protocol):
         """Whether `remember` works: whether the run's method has a memory."""
         ...
 
-    def remember(self, messages: Sequence[Message]) -> int:
-        """Have a past session read, before this line's first request; return its tokens."""
+    def remember(self, messages: Sequence[Message]) -> None:
+        """Have a past session read, before this line's first request."""
+        ...
+
+    def fork(self) -> RememberingClient:
+        """Return a line to a new session that goes on from where this one is."""
         ...
 
     def another(self) -> RememberingClient:
         """Return a line to a new, empty session that brings back the same past."""
-        ...
-
-    def close(self) -> object:
-        """End the session."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from agentbench_kv.adapters.base import Message, Reply
+from agentbench_kv.adapters.base import Message, Reading, Reply
 from agentbench_kv.engines.base import Capability, KVStats
 from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.gateway.gateway import AnyGateway
@@ -25,6 +25,7 @@ class InProcessClient:
         self._options = Options(**sampling)
         self._final: SessionReport | None = None
         self._sides: list[InProcessClient] = []
+        self.reading: Reading | None = None  # what past sessions took
 
     def __enter__(self) -> Self:
         return self
@@ -71,11 +72,16 @@ class InProcessClient:
         """Whether `remember` works: whether the run's method has a memory."""
         return self._gateway.memories is not None
 
-    def remember(self, messages: Sequence[Message]) -> int:
-        """Have a past session read, for this line's session and others; return its tokens."""
+    def remember(self, messages: Sequence[Message]) -> None:
+        """Have a past session read, which this line's session and others bring back."""
         if self._gateway.memories is None:
             raise UsageError("this run's method has no memory; kvbench ls methods shows who has")
-        return self._gateway.memories.remember(self.session, messages).tokens
+        read, before = self._gateway.memories.remember(self.session, messages), self.reading
+        self.reading = Reading(
+            calls=1 + (before.calls if before else 0),
+            tokens=read.tokens + (before.tokens if before else 0),
+            seconds=read.seconds + (before.seconds if before else 0.0),
+        )
 
     def fork(self) -> InProcessClient:
         """Return a line to a new session that goes on from where this one is."""

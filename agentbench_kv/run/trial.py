@@ -16,9 +16,9 @@ from urllib.parse import quote
 from agentbench_kv.adapters.base import (
     Message,
     Outcome,
+    RememberingClient,
     Reply,
     Sample,
-    SteeredClient,
     Task,
     TrialContext,
 )
@@ -124,6 +124,8 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
             **shared,
         )
         outcome = _outcome(setup.task, sample, context)
+    if client.reading is not None:
+        outcome = replace(outcome, reading=client.reading)
     seconds = time.perf_counter() - started
     report, problem = _close(client)
     del setup.deadlines[session]
@@ -245,7 +247,7 @@ class Deadline:
 class TimedClient:
     """A trial's client that has nothing more to say once the trial's time is up."""
 
-    def __init__(self, client: SteeredClient, deadline: Deadline) -> None:
+    def __init__(self, client: RememberingClient, deadline: Deadline) -> None:
         self._client = client
         self._deadline = deadline
         self.places, self.tokens, self.close = client.places, client.tokens, client.close
@@ -270,6 +272,15 @@ class TimedClient:
 
     def another(self) -> TimedClient:
         return TimedClient(self._client.another(), self._deadline)
+
+    @property
+    def remembers(self) -> bool:
+        return self._client.remembers
+
+    def remember(self, messages: Sequence[Message]) -> None:
+        self._deadline.check()
+        self._client.remember(messages)
+        self._deadline.check()
 
     def chat(
         self,

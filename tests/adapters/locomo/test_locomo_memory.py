@@ -1,0 +1,45 @@
+"""LoCoMo's past sessions in a memory: what is read, what is brought back, what it is refused on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentbench_kv.adapters.locomo.scoring import find_spec
+from agentbench_kv.results.store import RunReader
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("nltk") is None, reason="nltk absent: pip install 'agentbench-kv[locomo]'"
+    ),
+    pytest.mark.usefixtures("folder"),
+]
+TASK = "probe/locomo"
+
+
+def played(out: Path, method: str, settings: dict[str, str]) -> Any:
+    settings = {"check": "off", **settings}
+    spec = RunSpec("embedded", "micro", method, None, TASK, limit=1, max_tokens=12)
+    spec = resolve(spec, settings)
+    run_one(spec, out, lambda *_: None)
+    (trial,) = RunReader(out / spec.id).trials()
+    return trial
+
+
+def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
+    """Past sessions are read once; a question's prefill is its own prompt."""
+    whole = played(tmp_path, "memart", {"topk": "1000", "block": "8"})
+    part = played(tmp_path, "memart", {"topk": "3", "block": "8"})
+    full = played(tmp_path, "full", {})
+    for trial, rows in ((whole, None), (part, 24)):
+        assert trial.status.value == "scored"
+        assert trial.metrics["ingest_calls"] == 3
+        past = trial.metrics["ingest_tokens"]
+        assert trial.kv.restored == (past if rows is None else rows)
+        assert trial.kv.prefill_tokens < full.kv.prefill_tokens
+        assert trial.kv.peak_live == trial.kv.restored + trial.kv.logical - 1
+    assert whole.kv.prefill_tokens == part.kv.prefill_tokens
