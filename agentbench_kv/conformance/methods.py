@@ -20,6 +20,7 @@ from agentbench_kv.conformance.driver import drive, short_turns
 from agentbench_kv.conformance.drop_checks import check_drops
 from agentbench_kv.conformance.kept_sets import check_replay, check_sessions
 from agentbench_kv.conformance.masked import check_masked_cache
+from agentbench_kv.conformance.memory_checks import check_memory
 from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.conformance.scenes import (
     CacheShape,
@@ -56,6 +57,12 @@ def method_suite(
         return {"spans": guarded(partial(check_spans, small))}
     if isinstance(small, DropMethod):
         return {"messages": guarded(partial(check_drops, small))}
+    if small.remembers:
+        families = {name: tiny_model(name, layers=2) for name in ("qwen3", "llama")}
+        return {
+            f"memory, {name}": guarded(partial(check_memory, small, model))
+            for name, model in families.items()
+        }
     parts: dict[str, Callable[[], list[CheckResult]]] = {"selection": partial(check_method, small)}
     if not small.offline:
         large = small

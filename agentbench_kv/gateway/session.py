@@ -412,7 +412,7 @@ class Session(BaseSession):
     def fork(self, name: str) -> Session:
         """Open an engine session that goes on from here; return it, with an account of its own."""
         log = (self.tokens.copy(), self.phases.copy(), self.calls)
-        twin = Session(name, self.engine, self.table, *log, known=self.known)
+        twin = Session(name, self.engine, self.table, *log, bank=self.bank, known=self.known)
         twin.drops = None if self.drops is None else self.drops.copy()
         twin.labeller.move_to(self.labeller.state)
         self.engine.fork(self.id, name, twin.labeller)

@@ -14,6 +14,3 @@ def test_a_memory_needs_a_past(kvbench: Callable[..., Any], tmp_path: Path) -> N
     served = kvbench("serve", "--method", "memart")
     assert served.returncode == 2
     assert "no client can say which" in served.stderr
-    budget = kvbench("run", "--method", "memart", "--budget", "512", "--task", "probe/locomo")
-    assert budget.returncode == 2
-    assert "takes no budget" in budget.stderr

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentbench_kv.conformance.methods import method_suite
+from agentbench_kv.engines.embedded import memory
+from agentbench_kv.engines.embedded.memory import SessionMemory
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import aabb, aabb_score, rope_rotate
 from agentbench_kv.methods.memory.bank import MemoryBank
@@ -138,5 +141,15 @@ def test_settings_of_the_paper() -> None:
     }.items():
         found = make_method(label, None, {}).settings()
         assert tuple(found[name] for name in names) == wanted
-    with pytest.raises(UsageError, match="takes no budget"):
-        make_method("memart", 512, {})
+
+
+@pytest.mark.parametrize("lost", ["splice", "turn"])
+def test_the_suite_misses_no_broken_memory(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = method_suite("memart")
+    assert all(result.ok for results in whole.values() for result in results), whole
+    if lost == "splice":
+        monkeypatch.setattr(SessionMemory, "splice", lambda *_: None)
+    else:
+        monkeypatch.setattr(memory, "rope_rotate", lambda *_, **__: None)
+    broken = method_suite("memart")
+    assert not all(result.ok for results in broken.values() for result in results)

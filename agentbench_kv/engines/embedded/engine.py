@@ -27,7 +27,6 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.embedded.memory import (
-    Harvest,
     SessionMemory,
     check_memory,
     harvest,
@@ -197,18 +196,23 @@ class EmbeddedEngine(Engine):
         self._scheduler.fork(session, new, labeller)
 
     def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
-        method = check_memory(self._method)
-        found = self._scheduler.between_turns(session, self._harvest, tokens)
-        self._banks.setdefault(bank, MemoryBank(method.block)).append(found.keys, found.values)
+        """Add the rows of a session's first tokens to a memory bank, between two generations.
 
-    def _harvest(self, state: EmbeddedSession, tokens: int | None) -> Harvest:
-        """Copy the rows of a session's own tokens; those it brought back stay where they are."""
+        Those that it brought back itself are no part of it.
+        """
+        method = check_memory(self._method)
+        held = self._banks.setdefault(bank, MemoryBank(method.block))
+        # On the engine's thread, where sessions read the bank.
+        self._scheduler.between_turns(session, self._memorise, held, tokens)
+
+    def _memorise(self, state: EmbeddedSession, bank: MemoryBank, tokens: int | None) -> None:
         self._check_whole(state)
         count = state.fed if tokens is None else tokens
         if not 0 <= count <= state.fed:
             raise UsageError(f"session {state.name} has seen {state.fed} tokens, not {count}")
-        first = 0 if state.memory is None else state.memory.rows
-        return harvest(state.cache, slice(first, first + count), first, state.frequencies)
+        first = state.positions_taken
+        rows = slice(first, first + count)
+        bank.append(*harvest(state.cache, rows, first, state.frequencies))
 
     def attach(self, session: str, bank: str) -> None:
         """Have every prompt of a new session bring back rows of a bank, before it is read.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,20 +12,17 @@ from agentbench_kv.methods.memory.bank import MemoryBank
 from agentbench_kv.methods.memory.memart import MemArt
 
 
-@dataclass(frozen=True)
-class Harvest:
-    """Rows [layers, kv_heads, n, head_dim] of a session, its keys float32 and before RoPE."""
+def harvest(
+    cache: SessionCache, rows: slice, first: int, frequencies: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Copy rows of a cache, the first of which has RoPE position `first`.
 
-    keys: Tensor
-    values: Tensor
-
-
-def harvest(cache: SessionCache, rows: slice, first: int, frequencies: Tensor) -> Harvest:
-    """Copy rows of a cache, the first of which has RoPE position `first`."""
+    Keys, float32 and before RoPE, and values: [layers, kv_heads, n, head_dim].
+    """
     keys = cache.keys[:, :, rows].float().clone()
     back = -torch.arange(first, first + keys.shape[2], device=keys.device)
     rope_rotate(keys, back, frequencies, interleaved=cache.shape.interleaved)
-    return Harvest(keys, cache.values[:, :, rows].clone())
+    return keys, cache.values[:, :, rows].clone()
 
 
 class SessionMemory:

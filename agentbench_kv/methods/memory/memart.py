@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import aabb_score
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.memory.bank import MemoryBank
@@ -66,10 +65,6 @@ class MemArt(Method):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"memory_blocks", "force"})
-
-    def validate(self) -> None:
-        if self.budget is not None or self.share is not None:
-            raise UsageError("memart takes no budget: --set topk=BLOCKS says what comes back")
 
     def rows_of(self, bank: MemoryBank) -> int:
         """Return how many rows of a bank come back, in every layer."""
