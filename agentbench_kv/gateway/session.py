@@ -388,7 +388,8 @@ class Session(BaseSession):
 
     def extend(self, ids: Sequence[int], hints: Hints) -> None:
         """Append prompt ids to the engine session and to the log."""
-        if self.prompt_sha is None:
+        # What a memory brings back stands in no prompt, so that prompts tell nothing of a drift.
+        if self.prompt_sha is None and not self.bank:
             self.prompt_sha = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
         if not ids:
             return

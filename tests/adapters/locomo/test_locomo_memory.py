@@ -43,3 +43,5 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
         assert trial.kv.prefill_tokens < full.kv.prefill_tokens
         assert trial.kv.peak_live == trial.kv.restored + trial.kv.logical - 1
     assert whole.kv.prefill_tokens == part.kv.prefill_tokens
+    # Other prompts than the whole conversation's are no drift.
+    assert whole.prompt_sha is None
