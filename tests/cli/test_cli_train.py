@@ -13,7 +13,6 @@ from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.training.sidequest.rows import rows_sha
 
 pytest.importorskip("peft", reason='peft is not installed: pip install "agentbench-kv[train]"')
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 TASK = "micro/recall-1k"
 MICRO = model_path("micro")

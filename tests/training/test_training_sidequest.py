@@ -36,7 +36,6 @@ from agentbench_kv.training.sidequest.rows import (
 from agentbench_kv.training.sidequest.tune import LOG, TuneOptions, Tuner, logits_at
 
 pytest.importorskip("peft", reason='peft is not installed: pip install "agentbench-kv[train]"')
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 TASK = "micro/recall-1k"
 MICRO = model_path("micro")

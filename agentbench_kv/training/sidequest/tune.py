@@ -11,6 +11,7 @@ import math
 import random
 import resource
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,4 +230,7 @@ def _with_adapter(model: Path, options: TuneOptions) -> Any:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(base, config)
+    with warnings.catch_warnings():
+        # peft asks transformers for a name that it is about to drop.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(base, config)
