@@ -119,13 +119,13 @@ class JudgedAnswers:
     errors: tuple[str, ...]  # why, each reason once
 
 
-def wrong_answers(answers: Sequence[Marked]) -> Iterator[Marked]:
-    """Yield wrong answers to some questions, as rules make them.
+def wrong_answers(asked: Sequence[Marked], answers: Sequence[Marked]) -> Iterator[Marked]:
+    """Yield wrong answers to what is asked of some answered questions, as rules make them.
 
     The wrong content is the gold answer of another question of the same conversation and category
     that shares no word with the right one; a question without such another is left out.
     """
-    for each in answers:
+    for each in asked:
         topic = _topic(each)
         rivals = [
             other.gold
@@ -163,7 +163,7 @@ def judge_answers(
         raise UsageError(f"{run} holds no answers of categories 1 to 4 to judge")
     path = run / verdicts_file("judge-locomo", judge.model, about)
     known: dict[str, dict[str, Any]] = _known(path)
-    asked_about = [*answers, *wrong_answers(_chosen(answers, controls))]
+    asked_about = [*answers, *wrong_answers(_chosen(answers, controls), answers)]
     todo = [
         (criterion, each)
         for criterion in CRITERIA

@@ -165,7 +165,7 @@ def test_wrong_answers_are_wrong_and_on_the_topic(published):
         for talk in published.conversations.values()
         for q in talk.questions
     ]
-    made = list(wrong_answers(answers[:400]))
+    made = list(wrong_answers(answers[:400], answers))
     assert len(made) > 3 * 390
     for each in made:
         if each.agent != TOPIC:
@@ -176,7 +176,7 @@ def test_wrong_answers_are_wrong_and_on_the_topic(published):
             topic = said & set(normalised(each.question).split())
             assert topic
             assert not topic & set(normalised(each.gold).split())
-    assert made == list(wrong_answers(answers[:400]))
+    assert made == list(wrong_answers(answers[:400], answers))
     means = {
         agent: [f1(each.response, each.gold) for each in made if each.agent == agent]
         for agent in (VAGUE_WRONG, TOPIC, SWAPPED)
