@@ -84,9 +84,10 @@ def _shown(found: JudgedAnswers, model: str, as_json: bool) -> int:
     else:
         click.echo(f"judge {model}: accepted, % [95% interval over conversations]")
         for each in found.accepted:
-            known = each.interval
-            point, low, high = (100 * part for part in (known.point, known.low, known.high))
-            shown = f"{point:.1f} [{low:.1f}, {high:.1f}] of {each.answers}"
+            shown = f"n/a: {each.missing} of {each.answers} without a verdict"
+            if known := each.interval:
+                point, low, high = (100 * part for part in (known.point, known.low, known.high))
+                shown = f"{point:.1f} [{low:.1f}, {high:.1f}] of {each.answers}"
             click.echo(f"  {each.criterion}, {each.what}: {shown}")
         click.echo("wrong answers, made by rule: vague and wrong, topic alone, another answer")
         click.echo(str(found.path))

@@ -85,3 +85,30 @@ def test_a_taken_port(kvbench: Kvbench, source: Path) -> None:
         done = kvbench("browser", "serve", "--corpus", "b", "--port", port)
     assert done.returncode == 2
     assert "choose another --port" in done.stderr
+
+
+def test_judging_a_run_of_locomo(kvbench: Kvbench, tmp_path: Path) -> None:
+    """A dead judge: every line says how many verdicts are missing, and the exit code is 1."""
+    pytest.importorskip("nltk", reason="the extra [locomo] is not installed")
+    talk = {"speaker_a": "Ada", "speaker_b": "Ben", "session_1_date_time": "1 May, 2023"}
+    talk["session_1"] = [{"dia_id": "D1:1", "speaker": "Ada", "text": "I was in Oslo."}]
+    asked = [
+        {"question": f"Where was {name}?", "answer": place, "evidence": ["D1:1"], "category": 4}
+        for name, place in (("Ada", "Oslo"), ("Ben", "Lima"))
+    ]
+    document = [{"sample_id": "talk-1", "conversation": talk, "qa": asked}]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "locomo10.json").write_text(json.dumps(document))
+    run = ("run", "--task", "locomo/qa", "--engine", "scripted", "--model", "gold", "--method")
+    made = kvbench(*run, "full", "--set", "check=off", "--json", KVBENCH_DATA="data")
+    (path,) = (each["path"] for each in json.loads(made.stdout))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    judge = ("judge", path, "--endpoint", f"http://127.0.0.1:{port}/v1", "--model", "m")
+    done = kvbench(*judge, "--controls", "1")
+    assert done.returncode == 1
+    assert "  strict, all: n/a: 2 of 2 without a verdict\n" in done.stdout
+    assert "  generous, vague and wrong: n/a: 1 of 1 without a verdict\n" in done.stdout
+    assert done.stderr == "kvbench: no verdict: the judge cannot be asked: ConnectError\n"
+    verdicts = json.loads(next(Path(path).glob("judge-locomo-m-*.json")).read_bytes())
+    assert len(verdicts["verdicts"]) == 2 * (2 + 3)

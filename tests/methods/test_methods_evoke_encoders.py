@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,3 +74,18 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         sentence_encoder(str(tmp_path / "nothing"))
     with pytest.raises(PrerequisiteError, match="holds no sentence-transformers encoder"):
         sentence_encoder(str(tmp_path))
+
+
+def test_wordllama_reads_the_spans_text() -> None:
+    if find_spec("wordllama") is None:
+        pytest.skip("wordllama absent: pip install 'agentbench-kv[encoder]'")
+
+    class Words(Cache):
+        def text(self, tokens: Any) -> str:
+            return " ".join({1: "car", 2: "automobile", 3: "soup"}[token] for token in tokens)
+
+    method = make_method("evoke", 1024, {"encoder": "wordllama"})
+    encode = make_encoder(method.encoder)
+    car, automobile, soup = (encode([token], Words()) for token in (1, 2, 3))
+    assert car.shape == (256,)
+    assert cosine(car, automobile) > 2 * abs(cosine(car, soup))

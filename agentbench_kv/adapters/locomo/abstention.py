@@ -12,13 +12,15 @@ import string
 _LONGEST = 40  # words of an answer that abstains; more is no short phrase but a bet on everything
 _TOLD = (
     "mentioned|stated|specified|said|discussed|provided|given|known|available|answerable|"
-    "indicated|described|recorded|disclosed|shared|told|revealed|addressed|talked about"
+    "indicated|described|recorded|disclosed|shared|told|revealed|addressed|talked about|"
+    "clear|applicable|sure"
 )
 _TELL = (
     "mention|say|state|specify|discuss|talk|tell|indicate|provide|reveal|share|contain|describe|"
     "give|include|address"
 )
-_NOT = r"(?:not|never|n't)"
+_NOTHING = "information|mention|record|indication|evidence|answer|details?|reference|such"
+_NOT = r"(?:\bnot|\bnever|n't)"
 _PHRASES = re.compile(
     "|".join(
         (
@@ -27,7 +29,7 @@ _PHRASES = re.compile(
             rf"never (?:{_TELL}|mentions|says|said)\b",
             r"\b(?:says?|said) nothing\b",
             r"(?:not|n't) (?:\w+ ){0,2}information\b",
-            r"\bno (?:\w+ )?(?:information|mention|record|indication|evidence|answer|such)\b",
+            rf"\bno (?:\w+ )?(?:{_NOTHING})\b",
             r"\bcan(?: ?not|n't) (?:be )?(?:tell|say|answer|determined?|answered|known)\b",
             r"(?:^|\b(?:is|are|was|were|remains?) )(?:unknown|unanswerable|unspecified|unclear)\b",
             r"^(?:n/?a|none|nothing)$",

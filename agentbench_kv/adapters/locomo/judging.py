@@ -90,8 +90,9 @@ class Accepted:
 
     criterion: str
     what: str  # `all`, `undisputed`, a category, or the name of a rule
-    interval: Interval  # conversations are the units
+    interval: Interval | None  # conversations are the units; None while verdicts are missing
     answers: int
+    missing: int  # verdicts
 
     def document(self) -> dict[str, Any]:
         """Return it for a file or as JSON."""
@@ -100,9 +101,10 @@ class Accepted:
             "criterion": self.criterion,
             "what": self.what,
             "answers": self.answers,
-            "share": found.point,
-            "low": found.low,
-            "high": found.high,
+            "missing": self.missing,
+            "share": found.point if found else None,
+            "low": found.low if found else None,
+            "high": found.high if found else None,
         }
 
 
@@ -117,13 +119,13 @@ class JudgedAnswers:
     errors: tuple[str, ...]  # why, each reason once
 
 
-def wrong_answers(answers: Sequence[Marked]) -> Iterator[Marked]:
-    """Yield wrong answers to some questions, as rules make them.
+def wrong_answers(asked: Sequence[Marked], answers: Sequence[Marked]) -> Iterator[Marked]:
+    """Yield wrong answers to what is asked of some answered questions, as rules make them.
 
     The wrong content is the gold answer of another question of the same conversation and category
     that shares no word with the right one; a question without such another is left out.
     """
-    for each in answers:
+    for each in asked:
         topic = _topic(each)
         rivals = [
             other.gold
@@ -161,7 +163,7 @@ def judge_answers(
         raise UsageError(f"{run} holds no answers of categories 1 to 4 to judge")
     path = run / verdicts_file("judge-locomo", judge.model, about)
     known: dict[str, dict[str, Any]] = _known(path)
-    asked_about = [*answers, *wrong_answers(_chosen(answers, controls))]
+    asked_about = [*answers, *wrong_answers(_chosen(answers, controls), answers)]
     todo = [
         (criterion, each)
         for criterion in CRITERIA
@@ -265,7 +267,7 @@ def _known(path: Path) -> dict[str, dict[str, Any]]:
 def _accepted(
     rows: Sequence[Mapping[str, Any]], unanswered: Mapping[str, int]
 ) -> Iterator[Accepted]:
-    """Yield the shares of what has all its verdicts; conversations are the units."""
+    """Yield the shares of a run's answers, and of wrong ones."""
     for criterion in CRITERIA:
         of_it = [row for row in rows if row["criterion"] == criterion]
         own = [row for row in of_it if not row["agent"]]
@@ -287,21 +289,21 @@ def _share(
 ) -> Iterator[Accepted]:
     counts: dict[str, tuple[float, float]] = {}
     groups: dict[str, str] = {}
+    missing = 0
     for row in rows:
-        if row["accepted"] is None:
-            return
         name = f"{row['conversation']}/{row['index']}"
         right, asked = counts.get(name, (0.0, 0.0))
-        counts[name] = right + row["accepted"], asked + 1
+        counts[name] = right + (row["accepted"] or 0), asked + 1
         groups[name] = row["conversation"]
+        missing += row["accepted"] is None
     for talk, count in (unanswered or {}).items():
         for number in range(count):
             counts[f"{talk}/unanswered-{number}"] = 0.0, 1.0
             groups[f"{talk}/unanswered-{number}"] = talk
     scores = Scores.of_counts(counts, groups)
     if scores.parts:
-        asked = sum(asked for _, asked in scores.parts.values())
-        yield Accepted(criterion, what, level(scores), int(asked))
+        answers = int(sum(asked for _, asked in scores.parts.values()))
+        yield Accepted(criterion, what, None if missing else level(scores), answers, missing)
 
 
 def _prompts_sha() -> str:

@@ -143,7 +143,10 @@ class Similarity:
     """
 
     def __init__(self, name: str) -> None:
-        self._encoder = load_encoder(name)
+        try:
+            self._encoder = load_encoder(name)
+        except PrerequisiteError as error:
+            raise PrerequisiteError(f"similarity_model: {error}") from error
 
     def __call__(self, answer: str, gold: str) -> float:
         if not answer.strip():

@@ -61,6 +61,11 @@ def share(outcome, name):
         "Ada said nothing about it",
         "There isn't enough information",
         "N/A",
+        "No specific details are given.",
+        "It isn't clear from what they say",
+        "It was not explicitly mentioned.",
+        "The text does not provide information about that",
+        "Unknown",
     ],
 )
 def test_what_abstains(answer):
