@@ -7,7 +7,7 @@
 expired if no later call or answer uses it. Some of that nobody can know in advance: an item that is
 never shipped looks like one that will be. So recall is also given over what the depot's rules tell
 at that moment (`told`), and precision over what was never used again. `curve` draws live tokens at
-each request, the mean over the sessions that two runs share.
+each request, the mean over a run's sessions that got so far.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def curve(folders: list[Path], plot: Path) -> None:
     for folder in folders:
         reader = RunReader(folder)
         spec = reader.info.spec
-        label = f"{spec['method']}, {Path(spec['model']).parent.name or spec['model']}"
+        label = str(spec["method"])
         groups = turns_by_index(reader.turns())
         means = [sum(turn.live_after for turn in group) / len(group) for group in groups]
         axes.plot(range(1, len(means) + 1), means, label=label)

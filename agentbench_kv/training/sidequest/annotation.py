@@ -47,18 +47,17 @@ Annotator = Callable[[ExpiryQuestion], str]
 
 def verdict(question: ExpiryQuestion) -> str:
     """Return the command that ends the answer."""
-    return json.dumps({"del_cursors": sorted(question.expired, reverse=True)})
+    return json.dumps({"del_cursors": list(question.expired)})
 
 
 def by_rule(question: ExpiryQuestion) -> str:
-    """Return a line for every cursor, the newest first: its first word, done or keep; or gone.
+    """Return a line for every cursor up to the last open one: its first word, done or keep; gone.
 
-    What a result is no longer needed for is most often said by a later one, which is then a line
-    above it. Those that left are listed too, because a small model counts on where it should skip.
+    Those that left are listed too, because a small model counts on where it should skip.
     """
     found = {use.cursor: use for use in question.open}
     lines = []
-    for cursor in reversed(range(max(found, default=-1) + 1)):
+    for cursor in range(max(found, default=-1) + 1):
         state = "done" if cursor in question.expired else "keep"
         use = found.get(cursor)
         lines.append(f"{cursor},{_first_word(question, use)},{state}" if use else f"{cursor},gone")
