@@ -196,7 +196,12 @@ def _never_triggered(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> 
 
 
 def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    """Say that a method which drops messages above a length of its own met no such session."""
+    """Say that a method which drops messages above a length of its own met no such session.
+
+    And that one with a memory brought nothing back, as where it was told of no past.
+    """
+    if _parameter(spec, "topk") is not None and not any(t.kv.restored for t in trials):
+        return "never triggered; its memory brought nothing back"
     if _parameter(spec, "exec") is None:
         return None
     longest = max(record.kv.logical for record in trials)

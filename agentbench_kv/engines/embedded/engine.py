@@ -28,8 +28,8 @@ from agentbench_kv.engines.base import (
 )
 from agentbench_kv.engines.embedded.memory import (
     SessionMemory,
-    check_memory,
     harvest,
+    memory_method,
 )
 from agentbench_kv.engines.embedded.model import (
     LoadedModel,
@@ -200,7 +200,7 @@ class EmbeddedEngine(Engine):
 
         Those that it brought back itself are no part of it.
         """
-        method = check_memory(self._method)
+        method = memory_method(self._method)
         held = self._banks.setdefault(bank, MemoryBank(method.block))
         # On the engine's thread, where sessions read the bank.
         self._scheduler.between_turns(session, self._memorise, held, tokens)
@@ -219,7 +219,7 @@ class EmbeddedEngine(Engine):
 
         Their number is fixed here; a bank that grows later has more to choose from.
         """
-        method, held = check_memory(self._method), self._banks[bank]
+        method, held = memory_method(self._method), self._banks[bank]
         rows = method.rows_of(held)
         self._check_length(session, rows)
         self._scheduler.between_turns(session, self._attach, method, held, more=rows)

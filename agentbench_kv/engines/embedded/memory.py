@@ -54,7 +54,7 @@ class SessionMemory:
         cache.values[layer, :, : self.rows] = bank.values[layer][:, chosen].to(asked.device)
 
 
-def check_memory(method: object) -> MemArt:
+def memory_method(method: object) -> MemArt:
     """Return a method that has a memory; UsageError for any other."""
     if not isinstance(method, MemArt):
         raise UsageError(f"method {method!r} has no memory")

@@ -9,6 +9,7 @@ import pytest
 
 from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 
@@ -45,3 +46,12 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
     assert whole.kv.prefill_tokens == part.kv.prefill_tokens
     # Other prompts than the whole conversation's are no drift.
     assert whole.prompt_sha is None
+
+
+def test_a_memory_that_was_told_nothing_is_none(tmp_path: Path) -> None:
+    """Nothing came back, so nothing of the method was measured: its run is not valid."""
+    played(tmp_path, "memart", {"topk": "3", "context": "none"})
+    (run,) = (each.parent for each in tmp_path.glob("*/run.json"))
+    found = summarize(RunReader(run)).validity
+    assert found.state.value == "budget_not_applied"
+    assert "its memory brought nothing back" in str(found)
