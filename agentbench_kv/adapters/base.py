@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from agentbench_kv.params import ParamSpec, param_specs, parse_settings
@@ -26,9 +27,31 @@ class Recalled:
     """What a memory put before the model for one answer, in the order the model read it."""
 
     texts: tuple[str, ...]
-    # The messages they come from, by their numbers in the history that was sent; None if the memory
-    # does not know. One that writes what it keeps anew should, as its texts are no evidence.
-    messages: tuple[int, ...] | None = None
+    # The messages they come from, by their numbers in the history that was told, and how much of
+    # each came back: 1 for all of it. None if the memory does not know. One that writes what it
+    # keeps anew should, as its texts are no evidence.
+    messages: Mapping[int, float] | None = None
+    seconds: float = 0.0  # that finding them took, before the request was read
+
+
+@dataclass(frozen=True)
+class PastSession:
+    """A session that is over, as it is told to a memory."""
+
+    messages: Sequence[Message]
+    # Of each message in the whole history, as `Recalled` names them; None for a system message.
+    numbers: Sequence[int | None]
+    when: datetime | None = None  # it took place; without a time zone
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What an answer took."""
+
+    prefill_tokens: int
+    live_tokens: int  # in the cache when it was written
+    # From the request to the first token, a memory's search included; None if unknown.
+    ttft_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,7 @@ class Reply:
     raw: str  # as generated, markers included
     message: Message  # to append to the history for the next request
     recalled: Recalled | None = None  # None: no memory is in the way, or it does not say
+    spent: Spent | None = None  # None: nobody counted
 
 
 class AgentClient(Protocol):
@@ -114,8 +138,8 @@ class RememberingClient(SteeredClient, Protocol):
         """Whether `remember` works: whether the run's method has a memory."""
         ...
 
-    def remember(self, messages: Sequence[Message]) -> None:
-        """Have a past session read, before this line's first request."""
+    def remember(self, past: PastSession) -> None:
+        """Have a past session taken in, before this line's first request."""
         ...
 
     def fork(self) -> RememberingClient:
@@ -154,6 +178,7 @@ class Reading:
     calls: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    failed: int = 0  # parts of the past that a memory could not take in
 
 
 @dataclass

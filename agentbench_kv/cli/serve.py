@@ -59,6 +59,10 @@ from agentbench_kv.cli import options as opt
     default=5.0,
 )
 @opt.option("--max-tokens", "For requests that do not say.", opt.POSITIVE, default=1024)
+@opt.option(
+    "--encoder NAME",
+    "What answers /v1/embeddings: wordllama, or the folder of a local encoder.",
+)
 def serve(
     engine: str, model: str, method: str, host: str, port: int, api_key: str | None, **asked: Any
 ) -> None:
@@ -92,6 +96,7 @@ def serve(
         threads=asked["concurrency"],
         allow_hosts=asked["allow_hosts"],
         patience=Patience(drain_s=asked["drain"]),
+        embedder=_embedder(asked["encoder"]) if asked["encoder"] else None,
     )
     asked["engine_args"] = opt.parse_settings(asked["engine_args"], "--engine-arg")
     budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
@@ -115,3 +120,10 @@ def serve(
     finally:
         with ends_soon("the engine"):
             started.shutdown()
+
+
+def _embedder(name: str) -> Any:
+    from agentbench_kv.encoders.loading import load_encoder
+    from agentbench_kv.gateway.http import Embedder
+
+    return Embedder(name, load_encoder(name).encode)

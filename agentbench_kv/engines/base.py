@@ -312,6 +312,13 @@ class Engine(ABC):
         """
         raise self._cannot(Capability.MEMORY_BLOCKS, session, bank)
 
+    def recalled(self, session: str) -> NDArray[np.int64]:
+        """Return which of its bank's rows a session's last prompt brought back: [layers, rows].
+
+        Ascending in every layer; no rows before the first prompt, or without a bank.
+        """
+        raise self._cannot(Capability.MEMORY_BLOCKS, session)
+
     def forget(self, bank: str) -> None:
         """Free a bank; sessions that it is attached to keep it until they are closed."""
         raise self._cannot(Capability.MEMORY_BLOCKS, bank)

@@ -216,7 +216,9 @@ if missing:
     raise SystemExit(f"tau2 lacks the domains {{sorted(missing)}}")
 """
 
-MEM0_PROBE = (Path(__file__).parent / "mem0_probe.py").read_text(encoding="utf-8")
+_MEMORY_PROBE = (Path(__file__).parent / "memory_probe.py").read_text(encoding="utf-8")
+MEM0_PROBE = f"{_MEMORY_PROBE}\n\nmain(probe_mem0)\n"
+GRAPHITI_PROBE = f"{_MEMORY_PROBE}\n\nmain(probe_graphiti)\n"
 
 VLLM_PROBE = """
 import importlib.metadata as m
@@ -322,6 +324,7 @@ _SUMMARIES = {
     "sglang": "SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
     "tau2": "tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
     "tau2-v1": "tau2-bench v1.0.1: the same domains with other tasks; retail needs a judge",
+    "graphiti": "graphiti 0.31.1 (the open core of Zep): a graph of facts in a file, no telemetry",
     "mem0": "Mem0 2.2.1 (open source): memories in a local vector store, no telemetry",
 }
 
@@ -346,6 +349,7 @@ _ALL = (
     # As pip normalises the version.
     _profile("tau2", (11, 12), 1200, _tau2_probe(TAU2, "0.2.1.dev0"), source=TAU2),
     _profile("tau2-v1", (12, 13), 1000, _tau2_probe(TAU2_V1, TAU2_V1.version), source=TAU2_V1),
+    _profile("graphiti", (11, 12), 600, GRAPHITI_PROBE),
     _profile("mem0", (11, 12), 600, MEM0_PROBE),
 )
 PROFILES: dict[str, Profile] = {each.name: each for each in _ALL}

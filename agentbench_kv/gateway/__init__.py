@@ -48,5 +48,5 @@ def open_gateway(
         return TextGateway(engine, policy=policy, **limits)
     closing = CLOSINGS[0] if method is None else method.closing_markers
     text_side = {"tool_syntax": tool_syntax, "closing": closing}
-    remembers = method is not None and method.remembers
+    remembers = method is not None and "memory_blocks" in method.needs
     return Gateway(engine, policy=policy, remembers=remembers, **text_side, **limits)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from agentbench_kv.adapters.base import Message, Reading, Reply
+from agentbench_kv.adapters.base import Message, PastSession, Reading, Reply, Spent
 from agentbench_kv.engines.base import Capability, KVStats
 from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.gateway.gateway import AnyGateway
@@ -45,7 +45,12 @@ class InProcessClient:
         options = replace(self._options, max_tokens=limit, stop=tuple(stop))
         found = self._gateway.chat(self.session, messages, tools, options)
         said = (found.content, found.reasoning, found.tool_calls, found.finish_reason)
-        return Reply(*said, found.unparsable, found.raw, found.message)
+        memories, turn = self._gateway.memories, found.turn
+        recalled = memories.recalled(self.session) if memories is not None else None
+        searched = 0.0 if recalled is None else 1000 * recalled.seconds
+        ttft = None if turn.ttft_ms is None else turn.ttft_ms + searched
+        spent = Spent(turn.prefill_tokens, turn.live_after, ttft)
+        return Reply(*said, found.unparsable, found.raw, found.message, recalled, spent)
 
     @property
     def forks(self) -> bool:
@@ -72,15 +77,17 @@ class InProcessClient:
         """Whether `remember` works: whether the run's method has a memory."""
         return self._gateway.memories is not None
 
-    def remember(self, messages: Sequence[Message]) -> None:
-        """Have a past session read, which this line's session and others bring back."""
+    def remember(self, past: PastSession) -> None:
+        """Have a past session taken in, which this line's session and others bring back."""
         if self._gateway.memories is None:
             raise UsageError("this run's method has no memory; kvbench ls methods shows who has")
-        read, before = self._gateway.memories.remember(self.session, messages), self.reading
+        read, before = self._gateway.memories.remember(self.session, past), self.reading
+        before = before or Reading()
         self.reading = Reading(
-            calls=1 + (before.calls if before else 0),
-            tokens=read.tokens + (before.tokens if before else 0),
-            seconds=read.seconds + (before.seconds if before else 0.0),
+            calls=before.calls + read.calls,
+            tokens=before.tokens + read.tokens,
+            seconds=before.seconds + read.seconds,
+            failed=before.failed + read.failed,
         )
 
     def fork(self) -> InProcessClient:
@@ -106,6 +113,8 @@ class InProcessClient:
         """End what the session, and those beside it, answer now and later."""
         for line in (self, *self._sides):
             self._gateway.cancel(line.session)
+        if self._gateway.memories is not None:
+            self._gateway.memories.cancel(self.session)
 
     def close(self) -> SessionReport:
         """Close the session if it is open; return its final report, every time."""

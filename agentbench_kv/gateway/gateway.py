@@ -28,7 +28,7 @@ from agentbench_kv.gateway.dropping import SessionDrops
 from agentbench_kv.gateway.executing import Executor
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
-from agentbench_kv.gateway.memory import Memories
+from agentbench_kv.gateway.memory import BankMemories, Memories
 from agentbench_kv.gateway.messages import Message, count_calls
 from agentbench_kv.gateway.parsing import Reader
 from agentbench_kv.gateway.planning import Planner, reminder
@@ -321,6 +321,9 @@ class BaseGateway(ABC, Generic[S]):
 
     def _stream(self, session: str | None, request: Request) -> Answer:
         """Answer in a session; one without a name lives as long as its request or conversation."""
+        if self.memories is not None and session is not None and request.prompt is None:
+            shown = self.memories.shown(session, request.messages)
+            request = replace(request, messages=shown)
         opening = self._open(session, request)
         name = session or opening.session or f"{_UNNAMED}{next(self._numbers)}"
         result: ChatResult | None = None
@@ -544,7 +547,7 @@ class Gateway(BaseGateway[Session]):
         if policy is not None:
             self._executor = Executor(policy, engine, self._planner, self.codec, self._aside)
         if remembers:
-            self.memories = Memories(engine, self._planner, self.table)
+            self.memories = BankMemories(engine, self._planner, self.table)
         self._eos = frozenset(engine.info.eos_token_ids)
         self._grammars = GrammarCompiler(self.codec, self.syntax, engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.

@@ -9,11 +9,12 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -39,8 +40,10 @@ from agentbench_kv.gateway.protocol import (
     CommonRequest,
     CompletionFormat,
     CompletionRequest,
+    EmbeddingRequest,
     Format,
     as_api_error,
+    embeddings_body,
     parse_request,
     read_json,
 )
@@ -115,6 +118,14 @@ _SWEEP_S = 15.0  # at most between two looks at idle sessions
 
 
 @dataclass(frozen=True)
+class Embedder:
+    """What answers requests for embeddings: a name, and texts to float32 [texts, dimension]."""
+
+    name: str
+    encode: Callable[[Sequence[str]], Any]
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Limits and access of a server."""
 
@@ -125,6 +136,7 @@ class ServerSettings:
     body_timeout_s: float = 60.0  # longest time a client may take to send its body
     allow_hosts: tuple[str, ...] = ()  # other names that this machine is called by; * for any
     patience: Patience = field(default_factory=Patience)
+    embedder: Embedder | None = None
 
 
 class HttpApi:
@@ -167,6 +179,7 @@ class HttpApi:
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._complete, "POST"),
             self._route("/v1/responses", self._answer_response, "POST"),
+            self._route("/v1/embeddings", self._embed, "POST"),
             self._route("/v1/models", self._models, "GET"),
             self._route("/v1/sessions/{session:path}", self._close_session, "DELETE"),
             self._route("/metrics", self._show_metrics, "GET"),
@@ -243,6 +256,19 @@ class HttpApi:
     def _choices(self, kind: type[Choices], body: CommonRequest) -> Choices:
         usage, ids = body.include_usage, bool(body.return_token_ids)
         return kind(self._model, include_usage=usage, token_ids=ids)
+
+    async def _embed(self, request: Request) -> Response:
+        body = parse_request(EmbeddingRequest, await self._json(request))
+        embedder = self._settings.embedder
+        if embedder is None or body.model != embedder.name:
+            known = "none" if embedder is None else repr(embedder.name)
+            message = f"no encoder {body.model!r} here; there is {known} (--encoder)"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        vectors = await self._asides.ask(lambda: np.asarray(embedder.encode(body.texts)))
+        if body.dimensions not in (None, vectors.shape[1]):
+            message = f"{body.model} has {vectors.shape[1]} dimensions"
+            raise ApiError(400, message, param="dimensions")
+        return JSONResponse(embeddings_body(body, vectors))
 
     async def _models(self, _: Request) -> Response:
         limit = {"max_model_len": self._gateway.engine.info.context_limit}

@@ -1,39 +1,42 @@
-"""Past sessions that later ones bring back: read once, kept in the engine's memory banks."""
+"""Past sessions that later ones bring back: whose they are, and those kept in an engine's banks."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from agentbench_kv.adapters.base import PastSession, Recalled
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.session import Session
-from agentbench_kv.methods.spans import Hints
+from agentbench_kv.methods.spans import Hints, SpanRange
 from agentbench_kv.phases.machine import PhaseTable
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """What it took to read a past session."""
+    """What it took to take a past session in."""
 
-    tokens: int
+    calls: int
+    tokens: int  # prefilled and generated
     seconds: float
+    failed: int = 0  # parts of it that are lost, because the model's answers were of no use
 
 
-class Memories:
-    """The banks of a gateway's sessions: each has the name of the session that began it."""
+class Memories(ABC):
+    """The memories of a gateway's sessions: each has the name of the session that began it."""
 
-    def __init__(self, engine: Engine, planner: Planner, table: PhaseTable) -> None:
-        self._engine = engine
-        self._planner = planner
-        self._table = table
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._banks: dict[str, str] = {}  # session -> bank
-        self._read: Counter[str] = Counter()  # past sessions of a bank
 
     def bank_of(self, session: str) -> str:
         """Return the bank that a session brings back from; empty if it has none."""
@@ -46,26 +49,82 @@ class Memories:
             if session in self._banks:
                 self._banks[other] = self._banks[session]
 
-    def remember(self, session: str, messages: Sequence[Message]) -> Remembered:
-        """Read messages as a session of their own and keep its rows for a session, not open yet.
+    @abstractmethod
+    def remember(self, session: str, past: PastSession) -> Remembered:
+        """Take in a past session for a session that is not open yet."""
+
+    @abstractmethod
+    def recalled(self, session: str) -> Recalled | None:
+        """Return what was put before the model for a session's last answer."""
+
+    def shown(self, session: str, messages: Sequence[Message]) -> Sequence[Message]:  # noqa: ARG002
+        """Return a request's messages as the model is shown them."""
+        return messages
+
+    def cancel(self, session: str) -> None:  # noqa: B027
+        """End what is being taken in for a session."""
+
+    def forget(self, session: str) -> None:
+        """Let go of a session's name, and of the bank if the session began it."""
+        with self._lock:
+            began = self._banks.pop(session, "") == session
+        if began:
+            self._free(session)
+
+    @abstractmethod
+    def _free(self, bank: str) -> None:
+        """Let go of a bank."""
+
+    def _bank_for(self, session: str) -> str:
+        with self._lock:
+            return self._banks.setdefault(session, session)
+
+
+class BankMemories(Memories):
+    """Rows of past sessions, which the model reads once, in the engine's memory banks."""
+
+    def __init__(self, engine: Engine, planner: Planner, table: PhaseTable) -> None:
+        super().__init__()
+        self._engine = engine
+        self._planner = planner
+        self._table = table
+        self._read: Counter[str] = Counter()  # past sessions of a bank
+        self._rows: Counter[str] = Counter()  # of a bank
+        # Which of a bank's rows are the contents of which messages, by their numbers.
+        self._places: dict[str, dict[int, SpanRange]] = defaultdict(dict)
+
+    def remember(self, session: str, past: PastSession) -> Remembered:
+        """Read messages as a session of their own and keep its rows.
 
         Raises ContextLimitError if they are longer than the model's context.
         """
         started = time.perf_counter()
+        bank = self._bank_for(session)
         with self._lock:
-            bank = self._banks.setdefault(session, session)
             self._read[bank] += 1
             name = f"{bank} past {self._read[bank]}"
-        past = Session(name, self._engine, self._table)
-        plan = self._planner.past(past, messages)
-        past.prepare(plan)
+        state = Session(name, self._engine, self._table)
+        plan, contents = self._planner.past(state, past.messages)
+        state.prepare(plan)
         try:
-            past.extend(plan.ids, Hints())
-            self._feed(past)
+            state.extend(plan.ids, Hints())
+            self._feed(state)
             self._engine.memorise(name, bank, len(plan.ids))
         finally:
-            past.close()
-        return Remembered(len(plan.ids), time.perf_counter() - started)
+            state.close()
+        for number, span in zip(past.numbers, contents, strict=True):
+            if number is not None and span is not None:
+                start, end = span
+                self._places[bank][number] = (self._rows[bank] + start, self._rows[bank] + end)
+        self._rows[bank] += len(plan.ids)
+        return Remembered(1, len(plan.ids), time.perf_counter() - started)
+
+    def recalled(self, session: str) -> Recalled | None:
+        """Return how much of each past message came back, the mean over layers."""
+        bank = self.bank_of(session)
+        if not bank:
+            return None
+        return Recalled((), shares(self._engine.recalled(session), self._places[bank]))
 
     def _feed(self, past: Session) -> None:
         """Have the model read what is pending: a token behind it is given, and not fed itself."""
@@ -73,9 +132,20 @@ class Memories:
         for _ in self._engine.force(past.id, end):
             pass
 
-    def forget(self, session: str) -> None:
-        """Let go of a session's name, and of the bank if the session began it."""
-        with self._lock:
-            began = self._banks.pop(session, "") == session
-        if began:
-            self._engine.forget(session)
+    def _free(self, bank: str) -> None:
+        for each in (self._read, self._rows, self._places):
+            each.pop(bank, None)
+        self._engine.forget(bank)
+
+
+def shares(rows: NDArray[np.int64], places: Mapping[int, SpanRange]) -> dict[int, float]:
+    """Return how much of each place is among rows [layers, rows], which ascend: a mean over layers.
+
+    Places of which nothing is there are left out.
+    """
+    found: dict[int, float] = {}
+    for number, (start, end) in places.items():
+        held = sum(int(np.diff(np.searchsorted(layer, (start, end)))[0]) for layer in rows)
+        if held:
+            found[number] = held / (len(rows) * (end - start))
+    return found

@@ -72,10 +72,18 @@ class Planner:
             ids, reset = self._codec.encode(text), not session.fresh
         return Plan(ids, reset, asked, thinking=_thinks(text), text=text)
 
-    def past(self, session: Session, messages: Sequence[Message]) -> Plan:
-        """Plan a session that is over: these messages, and nothing that asks for an answer."""
-        text, known = self._template.render_whole(messages), Known.of_chat(messages, None)
-        return Plan(self._codec.encode(text), not session.fresh, known, text=text)
+    def past(
+        self, session: Session, messages: Sequence[Message]
+    ) -> tuple[Plan, list[SpanRange | None]]:
+        """Plan a session that is over: these messages, and nothing that asks for an answer.
+
+        Return which of the plan's ids are the contents of each message, too.
+        """
+        render = self._template.render_whole
+        text, known = render(messages), Known.of_chat(messages, None)
+        ids = self._codec.encode(text)
+        spans = token_spans(self._codec, ids, text, content_spans(render, messages))
+        return Plan(ids, not session.fresh, known, text=text), spans
 
     def rewrite(
         self,

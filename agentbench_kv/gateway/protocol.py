@@ -14,10 +14,13 @@ import re
 import reprlib
 import time
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -515,6 +518,36 @@ class CompletionRequest(CommonRequest):
 
 # Half of a character that JSON writes as two escapes; clients that cut text send it.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class EmbeddingRequest(StrictModel):
+    """A request for the vectors of texts."""
+
+    model: str
+    input: str | list[str]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None  # taken only if it is the encoder's
+    user: str | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+def embeddings_body(request: EmbeddingRequest, vectors: NDArray[np.float32]) -> dict[str, Any]:
+    """Return the response for vectors [texts, dimension]."""
+    coded = request.encoding_format == "base64"
+    little = vectors.astype("<f4")
+    rows = [
+        {
+            "object": "embedding",
+            "index": number,
+            "embedding": b64encode(row.tobytes()).decode() if coded else row.tolist(),
+        }
+        for number, row in enumerate(little)
+    ]
+    usage = {"prompt_tokens": 0, "total_tokens": 0}  # the encoder counts none
+    return {"object": "list", "model": request.model, "data": rows, "usage": usage}
 
 
 def read_json(body: bytes) -> Any:

@@ -200,7 +200,7 @@ def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> st
 
     And that one with a memory brought nothing back, as where it was told of no past.
     """
-    if _parameter(spec, "topk") is not None and not any(t.kv.restored for t in trials):
+    if _parameter(spec, "topk") is not None and not any(_recalled(trial) for trial in trials):
         return "never triggered; its memory brought nothing back"
     if _parameter(spec, "exec") is None:
         return None
@@ -209,6 +209,11 @@ def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> st
         f"never triggered; logical tokens at most {longest}, trigger {_parameter(spec, 'trigger')}:"
         " nothing was dropped; --set trigger=TOKENS below that, or --set trigger=budget"
     )
+
+
+def _recalled(trial: TrialRecord) -> bool:
+    """Whether a memory brought anything back: rows, or texts that it counts."""
+    return bool(trial.kv.restored or trial.metrics.get("recalled_texts"))
 
 
 def _cure(spec: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ def ledger(
         "ingest_calls": reading.calls,
         "ingest_tokens": reading.tokens + sum(turn.prefill_tokens for turn in read),
         "ingest_s": None if waited is None else reading.seconds + waited,
+        **({"ingest_failed": reading.failed} if reading.failed else {}),
         "answer_calls": len(turns),
         "answer_tokens": generated + sum(turn.prefill_tokens for turn in later),
         "answer_s": None if asked is None or spoken is None else asked + spoken,

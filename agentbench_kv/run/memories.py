@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
+from agentbench_kv.encoders.loading import load_encoder
+from agentbench_kv.environments import python_of
 from agentbench_kv.errors import UsageError
+from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.http import Embedder, ServerSettings
+from agentbench_kv.gateway.recall import PlainMemories
+from agentbench_kv.memories.store import PackageStore
 from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.registry import load_task, names
 from agentbench_kv.run.spec import RunSpec
 
 
 def check_memory(spec: RunSpec) -> None:
-    """Refuse a method with a memory on a task without a past: UsageError."""
-    if spec.built_method.remembers and not load_task(spec.task).remembers:
+    """Refuse a method with a memory on a task without a past: UsageError.
+
+    PrerequisiteError if its package, or the encoder that it searches by, is not there.
+    """
+    method = spec.built_method
+    if not method.remembers:
+        return
+    if not load_task(spec.task).remembers:
         known = ", ".join(name for name in names("task") if load_task(name).remembers)
         raise UsageError(
             f"method {spec.method!r} brings back past sessions, and task {spec.task!r} has none; "
             f"use {known}"
         )
+    if isinstance(method, PlainMemory):
+        python_of(method.environment)
+        load_encoder(method.encoder)
 
 
 def refuse_memory(method: Method) -> None:
@@ -25,3 +43,20 @@ def refuse_memory(method: Method) -> None:
             f"method {method.label!r} brings back past sessions, and no client can say which; use "
             "it in kvbench run"
         )
+
+
+def server_settings(method: Method) -> ServerSettings:
+    """Return what a run's own server needs: an encoder, if the method's memory asks for one."""
+    if not isinstance(method, PlainMemory):
+        return ServerSettings()
+    encoder = load_encoder(method.encoder)
+    return ServerSettings(embedder=Embedder(method.encoder, encoder.encode))
+
+
+def attach_memory(
+    stack: ExitStack, gateway: AnyGateway, method: PlainMemory, endpoint: str
+) -> None:
+    """Give a gateway a package's memory, which asks the gateway's own model at an endpoint."""
+    size = len(load_encoder(method.encoder).encode(["size"])[0])
+    store = PackageStore(method, endpoint, gateway.engine.info.model, size)
+    gateway.memories = PlainMemories(gateway, stack.enter_context(store))

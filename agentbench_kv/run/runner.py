@@ -22,6 +22,7 @@ from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
 from agentbench_kv.gateway import AnyGateway, open_gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
@@ -30,7 +31,7 @@ from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.run.calibration import calibrated, calibration_used, identified
 from agentbench_kv.run.foresight import check_foresight
-from agentbench_kv.run.memories import check_memory
+from agentbench_kv.run.memories import attach_memory, check_memory, server_settings
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec, check_arguments
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
@@ -89,9 +90,11 @@ def refuse_without_messages(family: str) -> None:
         )
 
 
-def check_task(name: str, engine: type[Engine], task: type[Task]) -> None:
+def check_task(name: str, engine: type[Engine], task: type[Task], method: Method) -> None:
     """Refuse a task that asks what the engine cannot do."""
-    missing = sorted(task.needs - {capability.value for capability in engine.capabilities})
+    # What is past is told to a memory of plain text, not read into a cache.
+    needs = frozenset[str]() if isinstance(method, PlainMemory) else task.needs
+    missing = sorted(needs - {capability.value for capability in engine.capabilities})
     if missing:
         raise UsageError(
             f"task {task.name!r} needs {missing[0]}, which engine {name!r} has not; "
@@ -121,7 +124,7 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         cls = load_engine(spec.engine)
         check_pair(spec.engine, cls, spec.built_method)
         check_trained(spec.model, spec.built_method)
-        check_task(spec.engine, cls, load_task(spec.task))
+        check_task(spec.engine, cls, load_task(spec.task), spec.built_method)
         check_foresight(spec)
         check_memory(spec)
         cls.check_model(spec.model)
@@ -197,10 +200,13 @@ def trial_setup(
             tool_syntax=spec.tool_syntax or "auto",
         )
         warn_without_phases(spec.built_method, gateway)
-        endpoint = None
-        if task.needs_endpoint:
-            server = stack.enter_context(BackgroundServer(gateway, concurrency=spec.concurrency))
-            endpoint = server.url
+        endpoint, method = None, spec.built_method
+        if task.needs_endpoint or isinstance(method, PlainMemory):
+            served = server_settings(method)
+            server = BackgroundServer(gateway, concurrency=spec.concurrency, settings=served)
+            endpoint = stack.enter_context(server).url
+        if isinstance(method, PlainMemory) and endpoint is not None:
+            attach_memory(stack, gateway, method, endpoint)
         foretold = spec.built_method.foresees
         yield TrialSetup(spec, task, engine, gateway, endpoint, foretold)
 

@@ -16,12 +16,14 @@ from urllib.parse import quote
 from agentbench_kv.adapters.base import (
     Message,
     Outcome,
+    PastSession,
     RememberingClient,
     Reply,
     Sample,
     Task,
     TrialContext,
 )
+from agentbench_kv.adapters.worker import WorkerError
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.errors import (
     ContextLimitError,
@@ -159,6 +161,8 @@ def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
         return Outcome(TrialStatus.TIMEOUT, error=str(error))
     except ContextLimitError as error:
         return Outcome(TrialStatus.CONTEXT_LIMIT, error=str(error))
+    except WorkerError as error:  # of a memory's package
+        return Outcome(error.status, error=str(error))
     except KVBenchError as error:
         return _engine_error(error)
     except (Exception, SystemExit):  # noqa: BLE001  one broken trial must not end the run
@@ -277,9 +281,9 @@ class TimedClient:
     def remembers(self) -> bool:
         return self._client.remembers
 
-    def remember(self, messages: Sequence[Message]) -> None:
+    def remember(self, past: PastSession) -> None:
         self._deadline.check()
-        self._client.remember(messages)
+        self._client.remember(past)
         self._deadline.check()
 
     def chat(

@@ -76,7 +76,7 @@ Memory.add = reaching
     [
         (KEEPS_NOTHING, "kept 0 of 2 facts"),
         (FINDS_ANOTHER, "found [{'memory': 'no'}]"),
-        (REACHES_OUT, "asked for telemetry.invalid, but must work offline"),
+        (REACHES_OUT, "it asked for telemetry.invalid, but must work offline"),
     ],
     ids=["keeps nothing", "finds another", "reaches out"],
 )

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ class DialogueSession:
 
     date: str  # as the file writes it
     utterances: tuple[Utterance, ...]
+
+    @property
+    def when(self) -> datetime | None:
+        """The date, if it is of the published file's form (`1:56 pm on 8 May, 2023`)."""
+        try:
+            return datetime.strptime(self.date, "%I:%M %p on %d %B, %Y")
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True)

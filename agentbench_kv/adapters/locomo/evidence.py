@@ -8,20 +8,29 @@ from agentbench_kv.adapters.base import Recalled
 from agentbench_kv.adapters.locomo.data import Question, Utterance
 
 
-def share(question: Question, before: Collection[str] | None) -> float | None:
+def sent_share(question: Question, sent: Collection[str]) -> float | None:
     """Return the share of a question's evidence that is among some utterances' ids.
 
-    None where nobody knows what was before the model, or the file names no evidence.
+    None where the file names no evidence.
+    """
+    return share(question, dict.fromkeys(sent, 1.0))
+
+
+def share(question: Question, before: Mapping[str, float] | None) -> float | None:
+    """Return the share of a question's evidence that is before the model.
+
+    `before` says how much of each utterance is, by its id. None where nobody knows, or the file
+    names no evidence.
     """
     if before is None or not question.evidence:
         return None
-    return sum(id in before for id in question.evidence) / len(question.evidence)
+    return sum(before.get(id, 0.0) for id in question.evidence) / len(question.evidence)
 
 
-def recalled_ids(
+def recalled_shares(
     recalled: Recalled | None, spots: Mapping[str, int], spoken: Mapping[str, Utterance]
-) -> frozenset[str] | None:
-    """Return the ids of the utterances that a memory put before the model; None if unknown.
+) -> dict[str, float] | None:
+    """Return how much of each utterance a memory put before the model, by id; None if unknown.
 
     `spots` are the utterances' messages by number. A memory that does not name messages is read by
     its texts: what stands in them word for word. If nothing does, it wrote them anew, and nobody
@@ -29,11 +38,10 @@ def recalled_ids(
     """
     if recalled is None:
         return None
-    if recalled.messages is not None:
-        named = frozenset(recalled.messages)
-        return frozenset(id for id, spot in spots.items() if spot in named)
+    if (named := recalled.messages) is not None:
+        return {id: named[spot] for id, spot in spots.items() if spot in named}
     text = _plain("\n".join(recalled.texts))
-    found = frozenset(id for id in spots if _plain(spoken[id].text) in text)
+    found = {id: 1.0 for id in spots if _plain(spoken[id].text) in text}
     return None if text and not found else found
 
 

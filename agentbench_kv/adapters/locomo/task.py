@@ -39,7 +39,7 @@ from agentbench_kv.adapters.locomo.data import (
     load,
 )
 from agentbench_kv.adapters.locomo.disputed import Disputed, all_disputed
-from agentbench_kv.adapters.locomo.evidence import recalled_ids, share
+from agentbench_kv.adapters.locomo.evidence import recalled_shares, sent_share, share
 from agentbench_kv.adapters.locomo.figures import (
     NOT_AVAILABLE,
     Answered,
@@ -327,7 +327,7 @@ class LocomoQA(Task):
     ) -> Answered:
         """Mark a reply; `spots` are the messages of the turns that were read."""
         recalled: Recalled | None = reply.recalled
-        ids = recalled_ids(recalled, spots, conversation.utterances)
+        shares = recalled_shares(recalled, spots, conversation.utterances)
         answer = reply.content.strip()
         return Answered(
             question,
@@ -335,9 +335,11 @@ class LocomoQA(Task):
             reply.finish_reason,
             seconds,
             marks(question, answer, self._encoders),
-            share(question, spots),
-            share(question, ids),
-            None if ids is None else len(ids),
+            sent_share(question, spots),
+            share(question, shares),
+            None if recalled is None else len(recalled.texts),
+            reply.spent,
+            None if shares is None else sum(shares.values()),
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agentbench_kv.adapters.base import Message, Reading, RememberingClient, TrialContext
+from agentbench_kv.adapters.base import PastSession, Reading, RememberingClient, TrialContext
 from agentbench_kv.adapters.locomo.data import Dialogue, Question
 from agentbench_kv.adapters.locomo.figures import Answered
 from agentbench_kv.adapters.locomo.task import DialogueHistory, LocomoQA, ask
@@ -69,8 +69,8 @@ class ProbeLocomo(LocomoQA):
     ) -> Iterator[Answered]:
         """Have every session of the conversation read by itself, then ask each question alone."""
         before = self._history(conversation)
-        for messages in self._past(conversation, before):
-            client.remember(messages)
+        for past in self._past(conversation, before):
+            client.remember(past)
         for number, each in enumerate(questions):
             started = time.perf_counter()
             line = client if number == len(questions) - 1 else client.another()
@@ -83,11 +83,12 @@ class ProbeLocomo(LocomoQA):
             seconds = time.perf_counter() - started
             yield self._answered(conversation, each, reply, seconds, before.spots)
 
-    def _past(self, conversation: Dialogue, before: DialogueHistory) -> Iterator[list[Message]]:
+    def _past(self, conversation: Dialogue, before: DialogueHistory) -> Iterator[PastSession]:
         """Yield the sessions that are read, each behind the system message."""
         for session in conversation.sessions:
             spots = [
                 before.spots[each.id] for each in session.utterances if each.id in before.spots
             ]
             if spots:
-                yield [before.messages[0], *(before.messages[spot] for spot in spots)]
+                said = [before.messages[0], *(before.messages[spot] for spot in spots)]
+                yield PastSession(said, [None, *spots], session.when)

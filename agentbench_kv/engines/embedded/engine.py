@@ -229,6 +229,10 @@ class EmbeddedEngine(Engine):
             raise UsageError(f"session {state.name} has begun: a memory is attached before that")
         state.attach(SessionMemory(method, bank, state.frequencies))
 
+    def recalled(self, session: str) -> NDArray[np.int64]:
+        memory = self._scheduler.get(session).memory
+        return np.zeros((0, 0), np.int64) if memory is None else memory.recalled()
+
     def forget(self, bank: str) -> None:
         self._banks.pop(bank, None)
 

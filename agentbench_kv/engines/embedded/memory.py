@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentbench_kv.engines.embedded.cache import SessionCache
@@ -34,6 +36,15 @@ class SessionMemory:
         self._method = method
         self._bank = bank
         self._frequencies = frequencies
+        self._chosen: dict[int, Tensor] = {}  # by layer; a fork has the same one until its prompt
+
+    def recalled(self) -> NDArray[np.int64]:
+        """Return which of the bank's rows the last prompt brought back: [layers, rows]."""
+        chosen = self._chosen
+        if not chosen:
+            return np.zeros((0, 0), np.int64)
+        rows: NDArray[np.int64] = torch.stack([chosen[layer] for layer in sorted(chosen)]).numpy()
+        return rows
 
     def splice(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> None:
         """Put what a prompt brings back into the first rows of a layer, at positions from 0 on.
@@ -46,7 +57,9 @@ class SessionMemory:
             back = -torch.arange(first, first + asked.shape[1], device=asked.device)
             rope_rotate(asked[None], back, self._frequencies, interleaved=turned)
         relevance = method.relevance(asked, bank.lows[layer], bank.highs[layer])
-        chosen = method.choose(relevance, bank, self.rows).to(bank.keys.device)
+        chosen = method.choose(relevance, bank, self.rows)
+        self._chosen = {**self._chosen, layer: chosen}
+        chosen = chosen.to(bank.keys.device)
         keys = bank.keys[layer][:, chosen].to(asked.device)
         places = torch.arange(self.rows, device=asked.device)
         rope_rotate(keys[None], places, self._frequencies, interleaved=turned)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.kernels import aabb_score
-from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.base import Memory
 from agentbench_kv.params import param
 
 RANK_OFFSET = 60  # c of the reciprocal rank (MemArt, table 1, after Cormack et al., 2009)
@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 24  # scores that are held at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemArt(Method):
+class MemArt(Memory):
     """Before a prompt is read, every layer brings back the blocks that its tokens attend to most.
 
     A block is scored by the largest dot product that a query may have with one of its keys, both
@@ -31,24 +31,11 @@ class MemArt(Method):
     name: ClassVar[str] = "memart"
     summary: ClassVar[str] = "earlier sessions as KV blocks, found by attention"
     source: ClassVar[str] = "MemArt, section 3.2"
-    compresses: ClassVar[bool] = False
-    spans: ClassVar[bool] = True
-    remembers: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llama": {"topk": 128, "normalise": "softmax"},
         "qwen": {"topk": 256, "normalise": "rr"},
     }
     default_preset: ClassVar[str] = "llama"
-
-    # Fields of the base that mean nothing here: no `param`, so `--set` does not take them.
-    interval: int = 128
-    trigger: str = "every"
-    kept_set: str = "shared"
-    sinks: int = 0
-    keep_recent: int = 0
-    protect: str = "none"
-    chunk: int = 1
-    positions: str = "logical"
 
     topk: int = param(128, "blocks that every layer brings back", low=1)
     block: int = param(16, "tokens of a block", low=1)

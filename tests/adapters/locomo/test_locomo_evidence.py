@@ -12,7 +12,7 @@ from agentbench_kv.adapters.base import Reading, Recalled, Reply, Sample, TrialC
 from agentbench_kv.adapters.locomo import task as module
 from agentbench_kv.adapters.locomo.data import CATEGORIES, load
 from agentbench_kv.adapters.locomo.disputed import CITATION, Disputed, all_disputed
-from agentbench_kv.adapters.locomo.evidence import recalled_ids, share
+from agentbench_kv.adapters.locomo.evidence import recalled_shares, sent_share
 from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.adapters.locomo.task import LocomoQA, history
 from agentbench_kv.errors import UsageError
@@ -99,13 +99,16 @@ def test_half_a_setting_is_one_line(settings, said):
 @pytest.mark.usefixtures("folder")
 def test_what_a_memory_recalls_by_message_number():
     spots = history(load(check=False).conversations["talk-1"]).spots
-    shown = Recalled((), (spots["D2:1"], spots["D1:1"]))
+    shown = Recalled((), {spots["D2:1"]: 1.0, spots["D1:1"]: 0.5})
     outcome = play(Memory(lambda _: shown))
-    assert parts(outcome, "evidence_recall") == (2.0, 4)  # the first and the fourth, whole
+    assert parts(outcome, "evidence_recall") == (
+        1.75,
+        4,
+    )  # the first, and the fourth but for half of its second
     assert parts(outcome, "evidence_sent") == (4.0, 4)
-    assert (outcome.metrics["recalled_total"], outcome.metrics["recalled_count"]) == (10, 5)
+    assert (outcome.metrics["recalled_total"], outcome.metrics["recalled_count"]) == (7.5, 5)
     documents = outcome.transcript["answers"]
-    assert [each.get("evidence_recalled") for each in documents] == [1.0, 0.0, 0.0, 1.0, None]
+    assert [each.get("evidence_recalled") for each in documents] == [1.0, 0.0, 0.0, 0.75, None]
 
 
 @pytest.mark.usefixtures("folder")
@@ -131,7 +134,8 @@ def test_one_answer_without_account_leaves_the_column_out():
 
 @pytest.mark.usefixtures("folder")
 def test_recalling_everything_is_seen_beside_the_recall():
-    everything = play(Memory(lambda messages: Recalled((), tuple(range(len(messages))))))
+    whole = lambda messages: Recalled((), dict.fromkeys(range(len(messages)), 1.0))  # noqa: E731
+    everything = play(Memory(whole))
     assert parts(everything, "evidence_recall") == (4.0, 4)
     assert everything.metrics["recalled_total"] == 6 * 5  # every turn, for every question
 
@@ -140,10 +144,10 @@ def test_recalling_everything_is_seen_beside_the_recall():
 def test_the_share_of_evidence_by_brute_force(before, evidence):
     from agentbench_kv.adapters.locomo.data import Question
 
-    found = share(Question(0, "q", "a", 4, tuple(evidence)), before)
+    found = sent_share(Question(0, "q", "a", 4, tuple(evidence)), before)
     hits = [id for id in evidence if id in before]
     assert found == (len(hits) / len(evidence) if evidence else None)
-    assert recalled_ids(None, {}, {}) is None
+    assert recalled_shares(None, {}, {}) is None
 
 
 @pytest.mark.usefixtures("folder")

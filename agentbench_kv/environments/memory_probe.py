@@ -1,11 +1,13 @@
-"""Does Mem0 work here with no network? What `kvbench env create|check mem0` runs inside it.
+"""Does a memory package work here with no network? What `kvbench env create|check NAME` runs.
 
-A server on this machine plays language model and encoder. A memory is added and found again, and
-connections to anywhere else are refused, so neither a hosted service nor telemetry can take part.
+It runs inside the environment, from its source. A server on this machine plays language model and
+encoder. A memory is added and found again, and connections to anywhere else are refused, so neither
+a hosted service nor telemetry can take part.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +15,8 @@ import socket
 import tempfile
 import threading
 import zlib
+from collections.abc import Callable
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -30,10 +34,34 @@ def embed(text: str) -> list[float]:
     return vector
 
 
-def complete(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat completion that extracts the facts from any conversation."""
+def answer(schema: str) -> dict[str, Any]:
+    """Return what a model answers by the name of the form that graphiti asks it to fill in.
+
+    Mem0's form has no name: it gets the facts of any conversation.
+    """
+    entities = [{"name": name, "entity_type_id": 0} for name in ("Caroline", "support group")]
+    edge = {
+        "source_entity_name": "Caroline",
+        "target_entity_name": "support group",
+        "relation_type": "WENT_TO",
+        "fact": FACTS[0],
+    }
     memory = [{"id": str(i), "text": fact, "event": "ADD"} for i, fact in enumerate(FACTS)]
-    message = {"role": "assistant", "content": json.dumps({"memory": memory})}
+    forms: dict[str, dict[str, Any]] = {
+        "": {"memory": memory},
+        "ExtractedEntities": {"extracted_entities": entities},
+        "NodeResolutions": {"entity_resolutions": []},
+        "ExtractedEdges": {"edges": [edge]},
+        "EdgeDuplicate": {"duplicate_facts": [], "contradicted_facts": []},
+        "SummarizedEntities": {"summaries": []},
+    }
+    return forms.get(schema, {})
+
+
+def complete(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat completion."""
+    schema = body.get("response_format", {}).get("json_schema", {}).get("name", "")
+    message = {"role": "assistant", "content": json.dumps(answer(schema))}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     return {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"],
             "choices": [choice]}  # fmt: skip
@@ -47,7 +75,7 @@ def encode(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The two routes that Mem0 asks."""
+    """The two routes that are asked."""
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -100,10 +128,8 @@ def settings(url: str, folder: str) -> dict[str, Any]:
     }
 
 
-def probe(url: str, folder: str) -> None:
+def probe_mem0(url: str, folder: str) -> None:
     """Add a conversation and look one of its facts up."""
-    # Read when it is imported.
-    os.environ.update(MEM0_TELEMETRY="False", MEM0_DIR=folder)
     from mem0 import Memory
 
     memory = Memory.from_config(settings(url, folder))
@@ -116,16 +142,53 @@ def probe(url: str, folder: str) -> None:
         raise SystemExit(f"Mem0 found {found} for {QUESTION!r}")
 
 
-def main() -> None:
+async def add_episode(url: str, folder: str) -> list[str]:
+    """Add an episode to a new graph; return the facts that a question finds."""
+    from graphiti_core import Graphiti
+    from graphiti_core.cross_encoder.client import CrossEncoderClient
+    from graphiti_core.driver.kuzu_driver import KuzuDriver
+    from graphiti_core.embedder.openai import OpenAIEmbedder, OpenAIEmbedderConfig
+    from graphiti_core.graph_queries import get_fulltext_indices
+    from graphiti_core.llm_client.config import LLMConfig
+    from graphiti_core.llm_client.openai_generic_client import OpenAIGenericClient
+
+    class NoReranker(CrossEncoderClient):  # type: ignore[misc]
+        async def rank(self, query: str, passages: list[str]) -> list[tuple[str, float]]:
+            raise NotImplementedError
+
+    driver = KuzuDriver(f"{folder}/graph")
+    for query in get_fulltext_indices(driver.provider):
+        await driver.execute_query(query)
+    server = {"base_url": url, "api_key": "none"}
+    graph = Graphiti(
+        graph_driver=driver,
+        llm_client=OpenAIGenericClient(LLMConfig(model="scripted", **server)),
+        embedder=OpenAIEmbedder(OpenAIEmbedderConfig(embedding_model="hash", **server)),
+        cross_encoder=NoReranker(),
+    )
+    when = datetime(2023, 5, 8, tzinfo=UTC)
+    said = "Caroline: I went to a support group yesterday."
+    await graph.add_episode("1", said, "conversation", when)
+    found = await graph.search(QUESTION, num_results=1)
+    return [edge.fact for edge in found]
+
+
+def probe_graphiti(url: str, folder: str) -> None:
+    found = asyncio.run(add_episode(url, folder))
+    if found != [FACTS[0]]:
+        raise SystemExit(f"graphiti found {found} for {QUESTION!r}")
+
+
+def main(probe: Callable[[str, str], None]) -> None:
     tried = stay_here()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
+        # Read when the packages are imported.
+        os.environ.update(MEM0_TELEMETRY="False", MEM0_DIR=folder, HOME=folder)
+        os.environ["GRAPHITI_TELEMETRY_ENABLED"] = "false"
         probe(f"http://127.0.0.1:{server.server_address[1]}/v1", folder)
     server.shutdown()
     if tried:
-        raise SystemExit(f"Mem0 asked for {', '.join(sorted(set(tried)))}, but must work offline")
-
-
-if __name__ == "__main__":
-    main()
+        names = ", ".join(sorted(set(tried)))
+        raise SystemExit(f"it asked for {names}, but must work offline")

@@ -1,0 +1,72 @@
+"""Mem0 in its own environment: a bank's files are opened for every request.
+
+Standard library and Mem0 only: the environment does not have agentbench_kv.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from .files import ANSWER_S, SESSION_HEADER, folder_of
+
+_USER = "past"  # one for a bank: who said what stands in the texts
+
+
+def setup(_: Any) -> dict[str, Callable[[Any], Any]]:
+    import mem0  # noqa: F401  before the processes of the requests are forked
+
+    return {"add": add, "search": search, "drop": drop}
+
+
+def add(request: Any) -> dict[str, Any]:
+    """Tell a bank messages; say what failed if the model did not answer as it was asked to."""
+    from mem0.exceptions import LLMError
+    from openai import APIConnectionError, InternalServerError
+
+    args = request.args
+    told = [{"role": each["role"], "content": each["content"]} for each in args["messages"]]
+    memory = _opened(args)
+    try:
+        memory.add(told, user_id=_USER, metadata={"messages": args["numbers"]})
+    except LLMError as error:
+        if isinstance(error.__cause__, (APIConnectionError, InternalServerError)):
+            raise
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return {"failed": ""}
+
+
+def search(request: Any) -> list[dict[str, Any]]:
+    """Return the memories nearest to a query, best first."""
+    args = request.args
+    found = _opened(args).search(args["query"], filters={"user_id": _USER}, top_k=args["topk"])
+    return [
+        {"text": each["memory"], "messages": each["metadata"]["messages"]}
+        for each in found["results"]
+    ]
+
+
+def drop(request: Any) -> None:
+    shutil.rmtree(folder_of(request.args["bank"]), ignore_errors=True)
+
+
+def _opened(args: dict[str, Any]) -> Any:
+    """Return a bank's memory, whose model and encoder are the server's."""
+    from mem0 import Memory
+
+    folder = folder_of(args["bank"])
+    folder.mkdir(exist_ok=True)
+    server = {"openai_base_url": args["url"], "api_key": "none"}
+    writes = {"temperature": 0.0, "max_tokens": args["write_tokens"]}
+    store = {"path": f"{folder}/store", "embedding_model_dims": args["size"], "on_disk": True}
+    config = {
+        "llm": {"provider": "openai", "config": {"model": args["model"], **writes, **server}},
+        "embedder": {"provider": "openai", "config": {"model": args["encoder"], **server}},
+        "vector_store": {"provider": "qdrant", "config": store},
+        "history_db_path": f"{folder}/history.db",
+    }
+    memory = Memory.from_config(config)
+    named = {SESSION_HEADER: args["session"]}
+    memory.llm.client = memory.llm.client.with_options(default_headers=named, timeout=ANSWER_S)
+    return memory

@@ -1,0 +1,104 @@
+"""A memory package in its worker: what it is told, and what it is asked."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from agentbench_kv.adapters.base import Message, PastSession
+from agentbench_kv.adapters.worker import Limits, WorkerPool
+from agentbench_kv.environments import python_of
+from agentbench_kv.gateway.recall import Recollection
+from agentbench_kv.methods.memory.plain import PlainMemory
+
+_HERE = Path(__file__).parent
+_LONGEST_WORD = 300  # characters of a failure that are shown
+_log = logging.getLogger(__name__)
+# A graph store maps terabytes of addresses; a package writes files as large as it wants.
+_LIMITS = Limits(call_cpu_s=None, address_space=None, file_size=None)
+_ENVIRONMENT = {
+    "MEM0_TELEMETRY": "False",
+    "MEM0_DIR": "{scratch}",
+    "GRAPHITI_TELEMETRY_ENABLED": "false",
+    # A session answers one request at a time.
+    "SEMAPHORE_LIMIT": "1",
+    "KVBENCH_MEMORY": "{scratch}",
+}
+
+
+class PackageStore:
+    """A `gateway.recall.MemoryStore` over a package in its environment.
+
+    Each bank has files of its own in the worker's scratch folder, which goes with the store. The
+    package asks the server at `url` for a model's answers, and for embeddings, which have `size`
+    dimensions.
+    """
+
+    def __init__(self, method: PlainMemory, url: str, model: str, size: int) -> None:
+        self._method = method
+        self._about = {
+            "url": url,
+            "model": model,
+            "encoder": method.encoder,
+            "size": size,
+            "write_tokens": method.write_tokens,
+        }
+        python = python_of(method.environment)
+        worker = _HERE / f"{method.environment}_worker.py"
+        self._pool = WorkerPool(python, worker, environment=_ENVIRONMENT, limits=_LIMITS)
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def add(self, bank: str, session: str, past: PastSession) -> int:
+        """Tell a bank a past session, in parts of so many messages as the method says.
+
+        Return how many parts the package failed at, because the model's answer was not what it
+        asked for: these the bank does not hold.
+        """
+        when, failed = past.when.isoformat() if past.when else None, 0
+        for messages, numbers in self._parts(past):
+            args = {"messages": messages, "numbers": numbers, "when": when}
+            told = self._call("add", bank, session, args)
+            if told["failed"]:
+                failed += 1
+                self._warn(told["failed"])
+        return failed
+
+    def search(self, bank: str, session: str, query: str) -> list[Recollection]:
+        found = self._call("search", bank, session, {"query": query, "topk": self._method.topk})
+        return [Recollection(each["text"], tuple(each["messages"])) for each in found]
+
+    def drop(self, bank: str) -> None:
+        self._call("drop", bank, "", {})
+
+    def _warn(self, failure: str) -> None:
+        """Say once what a package stumbled over; the run counts the others."""
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            said = " ".join(failure.split())[:_LONGEST_WORD]
+            _log.warning("kvbench: %s failed at what it was told: %s", self._method.name, said)
+
+    def _parts(self, past: PastSession) -> Iterator[tuple[Sequence[Message], list[int]]]:
+        said = [
+            (message, number)
+            for message, number in zip(past.messages, past.numbers, strict=True)
+            if number is not None
+        ]
+        size = self._method.batch or len(said)
+        for first in range(0, len(said), max(1, size)):
+            part = said[first : first + size]
+            yield [message for message, _ in part], [number for _, number in part]
+
+    def _call(self, command: str, bank: str, session: str, args: dict[str, Any]) -> Any:
+        given = {**self._about, **args, "bank": bank, "session": session}
+        return self._pool.call(command, given)
