@@ -28,7 +28,7 @@ from agentbench_kv.gateway.dropping import SessionDrops
 from agentbench_kv.gateway.executing import Executor
 from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
-from agentbench_kv.gateway.memory import BankMemories, Memories
+from agentbench_kv.gateway.memory import ASIDE, BankMemories, Memories
 from agentbench_kv.gateway.messages import Message, count_calls
 from agentbench_kv.gateway.parsing import Reader
 from agentbench_kv.gateway.planning import Planner, reminder
@@ -649,6 +649,9 @@ class Gateway(BaseGateway[Session]):
         plan = self._planner.chat(*asked, shown=shown)
         if words := self._reminder(state, plan, request.options):
             plan = self._planner.chat(*asked, words)
+        if plan.reset and state.rewinds and state.id.startswith(ASIDE):
+            # What a memory asks is another conversation each time, with the same long beginning.
+            plan = replace(self._planner.rewrite(state, plan, *asked[1:]), reset=False)
         return plan
 
     def _refuse_drops_of_text(self) -> None:

@@ -20,6 +20,9 @@ from agentbench_kv.gateway.session import Session
 from agentbench_kv.methods.spans import Hints, SpanRange
 from agentbench_kv.phases.machine import PhaseTable
 
+# Before a bank's name: the session in which a memory of plain text asks the run's model.
+ASIDE = "memory|"
+
 
 @dataclass(frozen=True)
 class Remembered:

@@ -11,11 +11,10 @@ from typing import Protocol
 
 from agentbench_kv.adapters.base import PastSession, Recalled
 from agentbench_kv.gateway.gateway import AnyGateway
-from agentbench_kv.gateway.memory import Memories, Remembered
+from agentbench_kv.gateway.memory import ASIDE, Memories, Remembered
 from agentbench_kv.gateway.messages import Message, text_of
 from agentbench_kv.gateway.session import UnknownSessionError
 
-ASIDE = "memory|"  # before a bank's name: the session in which its memory asks the run's model
 _TITLE = "Memories of earlier conversations:"
 
 
