@@ -651,7 +651,7 @@ class Gateway(BaseGateway[Session]):
             plan = self._planner.chat(*asked, words)
         if plan.reset and state.rewinds and state.id.startswith(ASIDE):
             # What a memory asks is another conversation each time, with the same long beginning.
-            plan = replace(self._planner.rewrite(state, plan, *asked[1:]), reset=False)
+            plan = self._planner.rewrite(state, replace(plan, reset=False), *asked[1:])
         return plan
 
     def _refuse_drops_of_text(self) -> None:
@@ -683,7 +683,7 @@ class Gateway(BaseGateway[Session]):
         twin.drops = None
         plan = self._planner.chat(twin, messages, tools, shown=shown)
         if plan.reset and twin.rewinds:
-            plan = self._planner.rewrite(twin, plan, shown, tools)
+            plan = self._planner.rewrite(twin, replace(plan, reset=False), shown, tools)
         syntax, cancellation = self.syntax.without_calls(), Cancellation()
         reader = reader_for(syntax, twin.next_call_id, thinking=plan.thinking, tools=())
         asked = (Options(), max_tokens, self._hidden, self._eos, cancellation)

@@ -95,8 +95,11 @@ class Planner:
         """Plan the same request with a history of these messages in place of the client's.
 
         The log stays as far as it begins with the same tokens, if the engine can forget the rest.
+        Nothing of it does where the plan is to begin anew.
         """
         text = self._template.render_first(messages, tools)
+        if plan.reset:
+            return replace(plan, ids=self._codec.encode(text), thinking=_thinks(text), text=text)
         ids, log = self._codec.encode(text), session.tokens if session.rewinds else []
         same = (i for i, (new, old) in enumerate(zip(ids[:-1], log, strict=False)) if new != old)
         keep = next(same, min(len(ids) - 1, len(log)))

@@ -414,3 +414,16 @@ def test_a_session_that_nobody_foresees_is_refused() -> None:
         assert not gateway.drops("run|0|1|c").dropped
     finally:
         gateway.engine.shutdown()
+
+
+def test_another_story_asked_aside_is_read_from_its_beginning(text: Gateway) -> None:
+    """The fork keeps what the two have in common; the rest of the story is all there."""
+    system = {"role": "system", "content": "You look at things and say what you see."}
+    text.force("run|0|1|a", [system, {"role": "user", "content": "Look."}], call(0), TOOLS)
+    other: Messages = [system, {"role": "user", "content": "Look again."}]
+    told = Options(max_tokens=4)
+    fresh = text.chat("run|0|1|b", other, None, told)
+    state = text._find("run|0|1|a")
+    aside = text._aside(state, other, other, None, 4).result()
+    assert aside.text == fresh.content.strip()
+    assert aside.stats.logical == fresh.report.stats.logical
