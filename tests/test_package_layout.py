@@ -37,6 +37,7 @@ ALLOWED = {
     "leaderboard": {
         "adapters", "budget", "engines", "gateway", "methods", "registry", "results", "run",
     },
+    "memories": {"adapters", "environments", "gateway", "methods"},
     "methods": {"budget", "encoders", "kernels", "params"},
     "models": set(),
     "params": set(),
@@ -44,8 +45,8 @@ ALLOWED = {
     "registry": {"adapters", "budget", "engines", "methods"},
     "results": {"accounting", "budget"},
     "run": {
-        "adapters", "analysis", "budget", "engines", "environments", "gateway", "kernels",
-        "methods", "phases", "registry", "results", "training",
+        "adapters", "analysis", "budget", "encoders", "engines", "environments", "gateway",
+        "kernels", "memories", "methods", "phases", "registry", "results", "training",
     },
     "serving_bench": {"budget", "engines", "gateway", "registry", "results", "run"},
     "training": {"adapters", "gateway", "methods", "results"},

@@ -411,6 +411,7 @@ class BaseGateway(ABC, Generic[S]):
             if name not in self._sessions:
                 self._check_room(name)
                 state = self._sessions[name] = self._new_session(name)
+                state.remembers = self.memories is not None and bool(self.memories.bank_of(name))
                 foreseen = self._foreseen.pop(name, None)
                 if state.drops is not None:
                     state.drops.last_uses = foreseen
@@ -582,7 +583,8 @@ class Gateway(BaseGateway[Session]):
 
     def _new_session(self, name: str) -> Session:
         drops = self._executor.new_drops(name) if self._executor else None
-        bank = self.memories.bank_of(name) if self.memories else ""
+        rows = isinstance(self.memories, BankMemories)
+        bank = self.memories.bank_of(name) if rows and self.memories else ""
         return Session(name, self.engine, self.table, drops=drops, bank=bank)
 
     def _fork_of(self, state: Session, new: str) -> Session:

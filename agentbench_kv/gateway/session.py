@@ -266,6 +266,8 @@ class BaseSession(ABC):
     outputs: list[tuple[int, ...]] = field(default_factory=list)
     resets: int = 0
     drops: SessionDrops | None = None  # under a method that drops messages
+    # It brings past sessions back, each method its own, so that prompts tell nothing of a drift.
+    remembers: bool = False
     prompt_sha: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     opened: bool = False
@@ -388,8 +390,7 @@ class Session(BaseSession):
 
     def extend(self, ids: Sequence[int], hints: Hints) -> None:
         """Append prompt ids to the engine session and to the log."""
-        # What a memory brings back stands in no prompt, so that prompts tell nothing of a drift.
-        if self.prompt_sha is None and not self.bank:
+        if self.prompt_sha is None and not self.remembers:
             self.prompt_sha = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
         if not ids:
             return

@@ -76,7 +76,7 @@ class TextSession(BaseSession):
         self.opened = True
         reset = self.known is not None and not asked.extends(self.known)
         self.resets += reset
-        if self.prompt_sha is None:
+        if self.prompt_sha is None and not self.remembers:
             text = json.dumps([asked.messages, asked.tools], ensure_ascii=True)
             self.prompt_sha = hashlib.sha256(text.encode()).hexdigest()
         return reset

@@ -37,6 +37,8 @@ def test_ls_methods_says_what_an_engine_can_run(kvbench: Callable[..., Any]) -> 
     able = {
         "full", "full-constrained", "clear-tools", "random-tools", "oracle-tools", "turn-window",
         "summarise",
+        "mem0",
+        "graphiti",
     }  # fmt: skip
     assert {row["name"] for row in rows if row["on_scripted"]} == able
 

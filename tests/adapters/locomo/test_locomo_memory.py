@@ -43,6 +43,15 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
         assert trial.kv.restored == (past if rows is None else rows)
         assert trial.kv.prefill_tokens < full.kv.prefill_tokens
         assert trial.kv.peak_live == trial.kv.restored + trial.kv.logical - 1
+    # All of it came back, in every layer; a part of it is a part of the evidence.
+    asked = whole.metrics["evidence_recall_asked"]
+    assert whole.metrics["evidence_recall_right"] == pytest.approx(asked)
+    assert whole.metrics["recalled_total"] == pytest.approx(6 * whole.metrics["recalled_count"])
+    assert 0 <= part.metrics["evidence_recall_right"] < asked
+    assert part.metrics["recalled_total"] < whole.metrics["recalled_total"]
+    # Every question's own prompt is short, whatever came back.
+    question = whole.metrics["answer_prefill_tokens_total"] / whole.metrics["questions"]
+    assert question < full.kv.prefill_tokens
     assert whole.kv.prefill_tokens == part.kv.prefill_tokens
     # Other prompts than the whole conversation's are no drift.
     assert whole.prompt_sha is None
