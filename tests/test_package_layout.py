@@ -25,8 +25,8 @@ ALLOWED = {
     "analysis": {"budget", "kernels", "methods", "params", "results"},
     "budget": set(),
     "conformance": {
-        "adapters", "analysis", "budget", "engines", "gateway", "methods", "phases", "registry",
-        "results", "run",
+        "adapters", "analysis", "budget", "engines", "environments", "gateway", "memories",
+        "methods", "phases", "registry", "results", "run",
     },
     "encoders": set(),
     "engines": {"accounting", "environments", "kernels", "methods", "phases"},

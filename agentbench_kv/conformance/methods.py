@@ -21,6 +21,7 @@ from agentbench_kv.conformance.drop_checks import check_drops
 from agentbench_kv.conformance.kept_sets import check_replay, check_sessions
 from agentbench_kv.conformance.masked import check_masked_cache
 from agentbench_kv.conformance.memory_checks import check_memory
+from agentbench_kv.conformance.plain_memory_checks import check_plain_memory
 from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.conformance.scenes import (
     CacheShape,
@@ -32,6 +33,7 @@ from agentbench_kv.conformance.span_checks import check_spans
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase, Selection
 from agentbench_kv.methods.dropping.policy import DropMethod
+from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.registry import make_method
 
@@ -57,6 +59,8 @@ def method_suite(
         return {"spans": guarded(partial(check_spans, small))}
     if isinstance(small, DropMethod):
         return {"messages": guarded(partial(check_drops, small))}
+    if isinstance(small, PlainMemory):
+        return {f"memory, {small.name}": guarded(partial(check_plain_memory, small))}
     if small.remembers:
         families = {name: tiny_model(name, layers=2) for name in ("qwen3", "llama")}
         return {

@@ -58,10 +58,10 @@ def answer(schema: str) -> dict[str, Any]:
     return forms.get(schema, {})
 
 
-def complete(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat completion."""
+def complete(body: dict[str, Any], form: str | None = None) -> dict[str, Any]:
+    """Return a chat completion, which says `form` if that is given."""
     schema = body.get("response_format", {}).get("json_schema", {}).get("name", "")
-    message = {"role": "assistant", "content": json.dumps(answer(schema))}
+    message = {"role": "assistant", "content": form or json.dumps(answer(schema))}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     return {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"],
             "choices": [choice]}  # fmt: skip
@@ -75,15 +75,18 @@ def encode(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The two routes that are asked."""
+    """The two routes that are asked; `form` is what every form is filled in with, if it is set."""
+
+    form: str | None = None
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = (encode if self.path.endswith("/embeddings") else complete)(body)
-        raw = json.dumps(answer).encode()
+        embeds = self.path.endswith("/embeddings")
+        found = encode(body) if embeds else complete(body, self.form)
+        raw = json.dumps(found).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))

@@ -5,6 +5,7 @@ Standard library and Mem0 only: the environment does not have agentbench_kv.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -27,14 +28,27 @@ def add(request: Any) -> dict[str, Any]:
 
     args = request.args
     told = [{"role": each["role"], "content": each["content"]} for each in args["messages"]]
-    memory = _opened(args)
+    memory, said = _opened(args), _Errors()
+    logging.getLogger("mem0").addHandler(said)
     try:
         memory.add(told, user_id=_USER, metadata={"messages": args["numbers"]})
     except LLMError as error:
         if isinstance(error.__cause__, (APIConnectionError, InternalServerError)):
             raise
         return {"failed": f"{type(error).__name__}: {error}"}
-    return {"failed": ""}
+    # An answer that it cannot read is nothing to it but a line in its log.
+    return {"failed": "; ".join(said.lines)}
+
+
+class _Errors(logging.Handler):
+    """What the package logs as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def search(request: Any) -> list[dict[str, Any]]:
