@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,12 +77,19 @@ class Planner:
     ) -> tuple[Plan, list[SpanRange | None]]:
         """Plan a session that is over: these messages, and nothing that asks for an answer.
 
-        Return which of the plan's ids are the contents of each message, too.
+        Return which of the plan's ids are the contents of each message, too; of an assistant's all
+        that it wrote, thoughts and calls.
         """
         render = self._template.render_whole
         text, known = render(messages), Known.of_chat(messages, None)
         ids = self._codec.encode(text)
-        spans = token_spans(self._codec, ids, text, content_spans(render, messages))
+        found = [
+            _whole(render, messages, at, text) if message.get("role") == "assistant" else span
+            for at, (message, span) in enumerate(
+                zip(messages, content_spans(render, messages), strict=True)
+            )
+        ]
+        spans = token_spans(self._codec, ids, text, found)
         return Plan(ids, not session.fresh, known, text=text), spans
 
     def rewrite(
@@ -153,6 +160,16 @@ class Planner:
         last = session.tokens[-1]
         both_ends = last in self._message_ends and ids[0] in self._message_ends
         return ids[1:] if ids[0] == last or both_ends else ids
+
+
+def _whole(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], at: int, text: str
+) -> SpanRange | None:
+    """Return where a message stands in a text; None where the template renders a part otherwise."""
+    before = render(messages[:at]) if at else ""
+    through = render(messages[: at + 1])
+    fits = text.startswith(before) and text.startswith(through)
+    return (len(before), len(through)) if fits else None
 
 
 def _thinks(prompt: str) -> bool:

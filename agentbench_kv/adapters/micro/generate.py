@@ -131,6 +131,10 @@ PROFILES = {
         (0, 0),
         steps=(4, 5),
     ),
+    # Of `micro/memory`: one item of all is shipped, long after.
+    "memory": EpisodeProfile(
+        "memory", (8, 10), (1, 1), (4, 6), (4, 8), (4, 8), (4, 14), (4, 12), (10, 20)
+    ),
 }
 # Of the training stages, shortest first; the last asks for more than any task does.
 CURRICULUM = (

@@ -101,7 +101,7 @@ class RecallTask(Task):
         environment = Environment(episode)
         messages: list[Message] = [{"role": "system", "content": episode.system}]
         limit = min(MAX_MESSAGE_TOKENS, context.max_tokens)
-        if not _play(context.client, environment, messages, limit):
+        if not play(context.client, environment, messages, limit):
             return Outcome(TrialStatus.CONTEXT_LIMIT, transcript=messages)
         result = score(environment)
         success, facts = float(result.success), result.facts
@@ -117,18 +117,7 @@ class RecallTask(Task):
         return score(environment).metrics
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
-        episode = self._episode(sample)
-        if agent == "null":
-            return [NULL_SENTENCE] * len(episode.turns)
-        texts: list[str] = []
-        for turn in episode.turns:
-            texts += [*(call.raw for call in turn.calls), turn.reply.raw]
-        if agent == "corrupt":
-            last = episode.calls[-1]
-            name, value = next(iter(last.arguments.items()))
-            wrong = replace(last, arguments={**last.arguments, name: value + "x"})
-            texts[texts.index(last.raw)] = wrong.raw
-        return texts
+        return scripted(self._episode(sample), agent)
 
     def provenance(self) -> dict[str, Any]:
         """Return a hash of the first episodes: it changes when the grammar does."""
@@ -161,7 +150,22 @@ class Recall5k(RecallTask):
     profile = "recall-5k"
 
 
-def _play(
+def scripted(episode: Episode, agent: ScriptedAgent) -> list[str]:
+    """Return the raw texts of an agent; the corrupt one gets the last call's first value wrong."""
+    if agent == "null":
+        return [NULL_SENTENCE] * len(episode.turns)
+    texts: list[str] = []
+    for turn in episode.turns:
+        texts += [*(call.raw for call in turn.calls), turn.reply.raw]
+    if agent == "corrupt":
+        last = episode.calls[-1]
+        name, value = next(iter(last.arguments.items()))
+        wrong = replace(last, arguments={**last.arguments, name: value + "x"})
+        texts[texts.index(last.raw)] = wrong.raw
+    return texts
+
+
+def play(
     client: AgentClient, environment: Environment, messages: list[Message], limit: int
 ) -> bool:
     """Hold the session; False if it ran into the model's context limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,6 +46,10 @@ class MemArt(Memory):
     )  # fmt: skip
     aggregate: str = param("max", "over the prompt's tokens", choices=("max", "sum"))
     scale: str = param("off", "scores divided by sqrt(head_dim)", choices=("off", "on"))
+    pick: str = param(
+        "attention", "control: blocks by chance, or the last ones, instead",
+        choices=("attention", "random", "last"), rare=True,
+    )  # fmt: skip
     retrieval_rope: str = param(
         "raw", "queries as before RoPE, or at their last positions", choices=("raw", "last")
     )
@@ -62,6 +67,12 @@ class MemArt(Memory):
 
         Queries [q_heads, n, head_dim]; boxes [kv_heads, blocks, head_dim].
         """
+        if self.pick == "last":
+            return torch.arange(lows.shape[1], dtype=torch.float32)
+        if self.pick == "random":
+            # By what is searched for and in: another prompt, or layer, draws other blocks.
+            drawn = torch.Generator().manual_seed(_digest(queries, lows))
+            return torch.rand(lows.shape[1], generator=drawn)
         if self.scale == "on":
             queries = queries / queries.shape[-1] ** 0.5
         at_once = max(1, _AT_ONCE // (queries.shape[0] * lows.shape[1]))
@@ -89,3 +100,10 @@ class MemArt(Memory):
         starts, counts = starts[by_age], counts[by_age]
         firsts = counts.cumsum(0) - counts
         return torch.arange(rows) + (starts - firsts).repeat_interleave(counts)
+
+
+def _digest(*tensors: Tensor) -> int:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:6], "big")
