@@ -3,17 +3,18 @@
     python benchmarks/memory_micro.py FOLDER [--limit 50] [--seed 0]
 
 Every row is an ordinary run in FOLDER, so the script goes on where it stopped. It prints the table
-of docs/memory.md: exact answers with a 95 % Wilson interval, facts, and evidence that came back.
+of docs/memory.md: exact answers with their 95 % interval, facts, and evidence that came back.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from agentbench_kv.results.stats import wilson
+from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.stats import Scores, level
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
@@ -29,7 +30,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print("| what comes back | rows | exact | facts right | evidence back |\n|---|--:|--:|--:|--:|")
+    print("| what comes back | peak live tokens | exact | facts right | evidence back |")
+    print("|---|--:|--:|--:|--:|")
     for name, method, settings in arms():
         spec = RunSpec("embedded", "micro", method, None, "micro/memory", limit=args.limit)
         spec = resolve(RunSpec(**{**spec.document(), "seed": args.seed}), settings)
@@ -57,21 +59,21 @@ def arms() -> Iterator[tuple[str, str, dict[str, str]]]:
 
 def row(name: str, run: Path) -> str:
     trials = [trial for trial in RunReader(run).trials() if trial.status.value == "scored"]
-    exact = sum(trial.score == 1 for trial in trials)
-    low, high = wilson(exact, len(trials))
-    parts = {
-        part: [sum(float(t.metrics.get(f"{n}_{part}", 0) or 0) for t in trials) for n in FACTS]
-        for part in ("right", "asked")
-    }
-    facts = sum(parts["right"]) / sum(parts["asked"])
-    held = [t for t in trials if "evidence_recall_asked" in t.metrics]
-    came = "–"
-    if held:
-        right = sum(float(t.metrics["evidence_recall_right"] or 0) for t in held)
-        came = f"{100 * right / sum(float(t.metrics['evidence_recall_asked'] or 0) for t in held):.0f} %"
-    rows = round(sum(trial.kv.peak_live for trial in trials) / len(trials))
-    share = f"{100 * exact / len(trials):.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
-    return f"| {name} | {rows:,} | {share} | {100 * facts:.0f} % | {came} |"
+    exact = level(Scores.of_trials({trial.sample_id: [trial.score or 0.0] for trial in trials}))
+    facts = share(trials, FACTS)
+    came = share(trials, ("evidence_recall",))
+    live = round(sum(trial.kv.peak_live for trial in trials) / len(trials))
+    interval = f"{100 * exact.point:.0f} % [{100 * exact.low:.0f}, {100 * exact.high:.0f}]"
+    return f"| {name} | {live:,} | {interval} | {facts} | {came} |"
+
+
+def share(trials: Sequence[TrialRecord], names: Sequence[str]) -> str:
+    """Return the share that is right of all that some sub-scores asked."""
+    tallies = [
+        trial.sub_scores[name] for trial in trials for name in names if name in trial.sub_scores
+    ]
+    asked = sum(tally[1] for tally in tallies)
+    return f"{100 * sum(tally[0] for tally in tallies) / asked:.0f} %" if asked else ""
 
 
 if __name__ == "__main__":
